@@ -130,16 +130,8 @@ class GroupedLinear(torch.nn.Module):
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         adds_bias = self.use_bias and not self.te_return_bias
-        output = _GroupedMatmul.apply(
-            x,
-            m_splits,
-            self.fuse_wgrad_accumulation,
-            is_first,
-            adds_bias,
-            self.wgrad_store,
-            *weights,
-            *biases,
-        )
+        options = self.fuse_wgrad_accumulation, is_first, adds_bias, self.wgrad_store
+        output = _GroupedMatmul.apply(x, m_splits, *options, *weights, *biases)
         self.is_first_microbatch = False
         return output, biases if self.te_return_bias else None
 

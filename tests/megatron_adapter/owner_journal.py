@@ -92,10 +92,8 @@ def _entry(optimizer: Any) -> dict[str, Any]:
     owners: OwnerMap = slots.owners
     device = parallel_state.get_expert_model_parallel_rank()
     # Parts of an expert, or of its optimizer state, are told apart.
-    part = (
-        f"{parallel_state.get_expert_tensor_parallel_rank()}.{parallel_state.get_expert_data_parallel_rank()}"
-    )
-    contents = {}
+    tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
+    part, contents = f"{tensor_rank}.{parallel_state.get_expert_data_parallel_rank()}", {}
     for slot, parameters in enumerate(slots.parameters):
         layer, expert = owners.expert_in(device, slot)
         tensors = [t for p in parameters for t in (p.data, *optimizer_tensors(optimizer, p))]

@@ -3,36 +3,18 @@
 from dataclasses import dataclass
 
 from .recipes import KEPT, Flags, Recipe, words_of
+from .training_run import SMALL
 
-# The CPU's part of a command line, and a training of a few iterations.
-TINY = """
-    --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --moe-ffn-hidden-size 32 --seq-length 16
-    --max-position-embeddings 16 --micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant
-    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1 --seed 1234
-    --num-workers 0 --split 100,0,0 --log-interval 1000 --eval-iters 0 --eval-interval 1000000
-    --distributed-backend gloo --use-cpu-initialization --transformer-impl local
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
-    --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --disable-jit-fuser
-"""
+TINY = f"{SMALL} --moe-ffn-hidden-size 32"
 NUM_ITERATIONS = 6
 
 
 @dataclass(frozen=True)
 class SmallCopy:
-    """A recipe, scaled down for CPU ranks.
-
-    Attributes:
-        num_ranks: Number of ranks.
-        arguments: Command line, without data and strategy.
-    """
+    """A recipe, scaled down for CPU ranks: their number, and a command line without data and strategy."""
 
     num_ranks: int
     arguments: str
-
-    @property
-    def has_grouped_experts(self) -> bool:
-        """Whether the experts are Megatron's grouped ones, which Transformer Engine computes on a GPU."""
-        return "--moe-grouped-gemm" in self.arguments
 
 
 def small_copy(recipe: Recipe) -> SmallCopy:

@@ -23,6 +23,8 @@ import yaml
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
+from .training_run import flags
+
 VARIABLE = "MEGATRON_LM_PATH"
 STRATEGY = "fssdp"
 FIXED_SLOTS = "slots=2 reshard_interval=0 dispatch_policy=even"
@@ -92,8 +94,8 @@ IRRELEVANT = _flags(
     --deterministic-mode --disable-gloo-process-groups --dist-ckpt-optim-fully-reshardable
     --dist-ckpt-strictness --distributed-backend --distributed-timeout-minutes --enable-experimental
     --eval-interval --eval-iters --exit-duration-in-mins --exit-interval --finetune
-    --first-last-layers-bf16
-    --fp8-param-gather --fp8-recipe --high-priority-stream-groups --load --log-energy --log-interval
+    --first-last-layers-bf16 --fp8-param-gather --fp8-recipe --high-priority-stream-groups --load
+    --log-energy --log-interval
     --log-memory-interval --log-memory-to-tensorboard --log-num-zeros-in-grad --log-params-norm
     --log-progress --log-throughput --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
     --logging-level --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction
@@ -124,12 +126,7 @@ CONTEXT = "context parallelism needs Transformer Engine's attention"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training recipe of Megatron-LM.
-
-    Attributes:
-        name: Folder of the recipe below ``tests/functional_tests/test_cases``.
-        flags: Its flags with their values; ``True`` for a flag without a value.
-    """
+    """A training recipe of Megatron-LM: its folder, and flags with values (``True`` for none)."""
 
     name: str
     flags: Flags
@@ -151,17 +148,11 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a strategy says to a recipe.
+    """What a strategy says to a recipe."""
 
-    Attributes:
-        refusal: Names of all refused features; ``None`` if the recipe is accepted.
-        obstacle: Why CPU ranks cannot train a small copy; ``None`` if they can.
-        left_out: Features that the small copy leaves out.
-    """
-
-    refusal: str | None
-    obstacle: str | None
-    left_out: tuple[str, ...]
+    refusal: str | None  # names of all refused features
+    obstacle: str | None  # why CPU ranks cannot train a small copy
+    left_out: tuple[str, ...]  # features that the small copy leaves out
 
     @property
     def trains(self) -> bool:
@@ -217,14 +208,8 @@ def words_of(flags: Mapping[str, Any]) -> list[str]:
 def verdicts(found: Sequence[Recipe]) -> list[Verdict]:
     """Parse recipes with Megatron's parser and ask the strategy about their arguments, on a forked rank."""
     (refusals,) = run_ranks(_refusals, 1, list(found), preload=MEGATRON_PRELOAD, timeout_s=300)
-    return [
-        Verdict(
-            refusal,
-            obstacle(recipe),
-            tuple(dict.fromkeys(name for flag, name in LEFT_OUT.items() if flag in recipe.flags)),
-        )
-        for recipe, refusal in zip(found, refusals, strict=True)
-    ]
+    left_out = [tuple(name for flag, name in LEFT_OUT.items() if flag in recipe.flags) for recipe in found]
+    return list(map(Verdict, refusals, map(obstacle, found), left_out))
 
 
 def _refusals(rank: int, world_size: int, found: list[Recipe]) -> list[str | None]:
@@ -244,10 +229,8 @@ def _refusal(recipe: Recipe) -> str | None:
 
     parser = add_strategy_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     # Scripts of other packages (ModelOpt, Flextron) have flags of their own.
-    words = [*words_of(recipe.flags), "--moe-strategy", STRATEGY]
-    for setting in recipe.settings.split():
-        words += ["--moe-strategy-set", setting]
-    args, _ = parser.parse_known_args(words)
+    chosen = flags(f"{STRATEGY} {recipe.settings}").split()
+    args, _ = parser.parse_known_args([*words_of(recipe.flags), *chosen])
     name, settings = resolve_arguments(args)
     session = StrategySession(name, settings)
     # The first refusal would hide the others.
@@ -287,15 +270,8 @@ def table(found: Sequence[Recipe], given: Sequence[Verdict]) -> str:
     )
     rows = zip(found, given, strict=True)
     lines = [f"| `{recipe.name}` | {_cell(recipe, verdict)} |" for recipe, verdict in rows]
-    head = [
-        BEGIN,
-        "",
-        textwrap.fill(numbers, 120, break_on_hyphens=False),
-        "",
-        "| recipe | result |",
-        "|---|---|",
-    ]
-    return "\n".join([*head, *lines, "", END])
+    text = textwrap.fill(numbers, 120, break_on_hyphens=False)
+    return "\n".join([BEGIN, "", text, "", "| recipe | result |", "|---|---|", *lines, "", END])
 
 
 def _cell(recipe: Recipe, verdict: Verdict) -> str:

@@ -15,9 +15,9 @@ import pytest
 
 from . import recipe_copies, recipes
 from .fused_dispatch import install_fused_dispatch
-from .training.parity.test_grouped_experts import build_grouped_experts
+from .training.parity.test_prepared_trainings import build_grouped_experts
 from .training.parity.test_strategy_parity import cheap_links
-from .training_run import TrainingRun, relative_difference, train_on_all_ranks
+from .training_run import TrainingRun, flags, relative_difference, train
 
 CHECKOUT = recipes.checkout()
 FOUND = recipes.recipes(CHECKOUT) if CHECKOUT is not None else []
@@ -25,10 +25,10 @@ needs_checkout = pytest.mark.skipif(
     CHECKOUT is None, reason=f"needs a Megatron-LM checkout ({recipes.VARIABLE})"
 )
 
-STRATEGIES = {
-    "fssdp": "slots=2 overlap_degree=2 reshard_interval=2",
-    "auto": "choice_interval=1 profile_iterations=1",
-}
+STRATEGIES = (
+    "fssdp slots=2 overlap_degree=2 reshard_interval=2",
+    "auto choice_interval=1 profile_iterations=1",
+)
 TOLERANCE = {True: 2e-3, False: 3e-5}
 
 
@@ -89,20 +89,16 @@ def test_a_small_copy_trains_with_stock_losses(
             pytest.skip(f"Megatron needs {package} for this optimizer")
     stock = _train(copy, "", text_data)
     is_half = "--bf16" in copy.arguments or "--fp16" in copy.arguments
-    for strategy, settings in STRATEGIES.items():
-        chosen = " ".join(f"--moe-strategy-set {key}" for key in settings.split())
-        ours = _train(copy, f"--moe-strategy {strategy} {chosen}", text_data)
+    for strategy in STRATEGIES:
+        ours = _train(copy, flags(strategy), text_data)
         difference = relative_difference(ours.losses, stock.losses)
         print(f"{name}: {strategy}: {difference:.1e}")
         assert difference <= TOLERANCE[is_half], strategy
 
 
 def _train(copy: recipe_copies.SmallCopy, more: str, data: Path) -> TrainingRun:
-    before = partial(_prepare, grouped=copy.has_grouped_experts)
-    runs = train_on_all_ranks(copy.num_ranks, f"{copy.arguments} {more}", data, before=before, timeout_s=600)
-    failed = next((run for run in runs if run.exit_code), None)
-    assert failed is None, failed.errors[-3000:]
-    return next(run for run in reversed(runs) if run.losses)
+    before = partial(_prepare, grouped="--moe-grouped-gemm" in copy.arguments)
+    return train(copy.num_ranks, f"{copy.arguments} {more}", data, before=before, timeout_s=600)
 
 
 def _prepare(*, grouped: bool) -> None:

@@ -7,7 +7,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +17,26 @@ from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SCRIPT = SCRIPTS / "pretrain_gpt.py"
 
-TINY_GPT_MOE = """
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16
-    --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 20
-    --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --weight-decay 0.01 --clip-grad 1.0
-    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none
-    --moe-token-dispatcher-type alltoall
-    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1
-    --attention-dropout 0 --hidden-dropout 0 --seed 1234 --num-workers 0 --split 100,0,0
-    --log-interval 1000 --eval-iters 0 --eval-interval 1000000
+# Small sizes, the CPU's part of a command line, and no logs and evaluations.
+SMALL = """
+    --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant
+    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 1 --seed 1234
+    --num-workers 0 --split 100,0,0 --log-interval 1000 --eval-iters 0 --eval-interval 1000000
     --distributed-backend gloo --use-cpu-initialization --transformer-impl local
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm
-    --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion
-    --disable-jit-fuser
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
+    --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --disable-jit-fuser
+"""
+TINY_GPT_MOE = f"""
+    {SMALL} --num-layers 2 --global-batch-size 8 --train-iters 20 --weight-decay 0.01 --clip-grad 1.0
+    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none
+    --moe-token-dispatcher-type alltoall --attention-dropout 0 --hidden-dropout 0
 """
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
-
-    Attributes:
-        script: Training script.
-        arguments: Megatron's arguments for a tiny one.
-    """
+    """What is trained: a training script, and Megatron's arguments for a tiny model."""
 
     script: Path
     arguments: str
@@ -75,17 +71,6 @@ class TrainingRun:
     other_losses: tuple[float, ...] = ()
 
 
-class _Messages(logging.Handler):
-    """Keeps the logged messages."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def train_on_all_ranks(
     world_size: int,
     arguments: str,
@@ -115,25 +100,30 @@ def train_on_all_ranks(
     """
     argv = command_line(Model(script or model.script, model.arguments), arguments, data)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
+    limits = {"timeout_s": timeout_s, "grace_s": grace_s}
     return run_ranks(
-        train_on_rank,
-        world_size,
-        argv,
-        before,
-        launcher,
-        timeout_s=timeout_s,
-        grace_s=grace_s,
-        env=environment,
-        preload=MEGATRON_PRELOAD,
+        train_on_rank, world_size, argv, before, launcher, **limits, env=environment, preload=MEGATRON_PRELOAD
     )
 
 
 def train(world_size: int, arguments: str, data: Path, **options: Any) -> TrainingRun:
-    """As :func:`train_on_all_ranks`; the last rank's view of a training that must succeed."""
+    """As :func:`train_on_all_ranks`, for a training that must succeed.
+
+    Returns:
+        What the last rank that had losses saw, with the messages of all ranks.
+    """
     runs = train_on_all_ranks(world_size, arguments, data, **options)
     failed = next((run for run in runs if run.exit_code), None)
-    assert failed is None, failed.errors[-3000:]
-    return runs[-1]
+    assert failed is None, f"{arguments}: {failed.errors[-3000:]}"
+    last = next((run for run in reversed(runs) if run.losses), runs[-1])
+    return replace(last, messages=tuple(message for run in runs for message in run.messages))
+
+
+def flags(strategy: str, **more: object) -> str:
+    """Return the options for a strategy and its settings, such as ``fssdp slots=2 overlap=false``."""
+    name, *settings = strategy.split()
+    settings += [f"{key}={value}" for key, value in more.items()]
+    return " ".join([f"--moe-strategy {name}", *(f"--moe-strategy-set {setting}" for setting in settings)])
 
 
 def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> float:
@@ -143,13 +133,7 @@ def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> fl
 
 
 def command_line(model: Model, arguments: str, data: Path) -> list[str]:
-    """Script and arguments of a training.
-
-    Args:
-        model: What is trained.
-        arguments: Added to the model's; later ones win.
-        data: Prefix of Megatron's indexed data.
-    """
+    """Script and arguments of a training, see :func:`train_on_all_ranks`."""
     return [
         str(model.script),
         *shlex.split(model.arguments),
@@ -162,15 +146,7 @@ def command_line(model: Model, arguments: str, data: Path) -> list[str]:
 def train_on_rank(
     rank: int, world_size: int, argv: list[str], before: Callable[[], None] | None, launcher: bool
 ) -> TrainingRun:
-    """Run a training's script on this rank.
-
-    Args:
-        rank: Number of this rank.
-        world_size: Number of ranks.
-        argv: Script and arguments.
-        before: Function to call before the launch.
-        launcher: Through the plugin's launcher, or the bare script.
-    """
+    """Run a training's script on this rank, see :func:`train_on_all_ranks`."""
     import runpy
 
     import torch
@@ -178,9 +154,7 @@ def train_on_rank(
 
     from megatron_fssdp.megatron_adapter.entry.launcher import launch
 
-    losses: list[float] = []
-    other_losses: list[float] = []
-    grad_norms: list[float] = []
+    losses, other_losses, grad_norms = list[float](), list[float](), list[float]()
     step = training.train_step
 
     def recording_step(*args: Any, **kwargs: Any) -> Any:
@@ -196,8 +170,10 @@ def train_on_rank(
     training.train_step = recording_step
     # Megatron compiles small functions as it is imported, whatever --disable-jit-fuser says.
     torch.compiler.set_stance("force_eager")
-    messages = _Messages()
-    logging.getLogger("megatron_fssdp").addHandler(messages)
+    messages: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_fssdp").addHandler(handler)
     if before is not None:
         before()
     errors = io.StringIO()
@@ -213,13 +189,7 @@ def train_on_rank(
         error.add_note(f"standard error:\n{errors.getvalue()[-4000:]}")
         raise
     except SystemExit as exit_request:
-        exit_code = exit_request.code if isinstance(exit_request.code, int) else 1
+        exit_code = exit_request.code if isinstance(exit_request.code, int) else int(bool(exit_request.code))
     atexit._run_exitfuncs()  # a forked rank exits without running them, unlike a real process
-    return TrainingRun(
-        tuple(losses),
-        tuple(grad_norms),
-        exit_code or 0,
-        errors.getvalue(),
-        tuple(messages.texts),
-        tuple(other_losses),
-    )
+    numbers = tuple(losses), tuple(grad_norms)
+    return TrainingRun(*numbers, exit_code, errors.getvalue(), tuple(messages), tuple(other_losses))

@@ -35,14 +35,6 @@ def expert_modules(model: Sequence[torch.nn.Module]) -> dict[int, Any]:
     return {layer.layer_number: layer.experts for layer in layers}
 
 
-def slot_tensors(experts: Any, index: int, optimizer: Any) -> list[torch.Tensor]:
-    """Parameters of a local expert with their optimizer state."""
-    tensors = []
-    for parameter in experts.local_experts[index].parameters():
-        tensors += [parameter.data, *optimizer_tensors(optimizer, parameter)]
-    return tensors
-
-
 def optimizer_tensors(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
     """Master weight and Adam's averages; no averages before the first step."""
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -67,10 +59,10 @@ def all_slot_tensors(
 
 def _slots(model: Sequence[torch.nn.Module], optimizer: Any, stage: StageOwners) -> list[list[torch.Tensor]]:
     modules = expert_modules(model)
+    experts = [expert for number in stage.layer_numbers for expert in modules[number].local_experts]
     return [
-        slot_tensors(modules[number], index, optimizer)
-        for number in stage.layer_numbers
-        for index in range(modules[number].num_local_experts)
+        [t for p in expert.parameters() for t in (p.data, *optimizer_tensors(optimizer, p))]
+        for expert in experts
     ]
 
 

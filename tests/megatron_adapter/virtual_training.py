@@ -52,29 +52,11 @@ class VirtualRun:
 def train_virtually(
     world_size: int, arguments: str, data: Path, *, before: Callable[[], None] | None = None
 ) -> list[VirtualRun]:
-    """Train a tiny GPT on virtual devices, with NCCL as Megatron's backend.
-
-    Args:
-        world_size: Number of ranks.
-        arguments: Added to the model's.
-        data: Prefix of Megatron's indexed data.
-        before: Module-level function to call on each rank before the launch.
-    """
-    environment = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MEGATRON_FSSDP_DEVICE": "cuda",
-    }
-    argv = command_line(VIRTUAL_GPT, arguments, data)
-    return run_ranks(
-        _train_on_device,
-        world_size,
-        argv,
-        before,
-        timeout_s=_LIMIT_S,
-        env=environment,
-        preload=_PRELOAD,
-    )
+    """As :func:`train_on_all_ranks`, on virtual devices with NCCL as Megatron's backend."""
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MEGATRON_FSSDP_DEVICE": "cuda"}
+    environment["LOCAL_WORLD_SIZE"] = str(world_size)
+    argv, options = command_line(VIRTUAL_GPT, arguments, data), {"timeout_s": _LIMIT_S, "preload": _PRELOAD}
+    return run_ranks(_train_on_device, world_size, argv, before, env=environment, **options)
 
 
 def train_on_cpu(world_size: int, arguments: str, data: Path) -> list[TrainingRun]:
@@ -88,11 +70,7 @@ def assert_same_without_findings(
 ) -> list[VirtualRun]:
     """Train on virtual devices and on CPU ranks: no findings; equal losses and gradient norms.
 
-    Args:
-        world_size: Number of ranks.
-        arguments: Added to the model's.
-        data: Prefix of Megatron's indexed data.
-        tolerance: Largest relative difference of losses. By default, losses and gradient norms must be equal.
+    With a tolerance, losses may have this relative difference, and norms may differ.
 
     Returns:
         What the ranks with virtual devices saw.

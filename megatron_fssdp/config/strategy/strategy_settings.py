@@ -160,8 +160,7 @@ class SteppedSettings(PlacementSettings):
             "Whether to use FasterMoE's smart schedule (§4.2), for any placement. Ranks exchange tokens with "
             "one group of ranks after another. Experts compute one group's tokens while the next tokens are "
             "sent. 'by_price': each layer uses it in the iterations in which modelled seconds say that it "
-            "saves time. The default is false, because weight gradients cannot be fused under the other two "
-            "values and no GPU has run the smart schedule yet."
+            "saves time. The default is false, because no GPU has run the smart schedule yet."
         ),
     )
     group_size: int | None = Field(

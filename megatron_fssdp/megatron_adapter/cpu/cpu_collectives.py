@@ -33,14 +33,22 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if async_op or _equal_sizes(tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)
-        fill_from_all(tensor_list, tensor, group)
+        sizes = [piece.numel() for piece in tensor_list]
+        copies = tensor.reshape(-1).repeat(len(tensor_list))
+        received = copies.new_empty(sum(sizes))
+        dist.all_to_all_single(received, copies, sizes, [tensor.numel()] * len(sizes), group=group)
+        for piece, values in zip(tensor_list, received.split(sizes), strict=True):
+            piece.copy_(values.view_as(piece))
         return None
 
     return all_gather
 
 
 def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``reduce_scatter`` that also accepts a list of tensors of different sizes."""
+    """Return a ``reduce_scatter`` that also accepts a list of tensors of different sizes.
+
+    These are added in rank order, in fp32 if they have half precision.
+    """
 
     @functools.wraps(original)
     def reduce_scatter(
@@ -52,43 +60,14 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if async_op or op != dist.ReduceOp.SUM or _equal_sizes(input_list):
             return original(output, input_list, op=op, group=group, async_op=async_op)
-        sum_of_own(output, input_list, group)
+        sizes = [piece.numel() for piece in input_list]
+        parts = output.new_empty(len(sizes), *output.shape)
+        rows = torch.cat([piece.reshape(-1) for piece in input_list])
+        dist.all_to_all_single(parts.view(-1), rows, [output.numel()] * len(sizes), sizes, group=group)
+        output.copy_(parts.sum(dim=0))
         return None
 
     return reduce_scatter
-
-
-def fill_from_all(pieces: Sequence[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """All-gather into tensors of different sizes on gloo, whose own all-gather refuses different sizes.
-
-    Args:
-        pieces: torch.Tensors to fill, one for each rank, with the size of that rank's contribution.
-        own: This rank's contribution.
-        group: Process group of the ranks.
-    """
-    sizes = [piece.numel() for piece in pieces]
-    copies = own.reshape(-1).repeat(len(pieces))
-    received = copies.new_empty(sum(sizes))
-    dist.all_to_all_single(received, copies, sizes, [own.numel()] * len(pieces), group=group)
-    for piece, values in zip(pieces, received.split(sizes), strict=True):
-        piece.copy_(values.view_as(piece))
-
-
-def sum_of_own(output: torch.Tensor, pieces: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Reduce-scatter of tensors of different sizes on gloo, whose own one refuses different sizes.
-
-    It adds in rank order. Half precision is added in fp32.
-
-    Args:
-        output: torch.Tensor to fill with the sum of all ranks' contributions to this rank.
-        pieces: This rank's contributions to the sums, one for each rank.
-        group: Process group of the ranks.
-    """
-    sizes = [piece.numel() for piece in pieces]
-    parts = output.new_empty(len(pieces), *output.shape)
-    rows = torch.cat([piece.reshape(-1) for piece in pieces])
-    dist.all_to_all_single(parts.view(-1), rows, [output.numel()] * len(pieces), sizes, group=group)
-    output.copy_(parts.sum(dim=0))
 
 
 def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:

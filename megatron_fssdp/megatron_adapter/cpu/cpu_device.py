@@ -9,12 +9,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+_IDENTITIES = (torch.Tensor.cuda, torch.Tensor.pin_memory)
+_CHANGED = frozenset({*_IDENTITIES, torch.Tensor.to, torch.Tensor.type})
 
 
 def _is_accelerator(device: object) -> bool:
-    if isinstance(device, bool):
-        return False
-    return isinstance(device, int) or str(device).startswith("cuda")
+    if isinstance(device, (int, str, torch.device)) and not isinstance(device, bool):
+        return isinstance(device, int) or str(device).startswith("cuda")
+    return False
 
 
 class CpuDeviceMode(TorchFunctionMode):
@@ -26,11 +28,11 @@ class CpuDeviceMode(TorchFunctionMode):
         if not kwargs and func not in _CHANGED:  # Also attributes of tensors come here, so this is frequent.
             return func(*args)
         kwargs = dict(kwargs or {})
-        if "device" in kwargs and kwargs["device"] is not None and _is_accelerator(kwargs["device"]):
+        if _is_accelerator(kwargs.get("device")):
             kwargs["device"] = _CPU
         if func in _IDENTITIES:
             return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _is_device_argument(args[1]):
+        if func is torch.Tensor.to and len(args) > 1 and _is_accelerator(args[1]):
             args = (args[0], _CPU, *args[2:])
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron's optimizers group parameters by this string. They compare it with
@@ -41,27 +43,15 @@ class CpuDeviceMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_IDENTITIES = (torch.Tensor.cuda, torch.Tensor.pin_memory)
-_CHANGED = frozenset({*_IDENTITIES, torch.Tensor.to, torch.Tensor.type})
-
-
-def _is_device_argument(argument: object) -> bool:
-    return isinstance(argument, (str, int, torch.device)) and _is_accelerator(argument)
-
-
 class FinishedStream:
-    """Replaces ``torch.cuda.Stream``: all work on this stream is done already."""
+    """Replaces ``torch.cuda.Stream``: all work on this stream is done already, so nothing waits."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
     def wait_stream(self, *_: object) -> None:
-        """Return at once: the CPU has no pending work."""
+        """Return at once."""
 
-    def wait_event(self, *_: object) -> None:
-        """Return at once: the CPU has no pending work."""
-
-    def synchronize(self) -> None:
-        """Return at once: the CPU has no pending work."""
+    wait_event = synchronize = wait_stream
 
     def record_event(self, event: "HostEvent | None" = None) -> "HostEvent":
         """Return the event, or a new one if none is given. All work before it is done."""
@@ -69,7 +59,7 @@ class FinishedStream:
 
 
 class HostEvent:
-    """Replaces ``torch.cuda.Event``: it records the time of the host."""
+    """Replaces ``torch.cuda.Event``: it records the time of the host, and nothing waits for it."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self._time_s = 0.0
@@ -79,10 +69,9 @@ class HostEvent:
         self._time_s = time.perf_counter()
 
     def wait(self, *_: object) -> None:
-        """Return at once: the CPU has no pending work."""
+        """Return at once."""
 
-    def synchronize(self) -> None:
-        """Return at once: the CPU has no pending work."""
+    synchronize = wait
 
     def query(self) -> bool:
         """Whether the work before the event is done; always true on the CPU."""

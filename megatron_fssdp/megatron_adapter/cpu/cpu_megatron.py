@@ -46,14 +46,8 @@ def attention_of_other_widths(original: Callable[..., None]) -> Callable[..., No
     """
 
     @functools.wraps(original)
-    def build(
-        self: Any,
-        config: Any,
-        *args: Any,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        k_channels, v_channels = kwargs.pop("k_channels", None), kwargs.pop("v_channels", None)
         original(self, config, *args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels

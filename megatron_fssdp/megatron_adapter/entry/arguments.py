@@ -9,14 +9,7 @@ from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--moe-strategy`` and its settings to Megatron's parser.
-
-    Args:
-        parser: Megatron's parser.
-
-    Returns:
-        The same parser.
-    """
+    """Add ``--moe-strategy`` and its settings to Megatron's parser, and return the parser."""
     strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
     group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
     group.add_argument(
@@ -42,10 +35,7 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 
 
 def resolve_arguments(args: Any) -> tuple[str, StrategySettings]:
-    """Return the requested strategy's name and its validated settings.
-
-    Args:
-        args: Megatron's parsed arguments.
+    """Return the requested strategy's name and its validated settings, from Megatron's parsed arguments.
 
     Raises:
         ConfigurationError: The strategy or a key is unknown, a value has the wrong type, or settings exclude

@@ -11,22 +11,17 @@ EXIT_BAD_INPUT = 2
 
 
 def report(error: ConfigurationError, to: TextIO | None = None) -> None:
-    """Print one line for an error.
+    """Print one line for an error, by default to standard error.
 
     Before process groups exist, all ranks get the same error and only rank 0 prints it. Afterwards every
     rank prints its own.
-
-    Args:
-        error: Error to report.
-        to: Text stream; standard error if ``None``.
     """
     import torch.distributed as dist
 
-    rank = int(os.environ.get("RANK", 0))
-    if dist.is_initialized():
-        print(f"[fssdp] error on rank {rank}: {error}", file=to or sys.stderr, flush=True)
-    elif rank == 0:
-        print(f"[fssdp] error: {error}", file=to or sys.stderr, flush=True)
+    rank, is_initialized = int(os.environ.get("RANK", 0)), dist.is_initialized()
+    if is_initialized or rank == 0:
+        place = f" on rank {rank}" if is_initialized else ""
+        print(f"[fssdp] error{place}: {error}", file=to or sys.stderr, flush=True)
 
 
 def report_uncaught() -> None:

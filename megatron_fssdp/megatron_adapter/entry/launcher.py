@@ -41,7 +41,15 @@ def launch(arguments: Sequence[str]) -> None:
         sys.path.insert(0, str(script.resolve().parent))
         sys.argv = [str(script), *arguments[1:]]
 
-        _register()
+        try:
+            from megatron_fssdp.megatron_adapter.entry.registration import register
+
+            register(by_launcher=True)
+        except Exception as error:
+            # An incomplete installation of an optional package ends the import of Megatron.
+            if broken := broken_package(error):
+                raise ConfigurationError(broken.message()) from error
+            raise
         runpy.run_path(str(script), run_name="__main__")
     except ConfigurationError as error:
         report(error)
@@ -59,22 +67,3 @@ def show_warnings_once() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\.")
     # Processes that a rank starts, such as those that write checkpoints, import Megatron again.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
-
-
-def _register() -> None:
-    """Import Megatron and register the plugin.
-
-    Raises:
-        ConfigurationError: The installed Megatron cannot be used, or an incomplete installation of an
-            optional package ends its import.
-    """
-    try:
-        from megatron_fssdp.megatron_adapter.entry.registration import register
-
-        register(by_launcher=True)
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        if broken := broken_package(error):
-            raise ConfigurationError(broken.message()) from error
-        raise

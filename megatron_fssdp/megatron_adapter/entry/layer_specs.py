@@ -2,7 +2,16 @@
 
 The spec contains the strategy's layer in the place of Megatron's own. All layers of a model should share one
 session, because a session has the loads and counts the iterations. Each call without a session starts a new
-one.
+one. The functions that return specs share these arguments and errors::
+
+    strategy    name of a strategy; by default the one of the command line
+    settings    settings of the strategy, with the keys of its YAML file
+    session     existing session to use instead of a new one
+
+    ConfigurationError    no strategy is given, or the settings are invalid for it
+
+``use_te`` and ``use_transformer_engine`` say whether to use Transformer Engine's modules; by default, if it
+is installed and the config, where there is one, requests it.
 """
 
 from collections.abc import Mapping
@@ -25,16 +34,10 @@ from megatron_fssdp.megatron_adapter.support.capabilities import check_core
 
 
 def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> StrategySession | None:
-    """Start a session: one strategy for all layers of one model.
+    """Start a session: one strategy for all layers of one model; ``None`` for the strategy ``none``.
 
-    On a machine without an accelerator, this also makes Megatron run on the CPU, as ``register`` does.
-
-    Args:
-        strategy: Name of a strategy.
-        settings: Settings of the strategy, with the keys of its YAML file.
-
-    Returns:
-        The session; ``None`` for the strategy ``none``.
+    The settings have the keys of the strategy's YAML file. On a machine without an accelerator, this also
+    makes Megatron run on the CPU, as ``register`` does.
 
     Raises:
         ConfigurationError: The strategy is unknown, or the settings are invalid for it.
@@ -56,21 +59,10 @@ def get_moe_module_spec(
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
 ) -> Any:
-    """Return Megatron's MoE module spec with a strategy's dispatcher and experts.
+    """Return Megatron's MoE module spec with a strategy: a builder for ``mlp`` of its transformer layer.
 
-    Args:
-        use_te: Whether to build the experts with Transformer Engine; by default, if it is installed.
-        num_experts: Number of routed experts of a layer.
-        moe_grouped_gemm: Whether to build grouped experts, as in Megatron's function of the same name.
-        strategy: Name of a strategy; by default the one of the command line.
-        settings: Settings of the strategy, with the keys of its YAML file.
-        session: Existing session to use instead of a new one.
-
-    Returns:
-        A builder for the submodule ``mlp`` of Megatron's transformer layer.
-
-    Raises:
-        ConfigurationError: No strategy is given, or the settings are invalid for it.
+    ``num_experts`` is the number of routed experts of a layer; ``moe_grouped_gemm`` is as in Megatron's
+    function of the same name. For the other arguments and the errors, see the top of this module.
     """
     session = _session(strategy, settings, session)
     stock = moe_module_specs.get_moe_module_spec(
@@ -93,35 +85,17 @@ def get_gpt_decoder_block_spec(
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
 ) -> Any:
-    """Return Megatron's GPT decoder block spec with a strategy in its MoE layers.
+    """Return Megatron's GPT decoder block spec of this pipeline stage, with a strategy in its MoE layers.
 
     It can be used as ``--spec megatron_fssdp get_gpt_decoder_block_spec``. The strategy is then the one of
-    ``--moe-strategy``.
-
-    Args:
-        config: Megatron's ``TransformerConfig``.
-        use_transformer_engine: Whether to use Transformer Engine's modules; by default, if it is installed
-            and the config requests it.
-        normalization: Kind of the norm layers; by default the one of the config.
-        qk_l2_norm: Whether queries and keys are normalized; by default as in the config.
-        vp_stage: Number of the model chunk, as in Megatron's function of the same name.
-        pp_rank: Rank in the pipeline, as in Megatron's function of the same name.
-        strategy: Name of a strategy; by default the one of the command line.
-        settings: Settings of the strategy, with the keys of its YAML file.
-        session: Existing session to use instead of a new one.
-
-    Returns:
-        The spec of all layers of this pipeline stage.
-
-    Raises:
-        ConfigurationError: No strategy is given, or the settings are invalid for it.
+    ``--moe-strategy``. ``normalization`` and ``qk_l2_norm`` are those of the config by default; ``vp_stage``
+    and ``pp_rank`` are as in Megatron's function of the same name. For the other arguments and the errors,
+    see the top of this module.
     """
     session = _session(strategy, settings, session)
-    if use_transformer_engine is None:
-        use_transformer_engine = HAVE_TE and config.transformer_impl == "transformer_engine"
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config,
-        use_transformer_engine=use_transformer_engine,
+        use_transformer_engine=_uses_te(config, use_transformer_engine),
         normalization=config.normalization if normalization is None else normalization,
         qk_l2_norm=config.qk_l2_norm if qk_l2_norm is None else qk_l2_norm,
         vp_stage=vp_stage,
@@ -140,36 +114,27 @@ def get_bert_layer_spec(
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
 ) -> Any:
-    """Return a spec of Megatron's BERT layers, with a strategy in the layers that have experts.
+    """Return a spec for the argument ``transformer_layer_spec`` of ``BertModel``.
 
-    Megatron itself has no BERT layer with experts; see ``megatron_adapter.layer.bert_layers``.
-
-    Args:
-        config: Megatron's ``TransformerConfig``.
-        use_transformer_engine: Whether to use Transformer Engine's modules; by default, if it is installed
-            and the config requests it.
-        strategy: Name of a strategy; by default the one of the command line.
-        settings: Settings of the strategy, with the keys of its YAML file.
-        session: Existing session to use instead of a new one.
-
-    Returns:
-        A spec for the argument ``transformer_layer_spec`` of ``BertModel``.
+    Layers that have experts get the strategy. Megatron itself has no BERT layer with experts; see
+    ``megatron_adapter.layer.bert_layers``. For the arguments and the errors, see the top of this module.
 
     Raises:
-        ConfigurationError: No strategy is given, the settings are invalid for it, or the model has no
-            experts.
+        ConfigurationError: The model has no experts.
     """
     if config.num_moe_experts is None:
         raise ConfigurationError(
             "spec: got a config without num_moe_experts, wanted a model with experts; set num_moe_experts"
         )
     session = _session(strategy, settings, session)
-    if use_transformer_engine is None:
-        use_transformer_engine = HAVE_TE and config.transformer_impl == "transformer_engine"
-    spec = with_experts(stock_spec(use_transformer_engine), config)
+    spec = with_experts(stock_spec(_uses_te(config, use_transformer_engine)), config)
     experts = spec.params["experts"]
     experts.mlp = _with_session(experts.mlp, session)
     return spec
+
+
+def _uses_te(config: Any, asked: bool | None) -> bool:
+    return (HAVE_TE and config.transformer_impl == "transformer_engine") if asked is None else asked
 
 
 def _session(

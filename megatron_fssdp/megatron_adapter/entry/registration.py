@@ -5,11 +5,13 @@ layer specs and subclasses cannot change is wrapped: the argument parser and its
 Megatron's specs build, the check of the built model, and the beginning and end of iterations.
 """
 
+import os
 from datetime import timedelta
-from enum import Enum
 from functools import partial, wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
+
+import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
@@ -29,18 +31,8 @@ from megatron_fssdp.megatron_adapter.support.replaced_settings import (
     CHECKPOINT_REPLACEMENTS,
     replace_settings,
 )
-from megatron_fssdp.megatron_adapter.support.started_ranks import check_started_as_rank
 
-
-class _Registered(Enum):
-    """Who registered the plugin in this process."""
-
-    NOBODY = "nobody"
-    LAUNCHER = "the launcher"
-    SCRIPT = "the script"
-
-
-_registered = _Registered.NOBODY
+_registered_by: Literal["nobody", "launcher", "script"] = "nobody"
 _requested: RequestedStrategy | None = None
 
 
@@ -65,11 +57,11 @@ def register(by_launcher: bool = False) -> None:
         ConfigurationError: The installed Megatron lacks a seam that the plugin needs.
         RuntimeError: A script or the launcher called this twice.
     """
-    global _registered
-    if _registered is _Registered.LAUNCHER and not by_launcher:
-        _registered = _Registered.SCRIPT  # A second call of the script will be refused.
+    global _registered_by
+    if _registered_by == "launcher" and not by_launcher:
+        _registered_by = "script"  # A second call of the script will be refused.
         return
-    if _registered is not _Registered.NOBODY:
+    if _registered_by != "nobody":
         raise RuntimeError(
             "megatron_fssdp.register() was called twice; call it once, before Megatron parses its arguments"
         )
@@ -79,22 +71,19 @@ def register(by_launcher: bool = False) -> None:
     cpu_runtime.install()
     check_training()
     optimizer_repairs.install()
-    _registered = _Registered.LAUNCHER if by_launcher else _Registered.SCRIPT
+    _registered_by = "launcher" if by_launcher else "script"
 
     from megatron.training import arguments, training
 
-    # parse_args builds the parser by calling this function of its module.
-    add_arguments = arguments.add_megatron_arguments
+    add_arguments, parse = arguments.add_megatron_arguments, arguments.parse_args
+    validate = arguments.validate_args
 
+    # parse_args builds the parser by calling this function of its module.
     @wraps(add_arguments)
     def add_megatron_arguments(parser: Any) -> Any:
         return add_strategy_arguments(add_arguments(parser))
 
-    arguments.add_megatron_arguments = add_megatron_arguments
-
     # --yaml-cfg replaces all arguments and would remove the plugin's arguments without a warning.
-    parse = arguments.parse_args
-
     @wraps(parse)
     def parse_args(*args: Any, **kwargs: Any) -> Any:
         parsed = parse(*args, **kwargs)
@@ -105,11 +94,7 @@ def register(by_launcher: bool = False) -> None:
             )
         return parsed
 
-    arguments.parse_args = parse_args
-
     # This is the last step before process groups exist, so invalid input is refused here.
-    validate = arguments.validate_args
-
     @wraps(validate)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         cpu_runtime.check_arguments(args)
@@ -117,6 +102,8 @@ def register(by_launcher: bool = False) -> None:
         _resolve_request(args)
         return validate(args, *rest, **kwargs)
 
+    arguments.add_megatron_arguments = add_megatron_arguments
+    arguments.parse_args = parse_args
     arguments.validate_args = validate_args
 
     # Megatron looks up the functions of its training loop in this module at call time.
@@ -129,6 +116,20 @@ def register(by_launcher: bool = False) -> None:
         from megatron_fssdp.megatron_adapter.layer import bert_layers
 
         bert_layers.install()
+
+
+def check_started_as_rank() -> None:
+    """Raise if Megatron could not find the other ranks. A single rank needs a launcher such as torchrun too.
+
+    Raises:
+        ConfigurationError: Environment variables that torchrun sets are missing.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing and not dist.is_initialized():
+        raise ConfigurationError(
+            f"no ranks: {' and '.join(missing)} not set, wanted a process that torchrun has started; run "
+            "torchrun --standalone --nproc-per-node=N -m megatron_fssdp SCRIPT.py ARGS…"
+        )
 
 
 def _resolve_request(args: Any) -> None:

@@ -56,10 +56,10 @@ def select_experts(
     selections = []
     for _ in range(top_k):
         open_TE = fit_TE.masked_fill(is_taken_TE, _lowest(fit_TE))
-        best_T = _first_highest(open_TE)
+        best_T = _best_experts(open_TE, 1)[:, 0]
         leaves_T = ~is_near_E[best_T]
         stays_T = leaves_T & ~_highest_leaving(open_TE, best_T, leaves_T, most_leaving)
-        near_T = _first_highest(open_TE.masked_fill(~is_near_E, _lowest(fit_TE)))
+        near_T = _best_experts(open_TE.masked_fill(~is_near_E, _lowest(fit_TE)), 1)[:, 0]
         selected_T = torch.where(stays_T, near_T, best_T)
         is_taken_TE[torch.arange(len(selected_T), device=selected_T.device), selected_T] = True
         selections.append(selected_T)
@@ -91,19 +91,12 @@ def _highest_leaving(
 
 
 def _best_experts(fit_TE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The K best experts of each token, the best first, int64 ``[T, K]``."""
+    """The K best experts of each token, the best first, int64 ``[T, K]``.
+
+    The sort is stable, because ``argmax`` and ``topk`` do not define which of equal values they return.
+    """
     return torch.sort(fit_TE, dim=1, descending=True, stable=True).indices[:, :top_k]
 
 
 def _lowest(fit_TE: torch.Tensor) -> float:
     return torch.finfo(fit_TE.dtype).min
-
-
-def _first_highest(values_TE: torch.Tensor) -> torch.Tensor:
-    """The lowest column that has each row's maximum, int64 ``[T]``.
-
-    ``argmax`` does not define which column it returns if several have the maximum.
-    """
-    experts_E = torch.arange(values_TE.shape[1], device=values_TE.device)
-    is_highest_TE = values_TE == values_TE.amax(dim=1, keepdim=True)
-    return torch.where(is_highest_TE, experts_E, values_TE.shape[1]).amin(dim=1)

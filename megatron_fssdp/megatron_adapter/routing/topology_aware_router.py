@@ -6,6 +6,7 @@ biases therefore stay Megatron's own.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,28 +14,25 @@ import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import LeavingChoices, select_experts
-from megatron_fssdp.megatron_adapter.support.supported_features import Refusal, captured_modules, refuse
+from megatron_fssdp.megatron_adapter.support.supported_features import (
+    Refusal,
+    asks_any,
+    captured_modules,
+    refuse,
+)
 from megatron_fssdp.planning.placement.topology import Topology
 
 _REFUSALS: tuple[Refusal, ...] = (
-    (
-        "a fused router",
-        lambda value: bool(value("moe_router_fusion")),
-        "remove --moe-router-fusion",
-    ),
+    ("a fused router", asks_any("moe_router_fusion"), "remove --moe-router-fusion"),
     (
         "CUDA graphs of the router",
         lambda value: "moe_router" in captured_modules(value),
         "remove moe_router from --cuda-graph-modules",
     ),
-    (
-        "replayed routings",
-        lambda value: bool(value("moe_enable_routing_replay")),
-        "remove --moe-enable-routing-replay",
-    ),
+    ("replayed routings", asks_any("moe_enable_routing_replay"), "remove --moe-enable-routing-replay"),
     (
         "group-limited routing",
-        lambda value: bool(value("moe_router_group_topk")),
+        asks_any("moe_router_group_topk"),
         "remove --moe-router-num-groups and --moe-router-group-topk",
     ),
     (
@@ -48,8 +46,7 @@ _REFUSALS: tuple[Refusal, ...] = (
 def check_gate(config: Any) -> None:
     """Refuse a model whose router selects experts in a way that the gate cannot replace.
 
-    Args:
-        config: Megatron's parsed arguments or a ``TransformerConfig``.
+    ``config`` are Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
         ConfigurationError: The model uses such a router.
@@ -57,10 +54,11 @@ def check_gate(config: Any) -> None:
     refuse("router: topology_aware (router=stock does)", _REFUSALS, config)
 
 
+@dataclass
 class TopologyAwareTopK:
     """Selects the experts of each token instead of the router's top-k.
 
-    Args:
+    Attributes:
         owner_E: Function that returns the current owner of every expert, int64 ``[E]``. Owners may move
             between iterations.
         device: This rank in its expert-parallel group.
@@ -69,25 +67,16 @@ class TopologyAwareTopK:
         leaving_choices: Choices of a token that the limit is about (:func:`select_experts`).
         scores_are_logits: Whether the scores are logits. They are then compared after a softmax, because
             logits of different tokens are not comparable.
+        layer_number: Number of the layer, which Megatron's router sets.
     """
 
-    def __init__(
-        self,
-        owner_E: Callable[[], np.ndarray],
-        device: int,
-        topology: Topology,
-        leaving_share: float,
-        leaving_choices: LeavingChoices = "each",
-        *,
-        scores_are_logits: bool,
-    ) -> None:
-        self.layer_number: int | None = None  # Megatron's router sets it.
-        self._owner_E = owner_E
-        self._device = device
-        self._node_D = np.asarray(topology.node_of_device)
-        self._leaving_share = leaving_share
-        self._leaving_choices: LeavingChoices = leaving_choices
-        self._scores_are_logits = scores_are_logits
+    owner_E: Callable[[], np.ndarray]
+    device: int
+    topology: Topology
+    leaving_share: float
+    leaving_choices: LeavingChoices = "each"
+    scores_are_logits: bool = False
+    layer_number: int | None = None
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, *_groups: Any, **_more: Any
@@ -101,13 +90,13 @@ class TopologyAwareTopK:
         Returns:
             Scores ``[T, K]`` and indices, int64 ``[T, K]``, of the selected experts.
         """
-        node_E = self._node_D[self._owner_E()]
-        is_near_E = torch.from_numpy(node_E == self._node_D[self._device]).to(scores.device)
+        node_D = np.asarray(self.topology.node_of_device)
+        is_near_E = torch.from_numpy(node_D[self.owner_E()] == node_D[self.device]).to(scores.device)
         fit = scores.detach().float()
-        if self._scores_are_logits:
+        if self.scores_are_logits:
             fit = torch.softmax(fit, dim=-1)
-        most_leaving = int(self._leaving_share * scores.shape[0])
-        indices = select_experts(fit, topk, is_near_E, most_leaving, self._leaving_choices)
+        most_leaving = int(self.leaving_share * scores.shape[0])
+        indices = select_experts(fit, topk, is_near_E, most_leaving, self.leaving_choices)
         return scores.gather(1, indices), indices
 
 
@@ -119,15 +108,9 @@ def install_gate(
     leaving_share: float,
     leaving_choices: LeavingChoices = "each",
 ) -> None:
-    """Install the topology-aware gate in a router.
+    """Install the topology-aware gate in a router: Megatron's ``TopKRouter`` of one layer.
 
-    Args:
-        router: Megatron's ``TopKRouter`` of one layer.
-        owner_E: Function that returns the current owner of every expert, int64 ``[E]``.
-        device: This rank in its expert-parallel group.
-        topology: Nodes of the expert-parallel group.
-        leaving_share: Fraction of this rank's tokens, 0 to 1, that may leave the node.
-        leaving_choices: Choices of a token that the limit is about (:func:`select_experts`).
+    The other arguments are those of :class:`TopologyAwareTopK`.
 
     Raises:
         ConfigurationError: The router has no attribute ``router_replay``, or the experts of a node are
@@ -152,7 +135,5 @@ def install_gate(
         topology,
         leaving_share,
         leaving_choices,
-        scores_are_logits=(
-            config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
-        ),
+        config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax,
     )

@@ -6,7 +6,7 @@ torch extension, ``FileNotFoundError`` without its core library). Such an error 
 """
 
 from dataclasses import dataclass
-from types import TracebackType
+from traceback import walk_tb
 
 _NAMES = {
     "transformer_engine": "Transformer Engine",
@@ -17,12 +17,9 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class BrokenPackage:
-    """An optional package whose import ended an import of Megatron.
+    """An optional package whose import ended an import of Megatron: its name in prose and for pip.
 
-    Attributes:
-        name: Name of the package in prose, for example ``Transformer Engine``.
-        distribution: Name of the package for pip.
-        error: Type and first line of the error that the import raised.
+    ``error`` has the type and the first line of the error that the import raised.
     """
 
     name: str
@@ -39,33 +36,16 @@ class BrokenPackage:
 
 
 def broken_package(error: BaseException) -> BrokenPackage | None:
-    """Return the optional package that caused an error, or ``None`` if no such package did.
+    """Return the optional package that caused an error of importing Megatron; ``None`` if no such one did.
 
     A package is the cause if its own code raised the error, or if only an empty folder of it is left, so that
     Megatron finds neither its version nor its metadata.
-
-    Args:
-        error: Error that an import of Megatron raised, with its traceback.
     """
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    sought_in = getattr(error, "obj", None)  # the module without the attribute
-    sources = [
-        *_packages(error.__traceback__),
-        getattr(error, "name", None),
-        getattr(sought_in, "__name__", None),
-    ]
-    for package in (str(source).replace("-", "_") for source in sources):
-        if package in _NAMES:
-            name = _NAMES[package]
+    raised_in = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
+    sought_in = getattr(getattr(error, "obj", None), "__name__", "")  # the module without the attribute
+    for source in (*raised_in, str(getattr(error, "name", "")), sought_in):
+        if name := _NAMES.get(source.partition(".")[0].replace("-", "_")):
             return BrokenPackage(name, name.lower().replace(" ", "-"), text)
     return None
-
-
-def _packages(traceback: TracebackType | None) -> list[str]:
-    """Return the top-level package of each frame, beginning with the outermost frame."""
-    packages = []
-    while traceback is not None:
-        packages.append(str(traceback.tb_frame.f_globals.get("__name__", "")).partition(".")[0])
-        traceback = traceback.tb_next
-    return packages

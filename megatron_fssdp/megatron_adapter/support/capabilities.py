@@ -1,8 +1,8 @@
 """Checks that the installed Megatron has the seams that the plugin attaches to.
 
-A seam is a module, class, function or attribute of Megatron that the plugin uses, wraps or subclasses. The
-check looks for these names and ignores the version number. A fork or a nightly build that has all of them
-works. A release that lacks one is refused before anything runs.
+A seam is a class, function or attribute of Megatron that the plugin uses, wraps or subclasses. The check
+looks for these names and ignores the version number. A fork or a nightly build that has all of them works. A
+release that lacks one is refused before anything runs.
 """
 
 import importlib
@@ -15,19 +15,12 @@ from megatron_fssdp.megatron_adapter.support.tested_versions import pip_install
 
 
 class Seam(NamedTuple):
-    """A module, class, function or attribute of Megatron that the plugin attaches to.
-
-    Attributes:
-        module: Python module that has it.
-        path: Attribute path in the module, for example ``MoELayer.route``.
-        purpose: What the plugin does with it; completes a sentence "the plugin ...".
-        needed_by: Runs, strategies or options that do not work without it.
-    """
+    """A class, function or attribute of Megatron that the plugin attaches to."""
 
     module: str
-    path: str
-    purpose: str
-    needed_by: str
+    path: str  # in the module, for example MoELayer.route
+    purpose: str  # completes a sentence "the plugin ..."
+    needed_by: str  # runs, strategies or options that do not work without it
 
 
 _NEEDED_BY = {
@@ -105,6 +98,7 @@ _TRAINING_SEAMS = _seams(
     megatron.core.distributed.param_and_grad_buffer
       _ParamAndGradBucketGroup.finish_param_sync | ends the gather of parameters before experts move | moving
     megatron.core.distributed
+      DistributedDataParallel.zero_grad_buffer | resets the sums of replicas with the gradients | placement
       DistributedDataParallel.expert_parallel_bucket_groups | ends it before experts move | moving
       DistributedDataParallel.remove_forward_pre_hook_handles | ends it before experts move | moving
       DistributedDataParallel.overlap_param_gather_with_optimizer_step | ends it before experts move | moving
@@ -127,35 +121,19 @@ _OPTIONAL_SEAMS = _seams(
 )
 
 
-def check_core() -> None:
-    """Raise unless megatron-core has all seams that the strategy's layer needs.
-
-    Raises:
-        ConfigurationError: A seam is missing, or megatron-core is not installed.
-    """
-    _check(_SEAMS)
-
-
-def check_training() -> None:
-    """Raise unless Megatron has all seams that a training run from the command line needs.
-
-    Raises:
-        ConfigurationError: A seam is missing, or megatron-core is not installed.
-    """
-    _check(training_seams())
-
-
 def training_seams() -> tuple[Seam, ...]:
     """Return all seams that :func:`check_training` looks for."""
     return _SEAMS + _TRAINING_SEAMS
 
 
 def optional_seams() -> tuple[Seam, ...]:
-    """Return the seams that only single features need.
-
-    A feature checks its seam when it is requested.
-    """
+    """Return the seams that only single features need, which check them when they are requested."""
     return _OPTIONAL_SEAMS
+
+
+def check_training() -> None:
+    """As :func:`check_core`, for all seams that a training run from the command line needs."""
+    check_core(training_seams())
 
 
 def absence(seam: Seam) -> Exception | None:
@@ -169,13 +147,21 @@ def absence(seam: Seam) -> Exception | None:
     return None
 
 
-def _check(seams: tuple[Seam, ...]) -> None:
+def check_core(seams: tuple[Seam, ...] = _SEAMS) -> None:
+    """Raise unless megatron-core has all seams that the strategy's layer needs.
+
+    Raises:
+        ConfigurationError: A seam is missing, or megatron-core is not installed.
+    """
     for seam in seams:
         if (error := absence(seam)) is not None:
+            try:
+                found = f"megatron-core {importlib.metadata.version('megatron-core')}"
+            except importlib.metadata.PackageNotFoundError:
+                found = "no megatron-core"
             raise ConfigurationError(
-                f"Megatron: got {_version()} without {seam.module}.{seam.path} ({error}), where the "
-                f"plugin {seam.purpose}; wanted a release in the tested range: "
-                f"{pip_install('megatron-core')}"
+                f"Megatron: got {found} without {seam.module}.{seam.path} ({error}), where the plugin "
+                f"{seam.purpose}; wanted a release in the tested range: {pip_install('megatron-core')}"
             ) from None
 
 
@@ -185,10 +171,3 @@ def _assigns(owner: object, name: str) -> bool:
         return False
     methods = (inspect.unwrap(method) for base in owner.__mro__ for method in vars(base).values())
     return any(name in method.__code__.co_names for method in methods if inspect.isfunction(method))
-
-
-def _version() -> str:
-    try:
-        return f"megatron-core {importlib.metadata.version('megatron-core')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "no megatron-core"

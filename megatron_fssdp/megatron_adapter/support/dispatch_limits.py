@@ -1,14 +1,20 @@
-"""Limits of Megatron's dispatchers and of CUDA graphs that matter because experts are in slots.
-
-Shape letters: D devices, E experts, U slots of a device.
-"""
+"""Limits of Megatron's dispatchers and of CUDA graphs that matter because experts are in slots."""
 
 import os
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.support.supported_features import Value, captured_modules
+from megatron_fssdp.megatron_adapter.support.supported_features import (
+    Value,
+    asks_any,
+    captured_modules,
+    expert_parts,
+    refuse,
+    tensor_parallel,
+    value_of,
+)
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -18,6 +24,10 @@ _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 Rule = tuple[str, Callable[[Strategy, Value], bool], str]
 """Name of the refused combination; whether strategy and settings have it; the next step for the user."""
+
+_delays = asks_any("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
+_pads = asks_any("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+_DELAYING = "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad"
 
 RULES: tuple[Rule, ...] = (
     (
@@ -32,7 +42,7 @@ RULES: tuple[Rule, ...] = (
             and (
                 strategy.smart_schedule is True
                 or strategy.exchange == "deduplicated"
-                or (_tensor_parallel(value) > 1 and _asks_for_schedule(strategy))
+                or (tensor_parallel(value) > 1 and _asks_for_schedule(strategy))
             )
         ),
         "two dispatchers exclude each other: use --moe-token-dispatcher-type alltoall, or remove schedule, "
@@ -42,13 +52,12 @@ RULES: tuple[Rule, ...] = (
         "delayed weight gradients with smart_schedule",
         lambda strategy, value: _delays(value) and bool(strategy.smart_schedule),
         "its steps run the experts several times in a pass, and Megatron delays the gradients of one run: "
-        "remove --delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad, or smart_schedule",
+        f"remove {_DELAYING}, or smart_schedule",
     ),
     (
         "delayed weight gradients with replicas of single micro-batches (fastermoe, quota)",
         lambda strategy, value: _delays(value) and _plans_micro_batches(strategy),
-        "the slots have other experts when the gradients are computed: remove --delay-wgrad-compute and "
-        "--overlap-dispatch-backward-with-experts-wgrad",
+        f"the slots have other experts when the gradients are computed: remove {_DELAYING}",
     ),
     (
         "delayed weight gradients with re-sharding",
@@ -56,14 +65,12 @@ RULES: tuple[Rule, ...] = (
         # re-shard, the Parameter may hold an expert of another layer, whose gradients come later.
         lambda strategy, value: _delays(value) and strategy.moves_owners,
         "DDP would reduce gradients of moved experts before they are computed: set reshard_interval=0, or "
-        "remove --delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad",
+        f"remove {_DELAYING}",
     ),
     (
         "--moe-router-padding-for-quantization with schedule=s2",
         lambda strategy, value: (
-            bool(value("moe_router_padding_for_quantization") or value("moe_router_padding_for_fp8"))
-            and strategy.collective_schedule.name == "s2"
-            and _has_equal_tokens(value)
+            _pads(value) and strategy.collective_schedule.name == "s2" and _has_equal_tokens(value)
         ),
         "a tensor-parallel rank's share of the padded rows is no multiple: use another schedule",
     ),
@@ -74,16 +81,14 @@ RULES: tuple[Rule, ...] = (
             and (
                 bool(strategy.smart_schedule)
                 or strategy.exchange != "megatron"
-                or (_tensor_parallel(value) > 1 and strategy.collective_schedule.name != "megatron")
+                or (tensor_parallel(value) > 1 and strategy.collective_schedule.name != "megatron")
             )
         ),
         "they are decided before the graph or wait in it: remove moe_preprocess",
     ),
     (
         "--cuda-graph-modules moe_preprocess with an expert capacity",
-        lambda strategy, value: (
-            _captures_preprocess(value) and value("moe_expert_capacity_factor") is not None
-        ),
+        lambda _, value: _captures_preprocess(value) and value("moe_expert_capacity_factor") is not None,
         "numbers of rows vary with slots, also of padded experts: remove moe_preprocess",
     ),
     (
@@ -119,21 +124,14 @@ RULES: tuple[Rule, ...] = (
 def check_dispatch(name: str, strategy: Strategy, settings: Any) -> None:
     """Refuse dispatchers and CUDA graphs that the strategy's slots do not fit, before a model is built.
 
-    Args:
-        name: Name of the strategy, for the message.
-        strategy: The strategy.
-        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+    The settings are Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
         ConfigurationError: They do not fit.
     """
-
-    def value(name: str) -> Any:
-        return getattr(settings, name, None)
-
-    for what, is_refused, advice in RULES:
-        if is_refused(strategy, value):
-            raise ConfigurationError(f"--moe-strategy {name} does not support {what}: {advice}")
+    refusals = [(what, partial(is_refused, strategy), advice) for what, is_refused, advice in RULES]
+    refuse(f"--moe-strategy {name}", refusals, settings)
+    value = value_of(settings)
     num_devices = value("expert_model_parallel_size") or 1
     num_experts = value("num_moe_experts") or value("num_experts")
     if (slots := getattr(strategy.settings, "slots", None)) is not None:
@@ -145,21 +143,15 @@ def check_slots(config: Any, num_slots: int, num_devices: int, others: Collectio
 
     Args:
         config: Megatron's parsed arguments or a ``TransformerConfig``.
-        num_slots: Number of slots of a device, U.
-        num_devices: Number of devices, D.
+        num_slots: Number of slots of a device.
+        num_devices: Number of devices.
         others: Numbers of slots with which other dispatchers of the process were built.
 
     Raises:
         ConfigurationError: The back end cannot have so many slots.
     """
-
-    def value(name: str) -> Any:
-        return getattr(config, name, None)
-
-    back_end = _back_end(value)
-    parts = value("expert_tensor_parallel_size") or value("tensor_model_parallel_size") or 1
-    num_ranks = num_devices * parts
-    wanted = ""
+    value = value_of(config)
+    back_end, num_ranks, wanted = _back_end(value), num_devices * expert_parts(value), ""
     if back_end == "deepep" and num_ranks > 1:
         most = _MOST_IN_NODE if num_ranks <= _NODE_RANKS else _MOST_OF_NODE // _NODE_RANKS
         if num_slots > most:
@@ -182,26 +174,13 @@ def check_slots(config: Any, num_slots: int, num_devices: int, others: Collectio
 
 
 def keeps_flex(strategy: Strategy, settings: Any) -> bool:
-    """Whether Megatron's flex dispatcher stays where ``auto`` would select one of Parm's schedules.
-
-    Args:
-        strategy: The strategy.
-        settings: Megatron's parsed arguments or a ``TransformerConfig``.
-    """
-    is_flex = _back_end(lambda name: getattr(settings, name, None)) is not None
-    return is_flex and not _asks_for_schedule(strategy)
+    """Whether Megatron's flex dispatcher stays where ``auto`` would select one of Parm's schedules."""
+    return _back_end(value_of(settings)) is not None and not _asks_for_schedule(strategy)
 
 
 def needs_fixed_slots(settings: Any) -> bool:
-    """Whether all slots must exist from the start: a CUDA graph or NCCL EP has their number.
-
-    Args:
-        settings: Megatron's parsed arguments or a ``TransformerConfig``.
-    """
-
-    def value(name: str) -> Any:
-        return getattr(settings, name, None)
-
+    """Whether all slots must exist from the start: a CUDA graph or NCCL EP has their number."""
+    value = value_of(settings)
     return _captures_preprocess(value) or _back_end(value) == "ncclep"
 
 
@@ -212,22 +191,14 @@ def _back_end(value: Value) -> str | None:
     return "deepep" if value("moe_enable_deepep") else value("moe_flex_dispatcher_backend") or "deepep"
 
 
-def _tensor_parallel(value: Value) -> int:
-    return value("tensor_model_parallel_size") or 1
-
-
 def _has_equal_tokens(value: Value) -> bool:
     """Whether tensor-parallel ranks have the same tokens."""
-    return _tensor_parallel(value) > 1 and not value("sequence_parallel")
+    return tensor_parallel(value) > 1 and not value("sequence_parallel")
 
 
 def _asks_for_schedule(strategy: Strategy) -> bool:
     """Whether the user has chosen one of Parm's schedules; ``auto`` selects them only if it can."""
     return strategy.collective_schedule.name != "megatron" and not strategy.selects
-
-
-def _delays(value: Value) -> bool:
-    return bool(value("delay_wgrad_compute") or value("overlap_dispatch_backward_with_experts_wgrad"))
 
 
 def _captures_preprocess(value: Value) -> bool:

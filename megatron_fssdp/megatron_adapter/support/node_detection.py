@@ -29,28 +29,18 @@ def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Top
         check_declared_nodes(declared_nodes, dist.get_world_size())
         per_node = dist.get_world_size() // declared_nodes
         return Topology.from_labels([rank // per_node for rank in ranks])
+    own, local_world_size = socket.gethostname(), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    if local_world_size:
+        rank = dist.get_rank()
+        # The ranks of a node are consecutive, so its first rank names it.
+        own = f"node of rank {rank - int(os.environ.get('LOCAL_RANK', rank % local_world_size))}"
     nodes: list[str] = [""] * len(ranks)
-    dist.all_gather_object(nodes, _own_node(), group=group)
+    dist.all_gather_object(nodes, own, group=group)
     return Topology.from_labels(nodes)
-
-
-def _own_node() -> str:
-    """Return a name of this rank's node that all ranks of the node have."""
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if not local_world_size:
-        return socket.gethostname()
-    rank = dist.get_rank()
-    # The ranks of a node are consecutive, so its first rank names it.
-    local_rank = int(os.environ.get("LOCAL_RANK", rank % local_world_size))
-    return f"node that begins with rank {rank - local_rank}"
 
 
 def check_declared_nodes(declared_nodes: int, world_size: int) -> None:
     """Raise unless all ranks can be divided into that many equal nodes.
-
-    Args:
-        declared_nodes: Number of nodes.
-        world_size: Number of all ranks.
 
     Raises:
         ConfigurationError: The number of ranks is not a multiple of ``declared_nodes``.

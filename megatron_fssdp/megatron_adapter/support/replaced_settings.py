@@ -9,25 +9,18 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from megatron_fssdp.megatron_adapter.support.supported_features import Value
+from megatron_fssdp.megatron_adapter.support.supported_features import Value, value_of
 
 logger = logging.getLogger(__name__)
 
 
 class Replacement(NamedTuple):
-    """Settings that a strategy replaces.
-
-    Attributes:
-        what: Flag that the user gave, for the log and the documentation.
-        is_asked: Whether the settings have it. The argument is a function from the name of a setting to its
-            value.
-        values: New values of settings by name, from the same function.
-        meaning: What happens instead.
-    """
+    """A replaced setting: what was given, whether it is asked for, name, new value, the effect."""
 
     what: str
-    is_asked: Callable[[Value], bool]
-    values: Callable[[Value], dict[str, Any]]
+    is_asked: Callable[[Value], object]
+    name: str
+    new: Any
     meaning: str
 
 
@@ -38,21 +31,23 @@ def _saves(value: Value) -> bool:
 CHECKPOINT_REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         "the distributed optimizer's checkpoint format dp_reshardable",
-        # The layer-wise optimizer contains a distributed optimizer for some parameters.
         lambda value: (
             _saves(value)
-            and bool(value("use_distributed_optimizer") or value("use_layer_wise_distributed_optimizer"))
+            # The layer-wise optimizer contains a distributed optimizer for some parameters.
+            and (value("use_distributed_optimizer") or value("use_layer_wise_distributed_optimizer"))
             and not value("no_save_optim")
             and not value("dist_ckpt_optim_fully_reshardable")
         ),
-        lambda value: {"dist_ckpt_optim_fully_reshardable": True},
+        "dist_ckpt_optim_fully_reshardable",
+        True,
         "checkpoints are saved as with --dist-ckpt-optim-fully-reshardable, because the other format stores "
         "states by their position in a bucket, and re-sharding changes positions",
     ),
     Replacement(
         "--ckpt-assume-constant-structure",
-        lambda value: _saves(value) and bool(value("ckpt_assume_constant_structure")),
-        lambda value: {"ckpt_assume_constant_structure": False},
+        lambda value: _saves(value) and value("ckpt_assume_constant_structure"),
+        "ckpt_assume_constant_structure",
+        False,
         "every save gets a plan of its own, because experts move between saves",
     ),
 )
@@ -60,22 +55,12 @@ CHECKPOINT_REPLACEMENTS: tuple[Replacement, ...] = (
 
 
 def replace_settings(who: str, replacements: Iterable[Replacement], settings: Any) -> None:
-    """Replace settings in place, and log each replacement on rank 0.
+    """Replace settings of Megatron's parsed arguments in place, and log each replacement on rank 0.
 
-    Args:
-        who: Strategy that takes their place; starts the messages.
-        replacements: Table of replaced settings.
-        settings: Megatron's parsed arguments.
+    ``who`` starts the messages: the strategy that takes the place of the settings.
     """
-
-    def value(name: str) -> Any:
-        return getattr(settings, name, None)
-
-    for what, is_asked, values, meaning in replacements:
-        if not is_asked(value):
-            continue
-        for name, new in values(value).items():
-            if hasattr(settings, name):
-                setattr(settings, name, new)
-        if os.environ.get("RANK", "0") == "0":
-            logger.warning(f"[fssdp] {who}: {what}: {meaning}")
+    for what, is_asked, name, new, meaning in replacements:
+        if is_asked(value_of(settings)):
+            setattr(settings, name, new)
+            if os.environ.get("RANK", "0") == "0":
+                logger.warning(f"[fssdp] {who}: {what}: {meaning}")

@@ -10,20 +10,29 @@ from typing import Any
 from megatron_fssdp.config.errors import ConfigurationError
 
 Value = Callable[[str], Any]
+"""Function from the name of a setting to its value; ``None`` if the setting does not exist."""
 
 Refusal = tuple[str, Callable[[Value], bool], str]
-"""Name of the refused feature; whether settings ask for it; the next step for the user.
+"""Name of the refused feature; whether settings ask for it; the next step for the user."""
 
-The second entry gets a function from the name of a setting to its value.
-"""
+
+def value_of(settings: Any) -> Value:
+    """Return the values of Megatron's parsed arguments or of a ``TransformerConfig`` by name."""
+    return lambda name: getattr(settings, name, None)
+
+
+def tensor_parallel(value: Value) -> int:
+    """Return the number of tensor-parallel ranks."""
+    return value("tensor_model_parallel_size") or 1
+
+
+def expert_parts(value: Value) -> int:
+    """Return the number of ranks that share an expert: by default, the tensor-parallel ranks."""
+    return value("expert_tensor_parallel_size") or tensor_parallel(value)
 
 
 def captured_modules(value: Value) -> frozenset[str]:
-    """Return the names of the modules that CUDA graphs capture; empty without graphs, or for whole layers.
-
-    Args:
-        value: Function from the name of a setting to its value.
-    """
+    """Return the names of the modules that CUDA graphs capture; empty without graphs, or for whole layers."""
     if not _uses_graphs(value):
         return frozenset()
     modules = value("cuda_graph_modules") or value("cuda_graph_scope_deprecated") or ()
@@ -32,52 +41,43 @@ def captured_modules(value: Value) -> frozenset[str]:
     return frozenset(str(getattr(module, "name", module)) for module in modules) - {"full"}
 
 
+def asks_any(*names: str) -> Callable[[Value], bool]:
+    """Return whether settings have any of the named ones, as a function of their values."""
+    return lambda value: any(map(value, names))
+
+
 def _uses_graphs(value: Value) -> bool:
-    return (value("cuda_graph_impl") or "none") != "none" or bool(
-        value("enable_cuda_graph") or value("external_cuda_graph")
-    )
+    has_old_flag = value("enable_cuda_graph") or value("external_cuda_graph")
+    return (value("cuda_graph_impl") or "none") != "none" or bool(has_old_flag)
 
 
 def _num_weight_shards(value: Value) -> int:
     """Return into how many parts GTP divides a weight of an expert, beside expert tensor parallelism."""
     if (size := value("expert_gtp_weight_remat_size") or 1) > 1:
         return int(size)
-    parts = value("expert_tensor_parallel_size") or value("tensor_model_parallel_size") or 1
+    parts = expert_parts(value)
     return int((value("expert_tensor_parallel_num_weight_shards") or parts) // parts)
 
-
-_GRAPHS_ADVICE = (
-    "transfers and experts change between iterations: use --cuda-graph-impl transformer_engine with "
-    "--cuda-graph-modules attn, mlp, mamba, moe_router or moe_preprocess, or --cuda-graph-impl none"
-)
 
 REFUSALS: tuple[Refusal, ...] = (
     (
         "biases of experts under expert tensor parallelism",
-        # Megatron refuses them too, by an assertion. Without the option, the expert-tensor-parallel size
-        # equals the tensor-parallel size.
-        lambda value: (
-            (value("expert_tensor_parallel_size") or value("tensor_model_parallel_size") or 1) > 1
-            and bool(value("add_bias_linear"))
-        ),
+        # Megatron refuses them too, by an assertion.
+        lambda value: expert_parts(value) > 1 and bool(value("add_bias_linear")),
         "add --disable-bias-linear, or --expert-tensor-parallel-size 1",
     ),
     (
         "biases of experts under sequence parallelism",
         # Megatron 0.19 sums the gradients of output biases over the tensor-parallel ranks. With whole
         # experts, these ranks own different experts, so the result would depend on who owns what.
-        lambda value: (
-            bool(value("sequence_parallel"))
-            and (value("tensor_model_parallel_size") or 1) > 1
-            and bool(value("add_bias_linear"))
+        lambda value: bool(
+            value("sequence_parallel") and tensor_parallel(value) > 1 and value("add_bias_linear")
         ),
         "add --disable-bias-linear",
     ),
     (
         "parameters in fp8 or fp4",
-        lambda value: bool(
-            any(value(name) for name in ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather"))
-        ),
+        asks_any("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather"),
         "weights travel to replicas in bf16, fp16 or fp32, and Transformer Engine quantizes them there: "
         "remove --fp8-param-gather and --fp4-param-gather",
     ),
@@ -91,7 +91,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         "fp8 or fp4 without grouped experts",
-        lambda value: bool(value("fp8") or value("fp4")) and not value("moe_grouped_gemm"),
+        lambda value: asks_any("fp8", "fp4")(value) and not value("moe_grouped_gemm"),
         "add --moe-grouped-gemm",
     ),
     (
@@ -102,14 +102,15 @@ REFUSALS: tuple[Refusal, ...] = (
             or bool(value("enable_cuda_graph"))
             or (_uses_graphs(value) and (not captured_modules(value) or "moe" in captured_modules(value)))
         ),
-        _GRAPHS_ADVICE,
+        "transfers and experts change between iterations: use --cuda-graph-impl transformer_engine with "
+        "--cuda-graph-modules attn, mlp, mamba, moe_router or moe_preprocess, or --cuda-graph-impl none",
     ),
     (
         "CUDA graphs of the router (--cuda-graph-modules moe_router) under tensor parallelism without "
         "sequence parallelism",
         lambda value: (
             "moe_router" in captured_modules(value)
-            and (value("tensor_model_parallel_size") or 1) > 1
+            and tensor_parallel(value) > 1
             and not value("sequence_parallel")
         ),
         "there the strategy divides the tokens around the router: add --sequence-parallel, or remove "
@@ -117,12 +118,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         "one weight tensor for all experts",
-        lambda value: bool(value("moe_single_grouped_weight") or value("moe_single_grouped_bias")),
+        asks_any("moe_single_grouped_weight", "moe_single_grouped_bias"),
         "each expert has its own owner: remove --moe-single-grouped-weight and --moe-single-grouped-bias",
     ),
     (
         "fully sharded data parallelism of the whole model",
-        lambda value: bool(value("use_megatron_fsdp") or value("use_torch_fsdp2")),
+        asks_any("use_megatron_fsdp", "use_torch_fsdp2"),
         "use Megatron's DDP, with or without --use-distributed-optimizer",
     ),
     (
@@ -130,11 +131,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda value: _num_weight_shards(value) > 1,
         "remove --expert-tensor-parallel-num-weight-shards",
     ),
-    (
-        "paged stashing",
-        lambda value: bool(value("moe_paged_stash")),
-        "remove --moe-paged-stash",
-    ),
+    ("paged stashing", asks_any("moe_paged_stash"), "remove --moe-paged-stash"),
     (
         "the inference-optimized implementation",
         lambda value: value("transformer_impl") == "inference_optimized",
@@ -147,7 +144,7 @@ REFUSALS: tuple[Refusal, ...] = (
 RESIDENT_REFUSALS: tuple[Refusal, ...] = (
     (
         "fp16, whose loss scale may skip an optimizer step",
-        lambda value: bool(value("fp16")),
+        asks_any("fp16"),
         "its resident replicas have an optimizer step of their own: use --bf16 or fp32",
     ),
 )
@@ -155,37 +152,29 @@ RESIDENT_REFUSALS: tuple[Refusal, ...] = (
 
 
 def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
-    """Raise for the first refused feature that the settings ask for.
+    """Raise for the first refused feature that Megatron's arguments or a ``TransformerConfig`` ask for.
 
-    Args:
-        who: Strategy or setting that does not support the feature; starts the message.
-        refusals: Table of refused features.
-        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+    ``who`` starts the message: the strategy or setting that does not support the feature.
 
     Raises:
         ConfigurationError: The settings ask for a refused feature.
     """
     for what, is_refused, advice in refusals:
-        if is_refused(lambda name: getattr(settings, name, None)):
+        if is_refused(value_of(settings)):
             raise ConfigurationError(f"{who} does not support {what}: {advice}")
 
 
 def check_supported(strategy: str, settings: Any) -> None:
-    """Refuse settings under which the strategy's layer would fail or compute wrong results.
+    """Refuse settings under which the layer of the strategy would fail or compute wrong results.
 
-    Args:
-        strategy: Name of the strategy, for the message.
-        settings: Megatron's parsed arguments or a ``TransformerConfig``.
+    They are Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
         ConfigurationError: The settings ask for a refused feature, the model has no experts or fewer than a
             token selects, or the experts cannot be divided evenly among the expert-parallel ranks.
     """
-
-    def value(name: str) -> Any:
-        return getattr(settings, name, None)
-
     refuse(f"--moe-strategy {strategy}", REFUSALS, settings)
+    value = value_of(settings)
     num_experts = value("num_moe_experts") or value("num_experts")
     if not num_experts:
         raise ConfigurationError(

@@ -20,10 +20,6 @@ def is_tested(distribution: str, version: str) -> bool | None:
 
     Suffixes are ignored: ``2.6.0a0+git``, as in NVIDIA's containers, counts as 2.6.0, and ``0.21.0rc0``
     counts as 0.21.0.
-
-    Args:
-        distribution: A key of :data:`TESTED_VERSIONS`.
-        version: Version of the installed distribution.
     """
     try:
         base = Version(version).base_version

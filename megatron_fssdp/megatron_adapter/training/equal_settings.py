@@ -1,21 +1,49 @@
-"""Refuses a run whose ranks have different settings, before any of them affects a collective.
+"""Refuses a run on all ranks if one rank finds a reason, or if ranks have different settings.
 
 Every rank reads its own command line, its own file of ``--moe-strategy-config`` and its own environment, and
 then plans alone. Ranks that differ in them would wait for each other forever.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
-from megatron_fssdp.megatron_adapter.training.shared_refusal import refused_together
+
+
+@contextmanager
+def refused_together() -> Iterator[None]:
+    """Raise on all ranks what some of them raise inside. Collective: all ranks of the training enter it.
+
+    Without it, the other ranks would end with the traceback of a lost connection, or wait.
+
+    Raises:
+        ConfigurationError: A rank raised it inside. Each rank that raised none gets the message of the lowest
+            rank that did.
+    """
+    reason: ConfigurationError | None = None
+    try:
+        yield
+    except ConfigurationError as error:
+        reason = error
+    messages = of_all_ranks(None if reason is None else str(reason))
+    first = next((message for message in messages if message is not None), None)
+    if first is not None:
+        raise reason or ConfigurationError(first)
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks of the training on each of them. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def check_equal_settings(requested: RequestedStrategy, *, to_boards: bool) -> None:
@@ -32,8 +60,7 @@ def check_equal_settings(requested: RequestedStrategy, *, to_boards: bool) -> No
     """
     with refused_together():
         own = _facts(requested, to_boards)
-    of_ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
+    of_ranks = of_all_ranks(own)
     first = of_ranks[0]
     # Other strategies have other settings, so a rank may lack a fact. The strategy is the first fact.
     for name in dict.fromkeys(name for facts in of_ranks for name in facts):
@@ -52,31 +79,21 @@ def _facts(requested: RequestedStrategy, to_boards: bool) -> dict[str, Any]:
     is_recorded = settings.pop("record_dir", None) is not None
     facts: dict[str, Any] = {
         "--moe-strategy": requested.name,
-        "version of megatron_fssdp": _own_version(),
         **{f"--moe-strategy-set {key}": value for key, value in settings.items()},
         "whether --moe-strategy-set record_dir is given": is_recorded,
         "whether --tensorboard-dir or --wandb-project is given": to_boards,
     }
+    with suppress(PackageNotFoundError):  # It may run without an installation.
+        facts["version of megatron_fssdp"] = version("megatron-fssdp")
     if requested.session is not None:
+        strategy = requested.session.strategy
         # A candidate of another package is left out on ranks on which it cannot be built.
-        facts["strategies to select from"] = requested.session.strategy.candidate_names
+        facts["strategies to select from"] = strategy.candidate_names
         # The schedule that a rank selects follows from the description, not from its path.
-        if (cluster := requested.session.strategy.collective_schedule.cluster) is not None:
-            facts["cluster description"] = _digest(load_cluster(cluster))
+        if (cluster := strategy.collective_schedule.cluster) is not None:
+            digest = sha256(load_cluster(cluster).model_dump_json().encode()).hexdigest()[:12]
+            facts["cluster description"] = f"one with the digest {digest}"
         # The order in which a rank issues its messages depends on it.
-        facts["whether CUDA_DEVICE_MAX_CONNECTIONS is 1"] = (
-            os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        )
+        one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        facts["whether CUDA_DEVICE_MAX_CONNECTIONS is 1"] = one_queue
     return facts
-
-
-def _digest(cluster: ClusterDescription) -> str:
-    return f"one with the digest {sha256(cluster.model_dump_json().encode()).hexdigest()[:12]}"
-
-
-def _own_version() -> str | None:
-    """Return the version of the installed package; ``None`` if it runs without an installation."""
-    try:
-        return version("megatron-fssdp")
-    except PackageNotFoundError:
-        return None

@@ -15,8 +15,6 @@ import torch
 
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
-_ENTERED, _LEFT = 0, 1
-
 
 class FiniteWatch:
     """Watches the hidden states that enter and leave the MoE layers of this rank.
@@ -28,7 +26,7 @@ class FiniteWatch:
     def __init__(self, model: Iterable[torch.nn.Module]) -> None:
         layers = [m for chunk in model for m in chunk.modules() if isinstance(m, StrategyMoELayer)]
         self._layers = sorted(layers, key=_number)
-        self._marks_L2: torch.Tensor | None = None
+        self._marks_L2: torch.Tensor | None = None  # what enters, what leaves
         for index, layer in enumerate(self._layers):
             layer.register_forward_hook(partial(self._watch_layer, index), with_kwargs=True)
 
@@ -40,10 +38,7 @@ class FiniteWatch:
     def finding(self) -> str | None:
         """Return a sentence about where NaN or infinity appeared first on this rank since :meth:`clear`.
 
-        It waits for the device.
-
-        Returns:
-            The sentence; ``None`` if all numbers were finite.
+        It waits for the device. If all numbers were finite, it returns ``None``.
         """
         return self._finding_in_forward() or self._finding_in_gradients()
 
@@ -53,8 +48,8 @@ class FiniteWatch:
         entered = args[0] if args else kwargs["hidden_states"]
         if self._marks_L2 is None:
             self._marks_L2 = torch.zeros(len(self._layers), 2, device=entered.device)
-        for column, hidden in ((_ENTERED, entered), (_LEFT, output[0])):
-            self._marks_L2[index, column].add_(hidden.detach().sum(dtype=torch.float32), alpha=0)
+        for mark, hidden in zip(self._marks_L2[index], (entered, output[0]), strict=True):
+            mark.add_(hidden.detach().sum(dtype=torch.float32), alpha=0)
 
     def _finding_in_forward(self) -> str | None:
         if self._marks_L2 is None:
@@ -67,38 +62,34 @@ class FiniteWatch:
                     "finite at the output of all earlier MoE layers of this rank: check the layers in between"
                 )
             if left:
+                experts = layer.slot_layer.experts.parameters
+                bad = [expert for expert, parameters in experts.items() if not _are_finite(parameters)]
+                owned = f"; parameters of its experts {bad}, which this rank owns, are not finite"
                 return (
-                    f"MoE layer {number} made non-finite hidden states from finite ones{_bad_experts(layer)}"
+                    f"MoE layer {number} made non-finite hidden states from finite ones{owned if bad else ''}"
                 )
         return None
 
     def _finding_in_gradients(self) -> str | None:
         for layer in reversed(self._layers):
             experts = chain.from_iterable(layer.slot_layer.experts.parameters.values())
-            for parameter in chain(layer.router.parameters(), experts):
-                gradient = getattr(parameter, "main_grad", parameter.grad)
-                if gradient is not None and not _is_finite(gradient):
-                    seen = "were finite" if self._marks_L2 is not None else "were not watched"
-                    return (
-                        f"the hidden states of all MoE layers {seen}, but gradients are not finite: MoE "
-                        f"layer {_number(layer)} is the last layer with non-finite gradients; check this "
-                        "layer and the layers after it"
-                    )
+            gradients = (
+                getattr(parameter, "main_grad", parameter.grad)
+                for parameter in chain(layer.router.parameters(), experts)
+            )
+            if not _are_finite(gradient for gradient in gradients if gradient is not None):
+                seen = "were finite" if self._marks_L2 is not None else "were not watched"
+                return (
+                    f"the hidden states of all MoE layers {seen}, but gradients are not finite: MoE "
+                    f"layer {_number(layer)} is the last layer with non-finite gradients; check this "
+                    "layer and the layers after it"
+                )
         return None
-
-
-def _bad_experts(layer: StrategyMoELayer) -> str:
-    bad = [
-        expert
-        for expert, parameters in layer.slot_layer.experts.parameters.items()
-        if not all(_is_finite(parameter) for parameter in parameters)
-    ]
-    return f"; parameters of its experts {bad}, which this rank owns, are not finite" if bad else ""
 
 
 def _number(layer: StrategyMoELayer) -> int:
     return layer.slot_layer.context.layer
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor.detach()).all())
+def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors)

@@ -7,8 +7,9 @@ decide alike.
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from megatron_fssdp.megatron_adapter.training.memory_report import (
     expert_optimizer,
     held_replicas,
     report_memory,
+    reports_for_stage,
 )
 from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
@@ -47,11 +49,9 @@ logger = logging.getLogger(__name__)
 class IterationDriver:
     """Begins and ends the iterations of one training under a strategy.
 
-    An iteration calls these methods::
-
-        begin           measure, or let auto select, then re-shard owners or change resident replicas
-        begin_passes    once, and again if Megatron repeats the forward and backward passes
-        end             after the optimizer step: collect what each layer did
+    :meth:`begin` measures, or lets ``auto`` select, then re-shards owners or changes resident replicas.
+    :meth:`end`, after the optimizer step, collects what each layer did. The replicas' sums of gradients are
+    reset wherever Megatron resets those of its model chunks.
 
     Args:
         session: The strategy's session.
@@ -60,6 +60,7 @@ class IterationDriver:
         args: Megatron's arguments.
 
     Attributes:
+        runtime: Runtime of the model's MoE layers.
         held: How many replicas exist at the same time on this rank.
         reshard: What was moved before the running iteration; ``None`` if nothing was.
         selection: What ``auto`` selected before the running iteration; ``None`` if it did not reconsider.
@@ -70,10 +71,8 @@ class IterationDriver:
     """
 
     def __init__(self, session: StrategySession, model: Sequence[Any], optimizer: Any, args: Any) -> None:
-        self._session = session
-        self._model = model
-        self._optimizer = optimizer
-        self._args = args
+        self._session, self._model, self._optimizer, self._args = session, model, optimizer, args
+        self.runtime = session.runtime
         self.held = held_replicas(session, model, args)
         self.reshard: ReshardReport | None = None
         self.selection: SelectionReport | None = None
@@ -83,9 +82,11 @@ class IterationDriver:
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
+        for chunk in model:
+            chunk.zero_grad_buffer = self._resetting(chunk.zero_grad_buffer)
         # Megatron turns this check off for fp16, where loss scaling makes non-finite numbers normal.
         self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
-        layers = session.runtime.layers
+        layers = self.runtime.layers
         if session.strategy.resident_slots and args.expert_model_parallel_size > 1:
             self._residents = ResidentExperts(
                 session.slots,
@@ -97,8 +98,7 @@ class IterationDriver:
         if not layers or layers[0].context.num_devices == 1:
             return
         if session.strategy.moves_owners:
-            # This call only checks that slots can be exchanged. A run should fail now and not at its first
-            # re-shard.
+            # This only checks that slots can be exchanged: a run should fail now, not at its first re-shard.
             slot_quantities(
                 session.slots.parameters,
                 optimizer,
@@ -115,7 +115,7 @@ class IterationDriver:
 
     @property
     def _expert_parallel(self) -> dist.ProcessGroup:
-        return self._session.runtime.layers[0].groups.expert_parallel
+        return self.runtime.layers[0].groups.expert_parallel
 
     @property
     def _groups_of_owners(self) -> list[dist.ProcessGroup]:
@@ -129,50 +129,41 @@ class IterationDriver:
     @property
     def _device(self) -> torch.device:
         # After a re-shard, this rank may own no expert of a layer, but it owns experts of some layer.
-        layers = self._session.runtime.layers
+        layers = self.runtime.layers
         return next(ps[0].device for layer in layers for ps in layer.experts.parameters.values())
 
     def begin(self, iteration: int, num_micro_batches: int) -> None:
-        """Prepare an iteration. Call this before its first forward pass.
-
-        Args:
-            iteration: Number of iterations that are complete.
-            num_micro_batches: Number of micro-batches of the iteration to come.
-        """
+        """Prepare the iteration after ``iteration`` complete ones, before its first forward pass."""
         session = self._session
         if self._watch is not None:
             self._watch.clear()
         if self._iterations_to_measure:
             self._iterations_to_measure -= 1
-        elif session.runtime.layers and session.runtime.layers[0].stopwatch is not None:
+        elif self.runtime.layers and self.runtime.layers[0].stopwatch is not None:
             self._profile(num_micro_batches)
         self.selection = None
         if self._selector is not None:
-            self.selection = self._select_strategies(self._selector, iteration)
+            # Layers of multi-token prediction keep their strategy.
+            self.selection = self._selector.select(session.slots.layers, iteration)
+        if self.selection is not None and reports_for_stage():
+            for line in self.selection.describe():
+                logger.info(f"[fssdp] auto, after iteration {iteration}: {line}")
         resharding = session.strategy.moves_owners and session.strategy.reshards_at(iteration)
         self.reshard = self._reshard() if resharding else self._replicate(iteration)
         session.runtime.begin_iteration(num_micro_batches, iteration + 1)
         self._began_s = time.perf_counter()
 
-    def begin_passes(self) -> None:
-        """Prepare the forward and backward passes of an iteration, which Megatron may repeat."""
-        if self._residents is not None:
-            self._residents.zero_gradients()
-        self._session.runtime.begin_passes()
+    def _resetting(self, zero_gradients: Callable[[], None]) -> Callable[[], None]:
+        """Wrap a model chunk's ``zero_grad_buffer``. After the first one, others find nothing to do."""
 
-    def end_passes(self) -> None:
-        """Complete gradients and start to share the counts of the iteration, after its last backward pass."""
-        # DDP has done it for all layers whose experts are trained; frozen ones are in none of its buckets.
-        self._session.runtime.finish_gradients()
-        self._session.runtime.end_passes()
+        @wraps(zero_gradients)
+        def zero_all_gradients() -> None:
+            zero_gradients()
+            if self._residents is not None:
+                self._residents.zero_gradients()
+            self.runtime.reset_gradients()
 
-    def end_evaluation(self) -> None:
-        """Drop the replicas of an evaluation, whose weights the next training step will change."""
-        self._session.runtime.end_iteration()
-
-    def begin_evaluation(self) -> None:
-        """Prepare forward passes without backward passes: replicas for the present weights and loads."""
-        self._session.runtime.begin_iteration(0)
+        return zero_all_gradients
 
     def end(self) -> list[LayerLoad]:
         """End an iteration after the optimizer step, and return what each layer did."""
@@ -180,43 +171,36 @@ class IterationDriver:
             self._selector.note(time.perf_counter() - self._began_s)
         if self._session.strategy.exchange == "by_price":
             self._tell_exchange()
-        loads = self._session.runtime.end_iteration()
-        if any(layer.stopwatch is not None for layer in self._session.runtime.layers):
+        loads = self.runtime.end_iteration()
+        if any(layer.stopwatch is not None for layer in self.runtime.layers):
             self._measured_replicas_bytes = max(self._measured_replicas_bytes, self._replicas_bytes(loads))
         return loads
 
     def _tell_exchange(self) -> None:
         """Log the layers whose tokens have travelled by the deduplicated exchange for the first time."""
-        layers = [
-            layer
-            for layer in self._session.runtime.layers
-            if layer.context.layer not in self._told_exchange
-            and layer.plan is not None
-            and layer.plan.deduplicated
-        ]
-        if not layers:
-            return
-        self._told_exchange.update(layer.context.layer for layer in layers)
-        priced = [
-            exchange_seconds(layer.context, layer.history, layer.plan) for layer in layers if layer.plan
-        ]
-        if _reports_for_stage():
+        runtime, numbers, megatron_s, deduplicated_s = self.runtime, list[int](), 0.0, 0.0
+        for layer in runtime.layers:
+            number, plan = layer.context.layer, layer.plan
+            if plan is None or not plan.deduplicated or number in self._told_exchange:
+                continue
+            numbers.append(number)
+            if priced := exchange_seconds(layer.context, layer.history, plan):
+                megatron_s += priced.megatron_s
+                deduplicated_s += priced.deduplicated_s
+        self._told_exchange.update(numbers)
+        if numbers and reports_for_stage():
             logger.info(
-                f"[fssdp] exchange by price, iteration {self._session.runtime.clock.iteration}: layers "
-                f"{', '.join(str(layer.context.layer) for layer in layers)} send each token once to a "
-                f"node; modelled seconds {sum(one.deduplicated_s for one in priced if one):.4g} instead of "
-                f"{sum(one.megatron_s for one in priced if one):.4g}"
+                f"[fssdp] exchange by price, iteration {runtime.clock.iteration}: layers "
+                f"{', '.join(map(str, numbers))} send each token once to a node; modelled seconds "
+                f"{deduplicated_s:.4g} instead of {megatron_s:.4g}"
             )
 
     def _replicas_bytes(self, loads: Sequence[LayerLoad]) -> int:
         """Bytes that an iteration's replicas took on this rank."""
-        first = self._session.runtime.layers[0]
-        layout = first.experts.layout()
-        replicas_L = [
-            int(placement.replicas_per_device_D[first.groups.device])
-            for load in loads
-            for placement in load.placements
-        ]
+        first = self.runtime.layers[0]
+        layout, device = first.experts.layout(), first.groups.device
+        placements = [placement for load in loads for placement in load.placements]
+        replicas_L = [int(placement.replicas_per_device_D[device]) for placement in placements]
         return held_replicas_bytes(
             replicas_L,
             expert_bytes=layout.num_bytes,
@@ -238,25 +222,36 @@ class IterationDriver:
             report_non_finite(self._args, finding)
 
     def _profile(self, num_micro_batches: int) -> None:
-        layers = self._session.runtime.layers
+        layers = self.runtime.layers
         layout = layers[0].experts.layout()
-        copies = parallel_state.get_expert_data_parallel_group()
+        copies, optimizer = parallel_state.get_expert_data_parallel_group(), expert_optimizer(self._args)
         profile_layers(
             layers,
             self._groups_of_owners,
             free_bytes=_free_bytes(self._measured_replicas_bytes),
             token_bytes=self._args.hidden_size * layout.dtype.itemsize,
-            owned_bytes=expert_optimizer(self._args).owned_bytes(
-                layout.numel, layout.dtype.itemsize, copies.size()
-            ),
+            owned_bytes=optimizer.owned_bytes(layout.numel, layout.dtype.itemsize, copies.size()),
             num_micro_batches=num_micro_batches,
             held=self.held,
             device=self._device,
             choices=TokenChoices(self._args.moe_router_topk),
             deduplicated=self._session.strategy.exchange == "deduplicated",
         )
-        if _reports_for_stage():
-            logger.info(_described_profile(layers[0].context, self._session.strategy))
+        context, strategy = layers[0].context, self._session.strategy
+        if reports_for_stage():
+            profile = context.profile
+            assert profile is not None
+            cluster = profile.cluster
+            intra, inter = (
+                f"{link.alpha_s * 1e6:.0f} us + {1e-9 / link.beta_s_per_byte:.2f} GB/s"
+                for link in (cluster.intra, cluster.inter)
+            )
+            logger.info(
+                f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
+                f"{profile.non_moe_s * 1e3:.3f} ms, links inside a node {intra}, between nodes {inter}, "
+                f"experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per device, "
+                f"{profile.expert_bytes} bytes per expert; {strategy.limits(context)}"
+            )
         report_memory(self._session, self._args, self.held)
 
     def _reshard(self) -> ReshardReport | None:
@@ -264,8 +259,7 @@ class IterationDriver:
         layers = slots.layers
         if not layers or layers[0].context.num_devices == 1:
             return None
-        load_LE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in layers])).sum(axis=1)
-        old = slots.owners
+        old, load_LE = slots.owners, self._mean_loads().sum(axis=1)
         new = self._session.strategy.reshard(self._contexts_of_copies(), load_LE, old)
         if not old.moves_to(new):
             return None
@@ -279,30 +273,15 @@ class IterationDriver:
         slots.adopt(new)
         return report
 
-    def _select_strategies(self, selector: StrategySelector, iteration: int) -> SelectionReport | None:
-        """Let ``auto`` reconsider the strategy of every layer if this iteration is one at which it does.
-
-        Layers of multi-token prediction keep their strategy.
-        """
-        report = selector.select(self._session.slots.layers, iteration)
-        if report is not None and _reports_for_stage():
-            for line in report.describe():
-                logger.info(f"[fssdp] auto, after iteration {iteration}: {line}")
-        return report
-
     def _replicate(self, iteration: int) -> ReshardReport | None:
         """Let the strategy reconsider the resident replicas if this iteration is one at which it does."""
         strategy = self._session.strategy
         if self._residents is None or not strategy.replicates_at(iteration) or not self._session.slots:
             return None
-        layers = self._session.slots.layers
-        load_LDE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in layers]))
-        placements = [
-            strategy.replicate(context, load_DE)
-            for context, load_DE in zip(self._contexts_of_copies(), load_LDE, strict=True)
-        ]
+        contexts, load_LDE = self._contexts_of_copies(), self._mean_loads()
+        placements = [strategy.replicate(*one) for one in zip(contexts, load_LDE, strict=True)]
         report = self._residents.hold(placements)
-        if report is not None and _reports_for_stage():
+        if report is not None and reports_for_stage():
             logger.info(
                 f"[fssdp] resident replicas: {sum(one.num_replicas for one in placements)} on this pipeline "
                 f"stage, {report.experts_moved} of them new: {report.bytes_moved / 1e6:.1f} MB of parameters "
@@ -310,22 +289,15 @@ class IterationDriver:
             )
         return report
 
-    def _mean_over_copies(self, total_LDE: np.ndarray) -> np.ndarray:
-        """Return the mean loads of an iteration over the expert-data-parallel copies.
+    def _mean_loads(self) -> np.ndarray:
+        """Return the mean loads per iteration over the expert-data-parallel copies, ``[L, D, E]``.
 
         Expert-parallel groups with copies of the same experts must decide alike, so all their loads count.
-
-        Args:
-            total_LDE: Loads summed over the iterations of the history, ``[L, D, E]``.
-
-        Returns:
-            Mean loads per iteration and copy, ``[L, D, E]``.
         """
-        copies = parallel_state.get_expert_data_parallel_group()
-        total = torch.from_numpy(total_LDE).to(self._device)
+        copies, layers = parallel_state.get_expert_data_parallel_group(), self._session.slots.layers
+        total = torch.from_numpy(np.stack([layer.history.total_DE() for layer in layers])).to(self._device)
         dist.all_reduce(total, group=copies)
-        num_seen = len(self._session.slots.layers[0].history)
-        mean_LDE: np.ndarray = total.cpu().numpy() / (max(num_seen, 1) * copies.size())
+        mean_LDE: np.ndarray = total.cpu().numpy() / (max(len(layers[0].history), 1) * copies.size())
         return mean_LDE
 
     def _contexts_of_copies(self) -> list[LayerContext]:
@@ -349,39 +321,13 @@ class IterationDriver:
         ]
 
 
-def _described_profile(context: LayerContext, strategy: Any) -> str:
-    profile = context.profile
-    assert profile is not None
-    cluster = profile.cluster
-    return (
-        f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
-        f"{profile.non_moe_s * 1e3:.3f} ms, links inside a node {_described(cluster.intra)}, between nodes "
-        f"{_described(cluster.inter)}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per device, "
-        f"{profile.expert_bytes} bytes per expert; {strategy.limits(context)}"
-    )
-
-
-def _described(link: Any) -> str:
-    return f"{link.alpha_s * 1e6:.0f} us + {1e-9 / link.beta_s_per_byte:.2f} GB/s"
-
-
 def _free_bytes(replicas_bytes: int) -> int:
     """Return the bytes of memory that are free at the peak of an iteration without replicas.
 
-    Args:
-        replicas_bytes: Most bytes that replicas took in a measured iteration. They are a part of the peak.
+    In the measured iterations, ``replicas_bytes`` are a part of the peak.
     """
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         peak = torch.cuda.max_memory_allocated() - replicas_bytes
         return max(0, free + torch.cuda.memory_reserved() - peak)
     return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def _reports_for_stage() -> bool:
-    """Whether this rank logs for its pipeline stage."""
-    return (
-        parallel_state.get_expert_model_parallel_rank() == 0
-        and parallel_state.get_expert_data_parallel_rank() == 0
-        and parallel_state.get_expert_tensor_parallel_rank() == 0
-    )

@@ -17,29 +17,25 @@ from megatron_fssdp.planning.transfer.message_size import message_rule
 logger = logging.getLogger(__name__)
 
 
-def report_memory(session: StrategySession, args: Any, held: HeldReplicas) -> None:
-    """Log one line for each pipeline stage. All ranks of a stage have the same number of slots.
-
-    Args:
-        session: The strategy's session, with its layers.
-        args: Megatron's arguments.
-        held: How many replicas exist at the same time.
-    """
-    if (
+def reports_for_stage() -> bool:
+    """Whether this rank logs for its pipeline stage."""
+    return (
         parallel_state.get_expert_model_parallel_rank() == 0
         and parallel_state.get_expert_data_parallel_rank() == 0
         and parallel_state.get_expert_tensor_parallel_rank() == 0
-    ):
+    )
+
+
+def report_memory(session: StrategySession, args: Any, held: HeldReplicas) -> None:
+    """Log one line for each pipeline stage. All ranks of a stage have the same number of slots."""
+    if reports_for_stage():
         logger.info(f"[fssdp] memory of a rank: {account_memory(session, args, held).describe()}")
 
 
 def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> ExpertMemory:
     """Return the bytes of this rank's experts under the current limits of the strategy.
 
-    Args:
-        session: The strategy's session, with at least one layer.
-        args: Megatron's arguments.
-        held: How many replicas exist at the same time.
+    The session must have a layer, and ``held`` says how many replicas exist at the same time.
     """
     layers = session.runtime.layers
     first = layers[0]
@@ -48,12 +44,11 @@ def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> E
     # After a re-shard, this rank may own no expert of a layer, but it owns experts of some layer.
     parameter = next(ps[0] for layer in layers for ps in layer.experts.parameters.values())
     main_grad = getattr(parameter, "main_grad", None)
-    # Some strategies set no limit. A device then has at most the experts that it does not own.
-    replicas = min(session.strategy.slots(context), context.num_experts - per_layer)
     return expert_memory(
         held=held,
         slots_per_device=len(layers) * per_layer,
-        replicas_per_layer=replicas,
+        # Some strategies set no limit. A device then has at most the experts that it does not own.
+        replicas_per_layer=min(session.strategy.slots(context), context.num_experts - per_layer),
         owned_per_layer=per_layer,
         expert_elements=layout.numel,
         dtype_bytes=layout.dtype.itemsize,
@@ -65,25 +60,15 @@ def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> E
 
 
 def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> HeldReplicas:
-    """Return how many replicas exist at the same time on this rank, in the largest iteration to come.
-
-    Args:
-        session: The strategy's session.
-        model: Model chunks of this rank, wrapped in Megatron's DDP.
-        args: Megatron's arguments.
-    """
+    """Return how many replicas exist at the same time on this rank, in the largest iteration to come."""
     stage = PipelineStage(
         tuple(sum(isinstance(module, StrategyMoELayer) for module in chunk.modules()) for chunk in model),
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         group_size=get_model_config(model[0]).microbatch_group_size_per_vp_stage,
     )
-    return HeldReplicas(
-        session.strategy.replica_life,
-        stage,
-        _most_micro_batches(args),
-        fuses_gradients=True,  # Replica slots have fp32 sums of their own.
-    )
+    # Replica slots have fp32 sums of their own.
+    return HeldReplicas(session.strategy.replica_life, stage, _most_micro_batches(args), fuses_gradients=True)
 
 
 def _most_micro_batches(args: Any) -> int:
@@ -92,31 +77,19 @@ def _most_micro_batches(args: Any) -> int:
     Batches may grow during the training (``--step-batch-size-schedule``).
     """
     now = int(num_microbatches_calculator.get_num_microbatches())
-    schedule = getattr(args, "step_batch_size_schedule", None)
-    if schedule is None:
+    if (schedule := getattr(args, "step_batch_size_schedule", None)) is None:
         return now
-    parsed = num_microbatches_calculator.StepBatchsizeNumMicroBatchesCalculator._parse_schedule(
-        schedule, None
-    )
-    largest = max(batch_size for _, batch_size in parsed)
+    calculator = num_microbatches_calculator.StepBatchsizeNumMicroBatchesCalculator
+    largest = max(batch_size for _, batch_size in calculator._parse_schedule(schedule, None))
     return max(now, largest // (args.micro_batch_size * args.data_parallel_size))
 
 
 def expert_optimizer(args: Any) -> ExpertOptimizer:
-    """Return what Megatron's optimizer keeps for every expert.
-
-    Args:
-        args: Megatron's arguments.
-    """
+    """Return what Megatron's optimizer keeps for every expert."""
+    # States with a parameter's size: a momentum, or Adam's two moments.
+    num_states = {"sgd": int(args.sgd_momentum != 0), "lion": 1, "muon": 1, "dist_muon": 1}
     return ExpertOptimizer(
-        num_state_tensors=_num_state_tensors(args),
+        num_state_tensors=num_states.get(args.optimizer, 2),
         has_master_weights=args.fp16 or args.bf16,
         is_distributed=bool(args.use_distributed_optimizer),
     )
-
-
-def _num_state_tensors(args: Any) -> int:
-    """Return the number of optimizer states with a parameter's size: a momentum, or Adam's two moments."""
-    if args.optimizer == "sgd":
-        return int(args.sgd_momentum != 0)
-    return {"lion": 1, "muon": 1, "dist_muon": 1}.get(args.optimizer, 2)

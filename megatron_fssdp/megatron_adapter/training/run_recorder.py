@@ -5,7 +5,7 @@ import math
 import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,63 +36,10 @@ from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.strategies.selection_report import SelectionReport
 
-_KIND_OF_MEMORY = {True: "allocated", False: "resident"}
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of an iteration on this rank.
-
-    Attributes:
-        iteration_s: Wall time of the iteration.
-        passes_s: Part of it that forward passes, backward passes and the reduction of gradients take.
-    """
-
-    iteration_s: float
-    passes_s: float = 0.0
-
-
-@dataclass(eq=False)
-class _Files:
-    """Writers of a run's files on global rank 0.
-
-    Attributes:
-        record_dir: Folder of the files.
-        metrics: Writer of one line for each iteration.
-        loads: Writer of token counts, opened with the first iteration that has MoE layers.
-        placements: Writer of placements, opened with the first iteration that has MoE layers.
-    """
-
-    record_dir: Path
-    metrics: MetricsWriter
-    loads: LoadsWriter | None = None
-    placements: PlacementsWriter | None = None
-
-    def append(self, metrics: IterationMetrics, loads: list[LayerLoad]) -> None:
-        self.metrics.append(metrics)
-        if not loads:
-            return
-        numbers = [load.layer for load in loads]
-        self.loads = self.loads or LoadsWriter(self.record_dir, numbers)
-        self.loads.append(
-            metrics.iteration,
-            np.stack([load.counts_DE for load in loads]),
-            np.stack([load.by_nodes_N for load in loads]),
-            np.stack([load.by_devices_D for load in loads]),
-        )
-        self.placements = self.placements or PlacementsWriter(self.record_dir, numbers)
-        self.placements.append(
-            metrics.iteration,
-            owned_LED=np.stack([load.owned_ED() for load in loads]),
-            present_LED=np.stack([load.present_ED() for load in loads]),
-            ep_tokens_LD=np.stack([load.owner_D for load in loads]),
-            tokens_LD=np.stack([load.device_D for load in loads]),
-        )
-
-    def close(self) -> None:
-        for writer in (self.metrics, self.loads, self.placements):
-            if writer is not None:
-                writer.close()
+_EQUAL_FIELDS = (
+    *("layer", "num_replicas", "spag_bytes", "sprs_bytes", "cross_node_tokens", "schedule", "strategy"),
+    *("spag_s", "spag_exposed_s", "sprs_s", "sprs_exposed_s"),
+)  # of a layer's load and of its metrics
 
 
 class RunRecorder:
@@ -122,39 +69,41 @@ class RunRecorder:
         self._operations = operations
         self._strategy = strategy
         self._has_begun = False
-        self._writes_files = record_dir is not None
+        self._record_dir = record_dir
         self._to_boards = to_boards
         self._last_load_E: dict[int, np.ndarray] = {}
-        self._files: _Files | None = None
+        # Global rank 0 writes files. Those of arrays are opened with the first iteration that has MoE layers.
+        self._metrics: MetricsWriter | None = None
+        self._arrays: tuple[LoadsWriter, PlacementsWriter] | None = None
         if record_dir is not None and dist.get_rank() == 0:
-            self._files = _Files(record_dir, MetricsWriter(record_dir))
+            self._metrics = MetricsWriter(record_dir)
         # Megatron may leave its training loop by sys.exit, so files are closed at exit.
         atexit.register(self.close)
 
     @property
     def wants_iteration(self) -> bool:
         """Whether the running iteration is recorded; equal on all ranks."""
-        return self._writes_files or (self._to_boards and _is_logged())
+        return self._record_dir is not None or (self._to_boards and _is_logged())
 
     def record(
         self,
         step_result: Any,
         loads: list[LayerLoad],
-        times: StepTimes,
+        iteration_s: float,
+        passes_s: float,
         reshard: ReshardReport | None = None,
         selection: SelectionReport | None = None,
     ) -> None:
-        """Record one iteration if :attr:`wants_iteration` is true. Collective: all ranks call it.
+        """Record one iteration. Collective: all ranks call it if :attr:`wants_iteration` is true.
 
         Args:
             step_result: Result of Megatron's ``train_step``.
             loads: Loads of this rank's layers.
-            times: Seconds of the step on this rank.
+            iteration_s: Wall time of the iteration on this rank.
+            passes_s: Part of it that forward passes, backward passes and the reduction of gradients take.
             reshard: What was re-sharded before the step; ``None`` if nothing was.
             selection: What ``auto`` selected before the step; ``None`` if it did not reconsider.
         """
-        if not self.wants_iteration:
-            return
         args = get_args()
         iteration, is_logged = args.curr_iteration + 1, _is_logged()
         losses, grad_norm = step_result[0], step_result[5]
@@ -170,34 +119,59 @@ class RunRecorder:
         all_loads = sorted((load for stage in stages for load in stage.loads), key=lambda load: load.layer)
         if dist.get_rank() == 0:
             batch_size = get_current_global_batch_size()
-            tokens = batch_size * args.seq_length
+            memory = "allocated" if torch.cuda.is_available() else "resident"
             metrics = IterationMetrics(
                 iteration=iteration,
                 lm_loss=next((stage.loss for stage in reversed(stages) if stage.loss is not None), math.nan),
                 grad_norm=None if grad_norm is None else float(grad_norm),
-                iteration_s=times.iteration_s,
-                tokens_per_s=tokens / times.iteration_s,
+                iteration_s=iteration_s,
+                tokens_per_s=batch_size * args.seq_length / iteration_s,
                 layers=tuple(_layer_metrics(load, self._last_load_E.get(load.layer)) for load in all_loads),
                 resharded_experts=sum(stage.reshard.experts_moved for stage in stages),
                 reshard_bytes=sum(stage.reshard.bytes_moved for stage in stages),
                 reshard_s=max(stage.reshard.seconds for stage in stages),
-                passes_s=times.passes_s,
+                passes_s=passes_s,
                 rank_peak_bytes=peaks,
-                rank_memory=_KIND_OF_MEMORY[torch.cuda.is_available()] if peaks else None,
+                rank_memory=memory if peaks else None,
                 flops=self._operations(args, batch_size),
                 session=session,
                 selections=tuple(stage.selection for stage in stages if stage.selection is not None),
             )
             self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
-            if self._files is not None:
-                self._files.append(metrics, all_loads)
+            self._write(metrics, all_loads)
         if self._to_boards and is_logged:
             write_to_boards(metrics, all_loads)
 
+    def _write(self, metrics: IterationMetrics, loads: list[LayerLoad]) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.append(metrics)
+        if not loads:
+            return
+        if self._arrays is None:
+            assert self._record_dir is not None
+            numbers = [load.layer for load in loads]
+            self._arrays = LoadsWriter(self._record_dir, numbers), PlacementsWriter(self._record_dir, numbers)
+        counts, placements = self._arrays
+        counts.append(
+            metrics.iteration,
+            np.stack([load.counts_DE for load in loads]),
+            np.stack([load.by_nodes_N for load in loads]),
+            np.stack([load.by_devices_D for load in loads]),
+        )
+        placements.append(
+            metrics.iteration,
+            owned_LED=np.stack([load.owned_ED() for load in loads]),
+            present_LED=np.stack([load.present_ED() for load in loads]),
+            ep_tokens_LD=np.stack([load.owner_D for load in loads]),
+            tokens_LD=np.stack([load.device_D for load in loads]),
+        )
+
     def close(self) -> None:
         """Close the files."""
-        if self._files is not None:
-            self._files.close()
+        for writer in (self._metrics, *(self._arrays or ())):
+            if writer is not None:
+                writer.close()
 
 
 def _is_logged() -> bool:
@@ -209,9 +183,7 @@ def _is_logged() -> bool:
 def _session(strategy: str) -> RunSession | None:
     """Return this start of the training on global rank 0, and None on other ranks. Collective."""
     cores = 0 if torch.cuda.is_available() else usable_cores()
-    everyone = dist.group.WORLD
-    assert everyone is not None  # training has begun
-    found: list[tuple[str, int]] = gather((socket.gethostname(), cores), everyone)
+    found: list[tuple[str, int]] = gather((socket.gethostname(), cores), None)
     if not found:
         return None
     ranks_of = Counter(host for host, _ in found)
@@ -230,22 +202,12 @@ def _session(strategy: str) -> RunSession | None:
 
 def _layer_metrics(load: LayerLoad, before_E: np.ndarray | None) -> LayerMetrics:
     return LayerMetrics(
-        layer=load.layer,
+        **{name: getattr(load, name) for name in _EQUAL_FIELDS},
         ep_load_max_over_mean=max_over_mean(load.owner_D),
         load_max_over_mean=max_over_mean(load.device_D),
-        num_replicas=load.num_replicas,
-        spag_bytes=load.spag_bytes,
-        sprs_bytes=load.sprs_bytes,
-        cross_node_tokens=load.cross_node_tokens,
-        spag_s=load.spag_s,
-        spag_exposed_s=load.spag_exposed_s,
-        sprs_s=load.sprs_s,
-        sprs_exposed_s=load.sprs_exposed_s,
         load_similarity=None if before_E is None else load_similarity(load.counts_DE.sum(axis=0), before_E),
         balance_ratio=balance_ratio(load.owner_D, load.device_D),
-        schedule=load.schedule,
         schedule_predicted_s=load.schedule_predicted_s or None,
-        strategy=load.strategy,
         forward=_pass_metrics(load.forward),
         backward=_pass_metrics(load.backward),
     )
@@ -258,9 +220,9 @@ def _pass_metrics(seconds: PassSeconds) -> PassMetrics | None:
 def _selection_metrics(report: SelectionReport | None) -> SelectionMetrics | None:
     if report is None:
         return None
-    seen = report.seen
+    seen, stage = report.seen, parallel_state.get_pipeline_model_parallel_rank()
     return SelectionMetrics(
-        parallel_state.get_pipeline_model_parallel_rank(),
+        stage,
         tuple(change.layer for change in report.changes),
         report.saving_s,
         None if report.measured is None else report.measured.median_s,

@@ -15,18 +15,14 @@ _TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes this file when
 
 @contextmanager
 def reporting_stop(args: Any) -> Iterator[None]:
-    """Log one line if the code inside this context raises; the error is then raised again.
-
-    Args:
-        args: Megatron's arguments.
-    """
+    """Log one line if the code inside this context raises; the error is then raised again."""
     try:
         yield
     except Exception as error:
         places = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
         reason = (str(error).strip() or "no message").splitlines()[0]
         logger.error(
-            f"[fssdp] rank {dist.get_rank()} stopped in iteration {running_iteration(args)}{places}: "
+            f"[fssdp] rank {dist.get_rank()} stopped in iteration {_running_iteration(args)}{places}: "
             f"{type(error).__name__}: {reason}. If another rank stopped earlier, its log has the cause. "
             f"{how_to_go_on(args)}"
         )
@@ -34,33 +30,19 @@ def reporting_stop(args: Any) -> Iterator[None]:
 
 
 def report_non_finite(args: Any, finding: str) -> None:
-    """Log one line about where NaN or infinity appeared first.
-
-    Args:
-        args: Megatron's arguments.
-        finding: Sentence that names the place.
-    """
+    """Log one line about where NaN or infinity appeared first, with a sentence that names the place."""
     logger.error(
-        f"[fssdp] error on rank {dist.get_rank()}: iteration {running_iteration(args)}: {finding}. "
+        f"[fssdp] error on rank {dist.get_rank()}: iteration {_running_iteration(args)}: {finding}. "
         f"{how_to_go_on(args)}"
     )
 
 
-def running_iteration(args: Any) -> int:
-    """Return the number of the running iteration as in Megatron's log, counted from 1.
-
-    Args:
-        args: Megatron's arguments.
-    """
-    return int(args.curr_iteration) + 1
+def _running_iteration(args: Any) -> int:
+    return int(args.curr_iteration) + 1  # as in Megatron's log
 
 
 def how_to_go_on(args: Any) -> str:
-    """Return a sentence that names the checkpoint from which the training can resume.
-
-    Args:
-        args: Megatron's arguments.
-    """
+    """Return a sentence that names the checkpoint from which the training can resume."""
     for folder in (args.save, args.load):
         # A damaged file must not hide why the training stopped.
         with suppress(OSError, ValueError):

@@ -3,9 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,37 +22,20 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
-from megatron_fssdp.megatron_adapter.training.equal_settings import check_equal_settings
+from megatron_fssdp.megatron_adapter.training.equal_settings import (
+    check_equal_settings,
+    of_all_ranks,
+    refused_together,
+)
 from megatron_fssdp.megatron_adapter.training.evaluation_records import wrap_evaluation
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
-from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder, StepTimes
-from megatron_fssdp.megatron_adapter.training.shared_refusal import refused_together
+from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.native.kernel import kernel_form
 from megatron_fssdp.reporting.records.recorded_settings import write_recorded_settings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Passes:
-    """Clock of an iteration's forward and backward passes.
-
-    Attributes:
-        seconds: Seconds of the passes of this iteration until now.
-    """
-
-    seconds: float = 0.0
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        started_s = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            # This wait costs nothing, because the optimizer waits for the norm of the gradients anyway.
-            torch.cuda.synchronize()
-        self.seconds += time.perf_counter() - started_s
 
 
 def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
@@ -64,42 +46,43 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             time.
         requested_strategy: Function that returns the strategy of the parsed command line.
     """
-    setup = training.setup_model_and_optimizer
-    step = training.train_step
-    recorder: list[RunRecorder] = []
-    drivers: list[IterationDriver] = []
-    passes = _Passes()
+    setup, step, train = training.setup_model_and_optimizer, training.train_step, training.train
+    get_schedule = training.get_forward_backward_func
+    # Both exist when the model is built, if the run needs them.
+    recorder: RunRecorder | None = None
+    driver: IterationDriver | None = None
+    passes_s = 0.0  # of the running iteration
 
     @wraps(setup)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        nonlocal driver, recorder
         requested = requested_strategy()
-        to_boards = requested is not None and boards_are_asked_for()
-        if requested is not None:
-            check_equal_settings(requested, to_boards=to_boards)
-        if to_boards and requested is not None and requested.session is not None:
-            requested.session.runtime.measure = True  # Layers read this when they are built.
-        built = setup(*args, **kwargs)
-        if requested is not None:
-            if requested.session is not None:
-                report_installation(built[0], requested)
-                install_launch_hooks(built[0])
-                # Without an optimizer (--skip-train) the model is only evaluated: no owner ever moves.
-                if built[1] is not None:
-                    drivers.append(IterationDriver(requested.session, built[0], built[1], get_args()))
-            if requested.settings.record_dir is not None or to_boards:
-                record_dir = requested.settings.record_dir
-                operations = training.num_floating_point_operations
-                with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
-                    if record_dir is not None and dist.get_rank() == 0:
-                        describe_run(record_dir, built[0], requested)
-                    recorder.append(RunRecorder(record_dir, requested.name, operations, to_boards=to_boards))
+        if requested is None:
+            return setup(*args, **kwargs)
+        session, record_dir = requested.session, requested.settings.record_dir
+        to_boards = boards_are_asked_for()
+        check_equal_settings(requested, to_boards=to_boards)
+        if to_boards and session is not None:
+            session.runtime.measure = True  # Layers read this when they are built.
+        model, optimizer, *_ = built = setup(*args, **kwargs)
+        if session is not None:
+            _report_installation(model, requested)
+            install_launch_hooks(model)
+            # Without an optimizer (--skip-train) the model is only evaluated: no owner ever moves.
+            if optimizer is not None:
+                driver = IterationDriver(session, model, optimizer, get_args())
+        if record_dir is not None or to_boards:
+            operations = training.num_floating_point_operations
+            with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
+                if record_dir is not None and dist.get_rank() == 0:
+                    _describe_run(record_dir, model, requested)
+                recorder = RunRecorder(record_dir, requested.name, operations, to_boards=to_boards)
         return built
 
     @wraps(step)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        started_s = time.perf_counter()
-        passes.seconds = 0.0
-        driver = drivers[-1] if drivers else None
+        nonlocal passes_s
+        started_s, passes_s = time.perf_counter(), 0.0
         if driver is not None:
             driver.begin(get_args().curr_iteration, get_num_microbatches())
         try:
@@ -113,41 +96,47 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
         if refused and driver is not None:
             driver.report_non_finite()
         loads = driver.end() if driver is not None else []
-        if recorder and recorder[0].wants_iteration and not refused:
+        if recorder is not None and recorder.wants_iteration and not refused:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # The step's kernels must be in its time.
             moved, selected = (None, None) if driver is None else (driver.reshard, driver.selection)
-            times = StepTimes(time.perf_counter() - started_s, passes.seconds)
-            recorder[0].record(result, loads, times, moved, selected)
+            recorder.record(result, loads, time.perf_counter() - started_s, passes_s, moved, selected)
         return result
 
     # Megatron's rerun state machine may repeat an iteration's passes inside train_step, so the beginning of
     # passes is detected here.
-    get_schedule = training.get_forward_backward_func
-
     @wraps(get_schedule)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         schedule = get_schedule(*args, **kwargs)
 
         @wraps(schedule)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            driver = drivers[-1] if drivers else None
+            nonlocal passes_s
+            runtime = None if driver is None else driver.runtime
             trains = not kwargs.get("forward_only", False)
-            if driver is not None:
-                driver.begin_passes() if trains else driver.begin_evaluation()
-            with passes.timed() if recorder and recorder[0].wants_iteration else nullcontext():
-                results = schedule(*args, **kwargs)
-            if driver is not None:
-                driver.end_passes() if trains else driver.end_evaluation()
+            if runtime is not None:
+                # An evaluation has replicas for the present weights and loads, and drops them at its end.
+                runtime.begin_passes() if trains else runtime.begin_iteration(0)
+            started_s = time.perf_counter()
+            results = schedule(*args, **kwargs)
+            if recorder is not None and recorder.wants_iteration:
+                if torch.cuda.is_available():
+                    # This wait costs nothing: the optimizer waits for the norm of the gradients anyway.
+                    torch.cuda.synchronize()
+                passes_s += time.perf_counter() - started_s
+            if runtime is not None and trains:
+                # DDP has completed gradients of experts that are trained; frozen ones are in no bucket.
+                runtime.finish_gradients()
+                runtime.end_passes()
+            elif runtime is not None:
+                runtime.end_iteration()
             return results
 
         return forward_backward
 
-    train = training.train
-
     @wraps(train)
     def train_reporting_stop(*args: Any, **kwargs: Any) -> Any:
-        with reporting_stop(get_args()) if drivers else nullcontext():
+        with nullcontext() if driver is None else reporting_stop(get_args()):
             return train(*args, **kwargs)
 
     def record_dir() -> Path | None:
@@ -161,76 +150,52 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
     training.train = train_reporting_stop
 
 
-def describe_run(record_dir: Path, model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
-    """Write ``config.yaml`` beside the records, from Megatron's arguments.
-
-    Args:
-        record_dir: Folder of the run's records.
-        model: Model chunks of this rank.
-        requested: Strategy of the command line.
-    """
+def _describe_run(record_dir: Path, model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
+    """Write ``config.yaml`` beside the records, from Megatron's arguments."""
     is_bert = any(type(module).__name__ == "BertModel" for chunk in model for module in chunk.modules())
     settings = requested.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
     strategy = {"name": requested.name, "settings": settings}
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    on_cpu = not torch.cuda.is_available()
     run: RunConfig | None = None
     try:
         run = run_config_from_arguments(
-            get_args(),
-            "bert" if is_bert else "gpt",
-            ranks_per_node,
-            not torch.cuda.is_available(),
-            strategy,
+            get_args(), "bert" if is_bert else "gpt", ranks_per_node, on_cpu, strategy
         )
     except ConfigurationError as error:
         logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
     write_recorded_settings(record_dir, run, strategy)
 
 
-def report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
-    """Check that the model has the strategy's layers, and log one line about them.
+def _report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
+    """Check that the model has the strategy's layers, and log one line about them. Collective.
 
     With a wrong ``--spec``, Megatron builds its default model without a warning.
-
-    Args:
-        model: Model chunks of this rank.
-        requested: Strategy of the command line.
 
     Raises:
         ConfigurationError: The model has no MoE layer, or an MoE layer is not the strategy's.
     """
     layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
-    foreign = [layer for layer in layers if not isinstance(layer, StrategyMoELayer)]
-    counts = torch.tensor([len(layers), len(foreign)], device=_collective_device())
-    dist.all_reduce(counts)
-    total, not_ours = counts.tolist()
-    if total == 0 or not_ours:
+    ours = [layer for layer in layers if isinstance(layer, StrategyMoELayer)]
+    total, num_ours = map(sum, zip(*of_all_ranks((len(layers), len(ours))), strict=True))
+    if total == 0 or num_ours < total:
         raise ConfigurationError(
-            f"--moe-strategy {requested.name}: got {not_ours} MoE layers of {total} that are not the "
+            f"--moe-strategy {requested.name}: got {total - num_ours} MoE layers of {total} that are not the "
             "strategy's; wanted all of them. Build the model from Megatron's MoE specs or with --spec "
             "megatron_fssdp get_gpt_decoder_block_spec, or use --moe-strategy none"
         )
+    place = "the MoE layers of other pipeline stages; this stage has no MoE layer"
+    if ours:
+        context = ours[0].slot_layer.context
+        numbers = ", ".join(str(layer.slot_layer.context.layer) for layer in ours)
+        place = (
+            f"{len(ours)} MoE layers of this pipeline stage (layers {numbers}), {context.num_experts} "
+            f"experts on {context.num_devices} devices in {context.topology.num_nodes} node(s)"
+        )
+    settings = requested.settings.model_dump(exclude_none=True, mode="json")
     log_single_rank(
         logger,
         logging.INFO,
-        f"[fssdp] strategy {requested.name}: installed in {_describe(layers)}; "
-        f"settings {requested.settings.model_dump(exclude_none=True, mode='json')}; "
+        f"[fssdp] strategy {requested.name}: installed in {place}; settings {settings}; "
         f"planning kernels: {kernel_form()}",
     )
-
-
-def _describe(layers: list[StrategyMoELayer]) -> str:
-    if not layers:
-        return "the MoE layers of other pipeline stages; this stage has no MoE layer"
-    context = layers[0].slot_layer.context
-    numbers = ", ".join(str(layer.slot_layer.context.layer) for layer in layers)
-    return (
-        f"{len(layers)} MoE layers of this pipeline stage (layers {numbers}), "
-        f"{context.num_experts} experts on {context.num_devices} devices "
-        f"in {context.topology.num_nodes} node(s)"
-    )
-
-
-def _collective_device() -> torch.device:
-    on_gpu = torch.cuda.is_available() and dist.get_backend() != "gloo"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 from megatron_fssdp.megatron_adapter.support.tested_versions import requirement_of
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
-from ..training_run import SCRIPT, train, train_on_all_ranks
+from ..training_run import SCRIPT, TINY_GPT_MOE, flags, train, train_on_all_ranks
 
 EP2 = "--expert-model-parallel-size 2 --train-iters 3"
 
@@ -35,58 +35,47 @@ def forbid_the_plugins_layer() -> None:
     gradient_sync._install = refuse
 
 
+SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
+PARTS = "--expert-tensor-parallel-size 2 --disable-bias-linear"
+
+
+# Strategy and settings; Megatron's arguments; a part of the message.
 @pytest.mark.parametrize(
-    ("arguments", "wanted"),
+    ("strategy", "arguments", "wanted"),
     [
-        ("--moe-strategy fsdp", "fssdp"),
-        ("--moe-strategy fssdp --moe-strategy-set slot=2", "slots"),
-        ("--moe-strategy fssdp --moe-strategy-set slots=many", "slots"),
-        ("--moe-strategy fssdp --moe-strategy-set slots=9", "8"),
-        ("--moe-strategy fssdp --moe-strategy-set slots=1 --moe-strategy-set overlap_degree=0", "exclude"),
-        ("--moe-strategy fssdp --moe-strategy-config /no/such/file.yaml", "/no/such/file.yaml"),
-        ("--moe-strategy fssdp --moe-strategy-set nodes=3", "nodes"),
-        ("--moe-strategy-set slots=2", "slots"),
-        ("--moe-strategy ep --num-experts 7", "7 experts"),
+        ("fsdp", "", "fssdp"),
+        ("fssdp slot=2", "", "slots"),
+        ("fssdp slots=many", "", "slots"),
+        ("fssdp slots=9", "", "8"),
+        ("fssdp slots=1 overlap_degree=0", "", "exclude"),
+        ("fssdp", "--moe-strategy-config /no/such/file.yaml", "/no/such/file.yaml"),
+        ("fssdp nodes=3", "", "nodes"),
+        ("none slots=2", "", "slots"),
+        ("ep", "--num-experts 7", "7 experts"),
+        ("ep", "--cuda-graph-impl transformer_engine --cuda-graph-modules moe", "--cuda-graph-modules attn"),
+        ("ep", "--expert-tensor-parallel-num-weight-shards 2", "remove --expert-tensor-parallel-num-weight"),
+        ("ep", SEQUENCE, "--disable-bias-linear"),
+        ("ep", f"{SEQUENCE} --expert-tensor-parallel-size 1", "biases of experts under sequence parallelism"),
+        ("ep", "--moe-paged-stash", "--moe-paged-stash"),
         (
-            "--moe-strategy ep --cuda-graph-impl transformer_engine --cuda-graph-modules moe",
-            "--cuda-graph-modules attn",
+            "ep smart_schedule=by_price",
+            PARTS,
+            "wanted whole experts; use smart_schedule=false or",
         ),
+        ("ep smart_schedule=true group_size=3", "", "wanted a divisor of the 2 expert-parallel ranks"),
         (
-            "--moe-strategy ep --expert-tensor-parallel-num-weight-shards 2",
-            "remove --expert-tensor-parallel-num-weight-shards",
+            "smartmoe",
+            "--num-experts 2",
+            "--moe-strategy smartmoe: every device owns one expert",
         ),
-        (
-            "--moe-strategy ep --tensor-model-parallel-size 2 --sequence-parallel",
-            "--disable-bias-linear",
-        ),
-        (
-            "--moe-strategy ep --tensor-model-parallel-size 2 --sequence-parallel "
-            "--expert-tensor-parallel-size 1",
-            "biases of experts under sequence parallelism",
-        ),
-        ("--moe-strategy ep --moe-paged-stash", "--moe-paged-stash"),
-        (
-            "--moe-strategy ep --moe-strategy-set smart_schedule=by_price --expert-tensor-parallel-size 2 "
-            "--disable-bias-linear",
-            "wanted whole experts; use smart_schedule=false or --expert-tensor-parallel-size 1",
-        ),
-        (
-            "--moe-strategy ep --moe-strategy-set smart_schedule=true --moe-strategy-set group_size=3",
-            "wanted a divisor of the 2 expert-parallel ranks",
-        ),
-        (
-            "--moe-strategy smartmoe --num-experts 2",
-            "--moe-strategy smartmoe: every device owns one expert: wanted two or more",
-        ),
-        ("--context-parallel-size 2", "Transformer Engine"),
+        ("none", "--context-parallel-size 2", "Transformer Engine"),
     ],
 )
 def test_bad_input_gives_one_line_before_process_groups_start(
-    arguments: str, wanted: str, text_data: Path
+    strategy: str, arguments: str, wanted: str, text_data: Path
 ) -> None:
-    (run,) = train_on_all_ranks(
-        1, f"--expert-model-parallel-size 2 {arguments}", text_data, env={"WORLD_SIZE": "2"}
-    )
+    arguments = f"--expert-model-parallel-size 2 {flags(strategy)} {arguments}"
+    (run,) = train_on_all_ranks(1, arguments, text_data, env={"WORLD_SIZE": "2"})
     assert run.exit_code == 2
     assert not run.losses
     lines = [line for line in run.errors.splitlines() if "[fssdp]" in line]
@@ -105,11 +94,6 @@ def drop_experts() -> None:
     """Take the number of experts off the command line."""
     from megatron.training import arguments
 
-    validate = arguments.validate_args
-
-    def without_experts(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        return validate(args, *rest, **kwargs)
-
     parse = arguments.parse_args
 
     def parse_args(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +102,6 @@ def drop_experts() -> None:
         return parsed
 
     arguments.parse_args = parse_args
-    arguments.validate_args = without_experts
 
 
 def test_an_unsupported_megatron_is_refused_with_the_tested_range(text_data: Path) -> None:
@@ -159,28 +142,12 @@ def build_stock_layers() -> None:
 
 def test_the_spec_option_builds_the_strategys_layers(text_data: Path) -> None:
     plain = train(2, f"{EP2} --moe-strategy fssdp", text_data)
-    by_spec = train(
-        2, f"{EP2} --moe-strategy fssdp --spec megatron_fssdp get_gpt_decoder_block_spec", text_data
-    )
-    assert by_spec.losses == plain.losses
-
-
-def test_a_script_can_register_the_plugin_itself(text_data: Path, tmp_path: Path) -> None:
-    script = tmp_path / "pretrain.py"
-    script.write_text(
-        "import megatron_fssdp\n"
-        "megatron_fssdp.register()\n"
-        "from megatron_fssdp.cli.pretraining.pretrain_gpt import main\n"
-        "main()\n"
-    )
-    arguments = f"{EP2} --moe-strategy fssdp --moe-strategy-set record_dir={tmp_path}"
-    own = train(2, arguments, text_data, script=script, launcher=False)
-    assert own.losses == train(2, f"{EP2} --moe-strategy fssdp", text_data).losses
-    assert read_metrics(tmp_path)[2].layers[0].num_replicas > 0
+    spec = "--spec megatron_fssdp get_gpt_decoder_block_spec"
+    assert train(2, f"{EP2} --moe-strategy fssdp {spec}", text_data).losses == plain.losses
 
 
 @pytest.mark.parametrize("launcher", [True, False])
-def test_a_script_that_registers_itself_registers_once_under_the_launcher(
+def test_a_script_can_register_the_plugin_itself_once(
     launcher: bool, text_data: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "pretrain.py"
@@ -196,8 +163,10 @@ def test_a_script_that_registers_itself_registers_once_under_the_launcher(
         "from megatron_fssdp.cli.pretraining.pretrain_gpt import main\n"
         "main()\n"
     )
-    run = train(2, f"{EP2} --moe-strategy ep", text_data, script=script, launcher=launcher)
-    assert len(run.losses) == 3
+    arguments = f"{EP2} {flags('fssdp', record_dir=tmp_path)}"
+    own = train(2, arguments, text_data, script=script, launcher=launcher)
+    assert own.losses == train(2, f"{EP2} --moe-strategy fssdp", text_data).losses
+    assert read_metrics(tmp_path)[2].layers[0].num_replicas > 0
 
 
 @pytest.mark.slow
@@ -234,21 +203,11 @@ def test_a_missing_script_is_refused_by_the_module() -> None:
 )
 def test_an_unmodified_script_of_a_checkout_trains() -> None:
     script = Path(os.environ["MEGATRON_LM_PATH"]) / "pretrain_gpt.py"
-    from ..training_run import TINY_GPT_MOE
-
+    training = f"{TINY_GPT_MOE} --mock-data --train-iters 3 --log-interval 1 --moe-strategy fssdp"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-            *(
-                "-m",
-                "megatron_fssdp",
-                str(script),
-                *TINY_GPT_MOE.split(),
-                "--mock-data",
-                "--train-iters",
-                "3",
-            ),
-            *("--log-interval", "1", "--expert-model-parallel-size", "4", "--moe-strategy", "fssdp"),
+            *("-m", "megatron_fssdp", str(script), *training.split(), "--expert-model-parallel-size", "4"),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=SCRIPT.parents[1],

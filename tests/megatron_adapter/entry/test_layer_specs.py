@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,11 @@ import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry import layer_specs
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+CONFIG: Any = {
+    **{"hidden_size": 16, "num_attention_heads": 1, "moe_ffn_hidden_size": 16, "num_moe_experts": 4},
+    **{"expert_model_parallel_size": 2, "use_cpu_initialization": True},
+}
 
 
 def test_the_packages_functions_have_the_arguments_of_the_spec_functions() -> None:
@@ -33,16 +39,7 @@ def _check_specs(rank: int, world_size: int) -> None:
     import megatron_fssdp
     from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=16,
-        num_attention_heads=1,
-        num_moe_experts=4,
-        expert_model_parallel_size=2,
-        moe_layer_freq=[0, 1, 0, 1],
-        moe_ffn_hidden_size=16,
-        use_cpu_initialization=True,
-    )
+    config = TransformerConfig(num_layers=4, moe_layer_freq=[0, 1, 0, 1], **CONFIG)
     block = megatron_fssdp.get_gpt_decoder_block_spec(config, False, strategy="fssdp", settings={"slots": 1})
     builders = [layer.submodules.mlp for layer in block.layer_specs]
     ours = [b for b in builders if isinstance(b, partial) and b.func is StrategyMoELayer]
@@ -84,15 +81,7 @@ def _same_weights(rank: int, world_size: int) -> bool:
 
     import megatron_fssdp
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=1,
-        num_moe_experts=4,
-        expert_model_parallel_size=2,
-        moe_ffn_hidden_size=16,
-        use_cpu_initialization=True,
-    )
+    config = TransformerConfig(num_layers=1, **CONFIG)
     states = []
     for strategy in ("none", "fssdp"):
         model_parallel_cuda_manual_seed(5)

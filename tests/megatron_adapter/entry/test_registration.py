@@ -1,8 +1,15 @@
+"""What registering wraps, what it refuses before process groups exist, and which warnings ranks repeat."""
+
+import os
+import warnings
+
 import pytest
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.checkpoints import overwritten_checkpoint
 from megatron_fssdp.megatron_adapter.entry import registration
+from megatron_fssdp.megatron_adapter.entry.launcher import show_warnings_once
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 
 
@@ -26,3 +33,31 @@ def test_checkpoints_keep_what_a_run_may_change(name, settings, wanted, monkeypa
     session = StrategySession(name, STRATEGIES[name].settings(**settings))
     registration._follow_in_checkpoints(session)
     assert wrapped == wanted
+
+
+def test_a_process_without_a_launcher_gets_the_launch_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigurationError, match=r"no ranks: MASTER_ADDR not set, .* torchrun --standalone"):
+        registration.check_started_as_rank()
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    registration.check_started_as_rank()
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_other_ranks_do_not_repeat_the_warnings_of_libraries(
+    rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"RANK": rank})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        show_warnings_once()
+        for text, category, module in (
+            ("Apex is missing", UserWarning, "megatron.core.optimizer"),
+            ("deprecated", FutureWarning, "torch.utils.data"),
+            ("NaN", RuntimeWarning, "megatron.core.x"),
+            ("of the script", UserWarning, "__main__"),
+        ):
+            warnings.warn_explicit(text, category, "x.py", 1, module=module)
+    repeated = ["Apex is missing", "deprecated"] if rank == "0" else []
+    assert [str(one.message) for one in caught] == [*repeated, "NaN", "of the script"]

@@ -19,7 +19,7 @@ from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.reporting.records.run_records import read_metrics
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from ..training_run import relative_difference, train_on_all_ranks
+from ..training_run import flags, relative_difference, train
 
 TWO_NODES = Topology.uniform(4, 2)
 OWNERS = np.array([0, 0, 1, 1, 2, 2, 3, 3])
@@ -68,15 +68,12 @@ def test_nodes_with_too_few_experts_and_foreign_routers_are_refused() -> None:
         install_gate(SimpleNamespace(config=config), lambda: OWNERS, 0, TWO_NODES, 0.1)
 
 
-ROUTERS: dict[str, dict[str, Any]] = {
-    "top-2": {},
-    "top-1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "sigmoid with bias": {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_dtype": "fp32",
-    },
-}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+ROUTERS: list[dict[str, Any]] = [
+    {},
+    {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    {**SIGMOID, "moe_router_dtype": "fp32"},
+]
 
 
 def test_only_the_selection_of_experts_changes() -> None:
@@ -84,26 +81,18 @@ def test_only_the_selection_of_experts_changes() -> None:
 
 
 def _check_routers(rank: int, world_size: int) -> None:
-    for options in ROUTERS.values():
+    for options in ROUTERS:
         _check_router(options)
 
 
 def _check_router(options: dict[str, Any]) -> None:
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=1,
-        num_moe_experts=8,
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=0.1,
-        use_cpu_initialization=True,
-        **options,
-    )
-    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-
+    sizes: Any = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_moe_experts": 8}
+    balancing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    config = TransformerConfig(**sizes, **balancing, use_cpu_initialization=True, **options)
     router = TopKRouter(config, pg_collection=get_default_pg_collection())
     router.set_layer_number(1)
     inputs = torch.randn(40, 1, 16, generator=torch.Generator().manual_seed(3))
@@ -138,23 +127,17 @@ def _check_router(options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_training_keeps_tokens_in_their_node_and_strategies_agree(text_data: Path, tmp_path: Path) -> None:
-    gate = "router=topology_aware leaving_share=0.25 nodes=2 reshard_interval=0 slots=2 overlap_degree=3"
+    gate = "nodes=2 router=topology_aware leaving_share=0.25"
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     losses = {}
-    for name, strategy, keys in (
-        ("stock", "ep", "nodes=2"),
-        ("ep", "ep", "nodes=2 router=topology_aware leaving_share=0.25"),
-        ("fssdp", "fssdp", gate),
+    for name, strategy in (
+        ("stock", "ep nodes=2"),
+        ("ep", f"ep {gate}"),
+        ("fssdp", f"fssdp {gate} reshard_interval=0 slots=2 overlap_degree=3"),
     ):
-        folder = tmp_path / name
-        chosen = "".join(f" --moe-strategy-set {key}" for key in [*keys.split(), f"record_dir={folder}"])
-        runs = train_on_all_ranks(
-            4,
-            "--expert-model-parallel-size 4 --train-iters 5 --recompute-granularity full "
-            f"--recompute-method uniform --recompute-num-layers 1 --moe-strategy {strategy}{chosen}",
-            text_data,
-        )
-        assert not any(run.exit_code for run in runs), runs[0].errors[-2000:]
-        losses[name] = runs[-1].losses
+        chosen = flags(strategy, record_dir=tmp_path / name)
+        arguments = f"--expert-model-parallel-size 4 --train-iters 5 {recompute} {chosen}"
+        losses[name] = train(4, arguments, text_data).losses
     assert relative_difference(losses["ep"], losses["fssdp"]) <= 1e-5
     assert relative_difference(losses["ep"], losses["stock"]) > 1e-4
     counts_ILDE = read_loads(tmp_path / "ep").counts_ILDE

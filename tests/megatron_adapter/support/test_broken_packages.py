@@ -27,12 +27,8 @@ def install(folder: Path, package: str = "", pytorch: str = "") -> Path:
 
 
 def python(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{folder}:{ROOT}",
-        "MEGATRON_FSSDP_DEVICE": "cpu",
-        "COLUMNS": "400",
-    }
+    changed = {"PYTHONPATH": f"{folder}:{ROOT}", "MEGATRON_FSSDP_DEVICE": "cpu", "COLUMNS": "400"}
+    environment = {**os.environ, **changed}
     return subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, env=environment, cwd=folder, timeout=240
     )
@@ -54,10 +50,8 @@ def test_the_doctor_names_transformer_engine_and_clears_megatron(tmp_path: Path)
 def test_the_launcher_gives_one_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('the script ran')")
-    done = python(
-        install(tmp_path, NO_LIBRARY),
-        *("-m", "megatron_fssdp", script, "--moe-strategy", "fssdp"),
-    )
+    folder = install(tmp_path, NO_LIBRARY)
+    done = python(folder, "-m", "megatron_fssdp", script, "--moe-strategy", "fssdp")
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr

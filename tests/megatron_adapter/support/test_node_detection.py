@@ -19,11 +19,8 @@ def nodes_found(rank: int, world_size: int, num_ranks_of_nodes: tuple[int, ...])
 
     from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 
-    first = 0
-    for size in num_ranks_of_nodes:
-        if rank < first + size:
-            os.environ.update(LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(rank - first))
-            break
-        first += size
+    places = [(size, place) for size in num_ranks_of_nodes for place in range(size)]
+    size, place = places[rank]
+    os.environ.update(LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(place))
     assert dist.group.WORLD is not None
     return detect_topology(dist.group.WORLD, None).node_of_device

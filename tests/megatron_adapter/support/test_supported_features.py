@@ -25,6 +25,7 @@ from megatron_fssdp.strategies.registry import build_strategy
 Module = Enum("Module", "attn mlp moe moe_router moe_preprocess mamba")
 TE_GRAPHS = {"cuda_graph_impl": "transformer_engine", "sequence_parallel": True}
 BOTH = [Module.attn, Module.moe_router]
+EQUAL = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
 
 
 def settings(**more: Any) -> SimpleNamespace:
@@ -62,15 +63,7 @@ def test_settings_that_a_strategy_can_serve_are_accepted(more: dict[str, Any]) -
         ({**TE_GRAPHS, "cuda_graph_modules": "full"}, "--cuda-graph-impl local"),
         ({"external_cuda_graph": True}, "--cuda-graph-impl local"),
         ({**TE_GRAPHS, "cuda_graph_modules": [Module.attn, Module.moe]}, "--cuda-graph-impl local"),
-        (
-            {
-                **TE_GRAPHS,
-                "cuda_graph_modules": BOTH,
-                "tensor_model_parallel_size": 2,
-                "sequence_parallel": False,
-            },
-            "add --sequence-parallel",
-        ),
+        ({**TE_GRAPHS, "cuda_graph_modules": BOTH, **EQUAL}, "add --sequence-parallel"),
         ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"num_experts": 9}, "--expert-model-parallel-size: got 2"),
@@ -99,7 +92,6 @@ FLEX = {"moe_token_dispatcher_type": "flex"}
 NCCL = {**FLEX, "moe_flex_dispatcher_backend": "ncclep"}
 DELAYED = {"delay_wgrad_compute": True}
 DIVIDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-EQUAL = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
 PREPROCESS = {**TE_GRAPHS, "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
 PADDING = {"moe_router_padding_for_quantization": True}
 KEPT = {"slots": 2, "reshard_interval": 0, "dispatch_policy": "even"}
@@ -166,23 +158,23 @@ def test_others_are_refused_before_a_model_is_built(
 
 
 @pytest.mark.parametrize(
-    ("back_end", "most", "num_devices"), [("deepep", 128, 8), ("deepep", 64, 16), ("hybridep", 6, 2)]
+    ("back_end", "most", "num_devices", "wanted"),
+    [
+        ("deepep", 128, 8, "at most 128 with DeepEP over 8 ranks"),
+        ("deepep", 64, 16, "at most 64 with DeepEP over 16 ranks"),
+        ("hybridep", 6, 2, "a multiple of 4 with HybridEP and 2 ranks"),
+        ("ncclep", 3, 2, "3 as in layers before"),
+    ],
 )
 def test_back_ends_of_the_flex_dispatcher_limit_the_slots(
-    back_end: str, most: int, num_devices: int, monkeypatch: pytest.MonkeyPatch
+    back_end: str, most: int, num_devices: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     config = SimpleNamespace(**FLEX, moe_flex_dispatcher_backend=back_end)
-    check_slots(config, most, num_devices)
-    with pytest.raises(ConfigurationError, match=f"slots: got {most + 1}"):
-        check_slots(config, most + 1, num_devices)
+    check_slots(config, most, num_devices, {3})
+    with pytest.raises(ConfigurationError, match=f"slots: got {most + 1} .*{wanted}"):
+        check_slots(config, most + 1, num_devices, {3})
     check_slots(SimpleNamespace(moe_token_dispatcher_type="alltoall"), 999, num_devices)
-
-
-def test_nccl_ep_has_one_number_of_slots() -> None:
-    check_slots(SimpleNamespace(**NCCL), 3, 2, {3})
-    with pytest.raises(ConfigurationError, match="wanted 3 as in layers before"):
-        check_slots(SimpleNamespace(**NCCL), 4, 2, {3})
 
 
 def test_auto_keeps_the_flex_dispatcher() -> None:

@@ -1,4 +1,4 @@
-"""Ranks with different settings are refused on all ranks, before they can wait for each other."""
+"""What one rank refuses, and ranks with different settings, end all ranks with one line."""
 
 import os
 from collections.abc import Callable
@@ -7,31 +7,37 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.training.equal_settings import refused_together
+from megatron_fssdp.testing import run_ranks
+from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
-from ..training_run import train_on_all_ranks
+from ..training_run import flags, train_on_all_ranks
 
-ARGUMENTS = "--expert-model-parallel-size 2 --train-iters 2 --moe-strategy fssdp"
+TRAINING = "--expert-model-parallel-size 2 --train-iters 2"
 PARM = "--moe-strategy parm --moe-strategy-set cluster=cluster.yaml"
 
 
-def other_file() -> None:
-    """Let each rank find another file of settings, as on nodes that do not share their files."""
-    rank = os.environ["RANK"]
-    folder = Path(os.environ["FOLDER"]) / rank
-    folder.mkdir()
-    (folder / "strategy.yaml").write_text(f"slots: {1 + int(rank)}\n")
-    os.chdir(folder)
-
-
-def other_cluster() -> None:
-    """Let each rank find another description of the cluster; rank 1 finds none if ``MISSING`` is set."""
+def enter_own_folder() -> tuple[int, Path]:
+    """Let each rank find other files, as on nodes that do not share them."""
     rank = int(os.environ["RANK"])
     folder = Path(os.environ["FOLDER"]) / str(rank)
     folder.mkdir()
+    os.chdir(folder)
+    return rank, folder
+
+
+def other_file() -> None:
+    rank, folder = enter_own_folder()
+    (folder / "strategy.yaml").write_text(f"slots: {1 + rank}\n")
+
+
+def other_cluster() -> None:
+    """Rank 1 finds no description of the cluster if ``MISSING`` is set."""
+    rank, folder = enter_own_folder()
     if rank == 0 or "MISSING" not in os.environ:
         cluster = load_cluster(("hecate-a", "hecate-b")[rank])
         (folder / "cluster.yaml").write_text(cluster_yaml(cluster))
-    os.chdir(folder)
 
 
 def no_cluster() -> None:
@@ -55,13 +61,40 @@ def other_queues() -> None:
 def test_ranks_with_other_settings_are_refused(
     before: Callable[[], None], more: str, message: str, text_data: Path, tmp_path: Path
 ) -> None:
-    runs = train_on_all_ranks(
-        2,
-        f"{ARGUMENTS} {more}",
-        text_data,
-        before=before,
-        env={"FOLDER": str(tmp_path)},
-        timeout_s=120,
-    )
+    arguments, folder = f"{TRAINING} --moe-strategy fssdp {more}", {"FOLDER": str(tmp_path)}
+    runs = train_on_all_ranks(2, arguments, text_data, before=before, env=folder, timeout_s=120)
     assert [run.exit_code for run in runs] == [2, 2]
     assert all(message in run.errors for run in runs)
+
+
+def refuse_on(rank: int, world_size: int, refusing: tuple[int, ...]) -> str:
+    """Return the message with which a rank ends; empty if it goes on."""
+    try:
+        with refused_together():
+            if rank in refusing:
+                raise ConfigurationError(f"found by rank {rank}")
+    except ConfigurationError as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("refusing", "messages"),
+    [
+        ((1,), ["found by rank 1"] * 3),
+        ((1, 2), ["found by rank 1", "found by rank 1", "found by rank 2"]),
+        ((), [""] * 3),
+    ],
+)
+def test_all_ranks_end_with_a_reason(refusing: tuple[int, ...], messages: list[str]) -> None:
+    assert run_ranks(refuse_on, 3, refusing, preload=MEGATRON_PRELOAD) == messages
+
+
+def test_all_ranks_refuse_a_folder_of_records_that_rank_0_cannot_write(
+    text_data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    arguments = f"{TRAINING} {flags('ep', record_dir=tmp_path / 'file')}"
+    runs = train_on_all_ranks(2, arguments, text_data, timeout_s=120, grace_s=10)
+    assert [run.exit_code for run in runs] == [2, 2]
+    assert all("record_dir" in run.errors for run in runs)

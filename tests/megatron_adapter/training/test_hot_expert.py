@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
-from ..training_run import train
+from ..training_run import flags, train
 
 ITERATIONS = 8
 ARGUMENTS = (
@@ -43,33 +43,22 @@ def force_hot_expert() -> None:
     TopKRouter.routing = routing
 
 
+# With all experts everywhere, every token stays on its device. Measured seconds can ask for fewer.
 @pytest.mark.parametrize(
-    ("settings", "slots", "bound"),
-    [
-        ("slots=2", 2, 1.10),
-        # With all experts everywhere, every token stays on its device. Measured seconds can ask for fewer.
-        ("slots=8 overlap_degree=8", 8, 1.01),
-    ],
+    ("settings", "slots", "bound"), [("slots=2", 2, 1.10), ("slots=8 overlap_degree=8", 8, 1.01)]
 )
 def test_fssdp_balances_a_forced_hot_expert(
     settings: str, slots: int, bound: float, text_data: Path, tmp_path: Path
 ) -> None:
-    given = "".join(f" --moe-strategy-set {one}" for one in settings.split())
-    train(
-        4,
-        f"{ARGUMENTS} --moe-strategy fssdp{given} --moe-strategy-set record_dir={tmp_path}",
-        text_data,
-        before=force_hot_expert,
-    )
+    chosen = flags(f"fssdp {settings}", record_dir=tmp_path)
+    train(4, f"{ARGUMENTS} {chosen}", text_data, before=force_hot_expert)
     metrics = read_metrics(tmp_path)
     assert len(metrics) == ITERATIONS
-    for entry in metrics:
+    for number, entry in enumerate(metrics):
         for layer in entry.layers:
             assert layer.ep_load_max_over_mean == pytest.approx(1.94, abs=0.05)
-    for entry in metrics[1:]:
-        for layer in entry.layers:
-            assert layer.load_max_over_mean <= bound
-            assert 0 < layer.num_replicas <= 4 * slots
+            assert number == 0 or layer.load_max_over_mean <= bound
+            assert number == 0 or 0 < layer.num_replicas <= 4 * slots
     assert metrics[0].layers[0].load_max_over_mean == metrics[0].layers[0].ep_load_max_over_mean
 
     loads = read_loads(tmp_path)

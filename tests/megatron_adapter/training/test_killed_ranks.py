@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -18,12 +20,11 @@ from megatron_fssdp.testing.ranks import RankError
 
 from ..checkpoints.test_killed_save import die_in_second_save
 from ..checkpoints.test_uneven_checkpoint import differing_keys, stored_tensors
-from ..training_run import SCRIPT, TINY_GPT_MOE, relative_difference, train
+from ..training_run import SCRIPT, TINY_GPT_MOE, flags, relative_difference, train
 
 TRAINING = (
-    "--expert-model-parallel-size 2 --moe-strategy fssdp --moe-strategy-set slots=2 "
-    "--moe-strategy-set overlap_degree=4 --moe-strategy-set reshard_interval=2 --train-iters 4 "
-    "--save-interval 2 --no-save-rng --no-load-rng"
+    f"--expert-model-parallel-size 2 {flags('fssdp slots=2 overlap_degree=4 reshard_interval=2')} "
+    "--train-iters 4 --save-interval 2 --no-save-rng --no-load-rng"
 )
 KILLED_IN = 3  # the iteration after the first save and the first re-shard
 NOTICED_S = 60  # a lost connection is noticed at once; the groups' own time-out is 10 minutes
@@ -36,25 +37,29 @@ def whole(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[tu
     return train(2, f"{TRAINING} --save {folder}", text_data).losses, folder
 
 
-def die_in_all_gather() -> None:
-    """Kill rank 1 when it has sent a piece of an expert."""
-    from megatron_fssdp.collectives.sparse.transfer_cargo import GatherCargo
+def die_after(owner: str | type, name: str) -> None:
+    """Kill rank 1 after the first call of a class's method in an iteration."""
+    from megatron.training.global_vars import get_args
 
-    _die_after(GatherCargo, "outgoing")
+    owner = resolve_name(owner) if isinstance(owner, str) else owner
+    method = getattr(owner, name)
+
+    def and_die(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if os.environ["RANK"] == "1" and get_args().curr_iteration + 1 == KILLED_IN:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, and_die)
 
 
-def die_in_reduce_scatter() -> None:
-    """Kill rank 1 when it has sent a piece of a gradient."""
-    from megatron_fssdp.collectives.sparse.transfer_cargo import ReductionCargo
-
-    _die_after(ReductionCargo, "outgoing")
-
-
-def die_in_forward() -> None:
-    """Kill rank 1 between the gate and the dispatch of a layer."""
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
-
-    _die_after(StrategyMoELayer, "route")
+CARGO = "megatron_fssdp.collectives.sparse.transfer_cargo"
+# When it has sent a piece of an expert, a piece of a gradient, and between the gate and the dispatch.
+die_in_all_gather = partial(die_after, f"{CARGO}:GatherCargo", "outgoing")
+die_in_reduce_scatter = partial(die_after, f"{CARGO}:ReductionCargo", "outgoing")
+die_in_forward = partial(
+    die_after, "megatron_fssdp.megatron_adapter.layer.moe_layer:StrategyMoELayer", "route"
+)
 
 
 def die_in_reshard() -> None:
@@ -65,39 +70,31 @@ def die_in_reshard() -> None:
 
     def exchange_slots(group: Any, moves: Any, quantities: Sequence[Any], **options: Any) -> None:
         for kind in {type(quantity) for quantity in quantities}:
-            _die_after(kind, "write")
+            die_after(kind, "write")
         exchange(group, moves, quantities, **options)
 
     resharding.exchange_slots = exchange_slots
 
 
 IN_TURN = "--moe-strategy-set overlap=false"
-CASES = [
+CASES: dict[str, tuple[Callable[[], None], str, str]] = {
     # The other rank can first fail in the exchange of the layer's token counts.
-    pytest.param(die_in_all_gather, "", "MoE layer ", id="in spAG"),
-    pytest.param(
-        die_in_all_gather, IN_TURN, "SparseAllGather of layer ", id="in spAG alone", marks=pytest.mark.slow
-    ),
-    pytest.param(die_in_reshard, "", "a re-shard", id="in a re-shard", marks=pytest.mark.slow),
-    pytest.param(
-        die_in_forward, "", "the forward pass of MoE layer 1", id="in forward", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        die_in_reduce_scatter, "", "SparseReduceScatter of layer ", id="in spRS", marks=pytest.mark.slow
-    ),
-]
+    "spAG": (die_in_all_gather, "", r"3, in .*MoE layer "),
+    "spAG alone": (die_in_all_gather, IN_TURN, r"3, in .*SparseAllGather of layer "),
+    "a re-shard": (die_in_reshard, "", r"3, in .*a re-shard"),
+    "forward": (die_in_forward, "", r"3, in .*the forward pass of MoE layer 1"),
+    "spRS": (die_in_reduce_scatter, "", r"3, in .*SparseReduceScatter of layer "),
+    "a save": (die_in_second_save, "", r"4, in saving .*/iter_0000004: "),
+}
 
 
-@pytest.mark.parametrize(("die", "options", "place"), CASES)
+@pytest.mark.parametrize(
+    "case", ["spAG", *(pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[1:])]
+)
 def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
-    die: Callable[[], None],
-    options: str,
-    place: str,
-    whole: tuple[tuple[float, ...], Path],
-    text_data: Path,
-    tmp_path: Path,
+    case: str, whole: tuple[tuple[float, ...], Path], text_data: Path, tmp_path: Path
 ) -> None:
-    losses, folder = whole
+    (losses, folder), (die, options, place) = whole, CASES[case]
     with pytest.raises(RankError) as caught:
         train(2, f"{TRAINING} {options} --save {tmp_path}", text_data, before=die, grace_s=NOTICED_S)
     message = str(caught.value)
@@ -105,26 +102,7 @@ def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
     assert "rank 1 was ended by signal 9" in message
     (line,) = re.findall(r"\[fssdp\] rank 0 stopped .*", message)
     print("\n" + line)
-    assert line.startswith(f"[fssdp] rank 0 stopped in iteration {KILLED_IN}, in ")
-    assert place in line
-    assert f"The last complete checkpoint is of iteration 2: restart with --load {tmp_path}" in line
-
-    assert differing_keys(stored_tensors(folder, 2), stored_tensors(tmp_path, 2)) == []
-    resumed = train(2, f"{TRAINING} --load {tmp_path}", text_data)
-    assert relative_difference(resumed.losses, losses[2:]) <= 1e-6
-
-
-@pytest.mark.slow
-def test_a_rank_killed_during_a_save_leaves_a_usable_checkpoint(
-    whole: tuple[tuple[float, ...], Path], text_data: Path, tmp_path: Path
-) -> None:
-    losses, folder = whole
-    with pytest.raises(RankError) as caught:
-        train(2, f"{TRAINING} --save {tmp_path}", text_data, before=die_in_second_save, grace_s=NOTICED_S)
-    assert caught.value.ranks == (1, 0)
-    (line,) = re.findall(r"\[fssdp\] rank 0 stopped .*", str(caught.value))
-    print("\n" + line)
-    assert line.startswith(f"[fssdp] rank 0 stopped in iteration 4, in saving {tmp_path}/iter_0000004: ")
+    assert re.match(rf"\[fssdp\] rank 0 stopped in iteration {place}", line)
     assert f"The last complete checkpoint is of iteration 2: restart with --load {tmp_path}" in line
 
     assert differing_keys(stored_tensors(folder, 2), stored_tensors(tmp_path, 2)) == []
@@ -172,18 +150,3 @@ def test_a_waiting_process_ends_by_itself_when_its_peer_is_killed(text_data: Pat
             process.kill()
     output = (tmp_path / "rank0.txt").read_text()
     assert f"[fssdp] rank 0 stopped in iteration {KILLED_IN}, in SparseReduceScatter of layer " in output
-
-
-def _die_after(owner: Any, name: str) -> None:
-    """Kill rank 1 after a method's first call in an iteration."""
-    from megatron.training.global_vars import get_args
-
-    method = getattr(owner, name)
-
-    def and_die(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        if os.environ["RANK"] == "1" and get_args().curr_iteration + 1 == KILLED_IN:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, name, and_die)

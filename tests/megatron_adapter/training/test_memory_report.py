@@ -12,20 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ..training_run import train
+from ..training_run import flags, train
 
-FSSDP = (
-    "--moe-strategy fssdp --moe-strategy-set reshard_interval=2 --moe-strategy-set slots=1 "
-    "--moe-strategy-set overlap_degree=1"
-)
-EP = "--moe-strategy ep"
+FSSDP, EP = "fssdp reshard_interval=2 slots=1 overlap_degree=1", "ep"
 
 # name: (ranks, Megatron's arguments, bytes of an element's parameter, main_grad and optimizer state)
 LAYOUTS = {
     "fp32": (2, "", (4, 4, 8)),
     "bf16_distributed": (4, "--bf16 --use-distributed-optimizer", (2, 4, 12)),
-}
-MORE_LAYOUTS = {
     "fp32_distributed": (4, "--use-distributed-optimizer", (4, 4, 8)),
     "bf16": (2, "--bf16", (2, 4, 12)),
     "bf16_gradients_in_half": (2, "--bf16 --grad-reduce-in-bf16", (2, 2, 12)),
@@ -37,36 +31,21 @@ SLOTS = 8  # two layers of four experts
 EXPERT_ELEMENTS = 2 * 32 * 64 + 64 + 32
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [*list(LAYOUTS)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[2:])]
+)
 def test_accounted_bytes_equal_allocated_bytes(name: str, text_data: Path, tmp_path: Path) -> None:
-    _compare(*LAYOUTS[name], text_data, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE_LAYOUTS)
-def test_accounted_bytes_equal_allocated_bytes_in_more_layouts(
-    name: str, text_data: Path, tmp_path: Path
-) -> None:
-    _compare(*MORE_LAYOUTS[name], text_data, tmp_path)
-
-
-def _compare(
-    world_size: int, layout: str, element_bytes: tuple[int, int, int], data: Path, folder: Path
-) -> None:
     """After re-shards, sizes hold and each rank's optimizer part is as large as under plain EP."""
+    world_size, layout, element_bytes = LAYOUTS[name]
     copies = world_size // 2
     found = {}
     for strategy in (FSSDP, EP):
-        path = folder / strategy.split()[1]
-        path.mkdir()
-        train(
-            world_size,
-            f"--expert-model-parallel-size 2 --train-iters 4 {layout} {strategy}",
-            data,
-            before=measure_in_training,
-            env={"MEASURED": str(path)},
-        )
-        found[strategy] = [json.loads((path / f"{rank}.json").read_text()) for rank in range(world_size)]
+        folder = tmp_path / strategy.split()[0]
+        folder.mkdir()
+        arguments = f"--expert-model-parallel-size 2 --train-iters 4 {layout} {flags(strategy)}"
+        environment = {"MEASURED": str(folder)}
+        train(world_size, arguments, text_data, before=measure_in_training, env=environment)
+        found[strategy] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
     of_parameter, of_gradient, of_optimizer = (SLOTS * EXPERT_ELEMENTS * size for size in element_bytes)
     shares = copies if "distributed" in layout else 1
     for ranks in found.values():
@@ -99,15 +78,11 @@ PIPELINES = {
 def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: Path, tmp_path: Path) -> None:
     """Count the weights of all replicas after a gather, in a pipeline of two stages of two ranks."""
     arguments, layers_of_stage = PIPELINES[name]
-    train(
-        4,
+    arguments = (
         "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --train-iters 3 "
-        f"--global-batch-size 16 {arguments} --moe-strategy fastermoe --moe-strategy-set slots=2 "
-        "--moe-strategy-set profile_iterations=1",
-        text_data,
-        before=shadow_and_measure,
-        env={"MEASURED": str(tmp_path)},
+        f"--global-batch-size 16 {arguments} {flags('fastermoe slots=2 profile_iterations=1')}"
     )
+    train(4, arguments, text_data, before=shadow_and_measure, env={"MEASURED": str(tmp_path)})
     for rank in range(4):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["accounted"] == layers_of_stage[rank // 2] * 2 * EXPERT_ELEMENTS * 4
@@ -154,7 +129,7 @@ def shadow_and_measure() -> None:
     def end_and_write(driver: Any) -> Any:
         memory = account_memory(driver._session, driver._args, driver.held)
         found = {"accounted": memory.replica_parameters_bytes, "allocated": max(allocated)}
-        (Path(os.environ["MEASURED"]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+        write(found)
         return end(driver)
 
     SlotLayer.rows_travel = start_and_measure
@@ -189,11 +164,14 @@ def measure_in_training() -> None:
                 "optimizer": sum(num_bytes(states(driver._optimizer, p)) for p in parameters),
             },
         }
-        path = Path(os.environ["MEASURED"]) / f"{dist.get_rank()}.json"
-        path.write_text(json.dumps(measured))
+        write(measured)
         return loads
 
     IterationDriver.end = end_and_measure
+
+
+def write(measured: dict[str, Any]) -> None:
+    (Path(os.environ["MEASURED"]) / f"{dist.get_rank()}.json").write_text(json.dumps(measured))
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:

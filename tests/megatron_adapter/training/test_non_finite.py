@@ -3,7 +3,9 @@
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,10 @@ import pytest
 from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.testing.ranks import RankError
 
-from ..training_run import TrainingRun, train, train_on_all_ranks
+from ..training_run import TrainingRun, flags, train, train_on_all_ranks
 
 TRAINING = "--expert-model-parallel-size 2 --train-iters 5"
-EP = "--moe-strategy ep"
-FSSDP = "--moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4"
+EP, FSSDP = flags("ep"), flags("fssdp slots=2 overlap_degree=4")
 DISABLED = "--rerun-mode disabled"
 SPOILED_IN = 3
 # Megatron's exit codes: the repeated iteration gave the same result, or another one.
@@ -38,22 +39,26 @@ def spoil_experts(value: float) -> None:
     MoERuntime.begin_iteration = begin_iteration  # type: ignore[method-assign, assignment]
 
 
-def spoil_experts_with_nan() -> None:
-    spoil_experts(float("nan"))
+SPOIL_WITH_NAN, SPOIL_WITH_INFINITY = (partial(spoil_experts, float(value)) for value in ("nan", "inf"))
 
 
-def spoil_experts_with_infinity() -> None:
-    spoil_experts(float("inf"))
+def spoil_once(place: str) -> None:
+    """Make one output of a module of rank 1 NaN, of MoE layer 2 if it is one; later ones are correct."""
+    kind = resolve_name(place)
+    forward, spoiled = kind.forward, list[None]()
+
+    def spoiling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        if not spoiled and _is_spoiled_iteration() and getattr(self, "layer_number", 2) == 2:
+            spoiled.append(None)
+            (output[0] if isinstance(output, tuple) else output).data.mul_(float("nan"))
+        return output
+
+    kind.forward = spoiling
 
 
-def spoil_embedding() -> None:
-    """Make one embedding lookup of rank 1 return NaN; later ones are correct."""
-    _spoil_once("megatron.core.models.common.embeddings.language_model_embedding", "LanguageModelEmbedding")
-
-
-def spoil_layer_once() -> None:
-    """Make one output of an MoE layer NaN, Megatron's own or ours; later ones are correct."""
-    _spoil_once("megatron.core.transformer.moe.moe_layer", "MoELayer")
+EMBEDDING = "megatron.core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding"
+MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"  # Megatron's own or ours
 
 
 def spoil_gradients() -> None:
@@ -83,11 +88,19 @@ def run_passes_twice() -> None:
     RerunStateMachine.__init__ = start_reporting
 
 
+def run_passes_twice_with_megatrons_resets() -> None:
+    """As above, and only Megatron's ``zero_grad_buffer`` resets what an iteration has summed."""
+    from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
+
+    run_passes_twice()
+    MoERuntime.begin_passes = lambda self: None  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     ("strategy", "spoil"),
     [
-        pytest.param(FSSDP, spoil_experts_with_nan, id="fssdp-NaN", marks=pytest.mark.slow),
-        pytest.param(EP, spoil_experts_with_infinity, id="ep-inf", marks=pytest.mark.slow),
+        pytest.param(FSSDP, SPOIL_WITH_NAN, id="fssdp-NaN", marks=pytest.mark.slow),
+        pytest.param(EP, SPOIL_WITH_INFINITY, id="ep-inf", marks=pytest.mark.slow),
     ],
 )
 def test_a_non_finite_expert_is_named_in_the_error(
@@ -107,8 +120,8 @@ def test_a_non_finite_expert_is_named_in_the_error(
 @pytest.mark.parametrize(
     ("strategy", "spoil"),
     [
-        pytest.param(EP, spoil_experts_with_nan, id="ep-NaN"),
-        pytest.param(FSSDP, spoil_experts_with_infinity, id="fssdp-inf", marks=pytest.mark.slow),
+        pytest.param(EP, SPOIL_WITH_NAN, id="ep-NaN"),
+        pytest.param(FSSDP, SPOIL_WITH_INFINITY, id="fssdp-inf", marks=pytest.mark.slow),
     ],
 )
 def test_no_rank_hangs_when_megatron_raises(
@@ -126,12 +139,10 @@ def test_no_rank_hangs_when_megatron_raises(
 @pytest.mark.parametrize(
     ("spoil", "finding"),
     [
-        (spoil_embedding, "already non-finite at the input of MoE layer 1"),
-        (
-            spoil_gradients,
-            "all MoE layers were finite, but gradients are not finite: MoE layer 2 is the last",
-        ),
+        (partial(spoil_once, EMBEDDING), "already non-finite at the input of MoE layer 1"),
+        (spoil_gradients, "layers were finite, but gradients are not finite: MoE layer 2 is the last"),
     ],
+    ids=["embedding", "gradients"],
 )
 def test_non_finite_values_of_other_layers_are_located(
     spoil: Callable[[], None], finding: str, text_data: Path
@@ -149,7 +160,7 @@ def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data: Path, tmp_
             2,
             f"{TRAINING} {strategy} --micro-batch-size 4 --result-rejected-tracker-filename {journal}",
             text_data,
-            before=spoil_layer_once,
+            before=partial(spoil_once, MOE_LAYER),
         )
         assert [run.exit_code for run in runs] == [ANOTHER, ANOTHER]
         first, second = re.findall(r"rank=1 iteration=\d+ status=\S+ result=(\S+) ", journal.read_text())
@@ -185,6 +196,7 @@ def give_passes_up() -> None:
     ("settings", "repeat"),
     [
         (FSSDP, run_passes_twice),
+        (f"{FSSDP} --global-batch-size 16", run_passes_twice_with_megatrons_resets),
         (f"{FSSDP} --moe-strategy-set rematerialize=true --global-batch-size 16", give_passes_up),
         pytest.param("--moe-strategy flexmoe", give_passes_up, marks=pytest.mark.slow),
         pytest.param(
@@ -217,20 +229,3 @@ def _is_spoiled_iteration() -> bool:
     from megatron.training.global_vars import get_args
 
     return os.environ["RANK"] == "1" and get_args().curr_iteration + 1 == SPOILED_IN
-
-
-def _spoil_once(module: str, name: str) -> None:
-    import importlib
-
-    kind = getattr(importlib.import_module(module), name)
-    forward = kind.forward
-    spoiled: list[None] = []
-
-    def spoiling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = forward(self, *args, **kwargs)
-        if not spoiled and _is_spoiled_iteration() and getattr(self, "layer_number", 2) == 2:
-            spoiled.append(None)
-            (output[0] if isinstance(output, tuple) else output).data.mul_(float("nan"))
-        return output
-
-    kind.forward = spoiling

@@ -12,34 +12,26 @@ from megatron_fssdp.reporting.records.evaluations import read_evaluations
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
 from megatron_fssdp.reporting.records.run_session import RunSession
 
-from ..training_run import relative_difference, train
+from ..training_run import flags, relative_difference, train
+
+STAGES = "--pipeline-model-parallel-size 2 --global-batch-size 16"
+PEERS = "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear"
 
 
 @pytest.mark.parametrize(
     ("layout", "num_sources"),
     [
-        ("--expert-model-parallel-size 2", 4),
-        pytest.param(
-            "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16",
-            2,
-            marks=pytest.mark.slow,  # the re-sharding test below records two pipeline stages by default
-        ),
-        (
-            "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
-            "--disable-bias-linear",
-            2,
-        ),
+        pytest.param("", 4, id="two expert-data-parallel groups"),
+        # The re-sharding test below records two pipeline stages by default.
+        pytest.param(STAGES, 2, id="two pipeline stages", marks=pytest.mark.slow),
+        pytest.param(PEERS, 2, id="two expert-tensor-parallel peers"),
     ],
-    ids=["two expert-data-parallel groups", "two pipeline stages", "two expert-tensor-parallel peers"],
 )
 def test_all_devices_and_layers_are_recorded(
     layout: str, num_sources: int, text_data: Path, tmp_path: Path
 ) -> None:
-    run = train(
-        4,
-        f"{layout} --train-iters 3 --moe-strategy fssdp --moe-strategy-set record_dir={tmp_path}",
-        text_data,
-    )
+    layout = f"--expert-model-parallel-size 2 {layout}"
+    run = train(4, f"{layout} --train-iters 3 {flags('fssdp', record_dir=tmp_path)}", text_data)
     metrics, loads = read_metrics(tmp_path), read_loads(tmp_path)
     assert [entry.iteration for entry in metrics] == [1, 2, 3]
     session = RunSession("fssdp", 3, 4, usable_cores(), devices=4, precision="fp32")
@@ -82,13 +74,8 @@ def test_all_devices_and_layers_are_recorded(
 
 
 def test_evaluations_are_recorded_with_their_data(text_data: Path, tmp_path: Path) -> None:
-    train(
-        2,
-        "--expert-model-parallel-size 2 --train-iters 3 --split 40,40,20 "
-        "--eval-interval 2 --eval-iters 1 --moe-strategy ep "
-        f"--moe-strategy-set record_dir={tmp_path}",
-        text_data,
-    )
+    evaluating = "--train-iters 3 --split 40,40,20 --eval-interval 2 --eval-iters 1"
+    train(2, f"--expert-model-parallel-size 2 {evaluating} {flags('ep', record_dir=tmp_path)}", text_data)
     found = read_evaluations(tmp_path)
     assert [(one.iteration, one.data) for one in found] == [(2, "validation"), (3, "validation"), (3, "test")]
     losses = [entry.lm_loss for entry in read_metrics(tmp_path)]
@@ -99,15 +86,14 @@ def test_evaluations_are_recorded_with_their_data(text_data: Path, tmp_path: Pat
 def test_skipped_training_only_evaluates(text_data: Path, tmp_path: Path) -> None:
     layout = (
         "--expert-model-parallel-size 2 --train-iters 4 --split 40,40,20 --eval-interval 100 --eval-iters 1 "
-        "--ckpt-format torch_dist --moe-strategy"
+        "--ckpt-format torch_dist"
     )
-    moving = "fssdp --moe-strategy-set slots=2 --moe-strategy-set reshard_interval=2"
-    folder = tmp_path / "checkpoints"
-    train(2, f"{layout} {moving} --save {folder} --save-interval 4", text_data)
+    moving, folder = "fssdp slots=2 reshard_interval=2", tmp_path / "checkpoints"
+    train(2, f"{layout} {flags(moving)} --save {folder} --save-interval 4", text_data)
     losses = []
-    for name in ("ep", moving, "flexmoe --moe-strategy-set slots=2"):
+    for name in ("ep", moving, "flexmoe slots=2"):
         records = tmp_path / name.split()[0]
-        chosen = f"{name} --moe-strategy-set record_dir={records}"
+        chosen = flags(name, record_dir=records)
         train(2, f"{layout} {chosen} --skip-train --load {folder}", text_data)
         losses.append([one.losses["lm loss"] for one in read_evaluations(records)])
     assert len(losses[0]) == 2
@@ -135,13 +121,11 @@ def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devi
     assert placements.present_ILED.shape == (3, 2, 8, num_devices)
     # Every group of two devices has every expert.
     assert (placements.owned_ILED.sum(axis=3) == num_devices // 2).all()
+    tokens_ILD, ep_tokens_ILD = placements.tokens_ILD, placements.ep_tokens_ILD
     for key, values_IL in (
         ("num_replicas", placements.replicas_IL),
-        ("load_max_over_mean", placements.tokens_ILD.max(axis=2) / placements.tokens_ILD.mean(axis=2)),
-        (
-            "ep_load_max_over_mean",
-            placements.ep_tokens_ILD.max(axis=2) / placements.ep_tokens_ILD.mean(axis=2),
-        ),
+        ("load_max_over_mean", tokens_ILD.max(axis=2) / tokens_ILD.mean(axis=2)),
+        ("ep_load_max_over_mean", ep_tokens_ILD.max(axis=2) / ep_tokens_ILD.mean(axis=2)),
     ):
         recorded = [[getattr(layer, key) for layer in entry.layers] for entry in metrics]
         np.testing.assert_allclose(values_IL, recorded)
@@ -150,25 +134,20 @@ def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devi
 @pytest.mark.parametrize(
     ("layout", "num_copies"),
     [
-        pytest.param("", 2, marks=pytest.mark.slow),  # the test above records two groups by default
-        ("--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 16", 1),
+        # The test above records two groups by default.
+        pytest.param("", 2, id="two expert-data-parallel groups", marks=pytest.mark.slow),
+        pytest.param(f"{STAGES} --num-layers 4", 1, id="two pipeline stages"),
     ],
-    ids=["two expert-data-parallel groups", "two pipeline stages"],
 )
 def test_reshards_are_recorded_in_their_iterations(
     layout: str, num_copies: int, text_data: Path, tmp_path: Path
 ) -> None:
-    run = train(
-        4,
-        f"--expert-model-parallel-size 2 {layout} --train-iters 5 --moe-strategy fssdp --moe-strategy-set "
-        f"record_dir={tmp_path} --moe-strategy-set reshard_interval=3 --moe-strategy-set overlap_degree=1 "
-        "--moe-strategy-set slots=1",
-        text_data,
-    )
+    chosen = flags("fssdp reshard_interval=3 overlap_degree=1 slots=1", record_dir=tmp_path)
+    run = train(4, f"--expert-model-parallel-size 2 {layout} --train-iters 5 {chosen}", text_data)
     metrics = read_metrics(tmp_path)
     assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
-    assert [entry.resharded_experts > 0 for entry in metrics] == [False, False, False, True, False]
-    assert [entry.reshard_bytes > 0 for entry in metrics] == [False, False, False, True, False]
+    for key in ("resharded_experts", "reshard_bytes"):
+        assert [getattr(entry, key) > 0 for entry in metrics] == [False, False, False, True, False]
     moved = metrics[3]
     assert 0 < moved.reshard_s < moved.iteration_s
     slot_bytes = 3 * 4 * (2 * 32 * 64 + 64 + 32)  # the weights and Adam's two moments
@@ -179,11 +158,8 @@ def test_reshards_are_recorded_in_their_iterations(
 
 
 def test_strategy_none_records_losses_without_layers(text_data: Path, tmp_path: Path) -> None:
-    run = train(
-        2,
-        f"--expert-model-parallel-size 2 --train-iters 2 --moe-strategy-set record_dir={tmp_path}",
-        text_data,
-    )
+    chosen = flags("none", record_dir=tmp_path)
+    run = train(2, f"--expert-model-parallel-size 2 --train-iters 2 {chosen}", text_data)
     metrics = read_metrics(tmp_path)
     assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
     assert all(entry.layers == () and entry.tokens_per_s > 0 for entry in metrics)

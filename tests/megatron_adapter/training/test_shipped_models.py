@@ -53,17 +53,9 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """The model that a rank builds.
+    """The model that a rank builds."""
 
-    Attributes:
-        words: Megatron's arguments.
-        num_ranks: Number of ranks of the run.
-        strategy: Name of the run's strategy.
-        vocab_size: Number of token ids.
-        family: Family of the model.
-    """
-
-    words: list[str]
+    words: list[str]  # Megatron's arguments
     num_ranks: int
     strategy: str
     vocab_size: int

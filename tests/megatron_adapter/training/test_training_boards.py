@@ -26,14 +26,9 @@ LAYOUT = (
 def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: Path, tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board, records, told = tmp_path / "board", tmp_path / "records", tmp_path / "told.jsonl"
-    train(
-        4,
-        f"{LAYOUT} --tensorboard-dir {board} --moe-strategy-set record_dir={records} "
-        f"{wandb_arguments(tmp_path)}",
-        text_data,
-        before=fake_wandb,
-        env={"TOLD": str(told)},
-    )
+    recorded = f"{LAYOUT} --tensorboard-dir {board} --moe-strategy-set record_dir={records}"
+    arguments = f"{recorded} {wandb_arguments(tmp_path)}"
+    train(4, arguments, text_data, before=fake_wandb, env={"TOLD": str(told)})
     events = accumulators.EventAccumulator(str(board), size_guidance={"histograms": 0, "scalars": 0})
     events.Reload()
     metrics = {entry.iteration: entry for entry in read_metrics(records)}
@@ -77,13 +72,8 @@ def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: 
 @pytest.mark.slow
 def test_a_training_board_needs_no_record_dir(text_data: Path, tmp_path: Path) -> None:
     told = tmp_path / "told.jsonl"
-    train(
-        4,
-        f"{LAYOUT} {wandb_arguments(tmp_path)}",
-        text_data,
-        before=fake_wandb,
-        env={"TOLD": str(told)},
-    )
+    arguments = f"{LAYOUT} {wandb_arguments(tmp_path)}"
+    train(4, arguments, text_data, before=fake_wandb, env={"TOLD": str(told)})
     ours = told_by_us(told)
     assert [step for step, _ in ours] == [2, 4]
     for _, values in ours:

@@ -4,15 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_fssdp.testing.virtual_cuda import FindingKind
-from tests.megatron_adapter.training_run import command_line
+from tests.megatron_adapter.training_run import command_line, flags
 from tests.megatron_adapter.virtual_training import (
     VIRTUAL_GPT,
     assert_clean,
@@ -21,149 +22,95 @@ from tests.megatron_adapter.virtual_training import (
     train_virtually,
 )
 
+
+def table(text: str) -> dict[str, str]:
+    """Arguments by name. Lines that are indented more go on with the row before."""
+    rows = textwrap.dedent(text).strip().replace("\n ", " ").splitlines()
+    cells = (map(str.strip, row.split("|")) for row in rows)
+    return {name: f"{arguments} {flags(strategy)}" for name, arguments, strategy in cells}
+
+
 WORLD_SIZE = 4
 EP2 = "--expert-model-parallel-size 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 8000"
 PP2 = f"{EP2} --num-layers 4 --pipeline-model-parallel-size 2"
+INTERLEAVED = f"{PP2} {OVERLAP} --num-layers-per-virtual-pipeline-stage 1"
+TP2 = "--tensor-model-parallel-size 2"
+SEQUENCE = f"{TP2} --sequence-parallel"
+PARTS = f"{SEQUENCE} --expert-tensor-parallel-size 2"
+RECOMPUTE_MOE = "--recompute-granularity selective --recompute-modules moe"
+BESIDE = (
+    f"{EP2} {OVERLAP} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap "
+    "--moe-shared-expert-gate --disable-bias-linear"
+)
+COMBINED = f"{EP2} {OVERLAP} --bf16 --global-batch-size 16 --overlap-moe-expert-parallel-comm"
 # Measured costs would select other replicas in every run.
-FIXED = "--moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4"
-RESHARD = f"{FIXED} --moe-strategy-set reshard_interval=2 --train-iters 5"
-# Costs are measured in the first two iterations, and then select placements; the sums of other placements
-# round differently.
-MEASURED = "--moe-strategy-set profile_iterations=2 --train-iters 5"
+FIXED = "fssdp slots=2 overlap_degree=4 reshard_interval=2"
+RESHARD = f"{flags(FIXED)} --train-iters 5"
 ROUNDING = 1e-5
 
-CASES = {
-    "none": f"{EP2} {OVERLAP} --moe-strategy none",
-    "fssdp without overlap": f"{EP2} --moe-strategy fssdp",
-    "fssdp rematerialized": f"{EP2} {OVERLAP} --moe-strategy fssdp --moe-strategy-set rematerialize=true",
-    "fssdp calibrated": f"{EP2} {OVERLAP} --moe-strategy fssdp --moe-strategy-set calibrate=true",
-    "fssdp in bf16": f"{EP2} {OVERLAP} --moe-strategy fssdp --bf16",
-    "fssdp, everything recomputed": (
-        f"{EP2} --moe-strategy fssdp --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1"
-    ),
-    "fssdp, MoE layers recomputed": (
-        f"{EP2} --moe-strategy fssdp --recompute-granularity selective --recompute-modules moe"
-    ),
-    "prophet, split transfers": f"{EP2} {OVERLAP} --moe-strategy prophet",
-    "fastermoe, smart schedule": (
-        f"{EP2} {OVERLAP} --moe-strategy fastermoe --moe-strategy-set smart_schedule=true"
-    ),
-    "quota, each micro-batch": f"{EP2} {OVERLAP} --moe-strategy quota",
-    "pipeline": f"{PP2} --moe-strategy fssdp",
-    "pipeline with overlap": f"{PP2} {OVERLAP} --moe-strategy fssdp",
-    "interleaved pipeline": (
-        f"{PP2} {OVERLAP} --num-layers-per-virtual-pipeline-stage 1 --moe-strategy fssdp"
-    ),
-    "interleaved pipeline, split transfers": (
-        f"{PP2} {OVERLAP} --num-layers-per-virtual-pipeline-stage 1 --moe-strategy prophet"
-    ),
-    "tensor and sequence parallel": (
-        f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel --moe-strategy fssdp"
-    ),
-    "experts' tensor parallel": (
-        f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 "
-        f"--moe-strategy fssdp {OVERLAP}"
-    ),
-    **{
-        f"parm, {schedule}": (
-            f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 "
-            f"--moe-strategy parm --moe-strategy-set schedule={schedule}"
-        )
-        for schedule in ("baseline", "megatron", "s1", "s2", "auto")
-    },
-    **{
-        f"shared experts beside {name}": (
-            f"{EP2} {OVERLAP} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap "
-            f"--moe-shared-expert-gate --disable-bias-linear {arguments}"
-        )
-        for name, arguments in {
-            "the exchange": "--moe-strategy fssdp",
-            "the exchange, sequence parallel": (
-                "--tensor-model-parallel-size 2 --sequence-parallel --moe-strategy fssdp"
-            ),
-            "the deduplicated exchange": (
-                "--moe-strategy fssdp --moe-strategy-set exchange=deduplicated --moe-strategy-set nodes=2"
-            ),
-            "parm's s1, recomputed": (
-                "--moe-strategy parm --moe-strategy-set schedule=s1 --expert-tensor-parallel-size 2 "
-                "--tensor-model-parallel-size 2 --sequence-parallel "
-                "--recompute-granularity selective --recompute-modules moe"
-            ),
-            "parm's s2": (
-                "--moe-strategy parm --moe-strategy-set schedule=s2 --expert-tensor-parallel-size 2 "
-                "--tensor-model-parallel-size 2"
-            ),
-            "the smart schedule": "--moe-strategy fastermoe --moe-strategy-set smart_schedule=true",
-        }.items()
-    },
-    **{
-        f"combined 1F1B schedule, {name}": (
-            f"{EP2} {OVERLAP} --bf16 --global-batch-size 16 --overlap-moe-expert-parallel-comm {arguments}"
-        )
-        for name, arguments in {
-            "re-shards": f"--global-batch-size 32 {RESHARD}",
-            "rematerialized": "--moe-strategy fssdp --moe-strategy-set rematerialize=true",
-            "transfers in turn": "--moe-strategy fssdp --moe-strategy-set overlap=false",
-            "split transfers": "--moe-strategy prophet",
-            "each micro-batch": "--moe-strategy quota",
-            "deduplicated exchange": (
-                "--moe-strategy fssdp --moe-strategy-set exchange=deduplicated --moe-strategy-set nodes=2"
-            ),
-            "smart schedule": "--moe-strategy fastermoe --moe-strategy-set smart_schedule=true",
-            "parm's s1": (
-                "--moe-strategy parm --moe-strategy-set schedule=s1 --expert-tensor-parallel-size 2 "
-                "--tensor-model-parallel-size 2 --sequence-parallel"
-            ),
-            "parm's s2": (
-                "--moe-strategy parm --moe-strategy-set schedule=s2 --expert-tensor-parallel-size 2 "
-                "--tensor-model-parallel-size 2"
-            ),
-        }.items()
-    },
-    "deduplicated exchange, MoE layers recomputed": (
-        f"{EP2} {OVERLAP} --moe-strategy fssdp --moe-strategy-set exchange=deduplicated "
-        "--recompute-granularity selective --recompute-modules moe"
-    ),
-    "deduplicated exchange, each micro-batch, pipeline": (
-        f"{PP2} --moe-strategy quota --moe-strategy-set exchange=deduplicated"
-    ),
-    "re-shards": f"{EP2} {RESHARD}",
-    "re-shards with overlap": f"{EP2} {OVERLAP} {RESHARD}",
-    "re-shards in an interleaved pipeline": (
-        f"{PP2} {OVERLAP} --num-layers-per-virtual-pipeline-stage 1 {RESHARD}"
-    ),
-    "evaluation": (
-        f"{EP2} {OVERLAP} --moe-strategy fssdp --log-interval 1 --split 90,10,0 --eval-iters 1 "
-        "--eval-interval 2"
-    ),
-    "tokens divided over tensor-parallel ranks": (
-        f"{EP2} --tensor-model-parallel-size 2 --moe-strategy fssdp {OVERLAP}"
-    ),
-    "topology-aware gate": (
-        f"{EP2} {OVERLAP} --moe-strategy fastermoe --moe-strategy-set router=topology_aware "
-        "--moe-strategy-set leaving_share=0.3 --moe-strategy-set nodes=4"
-    ),
-    "a loader's own processes and thread": f"{EP2} --moe-strategy fssdp --num-workers 1",
-}
-
-MEASURED_CASES = {
-    **{
-        strategy: f"{EP2} {OVERLAP} --moe-strategy {strategy} {MEASURED}"
-        for strategy in ("fssdp", "prophet", "fastermoe", "flexmoe", "smartmoe", "quota", "auto")
-    },
-    "flexmoe under pipeline stages": f"{PP2} {OVERLAP} --moe-strategy flexmoe {MEASURED}",
-}
+# name | arguments | strategy and its settings
+CASES = table(
+    f"""
+    none | {EP2} {OVERLAP} | none
+    fssdp without overlap | {EP2} | fssdp
+    fssdp rematerialized | {EP2} {OVERLAP} | fssdp rematerialize=true
+    fssdp calibrated | {EP2} {OVERLAP} | fssdp calibrate=true
+    fssdp in bf16 | {EP2} {OVERLAP} --bf16 | fssdp
+    fssdp, everything recomputed | {EP2} --recompute-granularity full --recompute-method uniform
+        --recompute-num-layers 1 | fssdp
+    fssdp, MoE layers recomputed | {EP2} {RECOMPUTE_MOE} | fssdp
+    prophet, split transfers | {EP2} {OVERLAP} | prophet
+    fastermoe, smart schedule | {EP2} {OVERLAP} | fastermoe smart_schedule=true
+    quota, each micro-batch | {EP2} {OVERLAP} | quota
+    pipeline | {PP2} | fssdp
+    pipeline with overlap | {PP2} {OVERLAP} | fssdp
+    interleaved pipeline | {INTERLEAVED} | fssdp
+    interleaved pipeline, split transfers | {INTERLEAVED} | prophet
+    tensor and sequence parallel | {EP2} {SEQUENCE} | fssdp
+    experts' tensor parallel | {EP2} {PARTS} {OVERLAP} | fssdp
+    parm, baseline | {EP2} {PARTS} | parm schedule=baseline
+    parm, megatron | {EP2} {PARTS} | parm schedule=megatron
+    parm, s1 | {EP2} {PARTS} | parm schedule=s1
+    parm, s2 | {EP2} {PARTS} | parm schedule=s2
+    parm, auto | {EP2} {PARTS} | parm schedule=auto
+    shared experts beside the exchange | {BESIDE} | fssdp
+    shared experts beside the exchange, sequence parallel | {BESIDE} {SEQUENCE} | fssdp
+    shared experts beside the deduplicated exchange | {BESIDE} | fssdp exchange=deduplicated nodes=2
+    shared experts beside parm's s1, recomputed | {BESIDE} {PARTS} {RECOMPUTE_MOE} | parm schedule=s1
+    shared experts beside parm's s2 | {BESIDE} {TP2} --expert-tensor-parallel-size 2 | parm schedule=s2
+    shared experts beside the smart schedule | {BESIDE} | fastermoe smart_schedule=true
+    combined 1F1B schedule, re-shards | {COMBINED} --global-batch-size 32 --train-iters 5 | {FIXED}
+    combined 1F1B schedule, rematerialized | {COMBINED} | fssdp rematerialize=true
+    combined 1F1B schedule, transfers in turn | {COMBINED} | fssdp overlap=false
+    combined 1F1B schedule, split transfers | {COMBINED} | prophet
+    combined 1F1B schedule, each micro-batch | {COMBINED} | quota
+    combined 1F1B schedule, deduplicated exchange | {COMBINED} | fssdp exchange=deduplicated nodes=2
+    combined 1F1B schedule, smart schedule | {COMBINED} | fastermoe smart_schedule=true
+    combined 1F1B schedule, parm's s1 | {COMBINED} {PARTS} | parm schedule=s1
+    combined 1F1B schedule, parm's s2 | {COMBINED} {TP2} --expert-tensor-parallel-size 2 | parm schedule=s2
+    deduplicated exchange, MoE layers recomputed | {EP2} {OVERLAP} {RECOMPUTE_MOE}
+        | fssdp exchange=deduplicated
+    deduplicated exchange, each micro-batch, pipeline | {PP2} | quota exchange=deduplicated
+    re-shards | {EP2} --train-iters 5 | {FIXED}
+    re-shards with overlap | {EP2} {OVERLAP} --train-iters 5 | {FIXED}
+    re-shards in an interleaved pipeline | {INTERLEAVED} --train-iters 5 | {FIXED}
+    evaluation | {EP2} {OVERLAP} --log-interval 1 --split 90,10,0 --eval-iters 1 --eval-interval 2 | fssdp
+    tokens divided over tensor-parallel ranks | {EP2} {TP2} {OVERLAP} | fssdp
+    topology-aware gate | {EP2} {OVERLAP} | fastermoe router=topology_aware leaving_share=0.3 nodes=4
+    a loader's own processes and thread | {EP2} --num-workers 1 | fssdp
+    """
+)
+# Costs are measured in the first two iterations, and then select placements; the sums of other placements
+# round differently.
+MEASURED = dict.fromkeys(("fssdp", "prophet", "fastermoe", "flexmoe", "smartmoe", "quota", "auto"), EP2)
+MEASURED["flexmoe under pipeline stages"] = PP2
 
 
 def test_megatron_trains_on_virtual_devices_like_on_cpu_ranks(text_data: Path) -> None:
     """One training with pipeline stages, the distributed optimizer and both overlap flags."""
-    runs = assert_same_without_findings(
-        WORLD_SIZE,
-        f"{EP2} {OVERLAP} --num-layers 2 --train-iters 2 --moe-strategy prophet",
-        text_data,
-    )
+    arguments = f"{EP2} {OVERLAP} --num-layers 2 --train-iters 2 --moe-strategy prophet"
+    runs = assert_same_without_findings(WORLD_SIZE, arguments, text_data)
     for run in runs:
         assert run.counts["P2P batch"] > 0
         assert run.counts["stream made"] > 1
@@ -186,10 +133,7 @@ def test_training_has_no_findings_and_the_numbers_of_cpu_ranks(case: str, text_d
 @pytest.mark.slow
 def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megatron(text_data: Path) -> None:
     """Megatron's messages between stages use memory of other streams. The strategy must not add findings."""
-    arguments = (
-        f"{PP2} {OVERLAP} --bf16 --global-batch-size 16 --overlap-moe-expert-parallel-comm "
-        "--num-layers-per-virtual-pipeline-stage 1"
-    )
+    arguments = f"{INTERLEAVED} --bf16 --global-batch-size 16 --overlap-moe-expert-parallel-comm"
     stock, ours = (
         train_virtually(WORLD_SIZE, f"{arguments} --moe-strategy {strategy}", text_data)
         for strategy in ("none", "fssdp")
@@ -202,20 +146,19 @@ def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MEASURED_CASES)
+@pytest.mark.parametrize("case", MEASURED)
 def test_training_by_measured_costs_has_no_findings(case: str, text_data: Path) -> None:
-    assert_same_without_findings(WORLD_SIZE, MEASURED_CASES[case], text_data, tolerance=ROUNDING)
+    chosen = flags(case.split()[0], profile_iterations=2)
+    arguments = f"{MEASURED[case]} {OVERLAP} --train-iters 5 {chosen}"
+    assert_same_without_findings(WORLD_SIZE, arguments, text_data, tolerance=ROUNDING)
 
 
 @pytest.mark.slow
 def test_a_run_is_recorded_with_the_memory_of_the_device(text_data: Path, tmp_path: Path) -> None:
     """The recorder's branches for CUDA: synchronized times and the peak of the device's memory."""
     record = tmp_path / "record"
-    runs = train_virtually(
-        WORLD_SIZE,
-        f"{EP2} {OVERLAP} {RESHARD} --moe-strategy-set record_dir={record}",
-        text_data,
-    )
+    arguments = f"{EP2} {OVERLAP} {RESHARD} --moe-strategy-set record_dir={record}"
+    runs = train_virtually(WORLD_SIZE, arguments, text_data)
     assert_clean(runs)
     (path,) = record.glob("metrics.jsonl")
     first = json.loads(path.read_text().splitlines()[0])
@@ -274,40 +217,33 @@ class _Unawaited:
         """Return at once."""
 
 
-def read_parameters_that_are_being_gathered() -> None:
-    """DDP's forward pre-hooks start the gather of the experts' Parameters, and do not wait for it."""
+def wait_for_no(start_name: str, handle_name: str) -> None:
+    """DDP starts a collective for the experts' Parameters or gradients, and does not wait for it."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-    start = _ParamAndGradBucketGroup.start_param_sync
+    start = getattr(_ParamAndGradBucketGroup, start_name)
 
-    def start_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+    def start_only(self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
-        if self.param_gather_handle is not None and not getattr(next(iter(self.params)), "allreduce", True):
-            self.param_gather_handle = _Unawaited(self.param_gather_handle)
+        handle = getattr(self, handle_name)
+        if handle is not None and not getattr(next(iter(self.params)), "allreduce", True):
+            setattr(self, handle_name, _Unawaited(handle))
 
-    _ParamAndGradBucketGroup.start_param_sync = start_param_sync
-
-
-def update_experts_before_their_gradients_are_reduced() -> None:
-    """DDP starts the reduction of the experts' gradients, and does not wait for it."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-
-    start = _ParamAndGradBucketGroup.start_grad_sync
-
-    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        if self.grad_reduce_handle is not None and not getattr(next(iter(self.params)), "allreduce", True):
-            self.grad_reduce_handle = _Unawaited(self.grad_reduce_handle)
-
-    _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
+    setattr(_ParamAndGradBucketGroup, start_name, start_only)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mutation",
-    [read_parameters_that_are_being_gathered, update_experts_before_their_gradients_are_reduced],
+    "what",
+    [
+        pytest.param(
+            ("start_param_sync", "param_gather_handle"), id="read Parameters that are being gathered"
+        ),
+        pytest.param(("start_grad_sync", "grad_reduce_handle"), id="update experts before the reduction"),
+    ],
 )
-def test_a_missing_wait_beside_megatrons_ddp_is_found(mutation: Callable[[], None], text_data: Path) -> None:
-    runs = train_virtually(WORLD_SIZE, f"{EP2} {OVERLAP} --moe-strategy prophet", text_data, before=mutation)
+def test_a_missing_wait_beside_megatrons_ddp_is_found(what: tuple[str, str], text_data: Path) -> None:
+    arguments = f"{EP2} {OVERLAP} --moe-strategy prophet"
+    runs = train_virtually(WORLD_SIZE, arguments, text_data, before=partial(wait_for_no, *what))
     races = [finding for run in runs for finding in run.findings if str(FindingKind.RACE) in finding]
     assert any("NCCL" in race for race in races), [run.findings for run in runs]

@@ -7,73 +7,40 @@ from typing import Any
 
 import pytest
 
-from ...training_run import BERT, relative_difference, train, train_on_all_ranks
-from .test_parity_matrix import (
-    AUX_LOSS,
-    DISTRIBUTED,
-    INTERLEAVED,
-    NO_BIAS,
-    OVERLAPS,
-    PP2,
-    RECOMPUTE,
-    RECOMPUTE_MOE,
-    SHARED,
-    TP2,
-    Layout,
-    Record,
-    compare,
-)
+from ...training_run import BERT, flags, relative_difference, train, train_on_all_ranks
+from .comparison import NO_BIAS, layouts, losses_of
+from .test_parity_matrix import Record, assert_bitwise_equal, compare, slow
 from .test_strategy_parity import compare_strategies
 
-EVERY_OTHER = "--num-layers 4 --moe-layer-freq 2"
-
-DEFAULT = {
-    "biases_aux_loss_every_other_layer": Layout(
-        2,
-        2,
-        f"{EVERY_OTHER} {AUX_LOSS} --untie-embeddings-and-output-weights",
-        "slots=2 overlap_degree=3 check_plans=true",
-        num_iterations=4,
-    ),
-}
-MORE = {
-    "biases_on_declared_nodes": Layout(
-        4,
-        4,
-        f"{RECOMPUTE_MOE} --untie-embeddings-and-output-weights --global-batch-size 16",
-        "slots=2 overlap_degree=3 nodes=2",
-    ),
-    "copies_overlaps_recomputed": Layout(
-        4, 2, f"{OVERLAPS} {RECOMPUTE} --swiglu {NO_BIAS}", "slots=2 overlap_degree=3"
-    ),
-    "tensor_parallel_parts": Layout(4, 2, f"{TP2} {DISTRIBUTED} {NO_BIAS}", "slots=2 overlap_degree=3"),
-    "tensor_parallel_whole_experts_rope": Layout(
-        4,
-        4,
-        f"{TP2} --expert-tensor-parallel-size 1 --position-embedding-type rope {SHARED} {NO_BIAS}",
-        "slots=2 overlap_degree=2",
-    ),
-    "pipeline_micro_batches": Layout(
-        4,
-        2,
-        f"{PP2} --num-layers 4 --moe-layer-freq ([1]*3+[0]) {DISTRIBUTED} --global-batch-size 16",
-        "slots=2 overlap_degree=2 rematerialize=true",
-    ),
-    "interleaved_pipeline_overlaps_recomputed_moe": Layout(
-        4, 2, f"{INTERLEAVED} {OVERLAPS} {RECOMPUTE_MOE} {NO_BIAS}", "slots=2 overlap_degree=2"
-    ),
-    "bf16_distributed_no_order_head": Layout(
-        4, 2, f"--bf16 {DISTRIBUTED} --bert-no-binary-head {NO_BIAS}", "slots=2 overlap_degree=2"
-    ),
-}
-TENSOR_PARALLEL = f"--tensor-model-parallel-size 2 {NO_BIAS}"
+needs_checkout = pytest.mark.skipif(
+    "MEGATRON_LM_PATH" not in os.environ, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)"
+)
+LAYOUTS = layouts(
+    """
+    biases_aux_loss_every_other_layer | 2 2 | {EVERY_OTHER} {AUX_LOSS} --untie-embeddings-and-output-weights |
+        slots=2 overlap_degree=3 check_plans=true | num_iterations=4
+    biases_on_declared_nodes | 4 4 | {RECOMPUTE_MOE} --untie-embeddings-and-output-weights {BATCH16} | slots=2
+        overlap_degree=3 nodes=2
+    copies_overlaps_recomputed | 4 2 | {OVERLAPS} {RECOMPUTE} {GATED} | slots=2 overlap_degree=3
+    tensor_parallel_parts | 4 2 | {TP2} {DISTRIBUTED} {NO_BIAS} | slots=2 overlap_degree=3
+    tensor_parallel_whole_experts_rope | 4 4 | {TP2} {WHOLE_EXPERTS} --position-embedding-type rope {SHARED}
+        {NO_BIAS} | slots=2 overlap_degree=2
+    pipeline_micro_batches | 4 2 | {PP2} --num-layers 4 --moe-layer-freq ([1]*3+[0]) {DISTRIBUTED} {BATCH16} |
+        slots=2 overlap_degree=2 rematerialize=true
+    interleaved_pipeline_overlaps_recomputed_moe | 4 2 | {INTERLEAVED} {OVERLAPS} {RECOMPUTE_MOE} {NO_BIAS} |
+        slots=2 overlap_degree=2
+    bf16_distributed_no_order_head | 4 2 | --bf16 {DISTRIBUTED} --bert-no-binary-head {NO_BIAS} | slots=2
+        overlap_degree=2
+    """
+)
+FIRST, *MORE = LAYOUTS
 
 
-@pytest.mark.parametrize("name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", [FIRST, *slow(MORE)])
 def test_losses_equal_stock_megatron(
     name: str, sentence_data: Path, tmp_path: Path, record_property: Record
 ) -> None:
-    compare({**DEFAULT, **MORE}[name], sentence_data, tmp_path, record_property, BERT)
+    compare(LAYOUTS[name], sentence_data, tmp_path, record_property, BERT)
 
 
 @pytest.mark.slow
@@ -81,12 +48,12 @@ def test_losses_equal_stock_megatron(
 def test_losses_of_every_strategy_equal_plain_expert_parallelism(
     name: str, sentence_data: Path, tmp_path: Path
 ) -> None:
-    compare_strategies(MORE[name], sentence_data, tmp_path, BERT)
+    compare_strategies(LAYOUTS[name], sentence_data, tmp_path, BERT)
 
 
 @pytest.mark.slow
 def test_parm_trains_bert_without_sequence_parallelism(sentence_data: Path, tmp_path: Path) -> None:
-    arguments = f"--expert-model-parallel-size 2 {TENSOR_PARALLEL}"
+    arguments = f"--expert-model-parallel-size 2 --tensor-model-parallel-size 2 {NO_BIAS}"
     # Megatron initializes weights differently under sequence parallelism, so all runs load one checkpoint.
     stock = f"{arguments} --sequence-parallel --moe-strategy none"
     save = f"--save {tmp_path} --save-interval 1 --ckpt-format torch_dist"
@@ -94,10 +61,9 @@ def test_parm_trains_bert_without_sequence_parallelism(sentence_data: Path, tmp_
     load = f"--load {tmp_path} --finetune --no-load-optim --no-load-rng --train-iters 5"
     wanted = train(4, f"{stock} {load}", sentence_data, model=BERT)
     for schedule in ("s1", "s2", "auto"):
-        chosen = f"--moe-strategy parm --moe-strategy-set schedule={schedule}"
+        chosen = flags("parm", schedule=schedule)
         run = train(4, f"{arguments} {load} {chosen}", sentence_data, model=BERT)
-        assert relative_difference(run.losses, wanted.losses) <= 1e-5, schedule
-        assert relative_difference(run.other_losses, wanted.other_losses) <= 1e-5, schedule
+        assert relative_difference(losses_of(run), losses_of(wanted)) <= 1e-5, schedule
 
 
 @pytest.mark.parametrize(
@@ -114,47 +80,41 @@ def test_strategy_none_equals_the_bare_script_bitwise(sentence_data: Path) -> No
     arguments = "--expert-model-parallel-size 2 --train-iters 2"
     bare = train(2, arguments, sentence_data, model=BERT, launcher=False, before=count_experts)
     none = train(2, arguments, sentence_data, model=BERT)
-    assert none.losses == bare.losses
-    assert none.other_losses == bare.other_losses
-    assert none.grad_norms == bare.grad_norms
+    assert_bitwise_equal(none, bare)
     assert len(bare.other_losses) == len(bare.losses) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "MEGATRON_LM_PATH" not in os.environ, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)"
-)
+@needs_checkout
 def test_megatrons_script_trains_the_same_model(sentence_data: Path) -> None:
-    script = Path(os.environ["MEGATRON_LM_PATH"]) / "examples" / "bert" / "pretrain_bert.py"
     for strategy in ("none", "fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=2"):
         arguments = f"--expert-model-parallel-size 2 --train-iters 4 --moe-strategy {strategy}"
         own = train(2, arguments, sentence_data, model=BERT)
-        stock = train(
-            2,
-            f"{arguments} --spec local",
-            sentence_data,
-            model=BERT,
-            script=script,
-            before=load_words_from_file,
-        )
+        options: Any = {"script": megatrons_script(), "before": load_words_from_file}
+        stock = train(2, f"{arguments} --spec local", sentence_data, model=BERT, **options)
         assert stock.grad_norms == own.grad_norms
         # The script sums the logged losses in another order.
-        assert relative_difference(stock.losses, own.losses) <= 1e-6
-        assert relative_difference(stock.other_losses, own.other_losses) <= 1e-6
+        assert relative_difference(losses_of(stock), losses_of(own)) <= 1e-6
 
 
-@pytest.mark.skipif(
-    "MEGATRON_LM_PATH" not in os.environ, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)"
-)
+@needs_checkout
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="has Transformer Engine")
 def test_megatrons_script_without_transformer_engine_gets_a_clear_error(sentence_data: Path) -> None:
-    script = Path(os.environ["MEGATRON_LM_PATH"]) / "examples" / "bert" / "pretrain_bert.py"
     (run,) = train_on_all_ranks(
-        1, "--train-iters 1", sentence_data, model=BERT, script=script, before=load_words_from_file
+        1,
+        "--train-iters 1",
+        sentence_data,
+        model=BERT,
+        script=megatrons_script(),
+        before=load_words_from_file,
     )
     assert run.exit_code == 2
     (line,) = [line for line in run.errors.splitlines() if line.startswith("[fssdp]")]
     assert "--spec local" in line
+
+
+def megatrons_script() -> Path:
+    return Path(os.environ["MEGATRON_LM_PATH"]) / "examples" / "bert" / "pretrain_bert.py"
 
 
 def load_words_from_file() -> None:

@@ -20,7 +20,7 @@ LAYOUTS = {
         "--recompute-granularity selective --recompute-modules moe"
     ),
     "allgather": (
-        "--expert-model-parallel-size 4 --moe-token-dispatcher-type allgather --global-batch-size 4 "
+        "--expert-model-parallel-size 4 --moe-token-dispatcher-type allgather --global-batch-size 8 "
         "--moe-router-load-balancing-type none"
     ),
 }

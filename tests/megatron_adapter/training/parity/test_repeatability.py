@@ -1,47 +1,36 @@
 """The same seed and layout give bitwise equal losses, in whichever order transfers arrive."""
 
+import os
+import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ...training_run import train
+from .comparison import BATCH16, DISTRIBUTED, Layout, trained
+from .test_parity_matrix import assert_bitwise_equal
 
-FSSDP = (
-    "--moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=4 "
-    "--moe-strategy-set nodes=2 --moe-strategy-set reshard_interval=2"
-)
-# name: (ranks, arguments)
+FSSDP = "fssdp slots=2 overlap_degree=4 nodes=2 reshard_interval=2"
 RUNS = {
-    "several_micro_batches": (4, "--expert-model-parallel-size 4 --global-batch-size 16"),
-    "rematerialized_balanced_bf16": (
-        4,
-        "--expert-model-parallel-size 4 --bf16 --use-distributed-optimizer "
-        "--moe-strategy-set rematerialize=true --moe-strategy-set dispatch_policy=exact",
+    "several_micro_batches": Layout(4, 4, BATCH16, FSSDP),
+    "rematerialized_balanced_bf16": Layout(
+        4, 4, f"--bf16 {DISTRIBUTED}", f"{FSSDP} rematerialize=true dispatch_policy=exact"
     ),
 }
-SLOW = ("several_micro_batches",)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS],
+    "name", [pytest.param("several_micro_batches", marks=pytest.mark.slow), "rematerialized_balanced_bf16"]
 )
 def test_a_repeated_run_has_bitwise_equal_losses(name: str, text_data: Path) -> None:
-    world_size, arguments = RUNS[name]
-    arguments = f"{arguments} --train-iters 6 {FSSDP}"
-    first = train(world_size, arguments, text_data)
-    again = train(world_size, arguments, text_data, before=let_messages_be_late)
-    assert again.losses == first.losses
-    assert again.grad_norms == first.grad_norms
+    layout = RUNS[name]
+    first = trained(layout, layout.settings, text_data)
+    assert_bitwise_equal(trained(layout, layout.settings, text_data, before=let_messages_be_late), first)
 
 
 def let_messages_be_late() -> None:
     """Delay some steps of each rank's transfers, by different times on each rank."""
-    import os
-    import random
-    import time
-
     from megatron_fssdp.collectives.sparse.posting import GlooMessages
 
     post = GlooMessages.post

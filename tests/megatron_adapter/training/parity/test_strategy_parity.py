@@ -5,7 +5,6 @@ move experts. Transfers are split nevertheless. Where prices decide about the sm
 layers uses it in one iteration, and the other half in the next one. Layouts are those of the parity matrix.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,18 @@ from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
-from ...training_run import GPT, Model, TrainingRun, relative_difference, train_on_all_ranks
-from .test_parity_matrix import DEFAULT, MORE, Layout
+from ...training_run import GPT, Model, TrainingRun, relative_difference
+from .comparison import (
+    BATCH16,
+    GATED,
+    RECOMPUTE_MOE,
+    WHOLE_EXPERTS,
+    Layout,
+    losses_of,
+    replicas_of,
+    trained,
+)
+from .test_parity_matrix import DEFAULT, MORE
 
 STRATEGIES = {
     "fastermoe": "slots=2",
@@ -32,14 +41,11 @@ STRATEGIES = {
     "ep": "smart_schedule=true group_size=1",
     "auto": "choice_interval=1",
 }
-WHOLE_EXPERTS = "--expert-tensor-parallel-size 1"
-TWO_NODES = Layout(4, 4, "--swiglu --disable-bias-linear --global-batch-size 16", "nodes=2")
+TWO_NODES = Layout(4, 4, f"{GATED} {BATCH16}", "nodes=2")
 SLOW = {
     **DEFAULT,
     **MORE,
-    "copies_bf16_recomputed_moe": Layout(
-        4, 2, "--bf16 --recompute-granularity selective --recompute-modules moe --global-batch-size 16", ""
-    ),
+    "copies_bf16_recomputed_moe": Layout(4, 2, f"--bf16 {RECOMPUTE_MOE} {BATCH16}", ""),
 }
 
 
@@ -100,50 +106,35 @@ def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = 
         model: What is trained.
     """
     wanted = _train(layout, "ep", "", data, folder, model)
+    arguments, experts = layout.arguments, 4 if "--num-experts 4" in layout.arguments else 8
+    has_parts = "--expert-tensor-parallel-size 2" in arguments or (
+        "--tensor-model-parallel-size 2" in arguments and WHOLE_EXPERTS not in arguments
+    )
     for strategy, settings in STRATEGIES.items():
-        experts = 4 if "--num-experts 4" in layout.arguments else 8
-        if strategy == "smartmoe" and experts <= layout.ep:
-            continue  # refused: one expert for each device
-        if strategy == "flexmoe" and "--fp16" in layout.arguments:
+        if (
+            (strategy == "smartmoe" and experts <= layout.ep)  # one expert for each device
+            or (strategy == "flexmoe" and "--fp16" in arguments)
+            or ("smart_schedule" in settings and has_parts)
+        ):
             continue  # refused
-        if "smart_schedule" in settings and _has_parts(layout):
-            continue  # refused: expert tensor parallelism
-        _compare(layout, strategy, settings, wanted, data, folder, model)
+        run = _train(layout, strategy, settings, data, folder, model)
+        bound = 2e-3 if layout.is_half else 1e-5
+        assert relative_difference(losses_of(run), losses_of(wanted)) <= bound, strategy
+        _check_use(layout, strategy, run, folder)
     return wanted
 
 
-def _has_parts(layout: Layout) -> bool:
-    """Whether experts are divided over ranks."""
-    arguments = layout.arguments
-    is_tensor_parallel = "--tensor-model-parallel-size 2" in arguments
-    return "--expert-tensor-parallel-size 2" in arguments or (
-        is_tensor_parallel and WHOLE_EXPERTS not in arguments
-    )
-
-
-def _compare(
-    layout: Layout,
-    strategy: str,
-    settings: str,
-    wanted: TrainingRun,
-    data: Path,
-    folder: Path,
-    model: Model,
-) -> None:
-    run = _train(layout, strategy, settings, data, folder, model)
-    is_half = layout.is_bf16 or "--fp16" in layout.arguments
-    losses, wanted_losses = run.losses + run.other_losses, wanted.losses + wanted.other_losses
-    assert relative_difference(losses, wanted_losses) <= (2e-3 if is_half else 1e-5), strategy
-    # Where tokens are dropped, loads are nearly even, and strategies that use exact counts can do nothing.
-    drops = "--moe-expert-capacity-factor" in layout.arguments
+def _check_use(layout: Layout, strategy: str, run: TrainingRun, folder: Path) -> None:
+    """Check that a strategy did more than plain expert parallelism."""
+    metrics = read_metrics(folder / strategy)
     if strategy == "auto":
-        metrics = read_metrics(folder / strategy)
         chosen = {layer.strategy for entry in metrics for layer in entry.layers}
         # A group of one device has nothing to select.
         assert len(chosen) >= 3 if layout.ep > 1 else chosen == {"ep"}, chosen
+    # Where tokens are dropped, loads are nearly even, and strategies that use exact counts can do nothing.
+    drops = "--moe-expert-capacity-factor" in layout.arguments
     if strategy in ("fastermoe", "prophet", "quota", "auto") and layout.replicates and not drops:
-        metrics = read_metrics(folder / strategy)
-        assert any(layer.num_replicas for entry in metrics for layer in entry.layers), strategy
+        assert any(replicas_of(metrics)), strategy
     if strategy == "flexmoe" and layout is TWO_NODES:
         assert any("replicas: " in message for message in run.messages)
     if strategy == "smartmoe" and layout.moves:
@@ -156,14 +147,5 @@ def _train(
     keys = [*settings.split(), *(key for key in layout.settings.split() if key.startswith("nodes="))]
     if strategy in ("fastermoe", "prophet", "quota", "smartmoe", "flexmoe", "auto"):
         keys.append("profile_iterations=1")
-    keys.append(f"record_dir={folder / strategy}")
-    chosen = " ".join([strategy, *(f"--moe-strategy-set {key}" for key in keys)])
-    arguments = (
-        f"--expert-model-parallel-size {layout.ep} {layout.arguments} --train-iters {layout.num_iterations} "
-        f"--moe-strategy {chosen}"
-    )
-    runs = train_on_all_ranks(layout.num_ranks, arguments, data, model=model, before=cheap_links)
-    failed = next((run for run in runs if run.exit_code), None)
-    assert failed is None, f"{strategy}: {failed.errors[-3000:]}"
-    messages = tuple(message for run in runs for message in run.messages)
-    return replace(runs[-1], messages=messages)
+    chosen = f"{strategy} {' '.join(keys)} record_dir={folder / strategy}"
+    return trained(layout, chosen, data, model=model, before=cheap_links)
