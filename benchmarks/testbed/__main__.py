@@ -212,6 +212,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         owned_bytes=(1 + MOMENTS) * size.expert_bytes,
         messages=message_rule(on_cuda=False),
         choices=TokenChoices(size.top_k),
+        exact_shares_s=_shares_s(size, topology),
     )
     variants = [_variant(text) for text in options.strategies.split(",")]
     if not options.no_control and any(variant.name == "none" for variant in variants):
@@ -314,6 +315,19 @@ def _variant(text: str) -> Any:
         overrides = [f"{key}={value}" for key, value in FSSDP_DEFAULTS.items()] + overrides
     _, settings = resolve_strategy(name, overrides=overrides)
     return Variant(text, name, settings if isinstance(settings, PlacementSettings) else None)
+
+
+def _shares_s(size: Any, topology: Any) -> float:
+    """Seconds of exact shares on a rank, if all ranks compute theirs at once."""
+    import torch
+
+    from megatron_fssdp.megatron_adapter.cpu.cpu_device import CpuDeviceMode
+    from megatron_fssdp.runtime.slots.exact_shares import seconds_of_shares
+
+    node_D = torch.from_numpy(topology.node_of_device_D.copy())
+    slot_ED = torch.arange(size.num_experts * topology.num_devices).view(size.num_experts, -1)
+    with CpuDeviceMode():
+        return seconds_of_shares(slot_ED, node_D) * max(1, topology.num_devices / (os.cpu_count() or 1))
 
 
 def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, iterations: int) -> Any:

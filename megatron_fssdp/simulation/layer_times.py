@@ -10,10 +10,10 @@ import numpy as np
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.host_seconds import HostWork
+from megatron_fssdp.planning.cost.layer_profile import EXACT_SHARES_S
 from megatron_fssdp.planning.cost.layer_seconds import (
     exchange_times,
     expert_seconds,
-    shares_seconds,
     transfer_times,
 )
 from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkTimes
@@ -55,7 +55,7 @@ class LayerTimes:
     ) -> None:
         self._ledger, self._cluster, self._job = ledger, cluster, job
         counts_s = links.gather_counts_s(ledger.topology, job.num_experts)
-        counts_IL = counts_s + ledger.exact_IL * shares_seconds(counts_s)
+        counts_IL = counts_s + ledger.exact_IL * (counts_s + EXACT_SHARES_S)
         dispatch, combine = exchange_times(
             links.all_to_all,
             ledger.dispatch.busiest(),

@@ -12,7 +12,6 @@ from megatron_fssdp.planning.cost.layer_seconds import (
     LayerWork,
     counts_seconds,
     layer_seconds,
-    shares_seconds,
 )
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
@@ -59,7 +58,7 @@ def plan_price(
     )
     counts_s = counts_seconds(profile, topology, context.num_experts)
     if plan.shares_exactly:
-        counts_s += shares_seconds(counts_s)
+        counts_s += counts_s + profile.exact_shares_s
     return layer_seconds(
         replace(work, num_choices=0 if choices is None else choices.top_k),
         profile,

@@ -15,6 +15,13 @@ bytes of optimizer states and master weights, which Adam keeps in mixed precisio
 """
 
 
+EXACT_SHARES_S = 4e-4
+"""Seconds of exact shares on a GPU that was not measured: about 135 small kernels, one after the other.
+
+This is an estimate with 3 µs for each kernel.
+"""
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """Measured costs of one MoE layer, the same numbers on all ranks that plan together.
@@ -33,6 +40,8 @@ class LayerProfile:
             owns it; ``None`` if they are not known.
         messages: How a transfer divides an expert into messages.
         choices: What is known about the experts of the tokens; ``None`` if nothing is.
+        exact_shares_s: Seconds in which the device computes exact shares of a micro-batch
+            (``runtime/slots/exact_shares.py``).
         deduplicated: Whether prices count the deduplicated exchange, which needs ``choices``.
     """
 
@@ -48,6 +57,7 @@ class LayerProfile:
     messages: MessageRule = CUDA_MESSAGES
     choices: TokenChoices | None = None
     deduplicated: bool = False
+    exact_shares_s: float = EXACT_SHARES_S
 
     @property
     def sent_choices(self) -> TokenChoices | None:

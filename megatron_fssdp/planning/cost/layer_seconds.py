@@ -72,13 +72,6 @@ HOP_STARTS = 3
 """Number of all-to-alls of each hop of the deduplicated exchange's dispatch: tokens, devices and experts,
 probabilities."""
 
-EXACT_SHARES_S = 4e-4
-"""Seconds in which a device computes exact shares: about 135 small kernels, one after the other.
-
-An estimate for GPUs, where the host starts a kernel in about 3 µs. One core needs 0.35, 0.45 and 1.3 ms at
-(16, 8), (64, 32) and (256, 64) experts and devices (``runtime/slots/exact_shares.py``).
-"""
-
 
 def exchange_times(
     links: LinkSet,
@@ -302,7 +295,7 @@ def layer_seconds(
         profile: Measured costs.
         life: How long replicas stay on their devices.
         counts_s: Seconds to gather the router counts of a micro-batch, see :func:`counts_seconds`; with
-            exact dispatch those of :func:`shares_seconds` as well.
+            exact dispatch those of another gather and of the shares as well.
         num_micro_batches: Number of micro-batches in the iteration. By default it is the profile's.
         hides: Whether transfers run beside compute.
         split: Shares of the transfers that run beside the experts of the layer before, which hide them.
@@ -385,15 +378,6 @@ def counts_seconds(profile: LayerProfile, topology: Topology, num_experts: int) 
         counts_s = plain_links(profile.cluster).gather_counts_s(topology, num_experts)
         kept = profile.__dict__["_kept_counts_s"] = (topology, num_experts, counts_s)
     return float(kept[2])
-
-
-def shares_seconds(counts_s: float) -> float:
-    """Seconds that exact dispatch adds to a micro-batch's forward pass: another gather of counts, and shares.
-
-    Args:
-        counts_s: Seconds of one gather of counts, see :func:`counts_seconds`.
-    """
-    return counts_s + EXACT_SHARES_S
 
 
 def placement_seconds(

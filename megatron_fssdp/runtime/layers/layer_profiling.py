@@ -15,6 +15,7 @@ from megatron_fssdp.planning.memory.materialization_limits import memory_capacit
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.runtime.slots.exact_shares import seconds_of_shares
 
 
 def profile_layers(
@@ -55,6 +56,10 @@ def profile_layers(
     rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)
     before_s = [w.before_s() for w in watches]
     intra, inter = measure_links(first.groups.expert_parallel, first.groups.topology, device)
+    context = first.context
+    node_D = torch.from_numpy(context.topology.node_of_device_D.copy()).to(device)
+    slot_ED = torch.arange(context.num_experts * context.num_devices, device=device)
+    shares_s = seconds_of_shares(slot_ED.view(context.num_experts, -1), node_D)
     numbers = torch.tensor(
         [
             # Compute must hide a transfer on every rank, so the shortest time counts. The signs make the
@@ -66,13 +71,14 @@ def profile_layers(
             inter.alpha_s,
             inter.beta_s_per_byte,
             -float(free_bytes),
+            shares_s,
         ],
         dtype=torch.float64,
         device=device,
     )
     for group in groups:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-    non_moe, flop_s, intra_alpha, intra_beta, inter_alpha, inter_beta, free = numbers.tolist()
+    non_moe, flop_s, intra_alpha, intra_beta, inter_alpha, inter_beta, free, shares_s = numbers.tolist()
     messages = message_rule(on_cuda=device.type == "cuda")
     profile = LayerProfile(
         non_moe_s=-non_moe,
@@ -99,6 +105,7 @@ def profile_layers(
         messages=messages,
         choices=choices,
         deduplicated=deduplicated,
+        exact_shares_s=shares_s,
     )
     for layer in layers:
         layer.context = replace(layer.context, profile=profile)

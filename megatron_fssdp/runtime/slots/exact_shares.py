@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_fssdp.collectives.probes.device_timing import elapsed_s
 from megatron_fssdp.runtime.slots.remap import number_tokens_ET, route_to
 
 EXPONENTS = (3, 1) * 4
@@ -35,6 +36,7 @@ ENOUGH = 1.005
 
 _ANY_HOLDER = 0.02  # part of the prior for holders that even dispatch may give nothing
 _LEAST_LOAD = 1e-4  # in mean loads; keeps the weights of devices without tokens finite
+_RUNS = 5  # the first one is slow
 _TOKEN_PARTS = 20  # bits below a whole token while parts are added up
 
 
@@ -87,6 +89,18 @@ class Holders:
         turn_DE.masked_fill_(chosen_DE == 0, slot_ED.shape[1])
         slot_ED = torch.where(slot_ED >= 0, slot_ED, slot_ED.amax(1, keepdim=True))
         return cls(source, slot_ED, present_DE, near_DE, far_DE, num_chosen_DE, turn_DE, same_node_DD)
+
+
+def seconds_of_shares(slot_ED: torch.Tensor, node_D: torch.Tensor) -> float:
+    """Measure how long a device takes to compute exact shares, for prices; of several runs, the fastest.
+
+    Args:
+        slot_ED: A slot of each expert on each device, int64 ``[E, D]`` on the device.
+        node_D: Node of each device, int64 ``[D]`` on the device.
+    """
+    holders = Holders.of(slot_ED, node_D, 0)
+    counts_DE = torch.ones_like(slot_ED.t())
+    return min(elapsed_s(lambda: exact_ends_ED(counts_DE, holders), slot_ED.device) for _ in range(_RUNS))
 
 
 def remap_exactly(

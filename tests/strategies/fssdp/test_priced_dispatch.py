@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
-from megatron_fssdp.planning.cost.layer_seconds import counts_seconds, shares_seconds
+from megatron_fssdp.planning.cost.layer_seconds import counts_seconds
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.fssdp.priced_dispatch import PricedDispatch
@@ -48,7 +48,7 @@ def test_every_micro_batch_pays_for_its_shares() -> None:
     assert difference("experts_s", UNEVEN, (3, 5)) < 0
     assert difference("before_s", UNEVEN, (3, 5)) == 0
     assert difference("seconds", UNEVEN) == 0, "there is nothing to share"
-    shares_s = shares_seconds(counts_seconds(PROFILE, CONTEXT.topology, EXPERTS))
+    shares_s = counts_seconds(PROFILE, CONTEXT.topology, EXPERTS) + PROFILE.exact_shares_s
     nothing_DE = np.zeros_like(UNEVEN)
     assert difference("all_to_all_s", nothing_DE, (3, 5)) == pytest.approx(times * shares_s)
 
