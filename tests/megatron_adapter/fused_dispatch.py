@@ -3,6 +3,7 @@
 Every rank gathers the tokens of all ranks, which must have equally many. Autograd makes the backward passes.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ def _hybridep_dispatch(
     **_: Any,
 ) -> tuple[Any, ...]:
     """One row for each token and expert, sorted by expert."""
+    domain = int(os.environ.get("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", group.size()))
+    assert num_local_experts * min(domain, group.size()) % 4 == 0, "probabilities travel in units of 16 bytes"
     here = slice(group.rank() * num_local_experts, (group.rank() + 1) * num_local_experts)
     chosen = _gather(routing_map, group)[:, here].T
     expert, token = chosen.nonzero(as_tuple=True)

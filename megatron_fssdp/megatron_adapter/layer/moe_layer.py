@@ -24,6 +24,7 @@ from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import install_gate
+from megatron_fssdp.megatron_adapter.support.dispatch_limits import slot_multiple
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.strategies.layer_plan import LayerContext
@@ -85,6 +86,7 @@ class StrategyMoELayer(MoELayer):
             dict(zip(self.local_expert_indices, local, strict=True)),
             await_parameters=self._await_parameters,
             least_slots=session.least_slots(config),
+            slot_multiple=slot_multiple(config, groups.num_devices),
         )
         self.slot_layer.gradients.delays_weight_gradients = bool(
             config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad

@@ -1,5 +1,6 @@
 """Limits of Megatron's dispatchers and of CUDA graphs that matter because experts are in slots."""
 
+import math
 import os
 from collections.abc import Callable, Collection
 from functools import partial
@@ -156,14 +157,6 @@ def check_slots(config: Any, num_slots: int, num_devices: int, others: Collectio
         most = _MOST_IN_NODE if num_ranks <= _NODE_RANKS else _MOST_OF_NODE // _NODE_RANKS
         if num_slots > most:
             wanted = f"at most {most} with DeepEP over {num_ranks} ranks"
-    elif back_end == "hybridep":
-        domain = int(os.environ.get(_DOMAIN, 0)) or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        domain = min(domain, num_ranks)
-        if num_slots * domain % 4:
-            wanted = (
-                f"a number that gives a multiple of 4 with HybridEP and {domain} ranks in an NVLink domain "
-                f"(environment variable {_DOMAIN})"
-            )
     elif back_end == "ncclep" and set(others) - {num_slots}:
         wanted = f"{max(others)} as in layers before, because NCCL EP has one number of experts in a process"
     if wanted:
@@ -171,6 +164,23 @@ def check_slots(config: Any, num_slots: int, num_devices: int, others: Collectio
             f"slots: got {num_slots} for owned experts and replicas of a device, wanted {wanted}; change the "
             "setting slots, or use another --moe-flex-dispatcher-backend"
         )
+
+
+def slot_multiple(config: Any, num_devices: int) -> int:
+    """Return the number of which a device's slots must be a multiple for the flex dispatcher's back end.
+
+    HybridEP sends a token's probabilities for all slots of an NVLink domain in units of 16 bytes, 4 numbers.
+
+    Args:
+        config: Megatron's parsed arguments or a ``TransformerConfig``.
+        num_devices: Number of devices, D.
+    """
+    value = value_of(config)
+    if _back_end(value) != "hybridep":
+        return 1
+    num_ranks = num_devices * expert_parts(value)
+    domain = int(os.environ.get(_DOMAIN, 0)) or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    return 4 // math.gcd(4, min(domain, num_ranks))
 
 
 def keeps_flex(strategy: Strategy, settings: Any) -> bool:

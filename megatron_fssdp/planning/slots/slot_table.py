@@ -30,12 +30,13 @@ class SlotTable:
         object.__setattr__(self, "expert_DU", frozen_array(self.expert_DU, np.int64))
 
     @classmethod
-    def of(cls, placement: ExpertPlacement, num_replica_slots: int) -> "SlotTable":
+    def of(cls, placement: ExpertPlacement, num_replica_slots: int, multiple: int = 1) -> "SlotTable":
         """The slots of a placement. U is the most experts that a device owns plus the replica slots.
 
         Args:
             placement: Owners and replicas of the experts.
             num_replica_slots: Slots of each device for replicas.
+            multiple: U is rounded up to a multiple of this number by empty slots.
 
         Raises:
             ValueError: A device holds more replicas than it has replica slots.
@@ -50,6 +51,7 @@ class SlotTable:
             )
         owned_D = placement.owned_per_device_D
         slots = int(owned_D.max()) + num_replica_slots
+        slots += -slots % multiple
         expert_DU = np.full((placement.num_devices, slots), -1, np.int64)
         by_owner = np.argsort(placement.owner_E, kind="stable")
         owner = placement.owner_E[by_owner]

@@ -59,6 +59,7 @@ class MoERuntime:
         layout: ExpertLayout | None = None,
         await_parameters: Callable[[], None] | None = None,
         least_slots: int = 0,
+        slot_multiple: int = 1,
     ) -> SlotLayer:
         """Register a layer; layers must be added in the same order on every rank.
 
@@ -70,6 +71,7 @@ class MoERuntime:
             await_parameters: Function that returns when the Parameters have the values of the last optimizer
                 step; ``None`` if they always have them, see :class:`LocalExperts`.
             least_slots: Replica slots that exist from the start.
+            slot_multiple: Number of which the slots of a device are a multiple.
         """
         experts = LocalExperts(f"layer {context.layer}", parameters, told_layout=layout)
         experts = replace(experts, told_device=experts.device)
@@ -87,6 +89,7 @@ class MoERuntime:
             check_plans=self.check_plans,
             timer=LayerTimer(self.timer),
             least_slots=least_slots,
+            slot_multiple=slot_multiple,
         )
         if self.layers:
             self.layers[-1].following, layer.before = layer, self.layers[-1]

@@ -35,6 +35,7 @@ class PassMaker:
         journal: List to which every started transfer is appended; ``None`` without measurement. On CUDA, the
             host must wait for a transfer's times, so they are read only for reports.
         num_replica_slots: Replica slots that exist from the start.
+        slot_multiple: Number of which the slots of a device are a multiple.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class PassMaker:
         waiting: Callable[[], AbstractContextManager[object]],
         journal: list[StartedTransfer] | None,
         num_replica_slots: int,
+        slot_multiple: int,
     ) -> None:
         self._groups, self._waiting, self._journal = groups, waiting, journal
-        self._num_replica_slots = num_replica_slots
+        self._num_replica_slots, self._slot_multiple = num_replica_slots, slot_multiple
         self._shared_slots: ReplicaSlots | None = None
         self._spare_slots: list[ReplicaSlots] = []
         self._table: torch.Tensor | None = None
@@ -76,7 +78,7 @@ class PassMaker:
         """
         placement, here = plan.placement, self._groups.device
         self._make_room(int(placement.replicas_per_device_D.max()), most_slots)
-        slots = SlotTable.of(placement, self._num_replica_slots)
+        slots = SlotTable.of(placement, self._num_replica_slots, self._slot_multiple)
         expert_U = slots.expert_DU[here].tolist()
         found = experts.all_parameters
         transfers = None

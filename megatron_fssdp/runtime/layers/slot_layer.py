@@ -73,6 +73,7 @@ class SlotLayer:
         check_plans: Whether to compare the plans of all ranks before they are used.
         timer: Timer of the parts of this layer's passes.
         least_slots: Replica slots that exist from the start. Further ones are added when a plan needs them.
+        slot_multiple: Number of which the slots of a device are a multiple; empty slots are added.
 
     Attributes:
         load: Loads, bytes and times of the running iteration.
@@ -100,6 +101,7 @@ class SlotLayer:
         check_plans: bool = False,
         timer: LayerTimer | None = None,
         least_slots: int = 0,
+        slot_multiple: int = 1,
     ) -> None:
         self.context, self.groups, self.experts, self.strategy = context, groups, experts, strategy
         self.clock = clock or IterationClock()
@@ -115,7 +117,8 @@ class SlotLayer:
         self.planner = LayerPlanner(strategy, groups, self.clock, history, check_plans)
         self.load = self._empty_load()
         self._journal: list[StartedTransfer] = []
-        self._maker = PassMaker(groups, self.timer.waiting, self._journal if measure else None, least_slots)
+        journal = self._journal if measure else None
+        self._maker = PassMaker(groups, self.timer.waiting, journal, least_slots, slot_multiple)
         self._shared: SlotPass | None = None
         self._current: SlotPass | None = None
         self.gradients = HomeGradients(self.clock, self.timer, self._maker, experts)

@@ -1,5 +1,6 @@
 """With every dispatcher of Megatron, a layer with replicas equals the stock layer."""
 
+import os
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ def _compare_all(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     from megatron.core.transformer.moe import moe_layer, token_dispatcher
 
     install_fused_dispatch()
+    os.environ["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] = "2"  # 2 + 3 slots become 6.
     token_dispatcher.get_align_size_for_quantization = lambda config: 4
     moe_layer.HAVE_TE, moe_layer.TELinear = True, _Projection
     return {name: _compare(rank, world_size, *case) for name, case in CASES.items()}
@@ -79,7 +81,7 @@ def _layer(config: Any, strategy: str) -> Any:
         use_te=False,
         num_experts=EXPERTS,
         strategy="fssdp",
-        settings={"slots": 2, "overlap_degree": 4, "reshard_interval": 0},
+        settings={"slots": 3, "overlap_degree": 4, "reshard_interval": 0},
     )
     if config.moe_grouped_gemm:
         spec = partial(spec.func, **{**spec.keywords, "submodules": fake_grouped_experts(spec)})

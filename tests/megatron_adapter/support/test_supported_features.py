@@ -14,6 +14,7 @@ from megatron_fssdp.megatron_adapter.support.dispatch_limits import (
     check_dispatch,
     check_slots,
     keeps_flex,
+    slot_multiple,
 )
 from megatron_fssdp.megatron_adapter.support.replaced_settings import (
     CHECKPOINT_REPLACEMENTS,
@@ -162,7 +163,6 @@ def test_others_are_refused_before_a_model_is_built(
     [
         ("deepep", 128, 8, "at most 128 with DeepEP over 8 ranks"),
         ("deepep", 64, 16, "at most 64 with DeepEP over 16 ranks"),
-        ("hybridep", 6, 2, "a multiple of 4 with HybridEP and 2 ranks"),
         ("ncclep", 3, 2, "3 as in layers before"),
     ],
 )
@@ -175,6 +175,26 @@ def test_back_ends_of_the_flex_dispatcher_limit_the_slots(
     with pytest.raises(ConfigurationError, match=f"slots: got {most + 1} .*{wanted}"):
         check_slots(config, most + 1, num_devices, {3})
     check_slots(SimpleNamespace(moe_token_dispatcher_type="alltoall"), 999, num_devices)
+
+
+@pytest.mark.parametrize(
+    ("back_end", "num_devices", "domain", "wanted"),
+    [
+        ("hybridep", 2, None, 2),
+        ("hybridep", 8, None, 1),
+        ("hybridep", 8, "6", 2),
+        ("hybridep", 8, "1", 4),
+        ("deepep", 2, None, 1),
+    ],
+)
+def test_hybridep_gets_slots_in_multiples(
+    back_end: str, num_devices: int, domain: str | None, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if domain is not None:
+        monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", domain)
+    config = SimpleNamespace(**FLEX, moe_flex_dispatcher_backend=back_end)
+    assert slot_multiple(config, num_devices) == wanted
 
 
 def test_auto_keeps_the_flex_dispatcher() -> None:

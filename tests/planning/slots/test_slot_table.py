@@ -30,13 +30,15 @@ def test_too_many_replicas_are_refused():
 
 
 @examples(100)
-@given(placements(), st.integers(0, 3))
-def test_slots_hold_the_experts_of_their_device(case, spare):
+@given(placements(), st.integers(0, 3), st.sampled_from([1, 2, 4]))
+def test_slots_hold_the_experts_of_their_device(case, spare, multiple):
     _, placement = case
     replica_slots = int(placement.replicas_per_device_D.max()) + spare
-    slots = SlotTable.of(placement, replica_slots)
+    slots = SlotTable.of(placement, replica_slots, multiple)
     assert slots.num_experts == placement.num_experts
-    assert slots.slots_per_device == placement.owned_per_device_D.max() + replica_slots
+    added = slots.slots_per_device - placement.owned_per_device_D.max() - replica_slots
+    assert 0 <= added < multiple
+    assert slots.slots_per_device % multiple == 0
     for device, expert_P in enumerate(slots.expert_DU.tolist()):
         owned = np.flatnonzero(placement.owner_E == device).tolist()
         replicas = [e for e in placement.experts_on(device) if e not in owned]
