@@ -8,19 +8,13 @@ layer of the stage.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
 
-@dataclass(frozen=True)
-class SlotContent:
-    """The expert that a slot holds.
-
-    Attributes:
-        layer_number: Megatron's number of the expert's layer, counted from 1.
-        expert: The expert's number in that layer, counted from 0.
-    """
+class SlotContent(NamedTuple):
+    """The expert that a slot holds: Megatron's number of its layer, from 1, and its number, from 0."""
 
     layer_number: int
     expert: int
@@ -44,10 +38,7 @@ class StageOwners:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_numbers", tuple(int(number) for number in self.layer_numbers))
-        if (
-            len(self.layer_numbers) != self.owners.num_layers
-            or len(set(self.layer_numbers)) != self.owners.num_layers
-        ):
+        if not len(self.layer_numbers) == len(set(self.layer_numbers)) == self.owners.num_layers:
             raise ValueError(
                 f"layer numbers: got {self.layer_numbers}, wanted {self.owners.num_layers} different "
                 "numbers, one for each layer of the owner map"
@@ -63,16 +54,6 @@ class StageOwners:
         local = self.owners.num_experts // self.owners.num_devices
         held = (self.owners.expert_in(device, layer * local + index) for index in range(local))
         return tuple(SlotContent(self.layer_numbers[index], expert) for index, expert in held)
-
-    def registered(self, device: int, layer: int) -> tuple[SlotContent, ...]:
-        """Return the experts that the same slots hold in stock Megatron.
-
-        Args:
-            device: Rank in the expert-parallel group.
-            layer: Index, in the owner map, of the layer for which Megatron registered the module.
-        """
-        local = self.owners.num_experts // self.owners.num_devices
-        return tuple(SlotContent(self.layer_numbers[layer], device * local + index) for index in range(local))
 
     def as_lists(self) -> dict[str, Any]:
         """Return plain lists of numbers for a checkpoint; :meth:`from_lists` is the inverse."""

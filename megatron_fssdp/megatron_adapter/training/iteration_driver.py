@@ -20,7 +20,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
-from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.training.finite_watch import FiniteWatch
 from megatron_fssdp.megatron_adapter.training.memory_report import (
@@ -97,15 +96,17 @@ class IterationDriver:
         if not layers or layers[0].context.num_devices == 1:
             return
         if session.strategy.moves_owners:
+            self._resharding = ExpertResharding(
+                session.slots.parameters,
+                self._expert_parallel,
+                parallel_state.get_expert_data_parallel_group(),
+                model,
+                optimizer,
+            )
             # This call only checks that slots can be exchanged. A run should fail now and not at its first
             # re-shard.
-            slot_quantities(
-                session.slots.parameters,
-                optimizer,
-                expert_parallel=self._expert_parallel,
-                expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
-            )
-        if session.strategy.selects and session.slots:
+            self._resharding.quantities()
+        if session.strategy.selects and session.slots.layers:
             self._selector = StrategySelector(session.strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = session.strategy.profile_iterations
         if self._iterations_to_measure:
@@ -181,6 +182,8 @@ class IterationDriver:
         if self._session.strategy.exchange == "by_price":
             self._tell_exchange()
         loads = self._session.runtime.end_iteration()
+        for load in loads:
+            load.strategy = self._session.strategy.selected(load.layer)
         if any(layer.stopwatch is not None for layer in self._session.runtime.layers):
             self._measured_replicas_bytes = max(self._measured_replicas_bytes, self._replicas_bytes(loads))
         return loads
@@ -269,13 +272,7 @@ class IterationDriver:
         new = self._session.strategy.reshard(self._contexts_of_copies(), load_LE, old)
         if not old.moves_to(new):
             return None
-        report = ExpertResharding(
-            slots.parameters,
-            self._expert_parallel,
-            parallel_state.get_expert_data_parallel_group(),
-            self._model,
-            self._optimizer,
-        ).execute(old, new)
+        report = self._resharding.execute(old, new)
         slots.adopt(new)
         return report
 
@@ -293,7 +290,7 @@ class IterationDriver:
     def _replicate(self, iteration: int) -> ReshardReport | None:
         """Let the strategy reconsider the resident replicas if this iteration is one at which it does."""
         strategy = self._session.strategy
-        if self._residents is None or not strategy.replicates_at(iteration) or not self._session.slots:
+        if self._residents is None or not strategy.replicates_at(iteration) or not self._session.slots.layers:
             return None
         layers = self._session.slots.layers
         load_LDE = self._mean_over_copies(np.stack([layer.history.total_DE() for layer in layers]))

@@ -149,9 +149,9 @@ def _hint(folder: Path) -> Any:
     """The owner map in a checkpoint, which is uneven if there is one."""
     from megatron.core import dist_checkpointing
 
-    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import HINT_KEY
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint
 
-    hint = dist_checkpointing.load_common_state_dict(str(folder / f"iter_{SAVED_AT:07d}")).get(HINT_KEY)
+    hint = dist_checkpointing.load_common_state_dict(str(folder / f"iter_{SAVED_AT:07d}")).get(OwnerHint.key)
     if hint is not None:
         assert any(not OwnerMap.from_lists(stage).is_even for stage in hint["stages"])
     return hint

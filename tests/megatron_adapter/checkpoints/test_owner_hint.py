@@ -28,7 +28,7 @@ def _hint(stages: list[StageOwners]) -> dict[str, Any]:
 
 
 def test_a_hint_of_the_same_layout_gives_the_saved_owner_map() -> None:
-    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import fitting_owners
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import fitting_owners
 
     stages = _stages()
     for rank, stage in enumerate(stages):
@@ -70,7 +70,7 @@ def test_a_hint_of_the_same_layout_gives_the_saved_owner_map() -> None:
 def test_hints_of_other_layouts_are_not_used(
     hint: Any, metadata: Any, stage: StageOwners | None, match: str
 ) -> None:
-    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import fitting_owners
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import fitting_owners
 
     with pytest.raises(ValueError, match=match):
         fitting_owners(hint, metadata, stage, 0, 2)
@@ -89,17 +89,18 @@ def test_all_ranks_gather_the_same_hint() -> None:
 def _gather(rank: int, world_size: int) -> Any:
     from megatron.core import parallel_state
 
-    from megatron_fssdp.megatron_adapter.checkpoints import owner_hint
+    from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint
 
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    owner_hint.logger.addHandler(handler)
+    checkpoint_hints.logger.addHandler(handler)
     stage = _stages()[parallel_state.get_pipeline_model_parallel_rank()]
     mine = stage if stage.layer_numbers == (3, 4) else even_stage(stage)
-    hints = owner_hint.gather_hint(mine), owner_hint.gather_hint(even_stage(stage))
     adopted: list[OwnerMap] = []
-    assert owner_hint.take_hint({"stages": [None]}, {}, stage, adopted.append) is None
+    hints = [OwnerHint(lambda one=one: one, adopted.append).gather() for one in (mine, even_stage(stage))]
+    OwnerHint(lambda: stage, adopted.append).take({"stages": [None]}, {})
     assert not adopted
     return *hints, lines
 
@@ -119,8 +120,7 @@ def save_with_hint() -> None:
     """Have experts in random slots when the run saves."""
     from megatron.training import checkpointing, training
 
-    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_checkpointing
-    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import OwnerHint
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint, wrap_checkpointing
 
     save = training.save_checkpoint
 
@@ -139,8 +139,7 @@ def load_with_hint() -> None:
     """Load with the owners of the checkpoint, save what was loaded, and end the run."""
     from megatron.training import checkpointing, training
 
-    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_checkpointing
-    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import OwnerHint
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint, wrap_checkpointing
 
     load = training.load_checkpoint
 

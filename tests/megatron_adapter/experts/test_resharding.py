@@ -160,8 +160,8 @@ def _resharding(model: list[Any], optimizer: Any, parts: Any = None, **options: 
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_parameters
     from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding
+    from megatron_fssdp.megatron_adapter.experts.slot_experts import expert_parameters
 
     layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
     return ExpertResharding(

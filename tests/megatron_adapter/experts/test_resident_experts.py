@@ -156,7 +156,8 @@ def compare_in_training() -> None:
             for expert, slot in residents._map.held_by(device, layer).items():
                 places["replica", layer, expert] = owners.slots_per_device + layer * per_layer + slot
         here = {key: [] for key in places}
-        for quantity in residents._quantities():
+        residents._copy_settings()
+        for quantity in residents._contents.quantities():
             rows = torch.empty(len(places), quantity.num_elements, dtype=quantity.dtype)
             quantity.read(list(places.values()), 0, rows)
             for key, row in zip(places, rows, strict=True):

@@ -94,7 +94,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         assert slots._current.table_JE is table
         # What a replay computes: the same operations on the same tensors.
         probs, routing_map = layer.router(hidden)
-        rows, row_probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+        rows, row_probs = dispatcher.dispatch_preprocess(hidden, *slots.remap(routing_map, probs))
         layer.cudagraph_tensor_store.set(hidden_states=rows, probs=row_probs)
         layer.router.forward, forward = _forbidden, layer.router.forward
         got, _ = layer(hidden)
