@@ -64,7 +64,7 @@ _SEAMS = _seams(
       get_moe_module_spec | builds layer specs with it | specs
     megatron.core.transformer.moe.moe_layer
       MoELayer.route | divides the tokens of tensor-parallel ranks that have the same ones | placement
-      MoELayer.preprocess | turns the routing of experts into that of slots; Megatron permutes tokens | placement
+      MoELayer.preprocess | turns the routing of experts into that of slots | placement
       MoELayer.dispatch | plans the next layer while tokens travel | placement
       MoELayer.postprocess | starts the next layer's transfers | placement
     megatron.core.transformer.cuda_graphs
