@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import log_single_rank
 
-from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
+from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -147,7 +147,7 @@ def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> N
 def fitting_owners(
     hint: Any, metadata: Mapping[str, Any], stage: StageOwners | None, rank: int, num_stages: int
 ) -> OwnerMap | None:
-    """Return the owner map that a hint contains for this pipeline stage.
+    """Return the owner map that a hint contains for this pipeline stage; ``None`` if it contains none.
 
     Args:
         hint: Value in the checkpoint. It may be damaged or come from another layout.
@@ -155,9 +155,6 @@ def fitting_owners(
         stage: Owners of this pipeline stage in this run.
         rank: Number of this stage in the pipeline.
         num_stages: Number of stages of this run's pipeline.
-
-    Returns:
-        The owner map; ``None`` if the hint has none for this stage.
 
     Raises:
         ValueError: The hint comes from another layout or another model, or it is damaged.

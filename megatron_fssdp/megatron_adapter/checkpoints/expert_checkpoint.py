@@ -18,7 +18,7 @@ its state, so the wrapper around them corrects it afterwards.
 
 import re
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_fssdp.megatron_adapter.experts.stage_owners import SlotContent, StageOwners
+from megatron_fssdp.megatron_adapter.experts.expert_slots import SlotContent, StageOwners
 
 ShardedStateDict = dict[str, Any]
 CurrentOwners = Callable[[], StageOwners | None]
@@ -101,9 +101,8 @@ def expert_sharded_state_dict(
         ValueError: A slot of the decoder holds an expert of multi-token prediction, or the reverse, or
             Megatron names experts in another way than the tested releases.
     """
-    make_stock = type(experts).sharded_state_dict
     if stage is None or stage.owners.is_even:
-        return make_stock(experts, prefix, sharded_offsets, metadata)
+        return type(experts).sharded_state_dict(experts, prefix, sharded_offsets, metadata)
     contents, number = stage.contents(device, layer), stage.layer_numbers[layer]
     _check_stays_in_decoder(number, contents, experts.config.num_layers)
     if [offset[:2] for offset in sharded_offsets] not in ([], [(0, number - 1)]):
@@ -111,7 +110,7 @@ def expert_sharded_state_dict(
             f"sharded offsets of layer {number}: got {sharded_offsets}, wanted none or (0, {number - 1}, "
             f"layers); this Megatron numbers layers in another way {_OTHER_RELEASE}"
         )
-    state: ShardedStateDict = make_stock(experts, prefix, sharded_offsets, metadata)
+    state: ShardedStateDict = type(experts).sharded_state_dict(experts, prefix, sharded_offsets, metadata)
     # With this option, each expert is a tensor of its own with its number in the key. Without it, experts
     # are an axis of one tensor.
     is_key = bool((metadata or {}).get("singleton_local_shards", False))
@@ -126,7 +125,7 @@ def expert_sharded_state_dict(
             entry.key = f"{stem}{content.expert}.{entry.key.removeprefix(f'{stem}{registered}.')}"
         move = _mover(len(sharded_offsets), None if is_key else registered, content)
         if isinstance(entry, ShardedTensorFactory):  # It makes several tensors of one, also of its states.
-            entry.build_fn = _moved_parts(entry.build_fn, move)
+            entry.build_fn = partial(_build_and_move, entry.build_fn, move)
         else:
             move(entry)
         if not sharded_offsets:
@@ -135,7 +134,7 @@ def expert_sharded_state_dict(
 
 
 def _mover(num_layer_axes: int, registered: int | None, content: SlotContent) -> Callable[[Any], Any]:
-    """A function that gives an entry the layer and the expert that are in its slot.
+    """A function that gives an entry the layer and the expert that are in its slot, where these are axes.
 
     Args:
         num_layer_axes: 1 if the layer is an axis of the stored tensor, 0 if its number is in the key.
@@ -160,20 +159,12 @@ def _mover(num_layer_axes: int, registered: int | None, content: SlotContent) ->
     return move
 
 
-def _moved_parts(build: Callable[..., Any], move: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: [move(part) for part in build(*args, **kwargs)]
+def _build_and_move(build: Callable[..., Any], move: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+    return [move(part) for part in build(*args, **kwargs)]
 
 
 def _correct_layer_keys(state: ShardedStateDict, layers_prefix: str) -> None:
-    """Correct the layer number in the keys of experts that are in slots of another layer, in place.
-
-    Args:
-        state: Sharded state dict that a transformer block returned.
-        layers_prefix: Prefix of the keys of its layers, up to the layer number.
-
-    Raises:
-        ValueError: A key does not have the form that Megatron gives it.
-    """
+    """Correct the layer number in the keys of experts that are in slots of another layer, in place."""
     for entry in state.values():
         number = getattr(entry, _OWNER_LAYER, None)
         if number is None:

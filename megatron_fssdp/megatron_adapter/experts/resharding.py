@@ -179,12 +179,6 @@ def _finish_parameter_gathers(model_chunks: Sequence[Any]) -> None:
     last step. DDP's forward pre-hooks do not gather a bucket group again that was finished here, until
     the next reduction of gradients. Pipeline schedules that start all gathers again gather the same
     values, because all ranks have them.
-
-    Args:
-        model_chunks: The model chunks of this rank, wrapped in Megatron's DDP.
-
-    Raises:
-        ConfigurationError: The gathers start during the optimizer step, before the experts are updated.
     """
     for chunk in model_chunks:
         # In the first iteration and during evaluation, DDP has removed the hooks and the parameters are

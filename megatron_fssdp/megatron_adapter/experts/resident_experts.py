@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -33,9 +34,6 @@ from megatron_fssdp.megatron_adapter.experts.slot_states import is_layer_wise, m
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.resident_map import ResidentMap
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
-
-_KEPT_ATTRIBUTES = ("allreduce", "tensor_model_parallel", "partition_dim", "partition_stride")
-"""Attributes of an expert's Parameter that Megatron reads to reduce its gradients and to optimize it."""
 
 
 class ResidentExperts:
@@ -96,7 +94,8 @@ class ResidentExperts:
                 num_buckets=None,
                 bucket_size=None,
             ),
-            _registered(self.parameters),
+            # Megatron sets weight decay by the shapes, so the Parameters need no names.
+            torch.nn.ParameterList(parameter for slot in self.parameters for parameter in slot),
             disable_bucketing=True,
         )
         self._resident_optimizer = get_megatron_optimizer(
@@ -211,24 +210,12 @@ class ResidentExperts:
             group.update({k: value for k, value in settings.items() if k not in ("params", "param_names")})
 
 
-def _registered(slots: Sequence[ExpertParameters]) -> torch.nn.Module:
-    """A module that names Parameters like the model, because Megatron sets weight decay by these names."""
-    experts = torch.nn.Module()
-    for index, slot in enumerate(slots):
-        for position, parameter in enumerate(slot):
-            linear = torch.nn.Module()
-            linear.register_parameter("bias" if parameter.dim() == 1 else "weight", parameter)
-            experts.add_module(f"expert{index}_{position}", linear)
-    return experts
-
-
 def _like(template: ExpertParameters) -> ExpertParameters:
     """Return Parameters of zeros with the shapes and Megatron's attributes of an expert's Parameters."""
-    made = tuple(Parameter(torch.zeros_like(parameter)) for parameter in template)
+    made: tuple[Any, ...] = tuple(Parameter(torch.zeros_like(parameter)) for parameter in template)
     for new, parameter in zip(made, template, strict=True):
-        for name in _KEPT_ATTRIBUTES:
-            if hasattr(parameter, name):
-                setattr(new, name, getattr(parameter, name))
+        copy_tensor_model_parallel_attributes(new, parameter)
+        new.allreduce = getattr(parameter, "allreduce", True)
     return made
 
 

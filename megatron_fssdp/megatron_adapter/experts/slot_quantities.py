@@ -185,12 +185,7 @@ def _together(findings: Sequence[_Findings]) -> _Findings:
 
 
 def _are_parts(copies: Sequence[Ranges]) -> tuple[bool, list[str]]:
-    """Find out how the ranks of one optimizer share the states of the same experts.
-
-    Returns:
-        Whether each rank holds only a part of every state, and the problem if the parts do not form
-        the whole exactly once.
-    """
+    """Whether each rank of an optimizer holds only a part of every state, and the problem with the parts."""
     if all(last - first == size for ranges in copies for first, last, size in ranges):
         return False, []
     for ranges in zip(*copies, strict=True):
@@ -234,32 +229,30 @@ def _problem_of(found: _Findings) -> str | None:
 def _quantities(
     states_WO: Sequence[Sequence[ParameterState]], agreed: _Findings, part_group: dist.ProcessGroup | None
 ) -> list[PartedQuantity]:
-    # Each quantity has a name, a data type, and the positions in a slot of the Parameters that have it.
-    positions_of: dict[tuple[str, torch.dtype], list[int]] = {}
-    for position, state in enumerate(states_WO[0]):
-        positions_of.setdefault((PARAMETERS, state.parameter.dtype), []).append(position)
-    tensors = sorted((name, at) for at, one in agreed.profiles for name, value in one if value == A_TENSOR)
-    for name, position in tensors:
-        positions_of.setdefault((name, torch.float32), []).append(position)
-    quantities = []
-    for (name, dtype), positions in positions_of.items():
-        sizes = [states_WO[0][position].parameter.numel() for position in positions]
-        *offsets, num_elements = accumulate(sizes, initial=0)
-        parts_W = [
-            [
-                part
-                for position, offset in zip(positions, offsets, strict=True)
-                if (part := _part(states[position], name, offset))[1].numel()
-            ]
-            for states in states_WO
-        ]
-        group = None if name == PARAMETERS else part_group
-        device = states_WO[0][0].parameter.device
-        quantities.append(PartedQuantity(name, num_elements, dtype, device, parts_W, group))
-    return quantities
+    # Every quantity has all elements of a slot. Those of a Parameter that has no such state are in no part.
+    *offsets, num_elements = accumulate((state.parameter.numel() for state in states_WO[0]), initial=0)
+    states = {name for _, profile in agreed.profiles for name, value in profile if value == A_TENSOR}
+    kinds = [(PARAMETERS, dtype) for dtype in dict.fromkeys(one.parameter.dtype for one in states_WO[0])]
+    kinds += [(name, torch.float32) for name in sorted(states)]
+    device = states_WO[0][0].parameter.device
+    return [
+        PartedQuantity(
+            name,
+            num_elements,
+            dtype,
+            device,
+            [[*_parts(states, offsets, name, dtype)] for states in states_WO],
+            None if name == PARAMETERS else part_group,
+        )
+        for name, dtype in kinds
+    ]
 
 
-def _part(state: ParameterState, name: str, offset: int) -> tuple[int, Tensor]:
-    if name == PARAMETERS:
-        return offset, state.parameter
-    return offset + state.start, state.tensors.get(name, state.parameter[:0])
+def _parts(
+    states_O: Sequence[ParameterState], offsets_O: Sequence[int], name: str, dtype: torch.dtype
+) -> Iterator[tuple[int, Tensor]]:
+    for state, offset in zip(states_O, offsets_O, strict=True):
+        if name != PARAMETERS and name in state.tensors:
+            yield offset + state.start, state.tensors[name]
+        elif name == PARAMETERS and state.parameter.dtype == dtype:
+            yield offset, state.parameter
