@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
+from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
 

@@ -22,29 +22,28 @@ def check_checkpoint_arguments(args: Any) -> None:
     def value(name: str) -> Any:
         return getattr(args, name, None)
 
+    message = None
     saves = value("save") is not None or value("non_persistent_save_interval") is not None
     if saves and value("ckpt_format") != "torch_dist":
-        raise _refusal(
+        message = (
             f"--ckpt-format: got {value('ckpt_format')}, wanted torch_dist, the only format that stores an "
             "expert under its layer and number; use --ckpt-format torch_dist"
         )
-    if value("ckpt_convert_format") not in (None, "torch_dist"):
-        raise _refusal(
+    elif value("ckpt_convert_format") not in (None, "torch_dist"):
+        message = (
             f"--ckpt-convert-format: got {value('ckpt_convert_format')}, wanted torch_dist or no conversion; "
             "convert without a placement strategy (--moe-strategy none)"
         )
-    if saves and value("non_persistent_ckpt_type") == "local":
-        raise _refusal(
+    elif saves and value("non_persistent_ckpt_type") == "local":
+        message = (
             "--non-persistent-ckpt-type: got local, which stores experts by rank and slot, wanted global; "
             "use --non-persistent-ckpt-type global"
         )
     for name in ("save_params_interval", "save_wgrads_interval"):
-        if value(name) is not None:
-            raise _refusal(
+        if message is None and value(name) is not None:
+            message = (
                 f"--{name.replace('_', '-')}: got {value(name)}, which saves tensors by the names of "
                 "Parameters, but a moved expert is in another expert's Parameters; remove the option"
             )
-
-
-def _refusal(message: str) -> ConfigurationError:
-    return ConfigurationError(f"{message}, or {KEEP_OWNERS}")
+    if message is not None:
+        raise ConfigurationError(f"{message}, or {KEEP_OWNERS}")

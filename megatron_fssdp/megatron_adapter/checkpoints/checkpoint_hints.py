@@ -1,34 +1,107 @@
 """Hints: plain values in a checkpoint's common state with which a run continues as before.
 
-A checkpoint can be loaded without its hints, under any strategy and in stock Megatron, which ignores them.
-All ranks save the same values.
+A checkpoint identifies experts by layer and number. It can be loaded without its hints, under any strategy
+and owner map and in stock Megatron, which ignores them. All ranks save the same values.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import log_single_rank
+
+from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.strategies.strategy import Strategy
+
+logger = logging.getLogger(__name__)
 
 
-class CheckpointHint(Protocol):
-    """A value that is saved in checkpoints and used when a run resumes."""
+@dataclass(frozen=True)
+class OwnerHint:
+    """The owner maps of all pipeline stages. A run of the same layout starts with them.
 
-    @property
-    def key(self) -> str:
-        """Name of the value in the checkpoint's common state."""
-        ...
+    Attributes:
+        current: Function that returns the owners of the stage; ``None`` on a stage without MoE layers.
+        adopt: Function that makes a loaded owner map the current one, before experts are loaded. It moves
+            no contents, because loading fills every slot.
+        key: Name of the hint in the checkpoint's common state.
+    """
 
-    def gather(self) -> Any:
-        """Return the value to save, or ``None`` to save nothing. Collective: every rank calls it."""
-        ...
+    key: ClassVar[str] = "megatron_fssdp_owners"
+    current: Callable[[], StageOwners | None]
+    adopt: Callable[[OwnerMap], None]
+
+    def gather(self) -> dict[str, Any] | None:
+        """Return the value to save; ``None`` if all stages have Megatron's even distribution. Collective."""
+        stage = self.current()
+        stages = _of_all_stages(None if stage is None or stage.owners.is_even else stage.as_lists())
+        return None if all(lists is None for lists in stages) else {"stages": stages}
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
-        """Continue with a checkpoint's value, or log one line why it is not used. Every rank calls it.
+        """Adopt a checkpoint's owner map, or log one line why it is not used. Every rank calls it.
 
         Args:
-            hint: The value in the checkpoint. It may be damaged or come from another layout.
+            hint: Result of :meth:`gather` in the run that saved the checkpoint. It may be damaged or come
+                from another layout.
             metadata: Megatron's content metadata of the checkpoint.
         """
-        ...
+        group = parallel_state.get_pipeline_model_parallel_group()
+        try:
+            owners = fitting_owners(hint, metadata, self.current(), group.rank(), group.size())
+        except ValueError as misfit:
+            _log(logging.WARNING, f"the checkpoint's owner map is not used: {misfit}")
+            return
+        if owners is not None:
+            self.adopt(owners)
+            _log(logging.INFO, "experts keep the owners of the checkpoint")
+
+
+@dataclass(frozen=True)
+class StrategyHint:
+    """The strategy that ``auto`` has selected for every layer.
+
+    Attributes:
+        strategy: Strategy that selects other strategies (``auto``).
+        layers: Function that returns Megatron's numbers of this pipeline stage's MoE layers. It is called
+            only after the model is built.
+        key: Name of the hint in the checkpoint's common state.
+    """
+
+    key: ClassVar[str] = "megatron_fssdp_choices"
+    strategy: Strategy
+    layers: Callable[[], Sequence[int]]
+
+    def gather(self) -> dict[str, str]:
+        """Return the selected strategies by layer number (as text), for all pipeline stages. Collective."""
+        named = {str(layer): self.strategy.selected(layer) for layer in self.layers()}
+        return {layer: name for stage in _of_all_stages(named) for layer, name in stage.items() if name}
+
+    def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
+        """Continue with the saved selection, whatever the layout of the run that saved it was.
+
+        Args:
+            hint: Result of :meth:`gather` in the run that saved the checkpoint. It may be damaged.
+            metadata: Megatron's content metadata of the checkpoint.
+        """
+        try:
+            selected = {int(layer): str(name) for layer, name in hint.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            _log(
+                logging.WARNING,
+                "the checkpoint's selection of strategies is not used because it cannot be read "
+                f"({type(error).__name__}: {error}); auto selects again",
+            )
+            return
+        self.strategy.resume(selected)
+        _log(logging.INFO, "layers keep the strategies of the checkpoint")
+
+
+CheckpointHint = OwnerHint | StrategyHint
 
 
 def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> None:
@@ -69,3 +142,59 @@ def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> N
         return metadata
 
     dist_checkpointing.load_content_metadata = load_content_metadata
+
+
+def fitting_owners(
+    hint: Any, metadata: Mapping[str, Any], stage: StageOwners | None, rank: int, num_stages: int
+) -> OwnerMap | None:
+    """Return the owner map that a hint contains for this pipeline stage; ``None`` if it contains none.
+
+    Args:
+        hint: Value in the checkpoint. It may be damaged or come from another layout.
+        metadata: Megatron's content metadata of the checkpoint.
+        stage: Owners of this pipeline stage in this run.
+        rank: Number of this stage in the pipeline.
+        num_stages: Number of stages of this run's pipeline.
+
+    Raises:
+        ValueError: The hint comes from another layout or another model, or it is damaged.
+    """
+    if metadata.get("distrib_optim_sharding_type") == "dp_reshardable":
+        raise ValueError(
+            "got optimizer states stored by bucket position, which can be loaded only under Megatron's even "
+            "owners"
+        )
+    try:
+        stages = hint["stages"]
+        saved = [None if lists is None else StageOwners.from_lists(lists) for lists in stages]
+    except (TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"got a hint that cannot be read ({type(error).__name__}: {error})") from None
+    if len(saved) != num_stages:
+        raise ValueError(f"got an owner map of {len(saved)} pipeline stages, wanted {num_stages}")
+    mine = saved[rank]
+    if mine is None:
+        return None
+    if stage is None or mine.layer_numbers != stage.layer_numbers:
+        here = "none" if stage is None else list(stage.layer_numbers)
+        raise ValueError(
+            f"got MoE layers {list(mine.layer_numbers)} on stage {rank}, wanted {here}; the checkpoint is "
+            "from another model or another pipeline layout"
+        )
+    for what, got, wanted in (
+        ("expert-parallel devices", mine.owners.num_devices, stage.owners.num_devices),
+        ("experts of a layer", mine.owners.num_experts, stage.owners.num_experts),
+    ):
+        if got != wanted:
+            raise ValueError(f"got an owner map of {got} {what}, wanted {wanted}")
+    return mine.owners
+
+
+def _of_all_stages(own: Any) -> list[Any]:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Any] = [None] * group.size()
+    dist.all_gather_object(stages, own, group=group)
+    return stages
+
+
+def _log(level: int, message: str) -> None:
+    log_single_rank(logger, level, f"[fssdp] {message}")

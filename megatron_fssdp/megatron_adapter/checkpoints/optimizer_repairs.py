@@ -121,11 +121,9 @@ def _start_empty_state(adam: torch.optim.Optimizer) -> None:
         return
     for group in adam.param_groups:
         for parameter in group["params"]:
-            on_device = group["capturable"] or group["fused"]
+            device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
             adam.state[parameter] = {
-                "step": torch.zeros(
-                    (), dtype=torch.float32, device=parameter.device if on_device else torch.device("cpu")
-                ),
+                "step": torch.zeros((), dtype=torch.float32, device=device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }

@@ -17,9 +17,12 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overwritten_checkpoint
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import CheckpointHint, wrap_checkpointing
-from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import OwnerHint
-from megatron_fssdp.megatron_adapter.checkpoints.strategy_hint import StrategyHint
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
+    CheckpointHint,
+    OwnerHint,
+    StrategyHint,
+    wrap_checkpointing,
+)
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
@@ -169,9 +172,9 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
     # Without re-sharding, owners stay Megatron's, and every checkpoint format can be saved.
     hints: list[CheckpointHint] = []
     if session.strategy.moves_owners:
-        hints.append(OwnerHint(session.stage_owners, session.slots.adopt))
+        hints.append(OwnerHint(session.slots.stage_owners, session.slots.adopt))
     if session.strategy.selects:
-        hints.append(StrategyHint(session.strategy, session.layer_numbers))
+        hints.append(StrategyHint(session.strategy, session.slots.layer_numbers))
     if hints:
         wrap_checkpointing(checkpointing, hints)
     overwritten_checkpoint.wrap_save(checkpointing.dist_checkpointing)

@@ -3,11 +3,10 @@
 Shape letters: L MoE layers of the stage, E experts of a layer, D devices of the expert-parallel group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-
-import torch
+from typing import Any, NamedTuple
 
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
@@ -16,21 +15,56 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertPar
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 
+class SlotContent(NamedTuple):
+    """The expert that a slot holds: Megatron's number of its layer, from 1, and its number, from 0."""
+
+    layer_number: int
+    expert: int
+
+
 @dataclass(frozen=True, eq=False)
-class _RegisteredLayer:
-    """One MoE layer as Megatron built it.
+class StageOwners:
+    """Which device owns which expert of a pipeline stage.
 
     Attributes:
-        layer: The layer on this rank.
-        experts: Megatron's expert module, which registered the Parameters.
-        parameters: Parameters of each local expert, ``E/D`` entries.
-        computes: What computes the experts in the layer's slots.
+        owners: Owner map over the MoE layers of all model chunks of the stage.
+        layer_numbers: Megatron's global number of each layer of the owner map, counted from 1. Layers of
+            multi-token prediction are counted after the decoder's layers.
+
+    Raises:
+        ValueError: The layer numbers do not match the layers of the owner map, or a number appears twice.
     """
 
-    layer: SlotLayer
-    experts: torch.nn.Module
-    parameters: tuple[ExpertParameters, ...]
-    computes: SlotExperts
+    owners: OwnerMap
+    layer_numbers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_numbers", tuple(int(number) for number in self.layer_numbers))
+        if not len(self.layer_numbers) == len(set(self.layer_numbers)) == self.owners.num_layers:
+            raise ValueError(
+                f"layer numbers: got {self.layer_numbers}, wanted {self.owners.num_layers} different "
+                "numbers, one for each layer of the owner map"
+            )
+
+    def contents(self, device: int, layer: int) -> tuple[SlotContent, ...]:
+        """Return the experts that the slots of one expert module hold, in the order of slots.
+
+        Args:
+            device: Rank in the expert-parallel group.
+            layer: Index, in the owner map, of the layer for which Megatron registered the module.
+        """
+        local = self.owners.num_experts // self.owners.num_devices
+        held = (self.owners.expert_in(device, layer * local + index) for index in range(local))
+        return tuple(SlotContent(self.layer_numbers[index], expert) for index, expert in held)
+
+    def as_lists(self) -> dict[str, Any]:
+        """Return plain lists of numbers for a checkpoint; :meth:`from_lists` is the inverse."""
+        return {"layer_numbers": list(self.layer_numbers), **self.owners.as_lists()}
+
+    @classmethod
+    def from_lists(cls, lists: Mapping[str, Any]) -> "StageOwners":
+        """Rebuild the stage's owners from the result of :meth:`as_lists`."""
+        return cls(OwnerMap.from_lists(lists), tuple(lists["layer_numbers"]))
 
 
 class ExpertSlots:
@@ -45,26 +79,23 @@ class ExpertSlots:
         slot             |  0  |  1  |  2  |  3  |
         device 0 holds   | 0.0 | 0.1 | 0.2 | 1.3 |   three experts of layer 0
         device 1 holds   | 1.0 | 0.3 | 1.2 | 1.1 |   one expert of layer 0
+
+    Attributes:
+        layers: Every layer of the owner map.
     """
 
     def __init__(self) -> None:
-        self._layers: list[_RegisteredLayer] = []
+        self.layers: list[SlotLayer] = []
+        self._experts: list[SlotExperts] = []
         self._owners: OwnerMap | None = None
 
-    def add_layer(
-        self,
-        layer: SlotLayer,
-        experts: torch.nn.Module,
-        parameters: Sequence[ExpertParameters],
-        computes: SlotExperts,
-    ) -> int:
+    def add_layer(self, layer: SlotLayer, experts: SlotExperts) -> int:
         """Register a built layer.
 
         Args:
             layer: The layer on this rank.
-            experts: Megatron's expert module, which registered the Parameters.
-            parameters: Parameters of each local expert, ``E/D`` entries.
-            computes: What computes the experts in the layer's slots.
+            experts: What computes the experts in the layer's slots, with the Parameters that Megatron
+                registered.
 
         Returns:
             Index of the layer in the owner map.
@@ -77,34 +108,30 @@ class ExpertSlots:
                 "MoE layer: got a layer that was built after a re-shard, wanted all layers before the first "
                 "re-shard; build the whole model before training"
             )
-        self._layers.append(_RegisteredLayer(layer, experts, tuple(parameters), computes))
-        return len(self._layers) - 1
-
-    def __bool__(self) -> bool:
-        return bool(self._layers)
+        self.layers.append(layer)
+        self._experts.append(experts)
+        return len(self.layers) - 1
 
     @property
     def owners(self) -> OwnerMap:
         """The current owner map. Before the first re-shard, it is Megatron's even distribution."""
         if self._owners is not None:
             return self._owners
-        context = self._layers[0].layer.context
-        return OwnerMap.even(len(self._layers), context.num_experts, context.num_devices)
+        context = self.layers[0].context
+        return OwnerMap.even(len(self.layers), context.num_experts, context.num_devices)
 
-    @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """Megatron's number of every layer of the owner map."""
-        return tuple(layer.layer.context.layer for layer in self._layers)
+        """Megatron's numbers of the stage's MoE layers, without those of multi-token prediction."""
+        return tuple(layer.context.layer for layer in self.layers)
 
-    @property
-    def layers(self) -> list[SlotLayer]:
-        """Every layer of the owner map."""
-        return [one.layer for one in self._layers]
+    def stage_owners(self) -> StageOwners | None:
+        """The owners with the layers' numbers; ``None`` for a stage without MoE layers."""
+        return StageOwners(self.owners, self.layer_numbers()) if self.layers else None
 
     @property
     def parameters(self) -> list[ExpertParameters]:
         """The Parameters of every slot of this rank, in the order of slots, ``L*E/D`` entries."""
-        return [parameters for layer in self._layers for parameters in layer.parameters]
+        return [parameters for experts in self._experts for parameters in experts.parameters]
 
     def adopt(self, owners: OwnerMap) -> None:
         """Tell all layers who owns which expert from now on.
@@ -114,13 +141,12 @@ class ExpertSlots:
         """
         slots = self.parameters
         layout = ExpertLayout.of(slots[0])
-        everyone = [one.computes for one in self._layers]
-        for index, one in enumerate(self._layers):
-            owned = owners.slots_on(one.layer.groups.device, index)
+        for index, (layer, experts) in enumerate(zip(self.layers, self._experts, strict=True)):
+            owned = owners.slots_on(layer.groups.device, index)
             parameters = {expert: slots[slot] for expert, slot in owned.items()}
-            one.layer.own(owners.device_LE[index], parameters, layout)
-            one.computes.share_modules(everyone)
-            gradient_sync.belong_to(one.layer, chain.from_iterable(parameters.values()))
+            layer.own(owners.device_LE[index], parameters, layout)
+            experts.share_modules(self._experts)
+            gradient_sync.belong_to(layer, chain.from_iterable(parameters.values()))
         self._owners = owners
 
     def await_parameters(self, layer: int) -> None:
@@ -131,8 +157,8 @@ class ExpertSlots:
         """
         registered_in = {layer}
         if self._owners is not None:
-            device = self._layers[layer].layer.groups.device
-            per_layer = self._owners.slots_per_device // len(self._layers)
-            registered_in = {slot // per_layer for slot in self._owners.slots_on(device, layer).values()}
+            per_layer = self._owners.slots_per_device // len(self.layers)
+            slots = self._owners.slots_on(self.layers[layer].groups.device, layer).values()
+            registered_in = {slot // per_layer for slot in slots}
         for index in sorted(registered_in):
-            gradient_sync.await_parameters(self._layers[index].experts)
+            gradient_sync.await_parameters(self._experts[index].module)

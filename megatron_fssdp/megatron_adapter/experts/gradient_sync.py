@@ -4,9 +4,8 @@
 sums of their replicas arrive later. DDP must not reduce a bucket of experts over the expert-data-parallel
 ranks before. Two methods of DDP's bucket groups are therefore wrapped once::
 
-    start_grad_sync     waits in a list while a layer of the bucket group misses gradients; it starts as soon
-    as
-                        the last of these layers is home, in the middle of the backward pass
+    start_grad_sync     waits in a list while a layer of the bucket group misses gradients; it starts as
+                        soon as the last of these layers is home, in the middle of the backward pass
     finish_grad_sync    1. completes the gradients of all layers
                         2. starts the reduction if DDP overlaps it and it has not been started
                         3. Megatron's own method
@@ -49,13 +48,12 @@ def take_over(
             them, on all ranks in the same order, and more than once in an iteration.
     """
     layer.gradients.on_home = start_waiting
-    parameters = list(parameters)
     for parameter in parameters:
         if not getattr(parameter, "allreduce", True):
             setattr(parameter, _FINISH, finish_gradients)
             setattr(parameter, _REGISTERED_IN, layer)
+            setattr(parameter, _LAYER, layer)
             _install()
-    belong_to(layer, parameters)
 
 
 def belong_to(layer: SlotLayer, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -82,11 +80,20 @@ def await_parameters(experts: torch.nn.Module) -> None:
                 hook(module)
 
 
-def start_waiting() -> None:
-    """Start the reductions of bucket groups whose layers are all home."""
-    for entry in [entry for entry in _waiting if _is_home(entry[0])]:
+def start_waiting(group: Any = None) -> bool:
+    """Start the reductions of a bucket group, or of all bucket groups whose layers are all home.
+
+    Args:
+        group: The bucket group; ``None`` for all that are home.
+
+    Returns:
+        Whether a reduction has waited.
+    """
+    ready = [one for one in _waiting if (_is_home(one[0]) if group is None else one[0] is group)]
+    for entry in ready:
         _waiting.remove(entry)
         entry[1]()
+    return bool(ready)
 
 
 def _install() -> None:
@@ -109,12 +116,8 @@ def _install() -> None:
     @wraps(finish)
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         _complete(self)
-        waiting = [entry for entry in _waiting if entry[0] is self]
-        for entry in waiting:
-            _waiting.remove(entry)
-            entry[1]()
         if (
-            not waiting
+            not start_waiting(self)
             and _finisher(self) is not None
             and self.ddp_config.overlap_grad_reduce
             and self.grad_reduce_handle is None
@@ -144,13 +147,11 @@ def _is_home(group: Any) -> bool:
     Parameter that holds an expert of another chunk gets its gradient later; only the end of all backward
     passes is late enough.
     """
-    for parameter in group.params:
-        layer = getattr(parameter, _LAYER, None)
-        if layer is not None and not (
-            layer.is_home and _chunk(layer) is _chunk(getattr(parameter, _REGISTERED_IN))
-        ):
-            return False
-    return True
+    return all(
+        layer.is_home and _chunk(layer) is _chunk(getattr(parameter, _REGISTERED_IN))
+        for parameter in group.params
+        if (layer := getattr(parameter, _LAYER, None)) is not None
+    )
 
 
 def _chunk(layer: SlotLayer) -> SlotLayer:

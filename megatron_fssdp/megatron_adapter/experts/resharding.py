@@ -1,8 +1,8 @@
-"""Executes a re-shard: the experts of a pipeline stage move to the slots of a new owner map.
+"""Moves the contents of slots: experts to the slots of a new owner map, or copies of them to resident slots.
 
 Only the contents of Megatron's Parameters move. The Parameters themselves stay registered with their
 modules, DDP buckets and optimizer groups (Hecate §4.3, heterogeneous sharding across layers). Gradients
-do not move, so a re-shard happens between two iterations.
+do not move, so contents move between two iterations.
 """
 
 import logging
@@ -18,8 +18,8 @@ from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse.slot_exchange import DEFAULT_BUFFER_BYTES, exchange_slots
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
-from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.megatron_adapter.experts.slot_quantities import PartedQuantity, slot_quantities
+from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,9 @@ class ReshardReport:
 class ExpertResharding:
     """Moves experts between the slots of a pipeline stage.
 
+    All ranks that hold experts of the stage must call its methods between two iterations: after the optimizer
+    step and before the next forward pass. If a method raises, nothing has moved.
+
     Attributes:
         slots: The slots of this rank in order. A slot is all Parameters of one expert.
         expert_parallel: Expert-parallel group. Device ``d`` of an owner map is rank ``d`` of this group.
@@ -62,12 +65,17 @@ class ExpertResharding:
     optimizer: Any
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
 
-    @torch.no_grad()
+    def quantities(self) -> list[PartedQuantity]:
+        """Check that slots can be exchanged, and return what they exchange: see :func:`slot_quantities`."""
+        return slot_quantities(
+            self.slots,
+            self.optimizer,
+            expert_parallel=self.expert_parallel,
+            expert_data_parallel=self.expert_data_parallel,
+        )
+
     def execute(self, old: OwnerMap, new: OwnerMap) -> ReshardReport:
         """Move parameters, master weights and optimizer states from the slots of ``old`` to ``new``.
-
-        All ranks that hold experts of the pipeline stage must call this between two iterations: after
-        the optimizer step and before the next forward pass. If it raises, nothing has moved.
 
         Args:
             old: Current owner map.
@@ -82,27 +90,21 @@ class ExpertResharding:
             ConfigurationError: The slots are not interchangeable, or an optimizer keeps a state that
                 cannot be moved.
         """
-        self._check(old, "old")
-        self._check(new, "new")
-        self._agree(old, new)
+        for owner_map, what in ((old, "old"), (new, "new")):
+            got = (owner_map.num_devices, owner_map.slots_per_device)
+            wanted = (self.expert_parallel.size(), len(self.slots))
+            if got != wanted or wanted[0] == 1:
+                raise ValueError(
+                    f"{what} owner map: got {got[0]} devices with {got[1]} slots each, wanted {wanted[0]} "
+                    f"devices with {wanted[1]} slots each, as in the expert-parallel group, and at least two "
+                    "devices; make the owner map for this pipeline stage's slots"
+                )
+        digest = old.digest() + new.digest() + self.buffer_bytes.to_bytes(8, "little")
+        self.agree_on(digest, "the owner map of a re-shard")
         moves = old.moves_to(new)
         if not moves:
             return ReshardReport(0, 0, 0.0)
-        started_s = synchronized_s(self.slots[0][0].device)
-        quantities = slot_quantities(
-            self.slots,
-            self.optimizer,
-            expert_parallel=self.expert_parallel,
-            expert_data_parallel=self.expert_data_parallel,
-        )
-        finish_parameter_gathers(self.model_chunks)
-        with naming_failures("a re-shard"):
-            exchange_slots(self.expert_parallel, moves, quantities, buffer_bytes=self.buffer_bytes)
-        slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
-        leaving = sum(move.source_device != move.device for move in moves)
-        report = ReshardReport(
-            len(moves), leaving * slot_bytes, synchronized_s(self.slots[0][0].device) - started_s
-        )
+        report = self.move(moves, "a re-shard")
         if self.expert_parallel.rank() == 0 and self.expert_data_parallel.rank() == 0:
             logger.info(
                 f"[fssdp] re-sharded {report.experts_moved} of {new.device_LE.size} experts of this pipeline "
@@ -110,67 +112,73 @@ class ExpertResharding:
             )
         return report
 
-    def _check(self, owner_map: OwnerMap, what: str) -> None:
-        got = (owner_map.num_devices, owner_map.slots_per_device)
-        wanted = (self.expert_parallel.size(), len(self.slots))
-        if got != wanted or wanted[0] == 1:
-            raise ValueError(
-                f"{what} owner map: got {got[0]} devices with {got[1]} slots each, wanted {wanted[0]} "
-                f"devices with {wanted[1]} slots each, as in the expert-parallel group, and at least two "
-                "devices; make the owner map for this pipeline stage's slots"
+    @torch.no_grad()
+    def move(self, moves: Sequence[SlotMove], what: str, *, are_copies: bool = False) -> ReshardReport:
+        """Move or copy contents of slots, which must be the same moves on all ranks.
+
+        Args:
+            moves: A permutation of slots, or copies of slots (:func:`exchange_slots`).
+            what: What this is, for a note at errors.
+            are_copies: Whether the source slots keep their contents.
+
+        Returns:
+            What moved.
+
+        Raises:
+            ConfigurationError: As of :meth:`execute`.
+        """
+        device = self.slots[0][0].device
+        started_s = _synchronized_s(device)
+        quantities = self.quantities()
+        _finish_parameter_gathers(self.model_chunks)
+        with naming_failures(what):
+            exchange_slots(
+                self.expert_parallel,
+                moves,
+                quantities,
+                buffer_bytes=self.buffer_bytes,
+                are_copies=are_copies,
             )
+        slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
+        leaving = sum(move.source_device != move.device for move in moves)
+        return ReshardReport(len(moves), leaving * slot_bytes, _synchronized_s(device) - started_s)
 
-    def _agree(self, old: OwnerMap, new: OwnerMap) -> None:
-        digest = old.digest() + new.digest() + self.buffer_bytes.to_bytes(8, "little")
-        agree_on(digest, "the owner map of a re-shard", self.expert_parallel, self.expert_data_parallel)
+    def agree_on(self, digest: bytes, what: str) -> None:
+        """Raise on all ranks unless all ranks of both groups have the same digest.
 
+        Args:
+            digest: Digest of the data on which all ranks must agree.
+            what: Name of this data in the error message.
 
-def agree_on(
-    digest: bytes, what: str, expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup
-) -> None:
-    """Raise on all ranks unless all ranks of both groups have the same digest.
-
-    Args:
-        digest: Digest of the data on which all ranks must agree.
-        what: Name of this data in the error message.
-        expert_parallel: Group of the ranks that share the experts.
-        expert_data_parallel: Group of the ranks that hold the same experts as this rank.
-
-    Raises:
-        RuntimeError: The ranks have different digests.
-    """
-    disagreement = None
-    try:
-        check_agreement(digest, expert_parallel, what)
-    except RuntimeError as error:
-        # The other ranks of the expert-data-parallel group may have passed the first check. They wait in
-        # the second one, so this rank must take part in it, with a digest that differs from theirs.
-        disagreement, digest = error, b"disagreement"
-    check_agreement(digest, expert_data_parallel, what)
-    if disagreement is not None:
-        raise disagreement
+        Raises:
+            RuntimeError: The ranks have different digests.
+        """
+        disagreement = None
+        try:
+            check_agreement(digest, self.expert_parallel, what)
+        except RuntimeError as error:
+            # The other ranks of the expert-data-parallel group may have passed the first check. They wait in
+            # the second one, so this rank must take part in it, with a digest that differs from theirs.
+            disagreement, digest = error, b"disagreement"
+        check_agreement(digest, self.expert_data_parallel, what)
+        if disagreement is not None:
+            raise disagreement
 
 
-def synchronized_s(device: torch.device) -> float:
+def _synchronized_s(device: torch.device) -> float:
     """Return the current time in seconds, after all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def finish_parameter_gathers(model_chunks: Sequence[Any]) -> None:
+def _finish_parameter_gathers(model_chunks: Sequence[Any]) -> None:
     """Finish the all-gather of the experts' parameters if DDP overlaps it with the forward pass.
 
     Before that, only the part of a Parameter that this rank's optimizer updates has the values of the
     last step. DDP's forward pre-hooks do not gather a bucket group again that was finished here, until
     the next reduction of gradients. Pipeline schedules that start all gathers again gather the same
     values, because all ranks have them.
-
-    Args:
-        model_chunks: The model chunks of this rank, wrapped in Megatron's DDP.
-
-    Raises:
-        ConfigurationError: The gathers start during the optimizer step, before the experts are updated.
     """
     for chunk in model_chunks:
         # In the first iteration and during evaluation, DDP has removed the hooks and the parameters are

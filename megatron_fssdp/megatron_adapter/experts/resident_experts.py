@@ -16,6 +16,7 @@ are, and clipped by the model's norm. So their contents stay equal to the owners
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,26 +24,16 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 from torch.nn import Parameter
 
-from megatron_fssdp.collectives.failure_place import naming_failures
-from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
-from megatron_fssdp.megatron_adapter.experts.resharding import (
-    ReshardReport,
-    agree_on,
-    finish_parameter_gathers,
-    synchronized_s,
-)
-from megatron_fssdp.megatron_adapter.experts.slot_quantities import PartedQuantity, slot_quantities
-from megatron_fssdp.megatron_adapter.experts.slot_states import is_layer_wise
+from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
+from megatron_fssdp.megatron_adapter.experts.slot_states import is_layer_wise, members_of
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.resident_map import ResidentMap
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
-
-_KEPT_ATTRIBUTES = ("allreduce", "tensor_model_parallel", "partition_dim", "partition_stride")
-"""Attributes of an expert's Parameter that Megatron reads to reduce its gradients and to optimize it."""
 
 
 class ResidentExperts:
@@ -55,6 +46,9 @@ class ResidentExperts:
         optimizer: Megatron's optimizer, after it has loaded a checkpoint. From now on its ``step`` also steps
             the replicas.
         expert_data_parallel: Process group of the ranks that hold the same experts as this rank.
+
+    Attributes:
+        parameters: The Parameters of each resident slot of this rank, layer by layer.
 
     Raises:
         ConfigurationError: Experts are not trained, the optimizer is layer-wise, or an optimizer keeps a
@@ -75,8 +69,7 @@ class ResidentExperts:
                 "resident replicas: got Megatron's layer-wise optimizer, wanted one that is not; use "
                 "--optimizer muon without --use-distributed-optimizer, or another --moe-strategy"
             )
-        self._owned, self._model_chunks, self._optimizer = owned, model_chunks, optimizer
-        self._expert_data_parallel = expert_data_parallel
+        self._owned, self._optimizer = owned, optimizer
         # A stage without MoE layers also builds DDP and an optimizer, because Megatron compares parameter
         # groups over all ranks.
         num_layers = len(owned.layers)
@@ -87,7 +80,7 @@ class ResidentExperts:
                 "--moe-strategy"
             )
         self._token_factor: float | torch.Tensor | None = None
-        self._parameters = [_like(template) for template in templates for _ in range(slots)]
+        self.parameters = [_like(template) for template in templates for _ in range(slots)]
         first = model_chunks[0]
         self._ddp = DistributedDataParallel(
             first.config,
@@ -101,7 +94,8 @@ class ResidentExperts:
                 num_buckets=None,
                 bucket_size=None,
             ),
-            _Registered(self._parameters),
+            # Megatron sets weight decay by the shapes, so the Parameters need no names.
+            torch.nn.ParameterList(parameter for slot in self.parameters for parameter in slot),
             disable_bucketing=True,
         )
         self._resident_optimizer = get_megatron_optimizer(
@@ -118,16 +112,20 @@ class ResidentExperts:
         if not num_layers:
             return
         _start_states_like(optimizer, self._resident_optimizer)
-        self._quantities()  # This only checks that slots can be exchanged, before the training begins.
+        self._copy_settings()
+        # Parameters, master weights and optimizer states of all owned and resident slots.
+        self._contents = ExpertResharding(
+            [*owned.parameters, *self.parameters],
+            owned.layers[0].groups.expert_parallel,
+            expert_data_parallel,
+            model_chunks,
+            SimpleNamespace(chained_optimizers=[optimizer, self._resident_optimizer]),
+        )
+        self._contents.quantities()  # This only checks that slots can be exchanged, before the training.
         optimizer.step = self._stepping(optimizer.step)
         # Megatron scales all model chunks by one factor.
         first.scale_gradients = self._noting(first.scale_gradients)
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
-
-    @property
-    def parameters(self) -> list[ExpertParameters]:
-        """The Parameters of each resident slot of this rank, layer by layer."""
-        return self._parameters
 
     def zero_gradients(self) -> None:
         """Set the replicas' gradients to zero before an iteration's passes."""
@@ -136,7 +134,6 @@ class ResidentExperts:
         self._resident_optimizer.zero_grad()
         self._token_factor = None
 
-    @torch.no_grad()
     def hold(self, placements: Sequence[ExpertPlacement]) -> ReshardReport | None:
         """Replace the resident replicas, between iterations; all ranks of the stage's experts must call it.
 
@@ -149,40 +146,20 @@ class ResidentExperts:
         Raises:
             RuntimeError: The ranks got different placements.
         """
-        layers, owners = self._owned.layers, self._owned.owners
-        group = layers[0].groups.expert_parallel
         digest = b"".join(placement.digest() for placement in placements)
-        agree_on(digest, "the placement of resident replicas", group, self._expert_data_parallel)
+        self._contents.agree_on(digest, "the placement of resident replicas")
         new = self._map.holding(placements)
-        copies = self._map.copies_to(new, owners)
+        copies = self._map.copies_to(new, self._owned.owners)
         if not copies and (new.expert_LDW == self._map.expert_LDW).all():
             return None
-        device = self._parameters[0][0].device
-        started_s = synchronized_s(device)
-        quantities = self._quantities()
-        finish_parameter_gathers(self._model_chunks)
-        with naming_failures("copying resident replicas"):
-            exchange_slots(group, copies, quantities, are_copies=True)
-        self._map = new
-        here = layers[0].groups.device
-        for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
-            first = index * new.slots
-            held = {
-                expert: self._parameters[first + slot] for expert, slot in new.held_by(here, index).items()
-            }
-            layer.keep(placement, held)
-        slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
-        return ReshardReport(len(copies), len(copies) * slot_bytes, synchronized_s(device) - started_s)
-
-    def _quantities(self) -> list[PartedQuantity]:
-        """Return parameters, master weights and optimizer states of all owned and resident slots."""
         self._copy_settings()
-        return slot_quantities(
-            [*self._owned.parameters, *self._parameters],
-            _Chained([self._optimizer, self._resident_optimizer]),
-            expert_parallel=self._owned.layers[0].groups.expert_parallel,
-            expert_data_parallel=self._expert_data_parallel,
-        )
+        report = self._contents.move(copies, "copying resident replicas", are_copies=True)
+        self._map = new
+        for index, (layer, placement) in enumerate(zip(self._owned.layers, placements, strict=True)):
+            slot_of = new.held_by(layer.groups.device, index)
+            own = self.parameters[index * new.slots :]
+            layer.keep(placement, {expert: own[slot] for expert, slot in slot_of.items()})
+        return report
 
     def _noting(self, scale_gradients: Callable[[Any], None]) -> Callable[[Any], None]:
         """Wrap the model's scaling of gradients and keep its factor for the replicas.
@@ -206,8 +183,7 @@ class ResidentExperts:
                 self._ddp.scale_gradients(self._token_factor)
             # Some optimizers count their steps in these settings, so the model's step changes them.
             self._copy_settings()
-            success, grad_norm, num_zeros = result = step()
-            del num_zeros
+            success, grad_norm, _ = result = step()
             if success:
                 self._step(grad_norm)
             return result
@@ -228,60 +204,26 @@ class ResidentExperts:
 
     def _copy_settings(self) -> None:
         """Copy learning rate, weight decay and other settings that change during a training."""
-        groups = {_identity(group): group for group in _groups(self._optimizer)}
-        for group in _groups(self._resident_optimizer):
+        groups = {_identity(group): group for _, group in _groups(self._optimizer)}
+        for _, group in _groups(self._resident_optimizer):
             settings = groups.get(_identity(group), {})
-            group.update({key: value for key, value in settings.items() if key not in _OWN_KEYS})
-
-
-_OWN_KEYS = ("params", "param_names")
-
-
-class _Registered(torch.nn.Module):
-    """Module that names Parameters like the model, because Megatron sets weight decay by these names."""
-
-    def __init__(self, slots: Sequence[ExpertParameters]) -> None:
-        super().__init__()
-        for index, slot in enumerate(slots):
-            for position, parameter in enumerate(slot):
-                linear = torch.nn.Module()
-                linear.register_parameter("bias" if parameter.dim() == 1 else "weight", parameter)
-                self.add_module(f"expert{index}_{position}", linear)
-
-
-class _Chained:
-    """Two optimizers that look like Megatron's ``ChainedOptimizer``."""
-
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        self.chained_optimizers = [one for optimizer in optimizers for one in _members(optimizer)]
+            group.update({k: value for k, value in settings.items() if k not in ("params", "param_names")})
 
 
 def _like(template: ExpertParameters) -> ExpertParameters:
     """Return Parameters of zeros with the shapes and Megatron's attributes of an expert's Parameters."""
-    made = []
-    for parameter in template:
-        new = Parameter(torch.zeros_like(parameter))
-        for name in _KEPT_ATTRIBUTES:
-            if hasattr(parameter, name):
-                setattr(new, name, getattr(parameter, name))
-        made.append(new)
-    return tuple(made)
+    made: tuple[Any, ...] = tuple(Parameter(torch.zeros_like(parameter)) for parameter in template)
+    for new, parameter in zip(made, template, strict=True):
+        copy_tensor_model_parallel_attributes(new, parameter)
+        new.allreduce = getattr(parameter, "allreduce", True)
+    return made
 
 
-def _members(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _optimizers(optimizer: Any) -> Iterator[Any]:
-    """Yield torch's optimizers inside Megatron's optimizer."""
-    for member in _members(optimizer):
-        if not getattr(member, "is_stub_optimizer", False):
-            yield member.optimizer
-
-
-def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for inner in _optimizers(optimizer):
-        yield from inner.param_groups
+def _groups(optimizer: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield torch's optimizers inside Megatron's optimizer, with each of their parameter groups."""
+    for member in members_of(optimizer):
+        for group in member.optimizer.param_groups:
+            yield member.optimizer, group
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -295,23 +237,19 @@ def _start_states_like(model: Any, residents: Any) -> None:
     states of a group with the same settings.
     """
     examples: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for optimizer in _optimizers(model):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if state := optimizer.state.get(parameter):
-                    examples.setdefault(_identity(group), state)
+    for optimizer, group in _groups(model):
+        for parameter in group["params"]:
+            if optimizer.state.get(parameter):
+                examples.setdefault(_identity(group), optimizer.state[parameter])
     if not examples:
         return
     # This rank's part of a distributed optimizer may have no parameter of a group.
     some = next(iter(examples.values()))
-    for optimizer in _optimizers(residents):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter] = {
-                    name: torch.zeros_like(parameter)
-                    if torch.is_tensor(value) and value.dim()
-                    else value.clone()
-                    if torch.is_tensor(value)
-                    else value
-                    for name, value in examples.get(_identity(group), some).items()
-                }
+    for optimizer, group in _groups(residents):
+        for parameter in group["params"]:
+            state: dict[str, Any] = {}
+            optimizer.state[parameter] = state
+            for name, value in examples.get(_identity(group), some).items():
+                if torch.is_tensor(value):
+                    value = torch.zeros_like(parameter) if value.dim() else value.clone()
+                state[name] = value

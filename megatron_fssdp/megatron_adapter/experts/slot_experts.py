@@ -26,23 +26,65 @@ _LINEARS = ("linear_fc1", "linear_fc2")
 _blanks: dict[tuple[ExpertLayout, torch.device, tuple[bool, ...]], ExpertParameters] = {}
 
 
+def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
+    """Return the Parameters of each local expert, in the order of ``ExpertWeights``.
+
+    The modules and their Parameters stay as Megatron registered them. Initial weights, optimizer groups
+    and checkpoint keys therefore equal those of stock Megatron.
+
+    Args:
+        experts: Megatron's expert module, ``SequentialMLP`` or ``TEGroupedMLP``.
+        num_experts: Number of local experts of the module.
+
+    Raises:
+        ConfigurationError: The module stores its weights in another way.
+    """
+    if hasattr(experts, "local_experts"):
+        places = [(_linears(mlp), "") for mlp in experts.local_experts]
+    elif hasattr(getattr(experts, "linear_fc1", None), "weight0"):
+        places = [(_linears(experts), str(index)) for index in range(num_experts)]
+    else:
+        raise ConfigurationError(
+            f"expert module: got {type(experts).__name__}, wanted SequentialMLP or TEGroupedMLP; "
+            "build the layer from Megatron's local or Transformer Engine MoE specs"
+        )
+    # Transformer Engine stores an empty tensor instead of a missing bias.
+    return [
+        tuple(
+            tensor
+            for name in (f"weight{index}", f"bias{index}")
+            for linear in linears
+            if (tensor := getattr(linear, name, None)) is not None and tensor.numel() > 0
+        )
+        for linears, index in places
+    ]
+
+
 class SlotExperts:
     """The forward pass of Megatron's expert module for the experts in the slots of this device.
 
     Args:
-        experts: Megatron's expert module: ``SequentialMLP``, or ``TEGroupedMLP`` with one weight tensor for
+        module: Megatron's expert module: ``SequentialMLP``, or ``TEGroupedMLP`` with one weight tensor for
             each expert.
+        num_experts: Number of local experts of the module.
+
+    Attributes:
+        module: Megatron's expert module.
         parameters: Parameters of each local expert, as Megatron registered them.
+
+    Raises:
+        ConfigurationError: The module stores its weights in another way.
     """
 
-    def __init__(self, experts: Any, parameters: Sequence[ExpertParameters]) -> None:
-        self._experts = experts
-        self._is_sequential = hasattr(experts, "local_experts")
-        self._shape = _shape_of(experts)
-        self._bodies: dict[int, Any] = {}
-        self._mlps: dict[int, Any] = {}
-        if self._is_sequential:
-            self._mlps = {id(one[0]): mlp for one, mlp in zip(parameters, experts.local_experts, strict=True)}
+    def __init__(self, module: Any, num_experts: int) -> None:
+        self.module = module
+        self.parameters = expert_parameters(module, num_experts)
+        self._structure = _structure_of(module)
+        self._bodies: dict[int, Any] = {}  # Of grouped experts, by number of slots.
+        self._mlps: dict[int, Any] = {}  # Modules of sequential experts by their first Parameter.
+        if hasattr(module, "local_experts"):
+            pairs = zip(self.parameters, module.local_experts, strict=True)
+            self._mlps = {id(one[0]): mlp for one, mlp in pairs}
         self._body: Any = None
         self._used: torch.Tensor | None = None
 
@@ -66,34 +108,35 @@ class SlotExperts:
         Raises:
             ConfigurationError: The experts' layers were wrapped or replaced after the layer was built.
         """
-        if _shape_of(self._experts) != self._shape:
+        if _structure_of(self.module) != self._structure:
             raise ConfigurationError(
                 "experts: got linear layers that were wrapped or replaced after the model was built (LoRA "
                 "adapters, quantizers), wanted Megatron's own, because replicas are copies of them; wrap "
                 "nothing inside experts, or use --moe-strategy none"
             )
-        if self._is_sequential:
-            used = [i for i, one in enumerate(parameters_U) if one is not None]
-            self._used = None if len(used) == len(parameters_U) else torch.tensor(used, dtype=torch.long)
-            self._body = _like(self._experts)
-            self._body.num_local_experts = len(used)
-            mlps = _like(self._experts.local_experts)
-            mlps._modules = {
-                str(place): self._mlp(one)
-                for place, one in enumerate(one for one in parameters_U if one is not None)
-            }
-            self._body._modules["local_experts"] = mlps
-            return
+        if hasattr(self.module, "local_experts"):
+            self._bind_sequential(parameters_U)
+        else:
+            self._bind_grouped(parameters_U, for_iteration)
+
+    def _bind_sequential(self, parameters_U: Sequence[ExpertParameters | None]) -> None:
+        used = [slot for slot, one in enumerate(parameters_U) if one is not None]
+        self._used = None if len(used) == len(parameters_U) else torch.tensor(used, dtype=torch.long)
+        mlps = _like(self.module.local_experts)
+        mlps._modules = {str(place): self._mlp(parameters_U[slot]) for place, slot in enumerate(used)}
+        self._body = _like(self.module)
+        self._body.num_local_experts = len(used)
+        self._body._modules["local_experts"] = mlps
+
+    def _bind_grouped(self, parameters_U: Sequence[ExpertParameters | None], for_iteration: bool) -> None:
         num_slots = len(parameters_U)
         if num_slots not in self._bodies:
-            self._bodies[num_slots] = _grouped_body(self._experts, num_slots)
+            self._bodies[num_slots] = _grouped_body(self.module, num_slots)
         self._body = self._bodies[num_slots]
-        example = next((one for one in parameters_U if one is not None), None)
-        filled = [one or _blank(self._experts, example) for one in parameters_U]
-        for index, one in enumerate(filled):
-            _bind(_linears(self._body), one, str(index))
-        for name in _LINEARS:
-            linear, stock = getattr(self._body, name), getattr(self._experts, name)
+        blank = _blank(next((one for one in parameters_U if one is not None), self.parameters[0]))
+        for index, one in enumerate(parameters_U):
+            _bind(_linears(self._body), one or blank, str(index))
+        for linear, stock in zip(_linears(self._body), _linears(self.module), strict=True):
             # In its first pass of an iteration, a layer quantizes its weights and keeps the result.
             linear.is_first_microbatch = True
             linear.disable_parameter_transpose_cache = not for_iteration or getattr(
@@ -120,8 +163,8 @@ class SlotExperts:
             Results of the rows, ``[R, M]``, and no bias.
         """
         body = self._body
-        if body.training != self._experts.training:
-            body.train(self._experts.training)
+        if body.training != self.module.training:
+            body.train(self.module.training)
         if self._used is not None:
             if not len(self._used):
                 return (rows * probs.unsqueeze(-1)).to(rows.dtype), None
@@ -139,11 +182,11 @@ class SlotExperts:
                 for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                     hook(parameter)
 
-    def _mlp(self, parameters: ExpertParameters) -> Any:
+    def _mlp(self, parameters: Any) -> Any:
         """The module of an expert: Megatron's own, or a copy that is bound to a replica's Parameters."""
         key = id(parameters[0])
         if key not in self._mlps:
-            template = self._experts.local_experts[0]
+            template = self.module.local_experts[0]
             mlp = _like(template)
             for name in _LINEARS:
                 mlp._modules[name] = _unbound(getattr(template, name))
@@ -190,14 +233,12 @@ def _bind(linears: Sequence[Any], parameters: ExpertParameters, index: str) -> N
             linear._parameters[f"bias{index}"] = bias
 
 
-def _blank(experts: Any, like: ExpertParameters | None) -> ExpertParameters:
+def _blank(like: ExpertParameters) -> ExpertParameters:
     """The expert of zeros to which empty slots are bound, with one place for gradients that nobody reads."""
-    local = like or experts_parameters(experts)
-    layout = ExpertLayout.of(local)
-    key = (layout, local[0].device, tuple(one.requires_grad for one in local))
+    key = (ExpertLayout.of(like), like[0].device, tuple(one.requires_grad for one in like))
     if key not in _blanks:
         made = []
-        for one in local:
+        for one in like:
             parameter: Any = torch.nn.Parameter(torch.zeros_like(one), requires_grad=one.requires_grad)
             gradient = getattr(one, "main_grad", None)
             parameter.main_grad = torch.zeros_like(one if gradient is None else gradient)
@@ -209,25 +250,16 @@ def _blank(experts: Any, like: ExpertParameters | None) -> ExpertParameters:
     return _blanks[key]
 
 
-def experts_parameters(experts: Any) -> ExpertParameters:
-    """Parameters of a module's first local expert."""
-    from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_parameters
-
-    return expert_parameters(experts, experts.num_local_experts)[0]
-
-
 def _forget_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _shape_of(experts: Any) -> tuple[Any, ...]:
-    """What must not change in a module after it was built: classes of its layers and names of Parameters."""
-    mlps = getattr(experts, "local_experts", [experts])
-    return tuple(
-        (type(linear), tuple(linear._parameters), tuple(linear._modules))
-        for mlp in mlps
-        for linear in _linears(mlp)
-    )
+def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
+    """What must not change in a module after it was built: classes, and names of Parameters and submodules.
+
+    Adapters add or replace submodules, and quantizers also replace the class of a module in its place.
+    """
+    return [(type(one), tuple(one._parameters), tuple(one._modules)) for one in experts.modules()]
 
 
 def _linears(module: Any) -> list[Any]:

@@ -16,10 +16,11 @@ afterwards::
 Shape letters: O Parameters of an expert, Q elements of a piece, W slots.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.experts.slot_states import (
     A_TENSOR,
-    PARAMETERS,
     ParameterState,
     Profile,
     parameter_states,
@@ -37,7 +37,7 @@ from megatron_fssdp.megatron_adapter.experts.slot_states import (
 )
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
-Layout = tuple[Any, ...]
+PARAMETERS = "parameters"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,63 +66,47 @@ class PartedQuantity:
     part_group: dist.ProcessGroup | None
 
     def read(self, slots: Sequence[int], start: int, out_WQ: Tensor) -> None:
-        """Collect a range of elements of some slots; collective over ``part_group`` if it is set.
-
-        Args:
-            slots: Slots to read, N numbers.
-            start: First element of the range.
-            out_WQ: Output ``[N, C]``: C elements of each slot.
-        """
+        """Fill ``out_WQ`` with Q elements of each slot; collective over ``part_group`` if it is set."""
         if self.part_group is not None:
             out_WQ.zero_()
-        for slot, row_Q in zip(slots, out_WQ, strict=True):
-            for piece, target in self._overlaps(slot, start, row_Q):
-                target.copy_(piece)
+        for piece, target in self._overlaps(slots, start, out_WQ):
+            target.copy_(piece)
         if self.part_group is not None and len(slots):
             # Elements of other ranks are zero here, so the sum collects all parts. The sum is taken over
             # integers because -0.0 + 0.0 is 0.0, which would lose the sign.
             dist.all_reduce(out_WQ.view(torch.int32), group=self.part_group)
 
     def write(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> None:
-        """Write the elements that belong to this rank's parts, and ignore the others.
+        """Write the elements that belong to this rank's parts, and ignore the others."""
+        for piece, source in self._overlaps(slots, start, rows_WQ):
+            piece.copy_(source)
 
-        Args:
-            slots: Slots to write, N numbers.
-            start: First element of the range.
-            rows_WQ: New elements ``[N, C]`` of each slot.
-        """
+    def _overlaps(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the ranges of this rank's parts that lie in a piece, with the same ranges of its rows."""
         for slot, row_Q in zip(slots, rows_WQ, strict=True):
-            for piece, source in self._overlaps(slot, start, row_Q):
-                piece.copy_(source)
-
-    def _overlaps(self, slot: int, start: int, row_Q: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the ranges of this rank's parts that lie in a piece, with the same ranges of its row."""
-        overlaps = []
-        for offset, part in self.parts_W[slot]:
-            first = max(offset, start)
-            last = min(offset + part.numel(), start + row_Q.numel())
-            if first < last:
-                overlaps.append((part[first - offset : last - offset], row_Q[first - start : last - start]))
-        return overlaps
+            for offset, part in self.parts_W[slot]:
+                first = max(offset, start)
+                last = min(offset + part.numel(), start + row_Q.numel())
+                if first < last:
+                    yield part[first - offset : last - offset], row_Q[first - start : last - start]
 
 
-@dataclass(frozen=True)
-class _Report:
-    """What one rank, or several ranks together, tell the others about their slots.
+class _Findings(NamedTuple):
+    """What one rank, or several ranks together, found in their slots; one entry each if all is well.
 
     Attributes:
-        problem: Why the slots cannot be exchanged; ``None`` if they can.
-        layout: Number of slots, and shape, data type and whether it is trained of each Parameter of a slot.
-        profiles_O: Optimizer settings found for each Parameter of a slot; one entry each if all slots train
-            in the same way.
-        ranges: For every trained Parameter: first element of the rank's part, end of the part, and number
-            of elements of the whole Parameter.
+        problems: Why slots cannot be exchanged.
+        layouts: Number of slots, and shape, data type and whether it is trained of each Parameter of a slot.
+        profiles: Optimizer settings by position of the Parameter in its slot.
     """
 
-    problem: str | None
-    layout: Layout = ()
-    profiles_O: tuple[frozenset[Profile], ...] = ()
-    ranges: tuple[tuple[int, int, int], ...] = ()
+    problems: frozenset[str] = frozenset()
+    layouts: frozenset[tuple[Any, ...]] = frozenset()
+    profiles: frozenset[tuple[int, Profile]] = frozenset()
+
+
+Ranges = tuple[tuple[int, int, int], ...]
+"""For every trained Parameter: begin and end of the rank's part, and elements of the whole Parameter."""
 
 
 def slot_quantities(
@@ -146,155 +130,129 @@ def slot_quantities(
         ConfigurationError: The slots are not interchangeable, or an optimizer keeps a state that cannot be
             moved. It is raised on all ranks that hold experts of the pipeline stage.
     """
+    states_WO: list[list[ParameterState]] = []
     try:
         states_WO = parameter_states(slots, optimizer)
         own = _describe(slots, states_WO)
     except ConfigurationError as error:
-        own = _Report(str(error))
-    copies = _gathered(own, expert_data_parallel)
-    sharing = sharing_group(slots, optimizer, expert_data_parallel)
-    members = set(dist.get_process_group_ranks(sharing))
-    everyone = dist.get_process_group_ranks(expert_data_parallel)
-    in_parts, problem = _are_parts(
-        [copy for rank, copy in zip(everyone, copies, strict=True) if rank in members]
-    )
-    agreed = _merge(_gathered(_merge(copies, problem), expert_parallel))
-    if agreed.problem is not None:
-        raise ConfigurationError(agreed.problem)
-    return _quantities(states_WO, agreed, sharing if in_parts else None)
-
-
-def _describe(slots: Sequence[ExpertParameters], states_WO: Sequence[Sequence[ParameterState]]) -> _Report:
-    layouts = [
-        tuple((tuple(p.shape), p.dtype, state.trained) for p, state in zip(slot, states, strict=True))
-        for slot, states in zip(slots, states_WO, strict=True)
-    ]
-    different = next((layout for layout in layouts if layout != layouts[0]), None)
-    if different is not None:
-        return _Report(_not_alike(layouts[0], different))
-    profiles_O = tuple(
-        frozenset(state.profile for state in states if state.profile is not None)
-        for states in zip(*states_WO, strict=True)
-    )
-    ranges = tuple(
-        (state.start, state.start + state.num_elements, state.parameter.numel())
+        own = _Findings(problems=frozenset({str(error)}))
+    ranges: Ranges = tuple(
+        (state.start, state.stop, state.parameter.numel())
         for states in states_WO
         for state in states
         if state.trained
     )
-    return _Report(None, (len(layouts), *layouts[:1]), profiles_O, ranges)
+    copies: list[tuple[_Findings, Ranges]] = _gathered((own, ranges), expert_data_parallel)
+    found = _together([findings for findings, _ in copies])
+    sharing = sharing_group(slots, optimizer, expert_data_parallel)
+    in_parts = False
+    if not found.problems and len(found.layouts) == 1:
+        members = set(dist.get_process_group_ranks(sharing))
+        everyone = dist.get_process_group_ranks(expert_data_parallel)
+        of_members = [of for rank, (_, of) in zip(everyone, copies, strict=True) if rank in members]
+        in_parts, problems = _are_parts(of_members)
+        found = found._replace(problems=frozenset(problems))
+    agreed = _together(_gathered(found, expert_parallel))
+    if (problem := _problem_of(agreed)) is not None:
+        raise ConfigurationError(problem)
+    return _quantities(states_WO, agreed, sharing if in_parts else None) if states_WO else []
 
 
-def _gathered(report: _Report, group: dist.ProcessGroup) -> list[_Report]:
-    reports: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, report, group=group)
-    return reports
+def _describe(slots: Sequence[ExpertParameters], states_WO: Sequence[Sequence[ParameterState]]) -> _Findings:
+    layouts = (
+        tuple((tuple(p.shape), p.dtype, state.trained) for p, state in zip(slot, states, strict=True))
+        for slot, states in zip(slots, states_WO, strict=True)
+    )
+    profiles = (
+        (position, state.profile)
+        for states in states_WO
+        for position, state in enumerate(states)
+        if state.profile is not None
+    )
+    return _Findings(
+        layouts=frozenset((len(slots), layout) for layout in layouts), profiles=frozenset(profiles)
+    )
 
 
-def _are_parts(copies: Sequence[_Report]) -> tuple[bool, str | None]:
-    """Find out how the ranks of one optimizer share the states of the same experts.
+def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered
 
-    Returns:
-        Whether each rank holds only a part of every state, and the problem if the parts do not form
-        the whole exactly once. The problem is ``None`` if there is no problem.
-    """
-    if any(copy.problem is not None or copy.layout != copies[0].layout for copy in copies):
-        return False, None
-    if all(last - first == size for copy in copies for first, last, size in copy.ranges):
-        return False, None
-    for ranges in zip(*(copy.ranges for copy in copies), strict=True):
+
+def _together(findings: Sequence[_Findings]) -> _Findings:
+    return _Findings(*(frozenset().union(*sets) for sets in zip(*findings, strict=True)))
+
+
+def _are_parts(copies: Sequence[Ranges]) -> tuple[bool, list[str]]:
+    """Whether each rank of an optimizer holds only a part of every state, and the problem with the parts."""
+    if all(last - first == size for ranges in copies for first, last, size in ranges):
+        return False, []
+    for ranges in zip(*copies, strict=True):
         size = ranges[0][2]
         parts = sorted((first, last) for first, last, _ in ranges if first < last)
-        ends, starts = [0, *(last for _, last in parts)], [*(first for first, _ in parts), size]
-        if ends != starts:
-            return True, (
+        if [0, *(last for _, last in parts)] != [*(first for first, _ in parts), size]:
+            return True, [
                 f"re-sharding: got optimizer states for the element ranges {parts} of an expert's parameter "
                 f"of {size} elements, wanted every element on one rank of the optimizer's data-parallel "
                 f"group; use Megatron's DDP and distributed optimizer, or {KEEP_OWNERS}"
-            )
-    return True, None
+            ]
+    return True, []
 
 
-def _merge(reports: Sequence[_Report], problem: str | None = None) -> _Report:
-    first = reports[0]
-    problem = problem or next((report.problem for report in reports if report.problem is not None), None)
-    if problem is not None:
-        return _Report(problem)
-    for report in reports:
-        if report.layout != first.layout:
-            return _Report(_not_alike(first.layout, report.layout))
-    profiles_O = tuple(
-        frozenset().union(*profiles)
-        for profiles in zip(*(report.profiles_O for report in reports), strict=True)
+def _problem_of(found: _Findings) -> str | None:
+    """Why slots in which this was found cannot be exchanged; equal on all ranks."""
+    if found.problems:
+        return min(found.problems)
+    if len(found.layouts) > 1:
+        one, other, *_ = sorted(found.layouts, key=repr)
+        return (
+            f"re-sharding: got expert slots with parameters {one} and {other}, wanted the same number of "
+            f"slots on all devices and the same shapes and data types in all slots; {KEEP_OWNERS}"
+        )
+    settings: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for position, profile in found.profiles:
+        for name in {name for other, one in found.profiles if other == position for name, _ in one}:
+            settings[position, name].add(dict(profile).get(name, "none"))
+    differing = sorted((key, sorted(values)) for key, values in settings.items() if len(values) > 1)
+    if not differing:
+        return None
+    position = differing[0][0][0]
+    listing = "; ".join(f"{name}: {' and '.join(ones)}" for (at, name), ones in differing if at == position)
+    return (
+        f"re-sharding: parameter {position} of the experts does not train the same way in all slots: got "
+        f"{listing}, wanted equal values for all experts of a pipeline stage; remove the "
+        f"settings for single layers, or {KEEP_OWNERS}"
     )
-    for position, profiles in enumerate(profiles_O):
-        if len(profiles) > 1:
-            return _Report(_trained_differently(position, profiles))
-    return _Report(None, first.layout, profiles_O)
 
 
 def _quantities(
-    states_WO: Sequence[Sequence[ParameterState]], agreed: _Report, part_group: dist.ProcessGroup | None
+    states_WO: Sequence[Sequence[ParameterState]], agreed: _Findings, part_group: dist.ProcessGroup | None
 ) -> list[PartedQuantity]:
-    if not states_WO:
-        return []
-    dtypes_O = [state.parameter.dtype for state in states_WO[0]]
-    tensors_O = [
-        {name for profile in profiles for name, value in profile if value == A_TENSOR}
-        for profiles in agreed.profiles_O
-    ]
-    # Each quantity has a name, a data type, and the positions in a slot of the Parameters that have it.
-    kinds = [
-        (PARAMETERS, dtype, [p for p, other in enumerate(dtypes_O) if other == dtype])
-        for dtype in dict.fromkeys(dtypes_O)
-    ] + [
-        (name, torch.float32, [p for p, names in enumerate(tensors_O) if name in names])
-        for name in sorted(set().union(*tensors_O))
-    ]
-    quantities = []
-    for name, dtype, positions in kinds:
-        sizes = [states_WO[0][p].parameter.numel() for p in positions]
-        offsets = list(accumulate(sizes, initial=0))
-        parts_W = [
-            [_part(states[p], name, offset) for p, offset in zip(positions, offsets, strict=False)]
-            for states in states_WO
-        ]
-        quantities.append(
-            PartedQuantity(
-                name,
-                offsets[-1],
-                dtype,
-                states_WO[0][0].parameter.device,
-                [[part for part in parts if part[1].numel()] for parts in parts_W],
-                None if name == PARAMETERS else part_group,
-            )
+    # Every quantity has all elements of a slot. Those of a Parameter that has no such state are in no part.
+    *offsets, num_elements = accumulate((state.parameter.numel() for state in states_WO[0]), initial=0)
+    states = {name for _, profile in agreed.profiles for name, value in profile if value == A_TENSOR}
+    kinds = [(PARAMETERS, dtype) for dtype in dict.fromkeys(one.parameter.dtype for one in states_WO[0])]
+    kinds += [(name, torch.float32) for name in sorted(states)]
+    device = states_WO[0][0].parameter.device
+    return [
+        PartedQuantity(
+            name,
+            num_elements,
+            dtype,
+            device,
+            [[*_parts(states, offsets, name, dtype)] for states in states_WO],
+            None if name == PARAMETERS else part_group,
         )
-    return quantities
-
-
-def _part(state: ParameterState, name: str, offset: int) -> tuple[int, Tensor]:
-    if name == PARAMETERS:
-        return offset, state.parameter
-    return offset + state.start, state.tensors.get(name, state.parameter[:0])
-
-
-def _not_alike(one: Layout, other: Layout) -> str:
-    return (
-        f"re-sharding: got expert slots with parameters {one} and {other}, wanted the same number of slots "
-        f"on all devices and the same shapes and data types in all slots; {KEEP_OWNERS}"
-    )
-
-
-def _trained_differently(position: int, profiles: frozenset[Profile]) -> str:
-    options = [dict(profile) for profile in sorted(profiles)]
-    names = sorted(set().union(*options))
-    differing = [
-        f"{name}: {' and '.join(sorted({str(option.get(name, 'none')) for option in options}))}"
-        for name in names
-        if len({option.get(name) for option in options}) > 1
+        for name, dtype in kinds
     ]
-    return (
-        f"re-sharding: parameter {position} of the experts does not train the same way in all slots: got "
-        f"{'; '.join(differing)}, wanted equal values for all experts of a pipeline stage; remove the "
-        f"settings for single layers, or {KEEP_OWNERS}"
-    )
+
+
+def _parts(
+    states_O: Sequence[ParameterState], offsets_O: Sequence[int], name: str, dtype: torch.dtype
+) -> Iterator[tuple[int, Tensor]]:
+    for state, offset in zip(states_O, offsets_O, strict=True):
+        if name != PARAMETERS and name in state.tensors:
+            yield offset + state.start, state.tensors[name]
+        elif name == PARAMETERS and state.parameter.dtype == dtype:
+            yield offset, state.parameter

@@ -1,4 +1,4 @@
-"""Finds all that this rank holds of the experts' Parameters: weights, master weights, optimizer states.
+"""Finds what this rank holds of the experts' Parameters: weights, master weights, optimizer states.
 
 Slots exchange contents and never Parameters, so this module must find everything that Megatron's
 optimizer keeps for a Parameter. It knows three optimizers, alone or in a ``ChainedOptimizer``:
@@ -17,7 +17,7 @@ States that are single numbers (Adam's ``step``) do not move. They must be equal
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
-PARAMETERS = "parameters"
 MASTERS = "master parameters"
 A_TENSOR = "a tensor"
 
@@ -51,9 +50,8 @@ class ParameterState:
         parameter: All elements of the Parameter, as a flat view.
         trained: Whether an optimizer updates the Parameter.
         start: First element that the optimizer on this rank updates.
-        tensors: Master weights and optimizer states by name. Each is a flat tensor of ``num_elements``
-            elements, beginning with element ``start`` of the Parameter.
-        num_elements: Number of elements that the optimizer on this rank updates; 0 if it updates none.
+        stop: End (exclusive) of the elements that the optimizer on this rank updates.
+        tensors: Master weights and optimizer states of these elements by name, as flat tensors.
         profile: Settings and single-number states of the Parameter; ``None`` if this rank updates no
             part of it.
     """
@@ -61,21 +59,16 @@ class ParameterState:
     parameter: Tensor
     trained: bool = False
     start: int = 0
+    stop: int = 0
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    num_elements: int = 0
     profile: Profile | None = None
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """Where an optimizer keeps the states of a Parameter.
+class _Entry(NamedTuple):
+    """Where an optimizer of Megatron's keeps the states of a Parameter's elements ``[start, stop)``.
 
-    Attributes:
-        optimizer: One of Megatron's optimizers.
-        key: Tensor by which torch's optimizer finds the states: the Parameter or its master.
-        group: Parameter group of torch's optimizer, with its settings.
-        start: First element of the Parameter that this rank updates.
-        stop: End (exclusive) of the elements that this rank updates.
+    ``key`` is the tensor by which torch's optimizer finds the states: the Parameter or its master. ``group``
+    is its parameter group, with the settings.
     """
 
     optimizer: Any
@@ -95,27 +88,25 @@ def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[
     Raises:
         ConfigurationError: This module cannot move the contents of an optimizer or of a state.
     """
-    optimizers = list(_members(optimizer))
-    entries = {parameter: entry for member in optimizers for parameter, entry in _entries(member)}
+    members = list(members_of(optimizer))
+    entries = {parameter: entry for member in members for parameter, entry in _entries(member)}
     if is_layer_wise(optimizer):
         elsewhere = (parameter for slot in slots for parameter in slot if parameter not in entries)
         entries.update(dict.fromkeys(elsewhere))
-    return [
-        [
-            _state_of(parameter, entries, [type(member).__name__ for member in optimizers])
-            for parameter in slot
-        ]
-        for slot in slots
-    ]
+    names = [type(member).__name__ for member in members]
+    return [[_state_of(parameter, entries, names) for parameter in slot] for slot in slots]
 
 
-def _members(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers that are chained in an optimizer, at any depth; the optimizer if none are."""
-    if not hasattr(optimizer, "chained_optimizers"):
+def members_of(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that are chained in an optimizer, at any depth; the optimizer if none are.
+
+    Megatron's stubs, which have no parameters on this rank, are left out.
+    """
+    if hasattr(optimizer, "chained_optimizers"):
+        for member in optimizer.chained_optimizers:
+            yield from members_of(member)
+    elif not getattr(optimizer, "is_stub_optimizer", False):
         yield optimizer
-        return
-    for member in optimizer.chained_optimizers:
-        yield from _members(member)
 
 
 def is_layer_wise(optimizer: Any) -> bool:
@@ -138,10 +129,9 @@ def sharing_group(
         optimizer: Megatron's optimizer.
         expert_data_parallel: Group of all ranks that hold the same experts as this rank.
     """
-    for member in _members(optimizer):
-        if type(member) is not DistributedOptimizer or getattr(member, "is_stub_optimizer", False):
-            continue
-        if slots and any(slots[0][0] in buffer.param_to_bucket for buffer in member.buffers):
+    for member in members_of(optimizer):
+        buffers = member.buffers if type(member) is DistributedOptimizer and slots else ()
+        if any(slots[0][0] in buffer.param_to_bucket for buffer in buffers):
             return member.data_parallel_group
     return expert_data_parallel
 
@@ -150,8 +140,6 @@ def _entries(optimizer: Any) -> Iterator[tuple[Parameter, _Entry | None]]:
     """Yield every Parameter of one optimizer, with ``None`` if this rank updates no part of it."""
     # The exact type is compared because a subclass may keep more states than its base class.
     kind = type(optimizer)
-    if getattr(optimizer, "is_stub_optimizer", False):
-        return
     if kind is FP32Optimizer:
         for group in optimizer.optimizer.param_groups:
             for parameter in group["params"]:
@@ -167,15 +155,14 @@ def _entries(optimizer: Any) -> Iterator[tuple[Parameter, _Entry | None]]:
             for parameter, key in (*zip(halves, masters, strict=True), *zip(singles, singles, strict=True)):
                 yield parameter, _Entry(optimizer, key, group, 0, parameter.numel())
     elif kind is DistributedOptimizer:
-        for buffer in optimizer.buffers:
-            for parameter in buffer.param_to_bucket:
-                place = optimizer.model_param_group_index_map.get(parameter)
-                if place is None:
-                    yield parameter, None
-                    continue
-                group = optimizer.optimizer.param_groups[place[0]]
-                part = optimizer._get_model_param_range_map(parameter)["param"]
-                yield parameter, _Entry(optimizer, group["params"][place[1]], group, part.start, part.end)
+        for parameter in (one for buffer in optimizer.buffers for one in buffer.param_to_bucket):
+            place = optimizer.model_param_group_index_map.get(parameter)
+            if place is None:
+                yield parameter, None
+                continue
+            group = optimizer.optimizer.param_groups[place[0]]
+            part = optimizer._get_model_param_range_map(parameter)["param"]
+            yield parameter, _Entry(optimizer, group["params"][place[1]], group, part.start, part.end)
 
 
 def _state_of(
@@ -204,9 +191,26 @@ def _state_of(
             "re-sharding: got --optimizer-cpu-offload, wanted optimizer states on the device of their "
             f"parameters; remove the flag, or {KEEP_OWNERS}"
         )
-    tensors, numbers = _sort_state(entry)
-    part = flat[entry.start : entry.stop]
-    master = entry.key.data.view(-1)
+    profile = {
+        f"setting {key}": _as_text(value)
+        for key, value in entry.group.items()
+        if key not in ("params", "param_names")
+    }
+    tensors: dict[str, Tensor] = {}
+    # The mapping is a defaultdict: an index would create an empty state for a missing key.
+    for key, value in entry.optimizer.optimizer.state.get(entry.key, {}).items():
+        name = f"state {key}"
+        if not torch.is_tensor(value) or value.dim() == 0:
+            profile[name] = _as_text(value)
+        elif value.shape == entry.key.shape and value.is_contiguous():
+            tensors[name] = value.data.view(-1)
+        else:
+            raise ConfigurationError(
+                f"re-sharding: got an optimizer with {name} of shape {tuple(value.shape)} for a parameter of "
+                f"shape {tuple(entry.key.shape)}, wanted the same shape or a single number; use Megatron's "
+                f"--optimizer adam or sgd, or {KEEP_OWNERS}"
+            )
+    part, master = flat[entry.start : entry.stop], entry.key.data.view(-1)
     if master.data_ptr() != part.data_ptr():
         tensors[MASTERS] = master
     for name, tensor in tensors.items():
@@ -216,35 +220,8 @@ def _state_of(
                 f"{tensor.device}, wanted {part.numel()} elements of torch.float32 on {part.device}; keep "
                 f"the optimizer's states in fp32 on the parameters' device, or {KEEP_OWNERS}"
             )
-    settings = {key: value for key, value in entry.group.items() if key not in ("params", "param_names")}
-    profile = {
-        **{f"setting {key}": _as_text(value) for key, value in settings.items()},
-        **{name: _as_text(value) for name, value in numbers.items()},
-        **dict.fromkeys(tensors, A_TENSOR),
-    }
-    return ParameterState(
-        flat, True, entry.start, tensors, entry.stop - entry.start, tuple(sorted(profile.items()))
-    )
-
-
-def _sort_state(entry: _Entry) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Sort the states of a Parameter into tensors of its shape and single numbers."""
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {}
-    # The mapping is a defaultdict: an index would create an empty state for a missing key.
-    for key, value in entry.optimizer.optimizer.state.get(entry.key, {}).items():
-        name = f"state {key}"
-        if not torch.is_tensor(value) or value.dim() == 0:
-            numbers[name] = value
-        elif value.shape == entry.key.shape and value.is_contiguous():
-            tensors[name] = value.data.view(-1)
-        else:
-            raise ConfigurationError(
-                f"re-sharding: got an optimizer with {name} of shape {tuple(value.shape)} for a parameter of "
-                f"shape {tuple(entry.key.shape)}, wanted the same shape or a single number; use Megatron's "
-                f"--optimizer adam or sgd, or {KEEP_OWNERS}"
-            )
-    return tensors, numbers
+    profile.update(dict.fromkeys(tensors, A_TENSOR))
+    return ParameterState(flat, True, entry.start, entry.stop, tensors, tuple(sorted(profile.items())))
 
 
 def _as_text(value: Any) -> str:

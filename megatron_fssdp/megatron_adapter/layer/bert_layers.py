@@ -6,7 +6,6 @@ experts.
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -38,13 +37,8 @@ class BertLayer(TransformerLayer):
     """Megatron's transformer layer, with experts in the layers that ``moe_layer_freq`` selects.
 
     Args:
-        config: Megatron's ``TransformerConfig``.
-        submodules: Submodules of a dense layer.
-        layer_number: Number of the layer in this model chunk, counted from 1.
-        experts: Submodules of a layer with experts.
-        pg_collection: Process groups; Megatron's global ones by default.
-        vp_stage: Number of the model chunk under interleaved pipeline parallelism.
-        others: Further arguments of Megatron's layer.
+        experts: Submodules of a layer with experts; ``submodules`` are those of a dense layer. All other
+            arguments are those of Megatron's layer.
     """
 
     def __init__(
@@ -86,7 +80,8 @@ def with_experts(spec: ModuleSpec, config: Any) -> ModuleSpec:
         Megatron's.
     """
     dense = spec.submodules
-    if config.num_moe_experts is None or spec.module is not TransformerLayer or not _is_dense(dense.mlp):
+    is_dense = isinstance(dense.mlp, partial) and dense.mlp.func == MLP.as_mlp_submodule
+    if config.num_moe_experts is None or spec.module is not TransformerLayer or not is_dense:
         return spec
     is_local = dense.self_attention.submodules.core_attention is DotProductAttention
     # Transformer Engine's first linear layer contains the norm. Experts do not, so they need a norm module.
@@ -117,9 +112,7 @@ def stock_spec(use_transformer_engine: bool) -> ModuleSpec:
     """
     if not use_transformer_engine:
         return bert_layer_specs.bert_layer_local_spec
-    if not HAVE_TE:
-        raise ConfigurationError(_WITHOUT_TE)
-    return bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
+    return bert_layer_specs.get_bert_layer_with_transformer_engine_spec() if HAVE_TE else _missing()
 
 
 def install() -> None:
@@ -137,7 +130,7 @@ def install() -> None:
         num_tokentypes: int,
         transformer_layer_spec: ModuleSpec,
         *args: Any,
-        **kwargs: Any,
+        **more: Any,
     ) -> None:
         spec = with_experts(transformer_layer_spec, config)
         if spec is not transformer_layer_spec:
@@ -148,7 +141,7 @@ def install() -> None:
                 f"to each of {sum(_has_experts(config, layer) for layer in range(config.num_layers))} "
                 "layers, as --num-experts and --moe-layer-freq request",
             )
-        build(self, config, num_tokentypes, spec, *args, **kwargs)
+        build(self, config, num_tokentypes, spec, *args, **more)
 
     BertModel.__init__ = with_experts_in_it
     if not HAVE_TE:
@@ -156,30 +149,21 @@ def install() -> None:
         bert_layer_specs.get_bert_layer_with_transformer_engine_spec = _MissingSpec
 
 
-_WITHOUT_TE = (
-    "BERT: got Megatron's Transformer Engine spec, but Transformer Engine is not installed; wanted the local "
-    "spec: add --spec local (Megatron-LM's script) or --transformer-impl local (this project's script), or "
-    "install Transformer Engine"
-)
+def _missing(*_: Any) -> Any:
+    raise ConfigurationError(
+        "BERT: got Megatron's Transformer Engine spec, but Transformer Engine is not installed; wanted the "
+        "local spec: add --spec local (Megatron-LM's script) or --transformer-impl local (this project's "
+        "script), or install Transformer Engine"
+    )
 
 
 class _MissingSpec:
     """Replaces the spec that needs Transformer Engine; raises when it is used."""
 
-    def __getattr__(self, name: str) -> Any:
-        raise ConfigurationError(_WITHOUT_TE)
+    __getattr__ = _missing
 
 
 def _has_experts(config: Any, layer: int) -> bool:
-    """Whether a layer has experts, by Megatron's rule for GPT.
-
-    Args:
-        config: Megatron's ``TransformerConfig``.
-        layer: Number of the layer, counted from 0 over all pipeline stages.
-    """
+    """Whether a layer, counted from 0 over all pipeline stages, has experts by Megatron's rule for GPT."""
     frequency = config.moe_layer_freq
     return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])
-
-
-def _is_dense(mlp: Callable[..., Any]) -> bool:
-    return isinstance(mlp, partial) and mlp.func == MLP.as_mlp_submodule

@@ -8,8 +8,6 @@ does.
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
@@ -38,28 +36,16 @@ def install(layer: Any) -> None:
     Args:
         layer: Builder of the strategy's MoE layer, with the parameters of Megatron's ``MoELayer``.
     """
-    # If the module is imported later, its spec looks up the strategy's layer itself.
-    if (module := sys.modules.get(_SPEC_MODULE)) is not None:
-        submodules = module.hybrid_stack_spec.submodules.moe_layer.submodules
-        submodules.mlp = _with_layer(submodules.mlp, layer)
-    _wrap_building()
-
-
-def _with_layer(mlp: Any, layer: Any) -> Any:
-    """Replace the layer in a builder of MoE layers, and return other builders unchanged."""
-    is_moe = isinstance(mlp, partial) and isinstance(mlp.func, type) and issubclass(mlp.func, MoELayer)
-    if not is_moe:
-        return mlp
-    return partial(
-        layer, *mlp.args, **{key: value for key, value in mlp.keywords.items() if key != "session"}
-    )
-
-
-def _wrap_building() -> None:
-    """Wrap the constructor of Megatron's layers of multi-token prediction, once."""
     global _wrapped
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
+    # If the module is imported later, its spec looks up the strategy's layer itself.
+    if (module := sys.modules.get(_SPEC_MODULE)) is not None:
+        submodules = module.hybrid_stack_spec.submodules.moe_layer.submodules
+        mlp = submodules.mlp
+        if isinstance(mlp, partial) and isinstance(mlp.func, type) and issubclass(mlp.func, MoELayer):
+            given = {key: value for key, value in mlp.keywords.items() if key != "session"}
+            submodules.mlp = partial(layer, *mlp.args, **given)
     if _wrapped:
         return
     _wrapped = True
@@ -70,16 +56,10 @@ def _wrap_building() -> None:
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         pattern = given.get("mtp_layer_pattern") or ""
-        with _building((given.get("layer_number", 1) - 1) * len(pattern)):
+        token = _before.set((given.get("layer_number", 1) - 1) * len(pattern))
+        try:
             stock(self, *args, **kwargs)
+        finally:
+            _before.reset(token)
 
     MultiTokenPredictionLayer.__init__ = build
-
-
-@contextmanager
-def _building(before: int) -> Iterator[None]:
-    token = _before.set(before)
-    try:
-        yield
-    finally:
-        _before.reset(token)

@@ -4,7 +4,7 @@ Every other layer's gather is started by the MoE layer before it. If CUDA graphs
 hooks, the first layer's gather starts with its dispatch instead, and nothing is lost.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial, wraps
 from typing import Any
 
@@ -15,9 +15,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
-
-_Change = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-"""Function from a call's arguments, by position and by name, to those that replace them."""
 
 
 def install_launch_hooks(model: Iterable[torch.nn.Module]) -> None:
@@ -41,20 +38,24 @@ def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     slots = moe.slot_layer
     slots.is_first = first
 
-    def begin(
-        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         if not is_graph_capturing():
             slots.mark(hidden, "other", None)
             if first and not in_backward():
                 slots.launch(hidden)
-        return args, kwargs
 
     if layer.config.overlap_moe_expert_parallel_comm:
         # The combined schedule calls the parts of the layer and not the layer, so that its hooks do not run.
         # Attention is its first part, and the layer's forward pass begins with the same method.
-        layer._forward_attention = _after(partial(begin, layer), layer._forward_attention)
+        attention = layer._forward_attention
+
+        @wraps(attention)
+        def begin_and_attend(*args: Any, **kwargs: Any) -> Any:
+            begin(layer, args, kwargs)
+            return attention(*args, **kwargs)
+
+        layer._forward_attention = begin_and_attend
     else:
         layer.register_forward_pre_hook(begin, with_kwargs=True)
     if slots.groups.one_queue:
@@ -62,19 +63,7 @@ def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
             part.register_forward_hook(partial(_advance, slots))
 
 
-def _after(change: _Change, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that changes its arguments and then calls another function."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = change(args, kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
 def _advance(slots: SlotLayer, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Mark a point of the program after a part of attention, in the forward and in the backward pass."""
     outputs = output if isinstance(output, tuple) else (output,)
-    tensors = [tensor for tensor in outputs if isinstance(tensor, torch.Tensor)]
-    slots.advance_transfers(tensors[0] if tensors else None)
+    slots.advance_transfers(next((one for one in outputs if isinstance(one, torch.Tensor)), None))

@@ -1,11 +1,11 @@
 """Megatron's MoE layer with experts in slots.
 
 Router, dispatcher, experts, shared experts, latent projections, recompute, CUDA graphs and checkpoint keys
-are Megatron's. This class builds the dispatcher for slots instead of experts, lets the experts compute what
-is in the slots, and calls the runtime at the places where weights and gradients of replicas travel.
+are Megatron's. This class builds the dispatcher for slots instead of experts, turns the routing of experts
+into the routing of slots, lets the experts compute what is in the slots, and calls the runtime at the places
+where weights and gradients of replicas travel.
 """
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -15,10 +15,8 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
-from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
-from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_parameters
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
@@ -37,7 +35,7 @@ class StrategyMoELayer(MoELayer):
     steps of a forward pass, and what happens at each::
 
         route       Megatron's gate
-        preprocess  experts become slots (in the dispatcher), Megatron permutes the tokens
+        preprocess  experts become slots, Megatron permutes the tokens
         dispatch    Megatron sends them; meanwhile, the next layer is planned
         experts     wait for replicas; Megatron's module computes the slots' experts
         combine     Megatron sends results back
@@ -73,7 +71,8 @@ class StrategyMoELayer(MoELayer):
         # Layers of multi-token prediction that come before this one; None for a layer of the decoder.
         self._later_layers_before = numbers_before() if not is_mtp_layer else numbers_before() or 0
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
-        local = expert_parameters(self.experts, self.num_local_experts)
+        self._slot_experts = SlotExperts(self.experts, self.num_local_experts)
+        local = self._slot_experts.parameters
         dimensions = (self.ep_group, pg_collection.expt_tp, getattr(pg_collection, "expt_dp", None))
         session.agree_on_kernels([group for group in dimensions if group is not None])
         groups = session.expert_groups(
@@ -102,17 +101,17 @@ class StrategyMoELayer(MoELayer):
                 leaving_share,
                 session.settings.leaving_choices,
             )
-        self._session, self._slots = session, session.slots
-        self._slot_experts = SlotExperts(self.experts, local)
+        self._session = session
         # Megatron calls the module; its hooks run as ever, and the slots' experts compute.
         self.experts.forward = self._compute
         self.experts.backward_dw = self._backward_dw
         self._dispatchers = SlotDispatchers(self, session, groups, pg_collection)
+        self._divides_tokens = self._dispatchers.divides_tokens
         # Layers of multi-token prediction keep their owners, because their checkpoint keys have another form.
         self._index: int | None = None
         if self._later_layers_before is None:
-            self._index = session.slots.add_layer(self.slot_layer, self.experts, local, self._slot_experts)
-            follow_owners(self.experts, self._index, session.stage_owners)
+            self._index = session.slots.add_layer(self.slot_layer, self._slot_experts)
+            follow_owners(self.experts, self._index, session.slots.stage_owners)
         session.runtime.timer.is_usable = not config.overlap_moe_expert_parallel_comm
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -130,7 +129,7 @@ class StrategyMoELayer(MoELayer):
         if self._index is None:
             gradient_sync.await_parameters(self.experts)
         else:
-            self._slots.await_parameters(self._index)
+            self._session.slots.await_parameters(self._index)
 
     def _bind(self, one: SlotPass) -> None:
         """Let dispatcher and experts work with the slots of a pass."""
@@ -140,8 +139,11 @@ class StrategyMoELayer(MoELayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward pass. An error gets a note with the number of the layer."""
-        with naming_failures(f"the forward pass of MoE layer {self.slot_layer.context.layer}"):
+        try:
             return super().forward(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"in the forward pass of MoE layer {self.slot_layer.context.layer}")
+            raise
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Run the gate, on this rank's part of the tokens where tensor-parallel ranks have the same ones.
@@ -150,7 +152,7 @@ class StrategyMoELayer(MoELayer):
             hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
             padding_mask: Mask of padding tokens, bool ``[sequence, batch]``.
         """
-        if not self._dispatchers.divides_tokens or is_graph_capturing():
+        if not self._divides_tokens or is_graph_capturing():
             return super().route(hidden_states, padding_mask)
         return self._dispatchers.route(hidden_states, padding_mask)
 
@@ -164,7 +166,11 @@ class StrategyMoELayer(MoELayer):
         else:
             layer.mark(hidden_states, "dispatch", "other")
             layer.prepare(routing_map, training=self.training)
-        return super().preprocess(self._dispatchers.own_tokens(hidden_states), probs, routing_map)
+        if self._divides_tokens:
+            hidden_states = self._dispatchers.own_tokens(hidden_states)
+        if routing_map is not None:  # Otherwise, a CUDA graph has done this and what Megatron's method does.
+            routing_map, probs = layer.remap(routing_map, probs)
+        return super().preprocess(hidden_states, probs, routing_map)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         """Send the tokens; the next layer is planned while they travel."""
@@ -177,12 +183,11 @@ class StrategyMoELayer(MoELayer):
     ) -> tuple[torch.Tensor, None]:
         """The forward pass of the expert module, see :class:`SlotExperts`."""
         layer = self.slot_layer
-        compute: Callable[..., Any] = self._slot_experts.compute
         in_steps = getattr(self.token_dispatcher, "compute_in_steps", None)
         if in_steps is not None:
-            return layer.compute_in_steps(rows, probs, compute, in_steps), None
+            return layer.compute_in_steps(rows, probs, self._slot_experts.compute, in_steps), None
         with layer.await_weights(rows):
-            output, _ = compute(rows, tokens_per_expert, probs, **buffers)
+            output, _ = self._slot_experts.compute(rows, tokens_per_expert, probs, **buffers)
         return layer.leave_experts(output), None
 
     def _backward_dw(self) -> None:

@@ -1,7 +1,8 @@
 """The dispatchers of a layer: Megatron's own, or an optional one, built for slots instead of experts."""
 
 import copy
-from functools import cache
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class SlotDispatchers:
         session: Session of the strategy.
         groups: Process groups of the layer.
         pg_collection: Megatron's process groups.
+
+    Attributes:
+        divides_tokens: Whether tensor-parallel ranks have the same tokens, which :meth:`route` divides.
     """
 
     def __init__(
@@ -53,33 +57,35 @@ class SlotDispatchers:
         self._pg_collection = pg_collection
         self._stock = type(layer.token_dispatcher)
         self._made: dict[tuple[str, int], Any] = {}
-        self._selector: ScheduleSelector | None = None
-        self._gate: DividedGate | None = None
         self._begun: Any = None
-        self._own_tokens: torch.Tensor | None = None
         self._whole_tokens: torch.Tensor | None = None
-        schedule = session.strategy.collective_schedule
+        self._own_tokens: torch.Tensor | None = None
         parm = ParmGroups.of(layer.config, pg_collection) if pg_collection.tp.size() > 1 else None
-        has_schedule = schedule.name != "megatron" and not keeps_flex(session.strategy, layer.config)
-        if parm is not None and (parm.are_equal or has_schedule):
-            self._selector = session.schedule_selector(
-                layer.config, parm, pg_collection.tp_dp_cp, schedule, self._described_costs
-            )
-        if parm is not None and parm.are_equal:
+        self.divides_tokens = parm is not None and parm.are_equal
+        self._selector = None if parm is None else self._selector_of(parm)
+        if self.divides_tokens:
             self._gate = DividedGate(layer.router, pg_collection)
             layer.attn_tp_group = OneRank()
 
-    @property
-    def divides_tokens(self) -> bool:
-        """Whether tensor-parallel ranks have the same tokens, which :meth:`route` divides."""
-        return self._gate is not None
+    def _selector_of(self, parm: ParmGroups) -> ScheduleSelector | None:
+        """The selector of the layer's schedule; layers of the same groups share one."""
+        session, config = self._session, self._layer.config
+        schedule = session.strategy.collective_schedule
+        if not parm.are_equal and (schedule.name == "megatron" or keeps_flex(session.strategy, config)):
+            return None
+        name = parm.devices.group_name
+        if name not in session.selectors:
+            costs = None
+            if schedule.cluster is not None:
+                costs = partial(_described_costs, schedule.cluster, parm, session.settings.nodes)
+            everyone = self._pg_collection.tp_dp_cp
+            session.selectors[name] = ScheduleSelector(
+                schedule.name, config, parm, everyone, schedule.simultaneous, costs
+            )
+        return session.selectors[name]
 
     def of(self, one: SlotPass) -> Any:
-        """The dispatcher of a pass.
-
-        Args:
-            one: The pass.
-        """
+        """The dispatcher of a pass."""
         alone = self._groups.num_devices == 1
         if one.plan.in_steps and not alone:
             kind = "smart_schedule"
@@ -91,9 +97,8 @@ class SlotDispatchers:
         if key not in self._made:
             self._made[key] = self._make(*key)
         if kind == "parm":
-            self._made[key].owners_only = not self._session.strategy.may_replicate(
-                self._layer.slot_layer.context.layer
-            )
+            number = self._layer.slot_layer.context.layer
+            self._made[key].owners_only = not self._session.strategy.may_replicate(number)
         return self._made[key]
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> Any:
@@ -103,17 +108,15 @@ class SlotDispatchers:
             hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
             padding_mask: Mask of padding tokens, bool ``[sequence, batch]``.
         """
-        assert self._gate is not None
-        self._layer.slot_layer.plan_iteration()
+        slot_layer = self._layer.slot_layer
+        slot_layer.plan_iteration()
         self._whole_tokens = hidden_states
-        dispatcher = self._layer.token_dispatcher
+        self._begun = dispatcher = self._layer.token_dispatcher
         self._own_tokens, *routed = self._gate.route(dispatcher, hidden_states, padding_mask)
-        load = self._layer.slot_layer.load
-        load.schedule, load.schedule_predicted_s = dispatcher.schedule, dispatcher.predicted_s
-        self._layer.slot_layer.counts.num_counting = (
-            self._pg_collection.tp.size() if dispatcher.schedule in ("s2", "baseline") else 1
-        )
-        self._begun = dispatcher
+        load, schedule = slot_layer.load, dispatcher.schedule
+        load.schedule, load.schedule_predicted_s = schedule, dispatcher.predicted_s
+        sees_all = schedule in ("s2", "baseline")
+        slot_layer.counts.num_counting = self._pg_collection.tp.size() if sees_all else 1
         return tuple(routed)
 
     def own_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -138,54 +141,35 @@ class SlotDispatchers:
         config.num_moe_experts = num_slots * groups.num_devices
         # The router has padded the map of experts already.
         config.moe_pad_expert_input_to_capacity = False
-        classes = {
-            "megatron": self._stock,
-            "parm": ParmDispatcher,
-            "smart_schedule": SmartScheduleTokenDispatcher,
-            "deduplicated": DeduplicatedTokenDispatcher,
-        }
+        dispatcher: Any = self._stock
         options: dict[str, Any] = {}
         if kind == "parm":
-            options["selector"] = self._selector
+            dispatcher, options = ParmDispatcher, {"selector": self._selector}
         elif kind == "smart_schedule":
-            options["ring"] = self._session.strategy.ring(groups.device, groups.topology)
+            ring = self._session.strategy.ring(groups.device, groups.topology)
+            dispatcher, options = SmartScheduleTokenDispatcher, {"ring": ring}
         elif kind == "deduplicated":
             # Padding to the capacity adds tokens to experts that these tokens did not select.
             is_padded = layer.config.moe_pad_expert_input_to_capacity
             most = layer.config.num_moe_experts if is_padded else layer.config.moe_router_topk
-            options |= {"topology": groups.topology, "most_choices": most}
-        first = groups.device * num_slots
-        made = _with_remap(classes[kind])(
-            num_slots, list(range(first, first + num_slots)), config, self._pg_collection, **options
-        )
-        made.slot_layer = layer.slot_layer
+            options = {"topology": groups.topology, "most_choices": most}
+            dispatcher = DeduplicatedTokenDispatcher
+        local = list(range(groups.device * num_slots, (groups.device + 1) * num_slots))
+        made = dispatcher(num_slots, local, config, self._pg_collection, **options)
         if layer.shared_expert_overlap:
             made.set_shared_experts(layer.shared_experts)
         return made
 
-    def _described_costs(self, layer: ScheduledLayer, like: torch.Tensor) -> ScheduleCosts:
-        """Costs of the collectives from a cluster description."""
-        schedule = self._session.strategy.collective_schedule
-        assert schedule.cluster is not None
-        parm = ParmGroups.of(self._layer.config, self._pg_collection)
-        found = {name: self._ranks_and_near(group) for name, group in parm.by_name.items()}
-        return schedule_costs(load_cluster(schedule.cluster), found)
 
-    def _ranks_and_near(self, group: dist.ProcessGroup) -> tuple[int, int]:
-        node_D = detect_topology(group, self._session.settings.nodes).node_of_device
-        # All ranks must decide alike, so the smallest number of neighbours in a node counts for all.
-        return len(node_D), min(list(node_D).count(node) for node in node_D) - 1
+def _described_costs(
+    cluster: Path, parm: ParmGroups, nodes: int | None, layer: ScheduledLayer, like: torch.Tensor
+) -> ScheduleCosts:
+    """Costs of the collectives from a cluster description."""
+    found = {name: _ranks_and_near(group, nodes) for name, group in parm.by_name.items()}
+    return schedule_costs(load_cluster(cluster), found)
 
 
-@cache
-def _with_remap(dispatcher: type) -> type:
-    """A class of dispatchers whose first phase turns the routing of experts into the routing of slots."""
-
-    class SlotDispatcher(dispatcher):
-        def dispatch_preprocess(
-            self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
-        ) -> Any:
-            return super().dispatch_preprocess(hidden_states, *self.slot_layer.remap(routing_map, probs))
-
-    SlotDispatcher.__name__ = SlotDispatcher.__qualname__ = f"Slot{dispatcher.__name__}"
-    return SlotDispatcher
+def _ranks_and_near(group: dist.ProcessGroup, nodes: int | None) -> tuple[int, int]:
+    node_D = list(detect_topology(group, nodes).node_of_device)
+    # All ranks must decide alike, so the smallest number of neighbours in a node counts for all.
+    return len(node_D), min(node_D.count(node) for node in node_D) - 1

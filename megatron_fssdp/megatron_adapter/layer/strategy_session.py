@@ -9,19 +9,13 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.plan_agreement import all_ranks_can, check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import (
-    CollectiveSchedule,
-    PlacementSettings,
-    StrategySettings,
-)
-from megatron_fssdp.dispatchers.parm import ParmGroups, ScheduleSelector
-from megatron_fssdp.dispatchers.parm.schedule_selector import FindCosts
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.dispatchers.parm import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
-from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
 from megatron_fssdp.megatron_adapter.layer.transfer_group import (
     DEFAULT_OPTIONS,
     CommunicatorOptions,
-    connect_groups,
+    connect_ranks,
     create_transfer_group,
     has_one_queue,
 )
@@ -50,6 +44,13 @@ class StrategySession:
         settings: Validated settings of the strategy.
         timeout: Time-out of the process groups that the session creates; torch's default if ``None``.
         communicators: Megatron's NCCL options by the short names of groups (:mod:`.transfer_group`).
+
+    Attributes:
+        strategy: The strategy.
+        runtime: The layers' runtime.
+        slots: The experts of the pipeline stage, in the slots of this rank.
+        selectors: Selectors of Parm's schedules, by the name of the layers' group.
+        numbers_of_slots: Numbers of slots for which dispatchers were built.
     """
 
     def __init__(
@@ -57,12 +58,10 @@ class StrategySession:
         strategy_name: str,
         settings: PlacementSettings,
         timeout: timedelta | None = None,
-        communicators: CommunicatorOptions | None = None,
+        communicators: CommunicatorOptions = DEFAULT_OPTIONS,
     ) -> None:
-        self.strategy_name = strategy_name
-        self.settings = settings
-        self.timeout = timeout
-        self.communicators = DEFAULT_OPTIONS if communicators is None else communicators
+        self.strategy_name, self.settings = strategy_name, settings
+        self.timeout, self.communicators = timeout, communicators
         self.strategy = build_strategy(strategy_name, settings)
         self.runtime = MoERuntime(
             self.strategy,
@@ -70,22 +69,14 @@ class StrategySession:
             check_plans=settings.check_plans,
         )
         self.slots = ExpertSlots()
-        self.numbers_of_slots: set[int] = set()  # For which dispatchers were built.
+        self.selectors: dict[str, ScheduleSelector] = {}
+        self.numbers_of_slots: set[int] = set()
         self._kernels_agree = False
         self._groups: dict[str, ExpertGroups] = {}
-        self._selectors: dict[str, ScheduleSelector] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
         # Megatron deep-copies layer specs. All copies must share this session.
         return self
-
-    def layer_numbers(self) -> tuple[int, ...]:
-        """Return Megatron's numbers of this pipeline stage's MoE layers, without multi-token prediction."""
-        return self.slots.layer_numbers
-
-    def stage_owners(self) -> StageOwners | None:
-        """Return the owners of this pipeline stage's experts; ``None`` for a stage without MoE layers."""
-        return StageOwners(self.slots.owners, self.slots.layer_numbers) if self.slots else None
 
     def agree_on_kernels(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Run planning kernels in the same form on all ranks of the pipeline stage.
@@ -99,8 +90,8 @@ class StrategySession:
         """
         if self._kernels_agree:
             return
-        form = kernel_form()
-        if not all_ranks_can(form.is_compiled, groups) and form.is_compiled:
+        is_compiled = kernel_form().is_compiled
+        if not all_ranks_can(is_compiled, groups) and is_compiled:
             use_plain_kernels("another rank has no compiled kernels")
         self._kernels_agree = True
 
@@ -118,57 +109,31 @@ class StrategySession:
                 whole.
             everyone: Group of all ranks in the expert-parallel groups of all expert-tensor-parallel peers.
         """
-        if expert_parallel.group_name not in self._groups:
-            transfers: Any = None
-            if self._has_transfers and expert_parallel.size() > 1:
-                # Transfers run beside the dispatch, so they need their own process group.
-                transfers = create_transfer_group(expert_parallel, self.timeout, self.communicators)
-            topology = detect_topology(expert_parallel, self.settings.nodes)
-            peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
-            if peers is not None:
-                # Plans depend on the topology, and peers must have equal plans.
-                check_agreement(repr(topology).encode(), peers, "the experts' node layout")
-            self._groups[expert_parallel.group_name] = ExpertGroups(
-                expert_parallel,
-                topology,
-                transfers,
-                peers,
-                everyone if peers is not None else None,
-                one_queue=has_one_queue(expert_parallel),
-            )
-            connect_groups([transfers])
-        return self._groups[expert_parallel.group_name]
-
-    def schedule_selector(
-        self,
-        config: Any,
-        groups: ParmGroups,
-        everyone: dist.ProcessGroup,
-        schedule: CollectiveSchedule,
-        described_costs: FindCosts,
-    ) -> ScheduleSelector:
-        """The selector of a layer's schedule; layers of the same groups share one.
-
-        Args:
-            config: Megatron's ``TransformerConfig``.
-            groups: Parm's process groups of the layer.
-            everyone: Process group of all ranks of the pipeline stage.
-            schedule: Order of collectives, from the settings.
-            described_costs: Function that finds costs in a cluster description, if one is given.
-        """
-        name = groups.devices.group_name
-        if name not in self._selectors:
-            find_costs = None if schedule.cluster is None else described_costs
-            self._selectors[name] = ScheduleSelector(
-                schedule.name, config, groups, everyone, schedule.simultaneous, find_costs
-            )
-        return self._selectors[name]
-
-    @property
-    def _has_transfers(self) -> bool:
-        """Whether layers can have replicas; ``auto`` may select strategies with replicas later."""
+        if expert_parallel.group_name in self._groups:
+            return self._groups[expert_parallel.group_name]
+        transfers = None
+        # Layers can have replicas, also if auto selects a strategy with replicas later. Transfers run beside
+        # the dispatch, so they need their own process group.
         strategy = self.strategy
-        return strategy.overlaps or strategy.selects or strategy.may_replicate(1)
+        has_transfers = strategy.overlaps or strategy.selects or strategy.may_replicate(1)
+        if has_transfers and expert_parallel.size() > 1:
+            transfers = create_transfer_group(expert_parallel, self.timeout, self.communicators)
+        topology = detect_topology(expert_parallel, self.settings.nodes)
+        peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
+        if peers is not None:
+            # Plans depend on the topology, and peers must have equal plans.
+            check_agreement(repr(topology).encode(), peers, "the experts' node layout")
+        groups = self._groups[expert_parallel.group_name] = ExpertGroups(
+            expert_parallel,
+            topology,
+            transfers,
+            peers,
+            everyone if peers is not None else None,
+            one_queue=has_one_queue(expert_parallel),
+        )
+        if transfers is not None:
+            connect_ranks(transfers)
+        return groups
 
     def least_slots(self, config: Any) -> int:
         """Replica slots that a layer has from the start: all that were given if their number must not change.
@@ -176,9 +141,7 @@ class StrategySession:
         Args:
             config: Megatron's ``TransformerConfig``.
         """
-        if not needs_fixed_slots(config):
-            return 0
-        return getattr(self.settings, "slots", None) or 0
+        return (getattr(self.settings, "slots", None) or 0) if needs_fixed_slots(config) else 0
 
     def check_model(self, config: Any) -> None:
         """Refuse a model that the strategy does not support, or settings that do not fit the model.
@@ -195,18 +158,9 @@ class StrategySession:
             refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
         if self.settings.router == "topology_aware":
             check_gate(config)
-        self._check_equal_tokens(config)
-        self._check_whole_experts(config)
-        num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
-        num_devices = getattr(config, "expert_model_parallel_size", 1) or 1
-        try:  # The nodes of the devices are not known yet.
-            self.strategy.check_sizes(num_experts, Topology.uniform(num_devices, 1))
-        except ValueError as error:
-            raise ConfigurationError(f"--moe-strategy {self.strategy_name}: {error}") from None
-
-    def _check_whole_experts(self, config: Any) -> None:
-        """Refuse a smart schedule with experts in parts."""
         n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
+        if n_mp > 1 and not getattr(config, "sequence_parallel", False):
+            self._check_equal_tokens(config, n_mp)
         n_esp = getattr(config, "expert_tensor_parallel_size", None) or n_mp
         num_devices = getattr(config, "expert_model_parallel_size", 1) or 1
         if self.strategy.smart_schedule and num_devices > 1 and n_esp > 1:
@@ -215,13 +169,15 @@ class StrategySession:
                 f"parallelism over {n_esp} ranks, wanted whole experts; use smart_schedule=false or "
                 "--expert-tensor-parallel-size 1"
             )
+        num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
+        try:  # The nodes of the devices are not known yet.
+            self.strategy.check_sizes(num_experts, Topology.uniform(num_devices, 1))
+        except ValueError as error:
+            raise ConfigurationError(f"--moe-strategy {self.strategy_name}: {error}") from None
 
-    def _check_equal_tokens(self, config: Any) -> None:
+    def _check_equal_tokens(self, config: Any, n_mp: int) -> None:
         """Refuse features that fail if tensor-parallel ranks have the same tokens."""
-        n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
         schedule = self.strategy.collective_schedule.name
-        if n_mp == 1 or getattr(config, "sequence_parallel", False):
-            return
         if getattr(config, "moe_latent_size", None):
             raise ConfigurationError(
                 f"--moe-latent-size: got it with {n_mp} tensor-parallel ranks without sequence parallelism, "
@@ -233,8 +189,8 @@ class StrategySession:
                 "the same experts, and this gate selects by the rank's node; use schedule=s1 or "
                 "--sequence-parallel"
             )
-        seq_length = getattr(config, "seq_length", None)
-        tokens = seq_length // (getattr(config, "context_parallel_size", 1) or 1) if seq_length else 0
+        seq_length = getattr(config, "seq_length", None) or 0
+        tokens = seq_length // (getattr(config, "context_parallel_size", 1) or 1)
         if schedule in ("s1", "megatron") and tokens % n_mp:
             raise ConfigurationError(
                 f"--seq-length {seq_length}: got {tokens} tokens of a sequence, wanted a multiple of {n_mp}, "
@@ -245,13 +201,7 @@ class StrategySession:
 
 @dataclass(frozen=True)
 class RequestedStrategy:
-    """The strategy of the command line.
-
-    Attributes:
-        name: Name of the strategy.
-        settings: Validated settings of the strategy.
-        session: Session of the strategy; ``None`` for the strategy ``none``.
-    """
+    """The name and validated settings of the command line's strategy; ``none`` has no session."""
 
     name: str
     settings: StrategySettings

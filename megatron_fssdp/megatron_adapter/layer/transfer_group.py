@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,9 @@ SLOW_S = 5.0
 CommunicatorOptions = Mapping[str, Mapping[str, Any]]
 """NCCL options by the short name of a group, as in Megatron's file of NCCL options."""
 
+# Transfers run beside compute, and Megatron's documentation recommends streams of high priority for this:
+# their kernels are scheduled before those of the compute. All other options are NCCL's defaults.
 DEFAULT_OPTIONS: CommunicatorOptions = {SHORT_NAME: {"is_high_priority_stream": True}}
-"""Transfers run beside compute, and Megatron's documentation recommends streams of high priority for this.
-
-Their kernels are then scheduled before those of the compute, and less of the communication is exposed. All
-other options are NCCL's defaults.
-"""
 
 
 def communicator_options(args: Any) -> CommunicatorOptions:
@@ -95,17 +92,12 @@ def has_one_queue(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
-def connect_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Connect every two ranks that will exchange messages; collective over the ranks of the groups.
+def connect_ranks(group: dist.ProcessGroup) -> None:
+    """Connect every two ranks of a transfer group on GPUs; collective over its ranks.
 
     NCCL would otherwise open each connection when the first message needs it, in the middle of the training.
-
-    Args:
-        groups: Process groups of a layer whose ranks send messages; ``None`` is passed over.
     """
-    for group in groups:
-        if group is None or dist.get_backend(group) != "nccl":
-            continue
+    if dist.get_backend(group) == "nccl":
         took_s = connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))
         if took_s > SLOW_S and group.rank() == 0:
             name = group.group_desc or group.group_name

@@ -57,13 +57,13 @@ _SEAMS = _seams(
       get_moe_module_spec | builds layer specs with it | specs
     megatron.core.transformer.moe.moe_layer
       MoELayer.route | divides the tokens of tensor-parallel ranks that have the same ones | placement
-      MoELayer.preprocess | provides the slots of a pass, in which Megatron then permutes tokens | placement
+      MoELayer.preprocess | turns the routing of experts into that of slots | placement
       MoELayer.dispatch | plans the next layer while tokens travel | placement
       MoELayer.postprocess | starts the next layer's transfers | placement
     megatron.core.transformer.cuda_graphs
       is_graph_capturing | keeps the plan of a CUDA graph in place | placement
     megatron.core.transformer.moe.token_dispatcher
-      MoETokenDispatcher.dispatch_preprocess | turns the routing of experts into that of slots | placement
+      MoETokenDispatcher.dispatch_preprocess | permutes tokens by a map of slots | placement
     megatron.core.distributed.param_and_grad_buffer
       _ParamAndGradBucketGroup.start_grad_sync | waits for complete expert gradients | parallel
       _ParamAndGradBucketGroup.finish_grad_sync | completes expert gradients before their reduction | parallel

@@ -21,7 +21,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
-from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.training.finite_watch import FiniteWatch
 from megatron_fssdp.megatron_adapter.training.memory_report import (
@@ -98,14 +97,17 @@ class IterationDriver:
         if not layers or layers[0].context.num_devices == 1:
             return
         if session.strategy.moves_owners:
-            # This only checks that slots can be exchanged: a run should fail now, not at its first re-shard.
-            slot_quantities(
+            self._resharding = ExpertResharding(
                 session.slots.parameters,
+                self._expert_parallel,
+                parallel_state.get_expert_data_parallel_group(),
+                model,
                 optimizer,
-                expert_parallel=self._expert_parallel,
-                expert_data_parallel=parallel_state.get_expert_data_parallel_group(),
             )
-        if session.strategy.selects and session.slots:
+            # This call only checks that slots can be exchanged. A run should fail now and not at its first
+            # re-shard.
+            self._resharding.quantities()
+        if session.strategy.selects and session.slots.layers:
             self._selector = StrategySelector(session.strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = session.strategy.profile_iterations
         if self._iterations_to_measure:
@@ -263,20 +265,14 @@ class IterationDriver:
         new = self._session.strategy.reshard(self._contexts_of_copies(), load_LE, old)
         if not old.moves_to(new):
             return None
-        report = ExpertResharding(
-            slots.parameters,
-            self._expert_parallel,
-            parallel_state.get_expert_data_parallel_group(),
-            self._model,
-            self._optimizer,
-        ).execute(old, new)
+        report = self._resharding.execute(old, new)
         slots.adopt(new)
         return report
 
     def _replicate(self, iteration: int) -> ReshardReport | None:
         """Let the strategy reconsider the resident replicas if this iteration is one at which it does."""
         strategy = self._session.strategy
-        if self._residents is None or not strategy.replicates_at(iteration) or not self._session.slots:
+        if self._residents is None or not strategy.replicates_at(iteration) or not self._session.slots.layers:
             return None
         contexts, load_LDE = self._contexts_of_copies(), self._mean_loads()
         placements = [strategy.replicate(*one) for one in zip(contexts, load_LDE, strict=True)]

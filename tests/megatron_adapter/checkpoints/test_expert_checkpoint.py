@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
+from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..grouped_linear import fake_grouped_experts
@@ -19,60 +19,39 @@ EXPERTS, DRAWS = 4, 4
 SWIGLU = {"activation_func": functional.silu, "gated_linear_unit": True}
 DENSE_BETWEEN = {"moe_layer_freq": [1, 1, 0, 1]}
 
-# name: (config, parallel sizes, metadata, grouped experts)
-CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], bool]] = {
-    "gelu, biases": ({"add_bias_linear": True}, {"ep": 2}, {}, False),
-    "swiglu, biases": ({**SWIGLU, "add_bias_linear": True}, {"ep": 2}, {}, False),
-    "swiglu, every rank a copy": (SWIGLU, {"ep": 1}, {}, False),
-    "dense layers in between": ({**SWIGLU, **DENSE_BETWEEN}, {"ep": 2}, {}, False),
-    "one tensor an expert": (SWIGLU, {"ep": 2}, {"singleton_local_shards": True}, False),
-    "grouped, gelu, biases": ({"add_bias_linear": True}, {"ep": 2}, {}, True),
-    "grouped, swiglu, dense layers in between": ({**SWIGLU, **DENSE_BETWEEN}, {"ep": 2}, {}, True),
-    "grouped, one tensor an expert": (
-        {**SWIGLU, "add_bias_linear": True},
-        {"ep": 2},
-        {"singleton_local_shards": True},
-        True,
-    ),
-}
-CASES_OF_4_RANKS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], bool]] = {
-    "2 stages": (SWIGLU, {"ep": 2, "pp": 2}, {}, False),
-    "2 stages, dense layers in between": (
-        {"add_bias_linear": True, **DENSE_BETWEEN},
-        {"ep": 2, "pp": 2},
-        {},
-        False,
-    ),
-    "2 stages of 2 chunks": (SWIGLU, {"ep": 2, "pp": 2, "vpp": 2}, {}, False),
-    "2 stages of 2 chunks, key numbers": (
-        {**SWIGLU, "moe_layer_freq": [1, 1, 1, 1]},
-        {"ep": 2, "pp": 2, "vpp": 2},
-        {},
-        False,
-    ),
-    "tensor parallel experts": (SWIGLU, {"ep": 2, "tp": 2, "etp": 2}, {}, False),
-    "grouped, tensor parallel experts": (SWIGLU, {"ep": 2, "tp": 2, "etp": 2}, {}, True),
-    "copies of each expert": (SWIGLU, {"ep": 2}, {}, False),
+SINGLETONS = {"singleton_local_shards": True}
+EP2, PP2, VPP2, ETP2 = (
+    {"ep": 2},
+    {"ep": 2, "pp": 2},
+    {"ep": 2, "pp": 2, "vpp": 2},
+    {"ep": 2, "tp": 2, "etp": 2},
+)
+BIASES = {"add_bias_linear": True}
+KEY_NUMBERS = {"moe_layer_freq": [1, 1, 1, 1]}
+
+# name: (ranks, config, parallel sizes, metadata, grouped experts)
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, int], dict[str, Any], bool]] = {
+    "gelu, biases": (2, BIASES, EP2, {}, False),
+    "swiglu, biases": (2, {**SWIGLU, **BIASES}, EP2, {}, False),
+    "swiglu, every rank a copy": (2, SWIGLU, {"ep": 1}, {}, False),
+    "dense layers in between": (2, {**SWIGLU, **DENSE_BETWEEN}, EP2, {}, False),
+    "one tensor an expert": (2, SWIGLU, EP2, SINGLETONS, False),
+    "grouped, gelu, biases": (2, BIASES, EP2, {}, True),
+    "grouped, swiglu, dense layers in between": (2, {**SWIGLU, **DENSE_BETWEEN}, EP2, {}, True),
+    "grouped, one tensor an expert": (2, {**SWIGLU, **BIASES}, EP2, SINGLETONS, True),
+    "2 stages": (4, SWIGLU, PP2, {}, False),
+    "2 stages, dense layers in between": (4, {**BIASES, **DENSE_BETWEEN}, PP2, {}, False),
+    "2 stages of 2 chunks": (4, SWIGLU, VPP2, {}, False),
+    "2 stages of 2 chunks, key numbers": (4, {**SWIGLU, **KEY_NUMBERS}, VPP2, {}, False),
+    "tensor parallel experts": (4, SWIGLU, ETP2, {}, False),
+    "grouped, tensor parallel experts": (4, SWIGLU, ETP2, {}, True),
+    "copies of each expert": (4, SWIGLU, EP2, {}, False),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_expert_is_stored_once_under_its_own_name(name: str) -> None:
-    _compare(2, *CASES[name])
-
-
-@pytest.mark.parametrize("name", CASES_OF_4_RANKS)
-def test_every_expert_is_stored_once_under_its_own_name_on_four_ranks(name: str) -> None:
-    _compare(4, *CASES_OF_4_RANKS[name])
-
-
-def _compare(
-    world_size: int,
-    config: dict[str, Any],
-    sizes: dict[str, int],
-    metadata: dict[str, Any],
-    grouped: bool,
-) -> None:
+    world_size, config, sizes, metadata, grouped = CASES[name]
     ranks = run_megatron_ranks(_entries_on_rank, world_size, config, sizes, metadata, grouped, **sizes)
     moved = 0
     for draw in range(1 + DRAWS):

@@ -1,21 +1,16 @@
-"""The owner map in a checkpoint is used where it fits and ignored elsewhere, also by stock Megatron."""
+"""The owner map in a checkpoint is used where it fits; test_resumed_owners.py trains with it."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
+from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from ..training_run import train
-from ..uneven_owners import even_stage, expert_modules, follow_all, permute_contents, random_stage
-from .test_uneven_checkpoint import differing_keys, stored_tensors
-
-LAYOUT = "--ckpt-format torch_dist --no-load-rng --no-save-rng --train-iters 4 --save-interval 2"
+from ..uneven_owners import even_stage, random_stage
 
 
 def _stages() -> list[StageOwners]:
@@ -28,7 +23,7 @@ def _hint(stages: list[StageOwners]) -> dict[str, Any]:
 
 
 def test_a_hint_of_the_same_layout_gives_the_saved_owner_map() -> None:
-    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import fitting_owners
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import fitting_owners
 
     stages = _stages()
     for rank, stage in enumerate(stages):
@@ -70,7 +65,7 @@ def test_a_hint_of_the_same_layout_gives_the_saved_owner_map() -> None:
 def test_hints_of_other_layouts_are_not_used(
     hint: Any, metadata: Any, stage: StageOwners | None, match: str
 ) -> None:
-    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import fitting_owners
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import fitting_owners
 
     with pytest.raises(ValueError, match=match):
         fitting_owners(hint, metadata, stage, 0, 2)
@@ -89,78 +84,17 @@ def test_all_ranks_gather_the_same_hint() -> None:
 def _gather(rank: int, world_size: int) -> Any:
     from megatron.core import parallel_state
 
-    from megatron_fssdp.megatron_adapter.checkpoints import owner_hint
+    from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint
 
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    owner_hint.logger.addHandler(handler)
+    checkpoint_hints.logger.addHandler(handler)
     stage = _stages()[parallel_state.get_pipeline_model_parallel_rank()]
     mine = stage if stage.layer_numbers == (3, 4) else even_stage(stage)
-    hints = owner_hint.gather_hint(mine), owner_hint.gather_hint(even_stage(stage))
     adopted: list[OwnerMap] = []
-    assert owner_hint.take_hint({"stages": [None]}, {}, stage, adopted.append) is None
+    hints = [OwnerHint(lambda one=one: one, adopted.append).gather() for one in (mine, even_stage(stage))]
+    OwnerHint(lambda: stage, adopted.append).take({"stages": [None]}, {})
     assert not adopted
     return *hints, lines
-
-
-@pytest.mark.slow
-def test_a_resumed_run_uses_the_saved_owners(text_data: Path, tmp_path: Path) -> None:
-    layout = f"{LAYOUT} --expert-model-parallel-size 2"
-    first = train(2, f"{layout} --save {tmp_path} --exit-interval 2", text_data, before=save_with_hint)
-    stock = train(2, f"{layout} --load {tmp_path}", text_data, launcher=False)
-    assert len(first.losses) == len(stock.losses) == 2
-    again = tmp_path / "again"
-    train(2, f"{layout} --load {tmp_path} --save {again}", text_data, before=load_with_hint)
-    assert differing_keys(stored_tensors(tmp_path, 2), stored_tensors(again, 2)) == []
-
-
-def save_with_hint() -> None:
-    """Have experts in random slots when the run saves."""
-    from megatron.training import checkpointing, training
-
-    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_checkpointing
-    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import OwnerHint
-
-    save = training.save_checkpoint
-
-    def save_checkpoint(iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> None:
-        modules = expert_modules(model)
-        stage = _saved_stage(modules)
-        permute_contents(model, optimizer, stage)
-        follow_all([modules[number] for number in stage.layer_numbers], lambda: stage)
-        wrap_checkpointing(checkpointing, [OwnerHint(lambda: stage, lambda owners: None)])
-        save(iteration, model, optimizer, *rest, **kwargs)
-
-    training.save_checkpoint = save_checkpoint
-
-
-def load_with_hint() -> None:
-    """Load with the owners of the checkpoint, save what was loaded, and end the run."""
-    from megatron.training import checkpointing, training
-
-    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_checkpointing
-    from megatron_fssdp.megatron_adapter.checkpoints.owner_hint import OwnerHint
-
-    load = training.load_checkpoint
-
-    def load_checkpoint(model: Any, optimizer: Any, scheduler: Any, *rest: Any, **kwargs: Any) -> None:
-        modules = expert_modules(model)
-        saved = _saved_stage(modules)
-        current = [even_stage(saved)]
-
-        def adopt(owners: OwnerMap) -> None:
-            current[0] = StageOwners(owners, saved.layer_numbers)
-
-        follow_all([modules[number] for number in saved.layer_numbers], lambda: current[0])
-        wrap_checkpointing(checkpointing, [OwnerHint(lambda: current[0], adopt)])
-        iteration, flops = load(model, optimizer, scheduler, *rest, **kwargs)
-        assert current[0].owners.digest() == saved.owners.digest()
-        training.save_checkpoint(iteration, model, optimizer, scheduler, flops)
-        raise SystemExit(0)
-
-    training.load_checkpoint = load_checkpoint
-
-
-def _saved_stage(modules: dict[int, Any]) -> StageOwners:
-    return random_stage(np.random.default_rng(3), sorted(modules), 8, 2)

@@ -38,7 +38,6 @@ LAYOUTS = {
         f"--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --swiglu {DISTRIBUTED}",
     ),
 }
-SLOW = ("plain", "distributed_in_parts", "interleaved_pipeline", "expert_tensor_parallel_swiglu")
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,8 @@ def _whole(name: str, data: Path, folder: Path) -> Journey:
     return journey
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_resumes_between_two_reshards(name: str, text_data: Path, tmp_path: Path) -> None:
     world_size, layout = LAYOUTS[name]
     whole = _whole(name, text_data, tmp_path)

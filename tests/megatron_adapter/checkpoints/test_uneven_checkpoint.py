@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fssdp.megatron_adapter.experts.stage_owners import StageOwners
+from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
 
 from ..training_run import train
 from ..uneven_owners import all_slot_tensors, expert_modules, follow_all, permute_contents, random_stage
@@ -41,12 +41,8 @@ WRITERS = {
 }
 
 
-SLOW = ("ep4", "ep2_bf16_swiglu_dense_layers", "ep2_of_4_pp2_swiglu", "ep2_of_4", "ep2_distributed_optimizer")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in WRITERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITERS)
 def test_an_uneven_map_writes_the_stock_checkpoint(name: str, text_data: Path, tmp_path: Path) -> None:
     world_size, layout = WRITERS[name]
     _write(world_size, layout, text_data, tmp_path)

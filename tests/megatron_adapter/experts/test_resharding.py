@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,11 +25,10 @@ from ..training_run import relative_difference, train
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 # name: (ranks, Megatron's arguments)
+SHORT = ("fp32", "bf16_distributed_in_parts_overlaps")
 LAYOUTS = {
     "fp32": (2, "--expert-model-parallel-size 2"),
     "bf16_distributed_in_parts_overlaps": (4, f"--expert-model-parallel-size 2 --bf16 {OVERLAPS}"),
-}
-MORE_LAYOUTS = {
     "fp32_distributed_interleaved_pipeline_overlaps": (
         4,
         "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
@@ -43,24 +43,17 @@ MORE_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SHORT)) for name in LAYOUTS]
+)
 def test_a_reshard_and_its_reverse_restore_all_contents(name: str, text_data: Path) -> None:
-    _there_and_back(*LAYOUTS[name], text_data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE_LAYOUTS)
-def test_a_reshard_and_its_reverse_restore_all_contents_in_more_layouts(name: str, text_data: Path) -> None:
-    _there_and_back(*MORE_LAYOUTS[name], text_data)
-
-
-def _there_and_back(world_size: int, layout: str, data: Path) -> None:
     """In iteration 1 there is no optimizer state yet; before iteration 4 there was an earlier re-shard."""
+    world_size, layout = LAYOUTS[name]
     arguments = f"{layout} --train-iters 5"
-    undisturbed = train(world_size, arguments, data)
+    undisturbed = train(world_size, arguments, text_data)
     maps = {"1": [1, "even"], "3": [2, 3, "even"], "4": [4, "even"]}
     moved = train(
-        world_size, arguments, data, before=reshard_in_train_step, env={"RESHARDS": json.dumps(maps)}
+        world_size, arguments, text_data, before=reshard_in_train_step, env={"RESHARDS": json.dumps(maps)}
     )
     assert len(moved.losses) == 5
     assert moved.losses == undisturbed.losses
@@ -122,12 +115,7 @@ def reshard_in_train_step() -> None:
 
 def try_what_is_refused() -> None:
     iterations = iter(range(1, 1000))
-
-    def before(model: list[Any], optimizer: Any) -> None:
-        if next(iterations) == 2:
-            _try_what_is_refused(model, optimizer)
-
-    _call_before_train_step(before)
+    _call_before_train_step(lambda *built: next(iterations) == 2 and _try_what_is_refused(*built))
 
 
 def _call_before_train_step(before: Any) -> None:
@@ -142,12 +130,16 @@ def _call_before_train_step(before: Any) -> None:
     training.train_step = train_step
 
 
-def _even_map(model: list[Any]) -> OwnerMap:
-    from megatron.core import parallel_state
+def _layers(model: list[Any]) -> list[Any]:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
-    devices = parallel_state.get_expert_model_parallel_world_size()
+    return [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
+
+
+def _even_map(model: list[Any]) -> OwnerMap:
+    from megatron.core import parallel_state
+
+    layers, devices = _layers(model), parallel_state.get_expert_model_parallel_world_size()
     return OwnerMap.even(len(layers), layers[0].config.num_moe_experts, devices)
 
 
@@ -158,15 +150,13 @@ def _random_map(even: OwnerMap, seed: int) -> OwnerMap:
 
 def _resharding(model: list[Any], optimizer: Any, parts: Any = None, **options: Any) -> Any:
     from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_fssdp.megatron_adapter.experts.expert_parameters import expert_parameters
     from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding
+    from megatron_fssdp.megatron_adapter.experts.slot_experts import expert_parameters
 
-    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
     return ExpertResharding(
         slots=[
-            slot for layer in layers for slot in expert_parameters(layer.experts, layer.num_local_experts)
+            slot for one in _layers(model) for slot in expert_parameters(one.experts, one.num_local_experts)
         ],
         expert_parallel=parallel_state.get_expert_model_parallel_group(),
         expert_data_parallel=parts or parallel_state.get_expert_data_parallel_group(),
@@ -311,45 +301,25 @@ def _try_what_is_refused(model: list[Any], optimizer: Any) -> None:
     with pytest.raises(ConfigurationError, match="wanted every element on one rank"):
         _resharding(model, optimizer, parts=alone).execute(even, new)
 
+    exp_avg = state["exp_avg"]
+    kind = type(member)
+    # Where a value is changed, its name, the odd rank's value, and the message.
+    changes: list[tuple[Any, str, Any, str]] = [
+        (group, "lr_mult", 0.5, "setting lr_mult: 0.5 and 1.0"),
+        (state, "step", state["step"] + 1, "state step: 1.0 and 2.0"),
+        (state, "exp_avg", exp_avg.bfloat16(), "got state exp_avg with .* torch.bfloat16"),
+        (state, "row_means", torch.zeros(3), r"state row_means of shape \(3,\)"),
+        (state, "max_exp_avg_sq", torch.zeros_like(exp_avg), "state max_exp_avg_sq: a tensor and none"),
+        (vars(member.config), "optimizer_cpu_offload", True, "--optimizer-cpu-offload"),
+    ]
     for odd_rank in (0, 3):
-        if rank == odd_rank:
-            group["lr_mult"] = 0.5
-        refused("setting lr_mult: 0.5 and 1.0")
-        group["lr_mult"] = 1.0
-
-        if rank == odd_rank:
-            state["step"] += 1
-        refused("state step: 1.0 and 2.0")
-        if rank == odd_rank:
-            state["step"] -= 1
-
-        exp_avg = state["exp_avg"]
-        if rank == odd_rank:
-            state["exp_avg"] = exp_avg.bfloat16()
-        refused("got state exp_avg with .* torch.bfloat16")
-        state["exp_avg"] = exp_avg
-
-        if rank == odd_rank:
-            state["row_means"] = torch.zeros(3)
-        refused(r"state row_means of shape \(3,\)")
-        state.pop("row_means", None)
-
-        if rank == odd_rank:
-            state["max_exp_avg_sq"] = torch.zeros_like(exp_avg)
-        refused("state max_exp_avg_sq: a tensor and none")
-        state.pop("max_exp_avg_sq", None)
-
-        offload = member.config.optimizer_cpu_offload
-        member.config.optimizer_cpu_offload = rank == odd_rank
-        refused("--optimizer-cpu-offload")
-        member.config.optimizer_cpu_offload = offload
-
-        kind = type(member)
+        for where, name, odd, message in changes:
+            with patch.dict(where, {name: odd} if rank == odd_rank else {}):
+                refused(message)
         if rank == odd_rank:
             member.__class__ = type("OtherOptimizer", (kind,), {})
         refused("in none of the optimizers .*OtherOptimizer")
         member.__class__ = kind
-
         refused("not the same on all", RuntimeError, _random_map(even, 2) if rank == odd_rank else new)
     refused("wanted 2 devices with 8 slots each", ValueError, OwnerMap.even(2, 8, 4))
     assert resharding.execute(even, even).experts_moved == 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
+from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings, SmartmoeSettings
@@ -132,6 +133,49 @@ def test_fp16_is_refused() -> None:
     sessions[1].check_model(model)
 
 
+class LayerWiseDistributedOptimizer:
+    chained_optimizers = ()
+
+
+def test_a_layer_wise_optimizer_is_refused() -> None:
+    from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
+
+    nothing: Any = None
+    with pytest.raises(ConfigurationError, match="got Megatron's layer-wise optimizer"):
+        ResidentExperts(nothing, 1, [], LayerWiseDistributedOptimizer(), nothing)
+
+
+def weights_and_biases() -> SimpleNamespace:
+    """Return an optimizer like Megatron's Muon: weights have a momentum, and Adam trains biases."""
+    weight, bias = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2))
+    groups = [
+        {"params": [parameter], "is_expert_parallel": True, "wd_mult": weight_decay}
+        for parameter, weight_decay in ((weight, 1.0), (bias, 0.0))
+    ]
+    inner = [torch.optim.SGD(groups[:1], lr=0.1, momentum=0.9), torch.optim.Adam(groups[1:])]
+    return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=one) for one in inner])
+
+
+def test_states_begin_like_those_of_parameters_with_equal_settings() -> None:
+    from megatron_fssdp.megatron_adapter.experts.resident_experts import _start_states_like
+
+    model, residents = weights_and_biases(), weights_and_biases()
+    for member in model.chained_optimizers:
+        for group in member.optimizer.param_groups:
+            group["params"][0].grad = torch.ones_like(group["params"][0])
+        member.optimizer.step()
+    _start_states_like(model, residents)
+    names = [
+        {name for state in member.optimizer.state.values() for name in state}
+        for member in residents.chained_optimizers
+    ]
+    assert names == [{"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"}]
+    adam = residents.chained_optimizers[1].optimizer
+    state = adam.state[adam.param_groups[0]["params"][0]]
+    assert float(state["step"]) == 1
+    assert not state["exp_avg"].any()
+
+
 # ---------------------------------------------------------------- on the ranks
 
 
@@ -156,7 +200,8 @@ def compare_in_training() -> None:
             for expert, slot in residents._map.held_by(device, layer).items():
                 places["replica", layer, expert] = owners.slots_per_device + layer * per_layer + slot
         here = {key: [] for key in places}
-        for quantity in residents._quantities():
+        residents._copy_settings()
+        for quantity in residents._contents.quantities():
             rows = torch.empty(len(places), quantity.num_elements, dtype=quantity.dtype)
             quantity.read(list(places.values()), 0, rows)
             for key, row in zip(places, rows, strict=True):

@@ -1,6 +1,7 @@
 """Hooks on experts, and wrappers around their linear layers, which users add to the built model."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -8,25 +9,15 @@ import torch
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from ..grouped_linear import fake_grouped_experts
-from ..layer.small_config import moe_config
+from ..layer.small_config import build_layer, moe_config
 
 TOKENS, HIDDEN, EXPERTS = 24, 8, 4
 
 
 def build(world_size: int, *, grouped: bool) -> Any:
     """A layer of a strategy that replicates experts."""
-    import megatron_fssdp
-
-    spec = megatron_fssdp.get_moe_module_spec(
-        use_te=False, num_experts=EXPERTS, strategy="fssdp", settings={"slots": 1, "overlap_degree": 2}
-    )
-    if grouped:
-        spec = partial(spec.func, **{**spec.keywords, "submodules": fake_grouped_experts(spec)})
     config = moe_config(world_size, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
-    layer = spec(config=config, pg_collection=None)
-    layer.set_layer_number(1)
-    return layer
+    return build_layer(config, "fssdp", {"slots": 1, "overlap_degree": 2})
 
 
 def draw(rank: int) -> torch.Tensor:
@@ -72,6 +63,7 @@ def _hooked(rank: int, world_size: int) -> dict[str, tuple[dict[str, int], float
 
 def test_wrapped_linear_layers_are_refused_in_one_line() -> None:
     for messages in run_megatron_ranks(_wrapped, 2, ep=2):
+        assert len(messages) == 7
         for message in messages:
             assert "LoRA" in message
             assert "--moe-strategy none" in message
@@ -89,20 +81,31 @@ class _Adapter(torch.nn.Module):
         return self.base(*arguments)
 
 
+class _Quantized(torch.nn.Module):
+    """A class that replaces that of a module in its place, as ModelOpt's do."""
+
+
 def _wrapped(rank: int, world_size: int) -> list[str]:
     messages = []
-    for grouped, is_parent in ((False, True), (True, True), (False, False)):
+    for grouped, how in product((False, True), ("wrapped", "adapter inside", "class", "whole expert")):
         layer = build(world_size, grouped=grouped)
         layer(draw(rank))
         linears = layer.experts if grouped else layer.experts.local_experts[-1]
-        if is_parent:
+        if how == "wrapped":
             linears.linear_fc1 = _Adapter(linears.linear_fc1)
-        else:
+        elif how == "adapter inside":
             linears.linear_fc2.adapter = torch.nn.Linear(HIDDEN, 2)
+        elif how == "class":
+            kind = type(linears.linear_fc2)
+            linears.linear_fc2.__class__ = type("Quantized", (_Quantized, kind), {})
+        elif not grouped:
+            layer.experts.local_experts[0] = _Adapter(layer.experts.local_experts[0])
+        else:
+            continue
         try:
             layer(draw(rank))
         except ConfigurationError as error:
             messages.append(str(error))
         else:
-            messages.append("not refused")
+            messages.append(f"not refused: {how}")
     return messages

@@ -1,6 +1,9 @@
 """The config of one small MoE layer on CPU ranks, which the tests of layers vary."""
 
+from functools import partial
 from typing import Any
+
+from ..grouped_linear import fake_grouped_experts
 
 
 def moe_config(world_size: int, hidden_size: int, num_experts: int, **options: Any) -> Any:
@@ -32,3 +35,31 @@ def moe_config(world_size: int, hidden_size: int, num_experts: int, **options: A
             **options,
         }
     )
+
+
+def build_layer(
+    config: Any, strategy: str, settings: dict[str, Any], *, fuses: bool = False, stock: bool = False
+) -> Any:
+    """An MoE layer with number 1, with stand-ins for grouped linear layers if the config groups experts.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        strategy: Name of the strategy.
+        settings: Its settings.
+        fuses: Whether grouped linear layers add their weights' gradients to ``main_grad``.
+        stock: Whether to build Megatron's own layer instead, from the same submodules.
+    """
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    import megatron_fssdp
+
+    spec = megatron_fssdp.get_moe_module_spec(
+        use_te=False, num_experts=config.num_moe_experts, strategy=strategy, settings=settings
+    )
+    if config.moe_grouped_gemm:
+        spec = partial(spec.func, **{**spec.keywords, "submodules": fake_grouped_experts(spec, fuses=fuses)})
+    if stock:
+        spec = partial(MoELayer, submodules=spec.keywords["submodules"])
+    layer = spec(config=config, pg_collection=None)
+    layer.set_layer_number(1)
+    return layer

@@ -89,7 +89,7 @@ def _compare(rank: int, world_size: int) -> tuple[Any, ...]:
             parameter.data.fill_(100 * (layer + 1) + expert)
     session.slots.adopt(owners)
     entries = [(_name(entry), float(entry.data.flatten()[0])) for entry in _expert_entries(ours, metadata)]
-    return difference, list(session.layer_numbers()), keys, entries
+    return difference, list(session.slots.layer_numbers()), keys, entries
 
 
 def _expert_entries(stack: Any, metadata: dict[str, Any]) -> list[Any]:

@@ -3,7 +3,6 @@
 The reference routes all tokens with whole weights, auxiliary losses included. Ranks of a tensor-parallel
 group have the same tokens, or under sequence parallelism a part each.
 
-Shape letters: S sequence, M model dim, F ffn dim, E experts.
 """
 
 import math
@@ -17,41 +16,28 @@ import torch
 
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-HIDDEN, FFN, EXPERTS, BATCH = 8, 16, 8, 2
+from .small_config import build_layer, moe_config
+
+HIDDEN, EXPERTS, BATCH = 8, 8, 2
 AUX, Z = 0.1, 0.01
 TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer.
-
-    Attributes:
-        settings: Settings of the strategy.
-        strategy: Name of the strategy.
-        top_k: Experts of a token.
-        capacity: Capacity factor; None drops nothing.
-        pads: Whether experts get as many rows as their capacity.
-        sequence_parallel: Whether the ranks of a tensor-parallel group have different tokens.
-        recompute: Whether the layer is recomputed in the backward pass.
-        gated: Whether experts are SwiGLU.
-        biases: Whether experts and router have biases; whole experts only.
-        shared: Width of a shared expert.
-        overlaps: Whether the shared expert computes while rows travel.
-        seq_length: S.
-    """
+    """One layer: settings of the strategy and of the model."""
 
     settings: tuple[tuple[str, Any], ...]
     strategy: str = "parm"
     top_k: int = 2
-    capacity: float | None = None
+    capacity: float | None = None  # Capacity factor; None drops nothing.
     pads: bool = False
     sequence_parallel: bool = False
     recompute: bool = False
-    gated: bool = False
-    biases: bool = False
-    shared: int | None = None
-    overlaps: bool = False
+    gated: bool = False  # SwiGLU.
+    biases: bool = False  # Of experts and router; whole experts only.
+    shared: int | None = None  # Width of a shared expert.
+    overlaps: bool = False  # Whether it computes while rows travel.
     seq_length: int = 12
 
 
@@ -220,24 +206,16 @@ def build(case: Case) -> Any:
     """A layer in fp64 with the same weights on all ranks that share them."""
     import torch.distributed as dist
     from megatron.core import parallel_state
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    import megatron_fssdp
 
     torch.manual_seed(5)
-    swiglu = {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
+    config = moe_config(
+        parallel_state.get_expert_model_parallel_world_size(),
+        HIDDEN,
+        EXPERTS,
         num_attention_heads=4,
-        ffn_hidden_size=FFN,
-        moe_ffn_hidden_size=FFN,
-        num_moe_experts=EXPERTS,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
         sequence_parallel=case.sequence_parallel,
-        moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=AUX,
         moe_z_loss_coeff=Z,
@@ -249,17 +227,11 @@ def build(case: Case) -> Any:
         moe_shared_expert_intermediate_size=case.shared,
         moe_shared_expert_overlap=case.overlaps,
         add_bias_linear=case.biases,
-        use_cpu_initialization=True,
         params_dtype=torch.float64,
-        gradient_accumulation_fusion=False,
-        **(swiglu if case.gated else {}),
+        **({"activation_func": torch.nn.functional.silu, "gated_linear_unit": True} if case.gated else {}),
         **({"recompute_granularity": "selective", "recompute_modules": ["moe"]} if case.recompute else {}),
     )
-    spec = megatron_fssdp.get_moe_module_spec(
-        use_te=False, num_experts=EXPERTS, strategy=case.strategy, settings=dict(case.settings)
-    )
-    layer = spec(config=config, pg_collection=None)
-    layer.set_layer_number(1)
+    layer = build_layer(config, case.strategy, dict(case.settings))
     layer.train()
     group = parallel_state.get_expert_data_parallel_group()
     for parameters in layer.slot_layer.experts.parameters.values():

@@ -11,9 +11,10 @@ import torch
 
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from .small_config import moe_config
+from .small_config import build_layer, moe_config
 
 EXPERTS, HIDDEN, TOKENS = 4, 8, 16
+REPLICAS = {"slots": 1, "overlap_degree": 2, "reshard_interval": 0, "dispatch_policy": "even"}
 
 
 def test_capture_ends_after_the_router_and_a_replay_skips_it() -> None:
@@ -26,14 +27,8 @@ def _capture_and_replay(rank: int, world_size: int) -> tuple[list[Any], float]:
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.enums import CudaGraphModule
 
-    import megatron_fssdp
-
     config = moe_config(world_size, HIDDEN, EXPERTS)
-    spec = megatron_fssdp.get_moe_module_spec(
-        use_te=False, num_experts=EXPERTS, strategy="fssdp", settings={"slots": 1, "overlap_degree": 2}
-    )
-    layer = spec(config=config, pg_collection=None)
-    layer.set_layer_number(1)
+    layer = build_layer(config, "fssdp", REPLICAS)
     hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
     config.cuda_graph_impl, config.cuda_graph_modules = "transformer_engine", [CudaGraphModule.moe_router]
     cuda_graphs._set_capture_start()
@@ -63,19 +58,10 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.enums import CudaGraphModule
 
-    import megatron_fssdp
-
     config = moe_config(world_size, HIDDEN, EXPERTS)
     config.cuda_graph_impl = "transformer_engine"
     config.cuda_graph_modules = [CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
-    spec = megatron_fssdp.get_moe_module_spec(
-        use_te=False,
-        num_experts=EXPERTS,
-        strategy="fssdp",
-        settings={"slots": 1, "overlap_degree": 2, "reshard_interval": 0, "dispatch_policy": "even"},
-    )
-    layer = spec(config=config, pg_collection=None)
-    layer.set_layer_number(1)
+    layer = build_layer(config, "fssdp", REPLICAS)
     slots, clock = layer.slot_layer, layer.slot_layer.clock
     hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
     hidden[..., 0] += 2
@@ -94,7 +80,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         assert slots._current.table_EJ is table
         # What a replay computes: the same operations on the same tensors.
         probs, routing_map = layer.router(hidden)
-        rows, row_probs = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+        rows, row_probs = dispatcher.dispatch_preprocess(hidden, *slots.remap(routing_map, probs))
         layer.cudagraph_tensor_store.set(hidden_states=rows, probs=row_probs)
         layer.router.forward, forward = _forbidden, layer.router.forward
         got, _ = layer(hidden)
