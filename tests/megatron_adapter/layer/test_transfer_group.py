@@ -84,8 +84,9 @@ def test_each_part_of_attention_is_a_point_in_both_passes_if_there_is_one_queue(
 ) -> None:
     group, order = object(), []
     monkeypatch.setattr(slot_layer, "advance_transfers", lambda of: order.append(("point", of is group)))
-    timer = SimpleNamespace(passes=lambda *_: None)
-    slots: Any = SimpleNamespace(groups=SimpleNamespace(transfers=group, one_queue=one_queue), timer=timer)
+    slots: Any = SimpleNamespace(
+        groups=SimpleNamespace(transfers=group, one_queue=one_queue), mark=lambda *_: None
+    )
     slots.advance_transfers = partial(slot_layer.SlotLayer.advance_transfers, slots)
     slots.launch = lambda hidden: None
     moe: Any = SimpleNamespace(slot_layer=slots)

@@ -84,7 +84,7 @@ def test_planning_and_posting_are_not_compute_before_the_layer(has_transfers: bo
 
     transfers = SimpleNamespace(prefetch=lambda backward: clock.passes(32)) if has_transfers else None
     layer: Any = SimpleNamespace(
-        context=SimpleNamespace(num_devices=2),
+        _is_alone=False,
         stopwatch=watch,
         clock=SimpleNamespace(driven=True),
         plan_iteration=plan,
