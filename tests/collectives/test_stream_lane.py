@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_fssdp.collectives.lane_streams import lane_stream
-from megatron_fssdp.collectives.stream_lane import StreamLane, advance_transfers, stream_lane
+from megatron_fssdp.collectives.stream_lane import StreamLane, advance_transfers, lane_stream, stream_lane
 
 from .finished_cuda import StreamLog, finished_cuda
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.sparse.posting import GlooMessages
+from megatron_fssdp.collectives.messages import Poster
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -160,13 +160,13 @@ def test_half_precision_is_added_in_fp32_and_rounded_once():
 def count_messages(rank, world_size, chunk_bytes, num_elements):
     rng = np.random.default_rng(11)
     records = []
-    original = GlooMessages.post
+    original = Poster.post
 
     def counting(poster, messages, group):
         sends.extend((one.peer, one.tensor.nbytes) for one in messages if not one.is_receive)
         return original(poster, messages, group)
 
-    GlooMessages.post = counting
+    Poster.post = counting
     for case in range(6):
         placement = random_placement(rng, 6, world_size)
         plan = two_level_transfer(placement, Topology.uniform(world_size, 2))

@@ -42,9 +42,9 @@ def let_messages_be_late() -> None:
     import random
     import time
 
-    from megatron_fssdp.collectives.sparse.posting import GlooMessages
+    from megatron_fssdp.collectives.messages import Poster
 
-    post = GlooMessages.post
+    post = Poster.post
     draw = random.Random(int(os.environ["RANK"]))
 
     def post_late(*arguments: Any) -> Any:
@@ -52,4 +52,4 @@ def let_messages_be_late() -> None:
             time.sleep(draw.random() * 0.01)
         return post(*arguments)
 
-    GlooMessages.post = post_late
+    Poster.post = post_late
