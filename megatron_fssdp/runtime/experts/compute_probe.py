@@ -1,6 +1,6 @@
 """Measures how fast a device computes a transformer layer, forward and backward, in flop/s.
 
-Shape letters: M model dimension, F FFN dimension, G experts of a device.
+Shape letters: M model dimension, F FFN dimension, G experts present on a device.
 """
 
 import os
