@@ -91,7 +91,7 @@ def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _start_gather(counts_E: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     """Start to gather; on CUDA, work that is queued later on the current stream runs after the gather."""
-    counts_DE = counts_E.new_empty(group.size(), counts_E.numel())
-    is_beside = counts_E.device.type == "cpu"
-    work = dist.all_gather_into_tensor(counts_DE, counts_E.contiguous(), group=group, async_op=is_beside)
-    return counts_DE, [work] if work is not None else []
+    counts = counts_E.new_empty(group.size() * len(counts_E))  # Gloo takes no matrix.
+    is_beside = counts.device.type == "cpu"
+    work = dist.all_gather_into_tensor(counts, counts_E.contiguous(), group=group, async_op=is_beside)
+    return counts.view(-1, len(counts_E)), [work] if work is not None else []
