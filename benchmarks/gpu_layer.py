@@ -1,6 +1,6 @@
 """Compares this plugin's MoE layer with Megatron's own layers on one device, with the same work in one run.
 
-On one device there are no replicas. The benchmark times the plugin's dispatch and grouped FFN under the
+On one device there are no replicas. The benchmark times the plugin's dispatch and experts under the
 strategy ``ep``. All forms have the same router, tokens and gradients, and take turns in random order. Ratios
 compare measurements of the same turn. On a CPU the layer has toy size, which only shows that the code runs.
 
@@ -269,7 +269,7 @@ def take_turns(calls: dict[str, Callable[[], Any]], device: Any, repetitions: in
 
 
 def ffn_against_ceiling(size: LayerSize, device: Any, dtype: Any, repetitions: int) -> dict[str, Any]:
-    """Measure FLOP/s of the grouped FFN (both passes) and of one matrix product of the same sizes."""
+    """Measure FLOP/s of the experts' FFN (both passes) and of one matrix product of the same sizes."""
     import torch
 
     from megatron_fssdp.collectives.probes.device_timing import elapsed_s
@@ -403,7 +403,7 @@ def lines(name: str, record: dict[str, Any]) -> list[str]:
         for form, ratios in record["megatron_over_ours"].items()
     ]
     found.append(
-        f"  grouped FFN {shown(ffn['flops_per_s'], 1e-12)} TFLOP/s, matmul "
+        f"  experts' FFN {shown(ffn['flops_per_s'], 1e-12)} TFLOP/s, matmul "
         f"{shown(ffn['matmul_flops_per_s'], 1e-12)} TFLOP/s, share {shown(ffn['share'])}"
     )
     found.append(

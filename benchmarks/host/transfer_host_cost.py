@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.sparse.posting import NcclBatches, Posting
+from megatron_fssdp.collectives.messages import Poster, Posting
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -65,10 +65,11 @@ class TransferHostCost:
         return self.num_batches * self.host_s_per_batch
 
 
-class _CountedBatches(NcclBatches):
+class _CountedBatches(Poster):
     """Batches that are counted."""
 
     def __init__(self) -> None:
+        super().__init__(in_batches=True, lookahead=0)
         self.number = 0
 
     def post(self, messages: Sequence[Posting], group: dist.ProcessGroup) -> list[dist.Work]:

@@ -18,13 +18,9 @@ from torch.nn import functional
 from benchmarks.testbed.pacing import Timeline, paced, paced_experts
 from benchmarks.testbed.stack_inputs import IterationInput, Pace, StackSize
 from megatron_fssdp.collectives.gathered_counts import gather_counts
-from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters, ExpertWeights, ParametersByExpert
-from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
-
-_ACTIVATION = ExpertActivation(functional.gelu)
 
 
 @dataclass
@@ -227,7 +223,7 @@ class LayerStack:
         ]
         experts, num_rows_P = [weights for weights, _ in used], [num_rows for _, num_rows in used]
         if self.pace is None:
-            return grouped_ffn(rows, probs, num_rows_P, experts, _ACTIVATION)
+            return feed_forward(rows, probs, num_rows_P, experts)
         tensors = [tensor for expert in experts for tensor in expert.tensors()]
         seconds = len(rows) * self.size.flops_per_token / self.pace.expert_flops_per_s
         return paced_experts(rows, probs, tensors, seconds, self.timeline, f"experts {number + 1}")
@@ -257,3 +253,27 @@ class LayerStack:
 
     def _report(self, result: IterationResult) -> None:
         """Add what the strategy did to the result of an iteration."""
+
+
+def feed_forward(
+    rows: torch.Tensor, probs: torch.Tensor, num_rows_P: Sequence[int], experts_P: Sequence[ExpertWeights]
+) -> torch.Tensor:
+    """Compute the experts of a device on their rows, also those without rows.
+
+    The result depends on all arguments, so that the autograd graphs of all ranks have the same collectives.
+
+    Args:
+        rows: Rows sorted by expert, ``[R, M]``.
+        probs: Probability of each row, ``[R]``.
+        num_rows_P: Number of rows of each expert, ``[P]``.
+        experts_P: Weights of the experts, ``[P]``.
+    """
+    if not experts_P:
+        return rows * probs.unsqueeze(-1)
+    parts = zip(rows.split(num_rows_P), probs.unsqueeze(-1).split(num_rows_P), experts_P, strict=True)
+    return torch.cat(
+        [
+            functional.linear(functional.gelu(functional.linear(x, one.fc1)) * prob, one.fc2)
+            for x, prob, one in parts
+        ]
+    )

@@ -8,7 +8,7 @@ only::
     main stream     ... gate ── counts, all-gather ─┬─ permutation ──────── (stays busy) ────
     copy stream                                     └─ copy ── event
 
-On the CPU, the messages of the gather travel while the caller does other work, and ``wait`` waits for them.
+On the CPU, the gather runs while the caller does other work, and ``wait`` waits for it.
 
 Shape letters: E experts, D devices, X expert-tensor-parallel peers.
 """
@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fssdp.collectives.lane_streams import lane_stream
-from megatron_fssdp.collectives.messages import exchange, wait_for
-
-_COUNTS_TAG = 1 << 16  # Exchanges of rows use small numbers as tags: 0, 1, ... for each tensor.
+from megatron_fssdp.collectives.messages import wait_for
+from megatron_fssdp.collectives.stream_lane import lane_stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,20 +29,19 @@ class CountsOnTheWay:
     """Counts that travel to this rank's host.
 
     Attributes:
-        tensors: Gathered counts and the tensors that travel with them. On CUDA they are kept until the copies
-            are complete.
-        works: Messages that are under way, on the CPU only.
-        copies: Copies of ``tensors`` in the host's memory; the tensors themselves on the CPU.
-        copied: Event after the copies; ``None`` on the CPU.
+        gathered: Gathered counts. On CUDA they are kept until the copy is complete.
+        works: The gather, if it is under way; on the CPU only.
+        copies: A list of the counts' copy in the host's memory; of the counts themselves on the CPU.
+        copied: Event after the copy; ``None`` on the CPU.
     """
 
-    tensors: Sequence[Tensor]
+    gathered: Tensor
     works: Sequence[dist.Work]
     copies: Sequence[Tensor]
     copied: torch.cuda.Event | None
 
     def wait(self) -> Sequence[Tensor]:
-        """Make the host wait, and return the gathered counts and what travelled with them, on the host."""
+        """Make the host wait, and return a list of the gathered counts on the host, ``[X, D, E]``."""
         wait_for(self.works)
         if self.copied is not None:
             self.copied.synchronize()
@@ -52,10 +49,7 @@ class CountsOnTheWay:
 
 
 def start_counts(
-    counts_E: Tensor,
-    group: dist.ProcessGroup,
-    peers: dist.ProcessGroup | None = None,
-    also: Sequence[Tensor] = (),
+    counts_E: Tensor, group: dist.ProcessGroup, peers: dist.ProcessGroup | None = None
 ) -> CountsOnTheWay:
     """Start to gather the counts of all ranks on this rank's host.
 
@@ -65,42 +59,31 @@ def start_counts(
         counts_E: Counts of this rank, ``[E]``; E and the dtype are equal on all ranks.
         group: Process group of the expert-parallel ranks.
         peers: Process group of the expert-tensor-parallel peers; ``None`` if there are none.
-        also: Tensors of this rank that the host needs at the same time. They are not gathered.
 
     Returns:
-        A handle. The first result of its ``wait`` has the counts of all peers and devices, ``[X, D, E]``. The
-        other results are ``also``.
+        A handle, whose ``wait`` returns a list of the counts of all peers and devices, ``[X, D, E]``.
     """
-    counts, works = _start_gather(counts_E, group)
-    counts = counts.unsqueeze(0)
     if peers is not None:
-        wait_for(works)
-        shape = counts.shape[1:]
-        counts, works = _start_gather(counts.view(-1), peers)
-        counts = counts.view(-1, *shape)
-    tensors = [counts, *also]
+        counts_DE = gather_counts(counts_E, group)
+        counts, works = _start_gather(counts_DE.view(-1), peers)
+        counts = counts.view(-1, *counts_DE.shape)
+    else:
+        counts, works = _start_gather(counts_E, group)
+        counts = counts.unsqueeze(0)
     if counts.device.type == "cpu":
-        return CountsOnTheWay(tensors, works, tensors, None)
+        return CountsOnTheWay(counts, works, [counts], None)
     copier = lane_stream("counts", group, counts.device)
     copier.wait_stream(torch.cuda.current_stream(counts.device))
     with torch.cuda.stream(copier):
         # A copy that does not block goes to pinned memory, which the allocator of the host keeps for reuse.
-        copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        copy = counts.to("cpu", non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(copier)
-    return CountsOnTheWay(tensors, works, copies, copied)
+    return CountsOnTheWay(counts, works, [copy], copied)
 
 
 def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the counts of all ranks on every rank's device.
-
-    Args:
-        counts_E: Counts of this rank, ``[E]``; E and the dtype are equal on all ranks.
-        group: Process group of the ranks.
-
-    Returns:
-        Counts of all ranks, ``[D, E]``; row ``d`` comes from rank ``d``.
-    """
+    """Gather the counts ``[E]`` of all ranks on every rank's device: ``[D, E]``, by rank."""
     counts_DE, works = _start_gather(counts_E, group)
     wait_for(works)
     return counts_DE
@@ -108,14 +91,7 @@ def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _start_gather(counts_E: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     """Start to gather; on CUDA, work that is queued later on the current stream runs after the gather."""
-    world_size = dist.get_world_size(group)
-    if world_size == 1:
-        return counts_E.unsqueeze(0), []
-    counts_E = counts_E.contiguous()
-    counts_DE = counts_E.new_empty(world_size, counts_E.numel())
-    if counts_E.device.type != "cpu":
-        dist.all_gather_into_tensor(counts_DE, counts_E, group=group)
-        return counts_DE, []
-    everyone = range(world_size)
-    works = exchange(dict.fromkeys(everyone, counts_E), dict(enumerate(counts_DE)), group, _COUNTS_TAG)
-    return counts_DE, works
+    counts = counts_E.new_empty(group.size() * len(counts_E))  # Gloo takes no matrix.
+    is_beside = counts.device.type == "cpu"
+    work = dist.all_gather_into_tensor(counts, counts_E.contiguous(), group=group, async_op=is_beside)
+    return counts.view(-1, len(counts_E)), [work] if work is not None else []

@@ -1,79 +1,147 @@
-"""Point-to-point messages between the ranks of a group, and exchanges that consist of such messages."""
+"""Point-to-point messages between the ranks of a group."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-def send(tensor: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
-    """Start to send a tensor and return its work handle; ``peer`` is the receiver's rank in the group."""
-    work = dist.isend(tensor, group=group, tag=tag, group_dst=peer)
-    assert work is not None  # It is None only on ranks outside the group.
-    return work
+_connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
-def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
-    """Start to receive a tensor and return its work handle; ``peer`` is the sender's rank in the group."""
-    work = dist.irecv(tensor, group=group, tag=tag, group_src=peer)
-    assert work is not None  # It is None only on ranks outside the group.
-    return work
+class Posting(NamedTuple):
+    """A message to post.
+
+    Attributes:
+        is_receive: Whether to receive the message instead of sending it.
+        tensor: Contiguous tensor to send or to fill.
+        peer: Rank of the other device in the group.
+        tag: Message tag. NCCL ignores it, and matches messages by their order between two ranks.
+    """
+
+    is_receive: bool
+    tensor: Tensor
+    peer: int
+    tag: int
 
 
-def exchange(
-    outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], group: dist.ProcessGroup, tag: int
-) -> list[dist.Work]:
-    """Start all messages of an all-to-all exchange of CPU tensors, and copy this rank's own part.
+@dataclass(eq=False)
+class Poster:
+    """Posts messages in the way of one communication library.
 
-    In gloo's own collectives, ranks wait for each other in turn. Messages that are all posted at once keep
-    all links busy (docs/log-2026-11-21.md). Each rank sends to the next rank first, so that the ranks do not
-    all send to the same rank first.
+    NCCL needs the sends and receives of a step in one batch, because it matches them by their order. Gloo has
+    no batches, and single messages cost the host less time. Its sender waits for the receiver, so early
+    receives hide a round trip for each message.
+
+    Attributes:
+        in_batches: Whether to start messages as one batch.
+        lookahead: Number of steps by which a receive is posted early, and for which a send can stay open.
+    """
+
+    in_batches: bool
+    lookahead: int
+
+    def post(self, messages: Sequence[Posting], group: dist.ProcessGroup) -> list[dist.Work]:
+        """Start messages together, and return a work handle for each of them."""
+        if not self.in_batches:
+            started = [
+                dist.irecv(tensor, group=group, tag=tag, group_src=peer)
+                if is_receive
+                else dist.isend(tensor, group=group, tag=tag, group_dst=peer)
+                for is_receive, tensor, peer, tag in messages
+            ]
+            return [work for work in started if work is not None]  # None is for ranks outside the group.
+        works = _batch(messages, group)
+        return works if len(works) == len(messages) else works[:1] * len(messages)
+
+
+GLOO: Final = Poster(in_batches=False, lookahead=4)
+NCCL: Final = Poster(in_batches=True, lookahead=0)
+
+
+def start_exchange(
+    sent: Sequence[tuple[int, Tensor]],
+    received: Sequence[tuple[int, Tensor]],
+    group: dist.ProcessGroup,
+    tag: int = 0,
+) -> tuple[list[dist.Work], list[dist.Work]]:
+    """Start messages as one batch, and copy this rank's own.
+
+    Messages of two ranks are matched by their order. Empty ones, which NCCL refuses, are left out.
 
     Args:
-        outgoing: For every rank of the group, this one included, the contiguous tensor to send to it. Empty
-            tensors are not sent.
-        incoming: For every rank of the group, this one included, the contiguous tensor to receive into.
+        sent: Messages to send: the receiver's rank in the group and the contiguous tensor.
+        received: Messages to receive: the sender's rank in the group and the contiguous tensor to fill.
         group: Process group of the ranks that exchange.
         tag: Message tag; exchanges that run at the same time need different tags.
 
     Returns:
-        Work handles of all messages, to be waited for by the caller.
+        Operations to wait for before the received tensors are read, and the rest. NCCL has one operation for
+        the whole batch. Each must be waited for once.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    works = [
-        receive(tensor, peer, group, tag)
-        for peer, tensor in incoming.items()
-        if peer != rank and tensor.numel()
+    own = group.rank()
+    kept = [[x for rank, x in messages if rank == own] for messages in (sent, received)]
+    for x, memory in zip(*kept, strict=True):
+        memory.copy_(x)
+    messages = [
+        Posting(is_receive, x, rank, tag)
+        for is_receive, some in ((True, received), (False, sent))
+        for rank, x in some
+        if rank != own and x.numel()
     ]
-    order = [(rank + turn) % world_size for turn in range(1, world_size)]
-    works += [send(outgoing[peer], peer, group, tag) for peer in order if outgoing[peer].numel()]
-    incoming[rank].copy_(outgoing[rank])
-    return works
+    works = _batch(messages, group)
+    num_received = sum(one.is_receive for one in messages)
+    return works[:num_received], works[num_received:]
 
 
-def exchange_in_batch(
+def exchange(
     sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup
 ) -> None:
-    """Send and receive messages as one batch, and wait for all of them.
-
-    NCCL matches messages by their order between two ranks. It does not allow empty messages, so the caller
-    leaves them out.
-
-    Args:
-        sent: Messages to send: the receiver's rank in the group and the tensor.
-        received: Messages to receive: the sender's rank in the group and the tensor to fill.
-        group: Process group of the ranks that exchange.
-    """
-    operations = [
-        dist.P2POp(call, x, group=group, group_peer=rank)
-        for call, messages in ((dist.isend, sent), (dist.irecv, received))
-        for rank, x in messages
-    ]
-    if operations:
-        wait_for(dist.batch_isend_irecv(operations))
+    """:func:`start_exchange`, and wait for all messages."""
+    for works in start_exchange(sent, received, group):
+        wait_for(works)
 
 
 def wait_for(works: Iterable[dist.Work]) -> None:
     """Wait until all of these operations are complete; on CUDA the current stream waits, not the host."""
     for work in works:
         work.wait()
+
+
+def connect_pairs(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Send one element between every two ranks of a group; a second call for a group does nothing.
+
+    NCCL opens the connection of two ranks when their first message is sent. In a training, this would be the
+    moment in which a plan first moves an expert between them. Every rank of the group must make the first
+    call, which also creates the group's communicator. The host waits until all connections are open.
+
+    Args:
+        group: Process group whose ranks will exchange messages.
+        device: This rank's CUDA device.
+
+    Returns:
+        Seconds that it took.
+    """
+    if group in _connected_groups:
+        return 0.0
+    _connected_groups.add(group)
+    begin_s = time.perf_counter()
+    rank, num_ranks = group.rank(), group.size()
+    # Every rank begins with its next neighbour, so that no rank gets all first messages.
+    others = [(rank + turn) % num_ranks for turn in range(1, num_ranks)]
+    sent, received = torch.zeros(1, device=device), torch.empty(num_ranks, device=device)
+    exchange([(peer, sent) for peer in others], [(peer, received[peer : peer + 1]) for peer in others], group)
+    torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter() - begin_s
+
+
+def _batch(messages: Sequence[Posting], group: dist.ProcessGroup) -> list[dist.Work]:
+    operations = [
+        dist.P2POp(dist.irecv if is_receive else dist.isend, tensor, group=group, tag=tag, group_peer=peer)
+        for is_receive, tensor, peer, tag in messages
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []

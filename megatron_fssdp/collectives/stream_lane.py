@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fssdp.collectives.lane_streams import lane_stream
 from megatron_fssdp.collectives.transfer_lane import Results, TransferTiming
 
 Steps = Generator[None, None, Results]
@@ -196,6 +195,27 @@ class StreamLane:
 
 
 _lanes: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, StreamLane]] = WeakKeyDictionary()
+_Key = tuple[str, torch.device, type[torch.cuda.Stream]]
+_streams: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, torch.cuda.Stream]] = WeakKeyDictionary()
+
+
+def lane_stream(use: str, group: dist.ProcessGroup, device: torch.device) -> torch.cuda.Stream:
+    """The stream of one kind of use of a process group on a device; it is created at the first call.
+
+    Torch hands out streams from a pool of 32 and begins again after the last one. A new stream for each
+    transfer would soon be that of an earlier transfer or of another library.
+
+    Args:
+        use: Kind of use. Work of different kinds runs side by side.
+        group: Process group whose messages the stream carries.
+        device: CUDA device of the stream.
+    """
+    streams = _streams.setdefault(group, {})
+    # Tests replace the class by that of a virtual device, whose streams serve that device alone.
+    key = (use, device, torch.cuda.Stream)
+    if key not in streams:
+        streams[key] = torch.cuda.Stream(device)
+    return streams[key]
 
 
 def stream_lane(group: dist.ProcessGroup, device: torch.device) -> StreamLane:

@@ -64,8 +64,8 @@ class ClusterDescription(BaseModel):
             "bandwidth is per device and counts the bytes that the busiest device sends over links of the "
             "class. inter_node counts bytes to other nodes while all devices of a node send at once. Two "
             "exceptions: for point_to_point one device sends alone; for all_to_all and row_exchange, "
-            "messages inside the nodes travel at the same time. row_exchange is this package's own "
-            "all-to-all."
+            "messages inside the nodes travel at the same time. row_exchange is an all-to-all with "
+            "a size for each pair of devices, as in a dispatch."
         ),
     )
     sources: dict[str, str] = Field(

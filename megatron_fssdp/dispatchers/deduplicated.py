@@ -47,8 +47,8 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, pad_routing_map
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_fssdp.dispatchers.parm.dual_collectives import call_with_dual
 from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -324,40 +324,16 @@ class _Copies:
 
     def spread(self, tokens: Tensor) -> Tensor:
         """Copies ``[A, M]`` of tokens ``[T, M]``."""
-        rows: Tensor = _Spread.apply(self, tokens)
-        return rows
+        return call_with_dual(self._copied, self._summed, tokens)[0]
 
     def sum(self, rows: Tensor) -> Tensor:
         """Sums ``[T, M]`` of the rows ``[A, M]`` of each token, in their data type; zeros without rows."""
-        sums: Tensor = _Sum.apply(self, rows)
-        return sums
+        return call_with_dual(self._summed, self._copied, rows)[0]
 
-    def summed(self, rows: Tensor) -> Tensor:
-        """:meth:`sum` without autograd."""
+    def _copied(self, tokens: Tensor) -> tuple[Tensor]:
+        return (tokens.index_select(0, self.token_A),)
+
+    def _summed(self, rows: Tensor) -> tuple[Tensor]:
         wide = torch.promote_types(rows.dtype, torch.float32)
         sums = rows.new_zeros((self.num_tokens, *rows.shape[1:]), dtype=wide)
-        return sums.index_add_(0, self.token_A, rows.to(wide)).to(rows.dtype)
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, copies: _Copies, tokens: Tensor) -> Tensor:
-        ctx.copies = copies
-        return tokens.index_select(0, copies.token_A)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.copies.summed(gradient)
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, copies: _Copies, rows: Tensor) -> Tensor:
-        ctx.copies = copies
-        return copies.summed(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient.index_select(0, ctx.copies.token_A)
+        return (sums.index_add_(0, self.token_A, rows.to(wide)).to(rows.dtype),)

@@ -19,20 +19,18 @@ its own. The caller's stream or thread only waits for the rows of the step that 
 Shape letters: A rows that a rank sends, R rows that a rank receives, D devices.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fssdp.collectives.messages import start_exchange, wait_for
 from megatron_fssdp.planning.placement.group_ring import GroupRing
 
 Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 """From the number of a step and its rows, in the order of senders, to result tensors with as many rows."""
 
-_Message = tuple[int, int, Tensor]
-"""The peer, the number of the tensor among those that travel together, and its rows."""
-
-_ROWS_TAG, _RESULTS_TAG = 1 << 17, (1 << 17) + 8  # Other exchanges over the same group use small tags.
+_ROWS_TAG, _RESULTS_TAG = 1 << 17, (1 << 17) + 1  # Other exchanges over the same group use small tags.
 
 
 def exchange_in_steps(
@@ -62,25 +60,26 @@ def exchange_in_steps(
         group: Process group of all ranks of the ring. NCCL needs a group that has run a collective before,
             because a rank without messages takes no part in a step.
     """
-    sent_D = [tensor.split(list(send_D)) for tensor in outgoing]
-    returned_D = [tensor.split(list(send_D)) for tensor in results]
+    sent_D, returned_D = (
+        list(zip(*(tensor.split(list(send_D)) for tensor in tensors), strict=True))
+        for tensors in (outgoing, results)
+    )
 
-    def to_receivers(step: int, parts_D: Sequence[Sequence[Tensor]]) -> list[_Message]:
-        return [(peer, i, parts[peer]) for i, parts in enumerate(parts_D) for peer in ring.receivers(step)]
+    def to_receivers(step: int, parts_D: Sequence[Sequence[Tensor]]) -> list[tuple[int, Tensor]]:
+        return [(peer, part) for peer in ring.receivers(step) for part in parts_D[peer]]
 
-    def to_senders(step: int, tensors: Sequence[Tensor]) -> list[_Message]:
+    def to_senders(step: int, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         peers = ring.senders(step)
         sizes = [receive_D[peer] for peer in peers]
-        return [
-            (peer, i, part)
-            for i, tensor in enumerate(tensors)
-            for peer, part in zip(peers, tensor.split(sizes), strict=True)
-        ]
+        parts = zip(peers, *(tensor.split(sizes) for tensor in tensors), strict=True)
+        return [(peer, part) for peer, *of_peer in parts for part in of_peer]
 
     def send_rows(step: int) -> tuple[list[Tensor], list[dist.Work], list[dist.Work]]:
         num_rows = sum(receive_D[peer] for peer in ring.senders(step))
         buffers = [tensor.new_empty(num_rows, *tensor.shape[1:]) for tensor in outgoing]
-        arrive, leave = _start(to_receivers(step, sent_D), to_senders(step, buffers), group, _ROWS_TAG)
+        arrive, leave = start_exchange(
+            to_receivers(step, sent_D), to_senders(step, buffers), group, _ROWS_TAG
+        )
         return buffers, arrive, leave
 
     under_way: list[dist.Work] = []
@@ -90,43 +89,9 @@ def exchange_in_steps(
         buffers, arrive, leave = coming
         if step + 1 < ring.num_steps:
             coming = send_rows(step + 1)
-        _wait_for(arrive)
+        wait_for(arrive)
         computed = compute(step, buffers)
         kept.append(computed)
-        back = _start(to_senders(step, computed), to_receivers(step, returned_D), group, _RESULTS_TAG)
+        back = start_exchange(to_senders(step, computed), to_receivers(step, returned_D), group, _RESULTS_TAG)
         under_way += [*leave, *back[0], *back[1]]
-    _wait_for(under_way)
-
-
-def _start(
-    outgoing: Sequence[_Message], incoming: Sequence[_Message], group: dist.ProcessGroup, tag: int
-) -> tuple[list[dist.Work], list[dist.Work]]:
-    """Start messages as one batch, and copy this rank's own rows.
-
-    Returns:
-        Operations to wait for before the incoming rows are read, and the rest. NCCL has one operation for
-        the whole batch. Each must be waited for once.
-    """
-    rank = group.rank()
-    own = {number: part for peer, number, part in outgoing if peer == rank}
-    for peer, number, part in incoming:
-        if peer == rank:
-            part.copy_(own[number])
-    # Receiver and sender know the size of a message, so both leave out empty ones, which NCCL refuses.
-    operations = [
-        dist.P2POp(call, part, group=group, tag=tag + number, group_peer=peer)
-        for call, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
-        for peer, number, part in messages
-        if peer != rank and part.numel()
-    ]
-    if not operations:
-        return [], []
-    works = dist.batch_isend_irecv(operations)
-    num_received = sum(operation.op is dist.irecv for operation in operations)
-    return works[:num_received], works[num_received:]
-
-
-def _wait_for(works: Iterable[dist.Work]) -> None:
-    """Let the current stream (CUDA) or thread (CPU) wait for operations."""
-    for work in works:
-        work.wait()
+    wait_for(under_way)

@@ -1,7 +1,8 @@
 """A lane of CUDA tensors issues the batches of its transfers at the points where they belong."""
 
 import gc
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -10,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_fssdp.collectives.lane_streams import lane_stream
-from megatron_fssdp.collectives.stream_lane import StreamLane, advance_transfers, stream_lane
-
-from .finished_cuda import StreamLog, finished_cuda
+from megatron_fssdp.collectives.stream_lane import advance_transfers, lane_stream, stream_lane
+from megatron_fssdp.megatron_adapter.cpu.cpu_device import FinishedStream, HostEvent
 
 DEVICE = torch.device("cuda", 0)
+Steps = Generator[None, None, dict[int, Tensor]]
 
 
 class Group:
@@ -23,8 +23,25 @@ class Group:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> StreamLog:
-    return finished_cuda(monkeypatch)
+def current(monkeypatch: pytest.MonkeyPatch) -> list[FinishedStream]:
+    """The current streams, innermost last, on a device whose work is always done."""
+    current = [FinishedStream()]
+
+    class Stream(FinishedStream):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            """Take a device, as torch's streams do."""
+
+    @contextmanager
+    def entered(stream: FinishedStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    return current
 
 
 @pytest.fixture
@@ -39,10 +56,10 @@ def issued() -> list[str]:
 
 
 @pytest.fixture
-def transfer(log: StreamLog, issued: list[str]) -> Callable[..., Generator[None, None, dict[int, Tensor]]]:
-    def steps(name: str, num_batches: int) -> Generator[None, None, dict[int, Tensor]]:
+def transfer(current: list[FinishedStream], issued: list[str]) -> Callable[..., Steps]:
+    def steps(name: str, num_batches: int) -> Steps:
         for batch in range(num_batches):
-            assert log.on_lane
+            assert len(current) == 2, "not on the stream of transfers"
             assert not torch.is_grad_enabled()
             issued.append(f"{name}{batch}")
             yield
@@ -52,7 +69,7 @@ def transfer(log: StreamLog, issued: list[str]) -> Callable[..., Generator[None,
     return steps
 
 
-def test_with_many_connections_everything_is_issued_at_the_start(group, issued, transfer, log) -> None:
+def test_with_many_connections_everything_is_issued_at_the_start(group, issued, transfer) -> None:
     lane = stream_lane(group, DEVICE)
     pending = lane.submit(transfer("a", 3), 3, None, [])
     assert issued == ["a0", "a1", "a2", "a end"]
@@ -101,8 +118,8 @@ def test_a_transfer_begins_after_the_batches_of_the_transfers_before_it(group, i
     assert issued[8:] == [f"c{batch}" for batch in range(1, 9)] + ["c end"]
 
 
-def test_an_error_of_a_batch_reaches_the_caller(group, log) -> None:
-    def broken() -> Generator[None, None, dict[int, Tensor]]:
+def test_an_error_of_a_batch_reaches_the_caller(group, current) -> None:
+    def broken() -> Steps:
         yield
         raise ConnectionError("peer went away")
 
@@ -124,11 +141,8 @@ def test_tensors_stay_until_the_wait_and_no_longer(group, transfer) -> None:
     assert timer.timing().busy_s >= timer.timing().exposed_s >= 0
 
 
-def test_streams_are_made_once_for_each_use_and_group(group, log, transfer) -> None:
-    for _ in range(3):
-        stream_lane(group, DEVICE).submit(transfer("a", 1), 1, None, []).wait()
-        StreamLane(group, DEVICE)
-        lane_stream("grouped exchange", group, DEVICE)
-    assert len(log.made) == 2
-    assert lane_stream("grouped exchange", group, DEVICE) is log.made[1]
-    assert lane_stream("grouped exchange", cast(Any, Group()), DEVICE) is log.made[2]
+def test_streams_are_made_once_for_each_use_and_group(group: dist.ProcessGroup, current: Any) -> None:
+    made = lane_stream("counts", group, DEVICE)
+    assert lane_stream("counts", group, DEVICE) is made
+    assert stream_lane(group, DEVICE).stream is lane_stream("transfers", group, DEVICE) is not made
+    assert lane_stream("counts", cast(Any, Group()), DEVICE) is not made

@@ -65,10 +65,9 @@ def test_only_the_time_spent_waiting_is_exposed() -> None:
 
 
 def test_exposed_time_never_exceeds_the_transfers_time() -> None:
+    assert FinishedTransfer({}).timer.timing() == TransferTiming(0.0, 0.0)
     timer = HostTimer()
-    assert timer.timing() == TransferTiming(0.0, 0.0)
-    timer.begin_s, timer.end_s = 10.0, 12.0
-    timer.waits_s = [(11.5, 12.0)]
+    timer.begin_s, timer.end_s, timer.waits_s = 10.0, 12.0, [(11.5, 12.0)]
     assert timer.timing() == TransferTiming(2.0, 0.5)
     timer.waits_s = [(5.0, 12.0)]  # waited for while other transfers of its lane ran
     assert timer.timing() == TransferTiming(2.0, 2.0)
@@ -104,10 +103,3 @@ def test_neither_lanes_nor_timers_keep_tensors_alive() -> None:
     del pending
     assert refs[0].expired()
     assert timer.timing().busy_s > 0
-
-
-def test_a_finished_transfer_has_no_timing() -> None:
-    tensor = torch.ones(1)
-    finished = FinishedTransfer({3: tensor})
-    assert finished.wait()[3] is tensor
-    assert finished.timer.timing() == TransferTiming()

@@ -1,16 +1,9 @@
 """Tokens that travel once to each node and device give the stock layer's results and gradients."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
-from megatron_fssdp.dispatchers.deduplicated import (
-    DeduplicatedTokenDispatcher,
-    _Copies,
-    _tokens_by_destination,
-)
+from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher, _Copies
 from megatron_fssdp.planning.placement.topology import Topology
 
 from .slot_layers import (
@@ -84,38 +77,6 @@ def test_layers_equal_the_stock_layer(group: tuple[int, dict[str, SlotCase], dic
             *((of_rank[name].sent, of_rank[name].distinct) for of_rank in results), strict=True
         )
         assert sum(last for _, last in sent) == sum(devices for _, devices in distinct), "once to each device"
-
-
-def test_payloads_keep_slots_and_probabilities() -> None:
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        dispatcher: Any = SimpleNamespace(num_experts=6, _num_choices=3)
-        slot_TK = torch.tensor([[0, 3, 5], [2, 6, 6], [6, 6, 6]])
-        probs = torch.rand(3, 6, dtype=torch.float64).to(dtype).requires_grad_()
-        payload = DeduplicatedTokenDispatcher._payload(dispatcher, slot_TK, probs)
-        assert torch.equal(DeduplicatedTokenDispatcher._slots_of(dispatcher, payload), slot_TK)
-        got = payload[:, :3].to(dtype)
-        assert torch.equal(got[0], probs[0, [0, 3, 5]])
-        assert got[1, 0] == probs[1, 2]
-        assert not got[1, 1:].any()
-        assert not got[2].any()
-        payload[:, :3].sum().backward()
-        assert probs.grad is not None
-        assert probs.grad.sum() == 4
-
-
-def test_choices_are_the_slots_of_the_map() -> None:
-    routing_map = torch.rand(50, 12, generator=torch.Generator().manual_seed(1)) < 0.2
-    dispatcher: Any = SimpleNamespace(num_experts=12, _num_choices=int(routing_map.sum(dim=1).max()))
-    choices = DeduplicatedTokenDispatcher._choices(dispatcher, routing_map)
-    for chosen, row in zip(choices.tolist(), routing_map, strict=True):
-        assert [slot for slot in chosen if slot < 12] == row.nonzero().view(-1).tolist()
-    assert DeduplicatedTokenDispatcher._choices(dispatcher, routing_map[:0]).shape == (0, choices.shape[1])
-
-
-def test_tokens_come_by_destination() -> None:
-    hit_TD = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 0, 0]], dtype=torch.bool)
-    assert _tokens_by_destination(hit_TD)[:4].tolist() == [0, 2, 0, 1]
-    assert _tokens_by_destination(hit_TD[:0]).tolist() == []
 
 
 def test_rows_of_bf16_are_summed_in_fp32() -> None:

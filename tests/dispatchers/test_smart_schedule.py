@@ -76,29 +76,6 @@ def test_weights_are_awaited_where_rows_need_them() -> None:
     assert steps_that_wait(None, own_last=True) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 4])
-def test_rows_come_sorted_by_slot_and_results_go_back_in_the_order_of_arrival(group_size: int) -> None:
-    counts_DP = torch.tensor([[0, 2, 1], [3, 0, 0], [2, 1, 0], [0, 0, 4]])
-    seen: list[list[int]] = []
-
-    def experts(rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> Any:
-        assert rows[:, 0].tolist() == sorted(rows[:, 0].tolist())
-        assert torch.equal(rows[:, 1], probs)
-        seen.append(counts.tolist())
-        return rows * 10, None
-
-    ring = GroupRing(1, 4, group_size)
-    nothing: Any = None
-    one_pass = _Pass(ring, counts_DP, [], experts, nothing, None, nothing)
-    slot_of_row = torch.cat([torch.arange(3).repeat_interleave(counts) for counts in counts_DP])
-    rows = torch.stack([slot_of_row, torch.arange(len(slot_of_row))], dim=1).float()
-    parts = rows.split(counts_DP.sum(dim=1).tolist())
-    for step in range(ring.num_steps):
-        mine = torch.cat([parts[sender] for sender in ring.senders(step)])
-        assert torch.equal(one_pass.of_step(step, mine, mine[:, 1]), mine * 10)
-    assert sum(map(torch.tensor, seen)).tolist() == counts_DP.sum(dim=0).tolist()
-
-
 @pytest.mark.parametrize("own_last", [False, True])
 def test_rows_of_a_step_leave_just_before_the_compute_of_the_step_before(
     monkeypatch: pytest.MonkeyPatch, own_last: bool
@@ -122,7 +99,7 @@ def test_rows_of_a_step_leave_just_before_the_compute_of_the_step_before(
         order.append(f"C{step}")
         return rows
 
-    monkeypatch.setattr(step_exchange, "_start", start)
+    monkeypatch.setattr(step_exchange, "start_exchange", start)
     group: Any = None
     step_exchange.exchange_in_steps(
         [torch.ones(3)], [torch.zeros(3)], [1] * 3, [1] * 3, compute, GroupRing(1, 3, 1, own_last), group

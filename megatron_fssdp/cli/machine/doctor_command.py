@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_fssdp import __version__
-from megatron_fssdp.megatron_adapter.diagnosis.examination import diagnose, gather_facts
+from megatron_fssdp.megatron_adapter.diagnosis.examination import examine_machine
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, Verdict
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def examine(request: DoctorRequest) -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0
     with Console(stderr=True).status("importing torch and Megatron"):
-        facts = gather_facts(folders)
-    findings = diagnose(facts, run)
+        findings = examine_machine(run, folders)
     host = socket.gethostname()
     if request.as_json:
         print(report_json(findings, host))
@@ -97,15 +96,7 @@ def report_json(findings: Sequence[Finding], host: str) -> str:
         "plugin": __version__,
         "host": host,
         "ok": not _problems(findings),
-        "findings": [
-            {
-                "name": finding.name,
-                "found": finding.found,
-                "verdict": finding.verdict.value,
-                "advice": finding.advice,
-            }
-            for finding in findings
-        ],
+        "findings": [asdict(finding) for finding in findings],
     }
     return json.dumps(report, indent=2, ensure_ascii=False)
 

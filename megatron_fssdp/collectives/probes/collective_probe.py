@@ -62,7 +62,7 @@ def measure_collective(
         for num_bytes in message_bytes
     ]
     measured = [
-        (sent_bytes, _median_s(call, everyone, device, num_repetitions) * (group is not None))
+        (sent_bytes, median_s(call, everyone, device, num_repetitions) * (group is not None))
         for call, sent_bytes in calls
     ]
     most = torch.tensor(measured, dtype=torch.float64, device=device)
@@ -71,9 +71,10 @@ def measure_collective(
     return LinkFit.of(sent, seconds)
 
 
-def _median_s(
+def median_s(
     call: Callable[[], object], everyone: dist.ProcessGroup, device: torch.device, num_repetitions: int
 ) -> float:
+    """Median seconds of a call after a warm-up; before each, all ranks of ``everyone`` meet at a barrier."""
     seconds = []
     for _ in range(1 + num_repetitions):
         dist.barrier(group=everyone)

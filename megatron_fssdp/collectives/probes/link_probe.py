@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.messages import exchange_in_batch
+from megatron_fssdp.collectives.messages import exchange
 from megatron_fssdp.collectives.probes.device_timing import elapsed_s
 from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, fit_link_cost
 from megatron_fssdp.planning.placement.topology import Topology
@@ -95,4 +95,4 @@ def pass_on(
     """
     position = ring.index(group.rank())
     ahead, behind = ring[(position + 1) % len(ring)], ring[position - 1]
-    exchange_in_batch([(ahead, outgoing)], [(behind, incoming)], group)
+    exchange([(ahead, outgoing)], [(behind, incoming)], group)

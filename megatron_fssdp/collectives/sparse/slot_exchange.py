@@ -12,8 +12,7 @@ Shape letters: Q elements of a piece, W slots.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,22 +29,18 @@ class SlotQuantity(Protocol):
     @property
     def name(self) -> str:
         """Name of the quantity in error messages."""
-        ...
 
     @property
     def num_elements(self) -> int:
         """Number of elements of one slot; equal for all slots of all devices."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """Data type of the elements of all slots."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Device of the tensors that :meth:`read` fills and :meth:`write` takes."""
-        ...
 
     def read(self, slots: Sequence[int], start: int, out_WQ: Tensor) -> None:
         """Fill row ``i`` of ``out_WQ`` with Q elements of slot ``slots[i]``, beginning with ``start``.
@@ -58,7 +53,6 @@ class SlotQuantity(Protocol):
             start: Number of the first element of each slot to read.
             out_WQ: Tensor to fill, ``[W, Q]``.
         """
-        ...
 
     def write(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> None:
         """Write row ``i`` of ``rows_WQ`` into Q elements of slot ``slots[i]``, beginning with ``start``.
@@ -68,36 +62,6 @@ class SlotQuantity(Protocol):
             start: Number of the first element of each slot to write.
             rows_WQ: New elements, ``[W, Q]``.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class _Traffic:
-    """The slots that one device sends and receives, in the order of peers, then of destination slots.
-
-    Attributes:
-        outgoing_slots: Slots of this device whose contents leave it.
-        outgoing_splits: Number of these slots that go to each device, ``[D]``.
-        incoming_slots: Slots of this device that are filled.
-        incoming_splits: Number of these slots that are filled from each device, ``[D]``.
-    """
-
-    outgoing_slots: tuple[int, ...]
-    outgoing_splits: list[int]
-    incoming_slots: tuple[int, ...]
-    incoming_splits: list[int]
-
-    @classmethod
-    def of(cls, moves: Sequence[SlotMove], device: int, num_devices: int) -> "_Traffic":
-        """The slots of ``device`` in these moves."""
-        leaving = sorted((m for m in moves if m.source_device == device), key=lambda m: (m.device, m.slot))
-        coming = sorted((m for m in moves if m.device == device), key=lambda m: (m.source_device, m.slot))
-        return cls(
-            tuple(move.source_slot for move in leaving),
-            [sum(move.device == peer for move in leaving) for peer in range(num_devices)],
-            tuple(move.slot for move in coming),
-            [sum(move.source_device == peer for move in coming) for peer in range(num_devices)],
-        )
 
 
 @torch.no_grad()
@@ -132,35 +96,31 @@ def exchange_slots(
             before any communication.
     """
     num_devices, device = dist.get_world_size(group), dist.get_rank(group)
-    (_check_copies if are_copies else _check_permutation)(moves)
-    _check_devices(moves, num_devices)
+    _check(moves, num_devices, are_copies)
     if not moves:
         return
+    # Both sides list the slots that travel between two devices by destination slot.
+    leaving = sorted((m for m in moves if m.source_device == device), key=lambda m: (m.device, m.slot))
+    coming = sorted((m for m in moves if m.device == device), key=lambda m: (m.source_device, m.slot))
+    peers = range(num_devices)
+    sends_D = [sum(move.device == peer for move in leaving) for peer in peers]
+    receives_D = [sum(move.source_device == peer for move in coming) for peer in peers]
     most_slots = max(
         max(sum(move.device == peer for move in moves), sum(move.source_device == peer for move in moves))
-        for peer in range(num_devices)
+        for peer in peers
     )
     pieces = [_piece_elements(quantity, most_slots, buffer_bytes) for quantity in quantities]
-    traffic = _Traffic.of(moves, device, num_devices)
     for quantity, piece in zip(quantities, pieces, strict=True):
-        _exchange_quantity(group, traffic, quantity, piece)
-
-
-def _exchange_quantity(
-    group: dist.ProcessGroup, traffic: _Traffic, quantity: SlotQuantity, piece: int
-) -> None:
-    num_out, num_in = len(traffic.outgoing_slots), len(traffic.incoming_slots)
-    outgoing = torch.empty(num_out * piece, dtype=quantity.dtype, device=quantity.device)
-    incoming = torch.empty(num_in * piece, dtype=quantity.dtype, device=quantity.device)
-    for start in range(0, quantity.num_elements, piece):
-        length = min(piece, quantity.num_elements - start)
-        outgoing_WQ = outgoing[: num_out * length].view(num_out, length)
-        incoming_WQ = incoming[: num_in * length].view(num_in, length)
-        quantity.read(traffic.outgoing_slots, start, outgoing_WQ)
-        dist.all_to_all_single(
-            incoming_WQ, outgoing_WQ, traffic.incoming_splits, traffic.outgoing_splits, group=group
-        )
-        quantity.write(traffic.incoming_slots, start, incoming_WQ)
+        kind: Any = {"dtype": quantity.dtype, "device": quantity.device}
+        outgoing = torch.empty(len(leaving) * piece, **kind)
+        incoming = torch.empty(len(coming) * piece, **kind)
+        for start in range(0, quantity.num_elements, piece):
+            length = min(piece, quantity.num_elements - start)
+            outgoing_WQ = outgoing[: len(leaving) * length].view(-1, length)
+            incoming_WQ = incoming[: len(coming) * length].view(-1, length)
+            quantity.read([move.source_slot for move in leaving], start, outgoing_WQ)
+            dist.all_to_all_single(incoming_WQ, outgoing_WQ, receives_D, sends_D, group=group)
+            quantity.write([move.slot for move in coming], start, incoming_WQ)
 
 
 def _piece_elements(quantity: SlotQuantity, most_slots: int, buffer_bytes: int) -> int:
@@ -177,28 +137,21 @@ def _piece_elements(quantity: SlotQuantity, most_slots: int, buffer_bytes: int) 
     return max(1, min(quantity.num_elements, buffer_bytes // bytes_per_element))
 
 
-def _check_permutation(moves: Sequence[SlotMove]) -> None:
+def _check(moves: Sequence[SlotMove], num_devices: int, are_copies: bool) -> None:
     left = sorted((move.source_device, move.source_slot) for move in moves)
     filled = sorted((move.device, move.slot) for move in moves)
-    if left != filled or len(set(left)) < len(left):
+    got = f"got source slots {left} and destination slots {filled} as (device, slot)"
+    is_filled_twice = len(set(filled)) < len(filled)
+    if are_copies and (is_filled_twice or set(left) & set(filled)):
         raise ValueError(
-            f"moves: got source slots {left} and destination slots {filled} as (device, slot), wanted the "
-            "same slots, each once; take the moves from OwnerMap.moves_to"
+            f"copies: {got}, wanted each destination once and none of them as a source; take the copies from "
+            "ResidentMap.copies_to"
         )
-
-
-def _check_copies(moves: Sequence[SlotMove]) -> None:
-    left = sorted({(move.source_device, move.source_slot) for move in moves})
-    filled = sorted((move.device, move.slot) for move in moves)
-    if len(set(filled)) < len(filled) or set(left) & set(filled):
+    if not are_copies and (is_filled_twice or left != filled):
         raise ValueError(
-            f"copies: got source slots {left} and destination slots {filled} as (device, slot), wanted "
-            "each destination once and none of them as a source; take the copies from ResidentMap.copies_to"
+            f"moves: {got}, wanted the same slots, each once; take the moves from OwnerMap.moves_to"
         )
-
-
-def _check_devices(moves: Sequence[SlotMove], num_devices: int) -> None:
-    devices = {move.source_device for move in moves} | {move.device for move in moves}
+    devices = {device for device, _ in left + filled}
     if devices and not 0 <= min(devices) <= max(devices) < num_devices:
         raise ValueError(
             f"moves: got devices {min(devices)} to {max(devices)}, wanted 0 to {num_devices - 1}, the ranks "

@@ -9,15 +9,14 @@ because a process group for each set of holders would have to be created again f
 from collections import deque
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fssdp.collectives.connections import connect_pairs
 from megatron_fssdp.collectives.failure_place import naming_failures
-from megatron_fssdp.collectives.messages import wait_for
-from megatron_fssdp.collectives.sparse.posting import Poster, Posting, poster_for
+from megatron_fssdp.collectives.messages import GLOO, NCCL, Poster, Posting, connect_pairs, wait_for
 from megatron_fssdp.collectives.sparse.transfer_cargo import Cargo, GatherCargo, ReductionCargo, check_cargo
 from megatron_fssdp.collectives.sparse.wavefront import Wavefront
 from megatron_fssdp.collectives.stream_lane import Steps, stream_lane
@@ -103,24 +102,16 @@ class SparseTransfer:
             )
         if num_elements < 0:
             raise ValueError(f"num_elements is {num_elements}: wanted 0 or more")
-        self.group = group
-        self.plan = plan
-        self.rank = dist.get_rank(group)
-        self.num_elements = num_elements
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.messages = messages
-        self._journal = journal
-        self._what = what
-        incoming, outgoing = plan.edges_of(self.rank)
-        received = {edge.expert for edge in incoming}
-        forwarded = {edge.expert for edge in outgoing}
+        self.group, self.plan, self.rank = group, plan, dist.get_rank(group)
+        self.num_elements, self.dtype, self.device = num_elements, dtype, torch.device(device)
+        self.messages, self._journal, self._what = messages, journal, what
+        received, forwarded = ({edge.expert for edge in edges} for edges in plan.edges_of(self.rank))
         self.received_experts = tuple(sorted(received))
         """Experts that have a replica on this device, ascending; the plan brings them."""
         self.shared_experts = tuple(sorted(forwarded - received))
         """Experts that this device sends without receiving them, ascending; usually owned experts."""
-        self._forwarded = frozenset(forwarded)
-        self._poster = poster or poster_for(self.device)
+        self._forwarded = forwarded
+        self._poster = poster or (NCCL if self.device.type == "cuda" else GLOO)
         self._one_queue = one_queue
         if self.device.type == "cuda":
             connect_pairs(group, self.device)
@@ -233,7 +224,7 @@ class SparseTransfer:
             yield from self._post_steps(wavefront, cargo, direction)
         return results
 
-    def _post_steps(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> Generator[None, None, None]:
+    def _post_steps(self, wavefront: Wavefront, cargo: Cargo, direction: int) -> Generator[None]:
         # Post the steps in order, and wait only for what the next messages to pass on need.
         lookahead = self._poster.lookahead
         open_sends: deque[list[dist.Work]] = deque()
@@ -281,5 +272,4 @@ def _drain(steps: Steps) -> Results:
         try:
             next(steps)
         except StopIteration as end:
-            results: Results = end.value
-            return results
+            return cast(Results, end.value)

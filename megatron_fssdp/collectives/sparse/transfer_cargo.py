@@ -1,35 +1,52 @@
 """The contents of a transfer's messages: weights from the owners, or sums of gradients to the owners."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fssdp.collectives.messages import wait_for
 from megatron_fssdp.collectives.sparse.wavefront import Message
 
 _Inbox = dict[tuple[int, int], list[tuple[Tensor, dist.Work]]]
 """By (expert, chunk), the messages that have been posted: the buffer to fill and its work handle."""
 
 
-class Cargo(Protocol):
-    """Provides the tensors of messages and processes the messages that arrive."""
+class Cargo(ABC):
+    """Provides the tensors of messages and processes the messages that arrive.
 
-    def receive_buffer(self, message: Message) -> Tensor:
-        """Tensor for a message that will arrive."""
+    Args:
+        chunk_elements: Number of elements in a chunk; the last chunk can be shorter.
+    """
+
+    def __init__(self, chunk_elements: int) -> None:
+        self._chunk_elements = chunk_elements
+        self._inbox: _Inbox = {}
 
     def expect(self, message: Message, buffer: Tensor, work: dist.Work) -> None:
         """Note that ``work`` fills ``buffer``."""
+        self._inbox.setdefault((message.expert, message.chunk), []).append((buffer, work))
 
+    @abstractmethod
+    def receive_buffer(self, message: Message) -> Tensor:
+        """Tensor for a message that will arrive."""
+
+    @abstractmethod
     def settle(self, expert: int, chunk: int) -> None:
         """Wait for the messages of a chunk and process them; a second call does nothing."""
 
+    @abstractmethod
     def outgoing(self, message: Message) -> Tensor:
         """Tensor to send for a message; settles the chunk first."""
 
+    def _chunk(self, flat: Tensor, chunk: int) -> Tensor:
+        return flat[chunk * self._chunk_elements : (chunk + 1) * self._chunk_elements]
 
-class GatherCargo:
+
+class GatherCargo(Cargo):
     """Contents of SparseAllGather: chunks of weights arrive in their final memory and are sent on from there.
 
     Args:
@@ -38,22 +55,16 @@ class GatherCargo:
     """
 
     def __init__(self, storage: Mapping[int, Tensor], chunk_elements: int) -> None:
+        super().__init__(chunk_elements)
         self._storage = storage
-        self._chunk_elements = chunk_elements
-        self._inbox: _Inbox = {}
 
     def receive_buffer(self, message: Message) -> Tensor:
         """View of the chunk in the expert's flat tensor."""
-        return _chunk(self._storage[message.expert], message.chunk, self._chunk_elements)
-
-    def expect(self, message: Message, buffer: Tensor, work: dist.Work) -> None:
-        """Note that ``work`` fills ``buffer``."""
-        self._inbox.setdefault((message.expert, message.chunk), []).append((buffer, work))
+        return self._chunk(self._storage[message.expert], message.chunk)
 
     def settle(self, expert: int, chunk: int) -> None:
         """Wait until the chunk has arrived."""
-        for _, work in self._inbox.pop((expert, chunk), ()):
-            work.wait()
+        wait_for(work for _, work in self._inbox.pop((expert, chunk), ()))
 
     def outgoing(self, message: Message) -> Tensor:
         """View of the chunk in the expert's flat tensor, after it has arrived."""
@@ -61,7 +72,7 @@ class GatherCargo:
         return self.receive_buffer(message)
 
 
-class ReductionCargo:
+class ReductionCargo(Cargo):
     """Contents of SparseReduceScatter: adds the children's parts to this device's part, chunk by chunk.
 
     A device's children are the devices that send it their parts. The order of a sum is this device's own
@@ -85,23 +96,16 @@ class ReductionCargo:
         dtype: torch.dtype,
         has_children: Callable[[int], bool],
     ) -> None:
-        self._partial = partial
-        self._results = results
-        self._chunk_elements = chunk_elements
-        self._dtype = dtype
-        self._has_children = has_children
-        self._inbox: _Inbox = {}
+        super().__init__(chunk_elements)
+        self._partial, self._results = partial, results
+        self._dtype, self._has_children = dtype, has_children
         self._sums: dict[tuple[int, int], Tensor] = {}
 
     def receive_buffer(self, message: Message) -> Tensor:
         """New tensor with the size of the chunk and the dtype of the parts."""
         flat = self._results.get(message.expert, self._partial.get(message.expert))
         assert flat is not None
-        return torch.empty_like(_chunk(flat, message.chunk, self._chunk_elements), dtype=self._dtype)
-
-    def expect(self, message: Message, buffer: Tensor, work: dist.Work) -> None:
-        """Note that ``work`` fills ``buffer``."""
-        self._inbox.setdefault((message.expert, message.chunk), []).append((buffer, work))
+        return torch.empty_like(self._chunk(flat, message.chunk), dtype=self._dtype)
 
     def settle(self, expert: int, chunk: int) -> None:
         """Wait for the children's parts of a chunk, add them and free the memory in which they arrived."""
@@ -115,7 +119,7 @@ class ReductionCargo:
             total = buffer.to(dtype) if total is None else total.add_(buffer)
         assert total is not None
         if expert in self._results:
-            _chunk(self._results[expert], chunk, self._chunk_elements).copy_(total)
+            self._chunk(self._results[expert], chunk).copy_(total)
         else:
             self._sums[expert, chunk] = total.to(self._dtype)
 
@@ -127,7 +131,7 @@ class ReductionCargo:
         return self._sums.pop((message.expert, message.chunk))
 
     def _own(self, expert: int, chunk: int) -> Tensor:
-        return _chunk(self._partial[expert], chunk, self._chunk_elements)
+        return self._chunk(self._partial[expert], chunk)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -170,7 +174,3 @@ def check_cargo(
         if got != want or not tensor.is_contiguous():
             contiguous = "contiguous" if tensor.is_contiguous() else "not contiguous"
             raise ValueError(f"{what}[{expert}] is {contiguous} with {got}, wanted contiguous with {want}")
-
-
-def _chunk(flat: Tensor, chunk: int, chunk_elements: int) -> Tensor:
-    return flat[chunk * chunk_elements : (chunk + 1) * chunk_elements]

@@ -50,21 +50,8 @@ class Step(NamedTuple):
     receives: tuple[Message, ...]
 
 
-class _Route(NamedTuple):
-    """An edge of the plan, seen from one device.
-
-    Attributes:
-        delay: Number of the step in which the edge carries chunk 0.
-        peer: Rank of the device at the other end.
-        expert: Number of the expert.
-    """
-
-    delay: int
-    peer: int
-    expert: int
-
-
-_EMPTY_STEP = Step((), ())
+_Routes = tuple[tuple[int, int, int], ...]
+"""For edges of the plan: step in which the edge carries chunk 0, device at the other end, expert."""
 
 
 @dataclass(frozen=True)
@@ -80,31 +67,26 @@ class Wavefront:
 
     num_steps: int
     num_chunks: int
-    send_routes: tuple[_Route, ...]
-    receive_routes: tuple[_Route, ...]
+    send_routes: _Routes
+    receive_routes: _Routes
 
     @classmethod
     def of_gather(cls, plan: TransferPlan, device: int, num_chunks: int) -> "Wavefront":
         """The steps of ``device`` in SparseAllGather, from the owners to the replicas."""
         incoming, outgoing = plan.edges_of(device)
-        return cls(
-            num_chunks + plan.max_depth if num_chunks else 0,
-            num_chunks,
-            tuple(_Route(edge.depth, edge.destination, edge.expert) for edge in outgoing),
-            tuple(_Route(edge.depth, edge.source, edge.expert) for edge in incoming),
-        )
+        sends = tuple((edge.depth, edge.destination, edge.expert) for edge in outgoing)
+        receives = tuple((edge.depth, edge.source, edge.expert) for edge in incoming)
+        return cls(num_chunks + plan.max_depth if num_chunks else 0, num_chunks, sends, receives)
 
     @classmethod
     def of_reduction(cls, plan: TransferPlan, device: int, num_chunks: int) -> "Wavefront":
         """The steps of ``device`` in SparseReduceScatter: the same edges, from the replicas to the owners."""
-        incoming, outgoing = plan.edges_of(device)
-        last = plan.max_depth
-        return cls(
-            num_chunks + last if num_chunks else 0,
-            num_chunks,
-            tuple(_Route(last - edge.depth, edge.source, edge.expert) for edge in incoming),
-            tuple(_Route(last - edge.depth, edge.destination, edge.expert) for edge in outgoing),
+        gather = cls.of_gather(plan, device, num_chunks)
+        receives, sends = (
+            tuple((plan.max_depth - depth, peer, expert) for depth, peer, expert in routes)
+            for routes in (gather.send_routes, gather.receive_routes)
         )
+        return cls(gather.num_steps, num_chunks, sends, receives)
 
     @property
     def idle(self) -> bool:
@@ -114,12 +96,12 @@ class Wavefront:
     def step(self, t: int) -> Step:
         """The messages of step ``t``; no messages if ``t`` is outside the range of steps."""
         if not 0 <= t < self.num_steps:
-            return _EMPTY_STEP
+            return Step((), ())
         return Step(self._messages(self.send_routes, t), self._messages(self.receive_routes, t))
 
-    def _messages(self, routes: tuple[_Route, ...], t: int) -> tuple[Message, ...]:
+    def _messages(self, routes: _Routes, t: int) -> tuple[Message, ...]:
         return tuple(
-            Message(route.peer, route.expert, t - route.delay)
-            for route in routes
-            if 0 <= t - route.delay < self.num_chunks
+            Message(peer, expert, t - delay)
+            for delay, peer, expert in routes
+            if 0 <= t - delay < self.num_chunks
         )

@@ -1,6 +1,5 @@
 """Measures the costs of the collectives of Parm's schedules among the ranks that use them (Parm, §V-A)."""
 
-import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -8,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fssdp.collectives.probes.device_timing import elapsed_s
+from megatron_fssdp.collectives.probes.collective_probe import median_s
 from megatron_fssdp.dispatchers.parm.dual_collectives import gather_rows
 from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute
@@ -43,7 +42,10 @@ def measured_costs(
     most = layer.num_rows / layer.n_mp / groups.num_devices
     sizes = [max(1, round(most * share)) for share in _SHARES]
     calls = [_calls(size, like, groups, simultaneous=simultaneous) for size in sizes]
-    own_s = [[_median_s(call, everyone, like.device) for _, call in found.values()] for found in calls]
+    own_s = [
+        [median_s(call, everyone, like.device, _NUM_REPETITIONS) for _, call in found.values()]
+        for found in calls
+    ]
     seconds = torch.tensor(own_s, dtype=torch.float64, device=like.device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=everyone)
     times = dict(zip(calls[0], seconds.T.tolist(), strict=True))
@@ -82,11 +84,3 @@ def _calls(per_device: int, like: Tensor, groups: ParmGroups, *, simultaneous: b
             collect = partial(route.collect, (results,), simultaneous=simultaneous)
             found["overlapped_all_to_all", "ep_esp"] = results.nbytes, collect
     return found
-
-
-def _median_s(call: Callable[[], object], everyone: dist.ProcessGroup, device: torch.device) -> float:
-    seconds = []
-    for _ in range(1 + _NUM_REPETITIONS):
-        dist.barrier(group=everyone)
-        seconds.append(elapsed_s(call, device))
-    return statistics.median(seconds[1:])

@@ -16,18 +16,18 @@ Y tensor-parallel ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
+from megatron_fssdp.collectives.messages import start_exchange, wait_for
 from megatron_fssdp.dispatchers.parm.dual_collectives import gather_rows
 from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 
 _RESULT_TAG, _GATHER_TAG = 8 << 16, 9 << 16  # They differ from the tags of other messages of these ranks.
-
-_Message = tuple[int, Tensor]  # Rank of the other side, and the tensor to send or to fill.
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class SharedRoute:
             to = [(target * num_parts + part) for part in range(num_parts)]
             sent = [(rank, x[rank]) for x in outgoing for rank in to]
             received = [(source * num_parts + i, part) for x in partial for i, part in enumerate(x[source])]
-            return _post(sent, received, groups.all_parts, _RESULT_TAG)
+            return [*chain(*start_exchange(sent, received, groups.all_parts, _RESULT_TAG))]
 
         def hand_on(step: int) -> list[dist.Work]:
             """Add the parts that have arrived in a step, and start the gather's messages."""
@@ -128,34 +128,15 @@ class SharedRoute:
             others = [peer for peer in range(len(step_Y)) if peer != own]
             sent = [(peer, x[own][step_Y[own]]) for x in views for peer in others]
             received = [(peer, x[peer][step_Y[peer]]) for x in views for peer in others]
-            return _post(sent, received, groups.tensor_parallel, _GATHER_TAG)
+            return [*chain(*start_exchange(sent, received, groups.tensor_parallel, _GATHER_TAG))]
 
         # A step is posted before the one before it is awaited, so that the links between nodes stay busy. On
         # CUDA, ``wait`` lets the current stream wait, and each process group has a stream of its own.
         arriving, handed_on = arrive(0), list[dist.Work]()
         for step in range(num_steps):
             following = arrive(step + 1) if step + 1 < num_steps else []
-            for work in arriving:
-                work.wait()
+            wait_for(arriving)
             handed_on += hand_on(step)
             arriving = following
-        for work in handed_on:
-            work.wait()
+        wait_for(handed_on)
         return sums
-
-
-def _post(
-    sent: list[_Message], received: list[_Message], group: dist.ProcessGroup, tag: int
-) -> list[dist.Work]:
-    """Start messages as one batch, and copy this rank's own. Empty ones, which NCCL refuses, are left out."""
-    own = group.rank()
-    kept = [[x for rank, x in messages if rank == own] for messages in (sent, received)]
-    for x, memory in zip(*kept, strict=True):
-        memory.copy_(x)
-    operations = [
-        dist.P2POp(call, x, group=group, tag=tag, group_peer=rank)
-        for call, messages in ((dist.isend, sent), (dist.irecv, received))
-        for rank, x in messages
-        if rank != own and x.numel()
-    ]
-    return dist.batch_isend_irecv(operations) if operations else []

@@ -1,143 +1,235 @@
-"""Gathers facts about accelerators, CPU cores and the back ends of torch.distributed."""
+"""Findings about GPUs, CPU cores, back ends, nodes, and a run's ranks on this machine."""
 
 import itertools
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import one_line
+from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, problem
+from megatron_fssdp.megatron_adapter.diagnosis.packages import one_line
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
+
+if TYPE_CHECKING:
+    from megatron_fssdp.config.run.parallelism_settings import ParallelismSettings
+    from megatron_fssdp.config.run.run_config import RunConfig
+
+CHECKS = ("gloo", "NCCL", "GPUs", "topology")
+"""The checks that need torch, of a machine without a run."""
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_MOST_PAIRS_SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One accelerator that torch can use.
+class Gpus:
+    """Accelerators of this machine.
 
     Attributes:
-        name: Name of the accelerator from its driver.
-        memory_bytes: Total memory in bytes.
-        capability: Major and minor number of the compute capability.
-        has_grouped_kernel: Whether torch computes several bf16 experts by one kernel on it.
+        models: Name and memory in bytes of each accelerator that torch can use.
+        apart: Pairs of them that cannot read each other's memory.
+        error: Error from asking torch for accelerators; empty if there was none.
     """
 
-    name: str
-    memory_bytes: int
-    capability: tuple[int, int]
-    has_grouped_kernel: bool
+    models: tuple[tuple[str, int], ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()
+    error: str = ""
 
-    @property
-    def described(self) -> str:
-        """Name and compute capability."""
-        return f"{self.name} (capability {self.capability[0]}.{self.capability[1]})"
-
-
-@dataclass(frozen=True)
-class Devices:
-    """Devices on which ranks of this machine can run.
-
-    Attributes:
-        num_cores: Number of CPU cores that this process may use.
-        memory_bytes: Memory of the machine in bytes.
-        asked: Value of ``MEGATRON_FSSDP_DEVICE``: ``cpu``, ``cuda``, empty, or an invalid value.
-        gpus: Accelerators that torch can use.
-        pairs_without_peer_access: Pairs of GPUs that cannot read each other's memory.
-        gpu_error: Error from asking torch for accelerators; empty if there was none.
-        cuda_build: CUDA (or ROCm) version for which torch was built; ``None`` for a build without either.
-        has_nvidia_driver: Whether NVIDIA's driver is loaded in the kernel.
-        visible: Value of ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set.
-    """
-
-    num_cores: int
-    memory_bytes: int
-    asked: str = ""
-    gpus: tuple[Gpu, ...] = ()
-    pairs_without_peer_access: tuple[tuple[int, int], ...] = ()
-    gpu_error: str = ""
-    cuda_build: str | None = None
-    has_nvidia_driver: bool = False
-    visible: str | None = None
-
-    def runs_on_cpu(self, wanted: str = "auto") -> bool:
-        """Whether ranks run on the CPU.
-
-        Args:
-            wanted: ``training.device`` of a run: ``auto``, ``cpu`` or ``cuda``.
-        """
+    def runs_on_cpu(self, wanted: str) -> bool:
+        """Whether ranks run on the CPU under a run's ``training.device``: ``auto``, ``cpu`` or ``cuda``."""
         if wanted != "auto":
             return wanted == "cpu"
-        return self.asked == "cpu" or (self.asked != "cuda" and not self.gpus)
+        return _asked() == "cpu" or (_asked() != "cuda" and not self.models)
 
 
-@dataclass(frozen=True)
-class Backends:
-    """Back ends with which torch.distributed was built.
-
-    Attributes:
-        has_gloo: Whether torch has gloo.
-        has_nccl: Whether torch has NCCL.
-        nccl_version: Version of NCCL; empty if torch does not tell.
-    """
-
-    has_gloo: bool
-    has_nccl: bool
-    nccl_version: str = ""
-
-
-def look_at_devices() -> Devices:
-    """Gather the devices of this machine from torch and the system. Torch must be importable."""
+def look_at_gpus() -> Gpus:
+    """Ask torch, which must be importable."""
     import torch
 
-    from megatron_fssdp.runtime.experts.grouped_kernel import has_grouped_kernel
-
-    gpus: tuple[Gpu, ...] = ()
-    apart: tuple[tuple[int, int], ...] = ()
-    error = ""
     try:
-        if torch.cuda.is_available():
-            count = torch.cuda.device_count()
-            properties = [torch.cuda.get_device_properties(index) for index in range(count)]
-            gpus = tuple(
-                Gpu(each.name, int(each.total_memory), capability, has_grouped_kernel(capability))
-                for each in properties
-                for capability in [(int(each.major), int(each.minor))]
-            )
-            apart = tuple(
-                (first, second)
-                for first, second in itertools.combinations(range(count), 2)
-                if not torch.cuda.can_device_access_peer(first, second)
-            )
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+        models = tuple((each.name, int(each.total_memory)) for each in properties)
+        pairs = itertools.combinations(range(count), 2)
+        return Gpus(models, tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)))
     except Exception as raised:  # Broken drivers raise many kinds of errors.
-        error = one_line(raised)
-    return Devices(
-        num_cores=usable_cores(),
-        memory_bytes=int(psutil.virtual_memory().total),
-        asked=os.environ.get(DEVICE_VARIABLE, "").lower(),
-        gpus=gpus,
-        pairs_without_peer_access=apart,
-        gpu_error=error,
-        cuda_build=torch.version.cuda or torch.version.hip,
-        has_nvidia_driver=_NVIDIA_DRIVER.exists(),
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-    )
+        return Gpus(error=one_line(raised))
 
 
-def look_at_backends() -> Backends:
-    """Gather the back ends of torch.distributed. Torch must be importable."""
+def check_devices(gpus: Gpus, run: "RunConfig | None", has_engine: bool) -> list[Finding]:
+    """Check back ends, GPUs, nodes, and whether a run fits. Torch must be importable.
+
+    Args:
+        gpus: Accelerators of this machine.
+        run: Run to check; ``None`` checks the machine only.
+        has_engine: Whether Transformer Engine works.
+    """
+    parallelism = run.parallelism if run is not None else None
+    findings = [*_backends(bool(gpus.models)), _gpus(gpus), _topology(gpus, parallelism)]
+    if run is not None:
+        on_cpu, context = gpus.runs_on_cpu(run.training.device), run.parallelism.context
+        findings.append(_ranks(gpus, run.parallelism, on_cpu))
+        if context > 1:
+            findings.append(_context(context, on_cpu, has_engine))
+    return findings
+
+
+def _backends(has_gpus: bool) -> list[Finding]:
+    """Check gloo, which Megatron needs on GPU machines too, and NCCL, the back end between GPUs."""
     import torch
     import torch.distributed as dist
 
-    if not dist.is_available():
-        return Backends(has_gloo=False, has_nccl=False)
-    version = ""
-    if dist.is_nccl_available():
-        try:
-            version = ".".join(str(number) for number in torch.cuda.nccl.version())
-        except Exception:  # Some builds have no version number of NCCL, and the report only shows it.
-            version = ""
-    return Backends(dist.is_gloo_available(), dist.is_nccl_available(), version)
+    missing, gloo, nccl = "not built into torch", "", ""
+    if dist.is_available():
+        gloo = "built into torch" if dist.is_gloo_available() else ""
+        if dist.is_nccl_available():
+            try:
+                nccl = ".".join(str(number) for number in torch.cuda.nccl.version())
+            except Exception:  # Some builds have no version number of NCCL, and the report only shows it.
+                nccl = "built into torch"
+    install = "install a torch that is built with"
+    unused = "" if has_gpus else "; not used without GPUs"
+    return [
+        Finding("gloo", gloo)
+        if gloo
+        else problem("gloo", missing, f"{install} gloo, for example a wheel from pytorch.org"),
+        Finding("NCCL", f"{nccl or missing}{unused}")
+        if nccl or not has_gpus
+        else problem("NCCL", missing, f"{install} NCCL, for example a CUDA wheel from pytorch.org"),
+    ]
+
+
+def _gpus(gpus: Gpus) -> Finding:
+    """Check which devices the ranks use by default."""
+    import torch
+
+    name, asked, visible = "GPUs", _asked(), os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip()
+    host = f"{usable_cores()} CPU cores, {psutil.virtual_memory().total / 2**30:,.1f} GiB"
+    if asked not in ("", "cpu", "cuda"):
+        advice = f"set {DEVICE_VARIABLE} to cpu or cuda, or unset it"
+        return problem(name, f"{DEVICE_VARIABLE} is {asked!r}", advice)
+    if gpus.error:
+        advice = "fix the cause that the message names; nvidia-smi shows whether the driver works"
+        return problem(name, f"torch fails to use them: {gpus.error}", advice)
+    if gpus.models:
+        found = ", ".join(
+            f"{count} × {model}, {memory_bytes / 2**30:,.1f} GiB"
+            for (model, memory_bytes), count in Counter(gpus.models).items()
+        )
+        if asked == "cpu":
+            return note(name, f"{found}; not used, because {DEVICE_VARIABLE}=cpu selects the CPU ({host})")
+        return Finding(name, found)
+    found = f"none; ranks run on the CPU ({host})"
+    if asked == "cuda":
+        advice = f"unset {DEVICE_VARIABLE} to run on the CPU, or use a machine with GPUs"
+        return problem(name, f"none, but {DEVICE_VARIABLE}=cuda asks for them", advice)
+    if not _NVIDIA_DRIVER.exists() or asked == "cpu":
+        return note(name, found)
+    if visible in ("", "-1"):
+        return note(name, f"hidden by CUDA_VISIBLE_DEVICES={visible!r}; {found}")
+    found, advice = "torch is built without CUDA", "install torch's CUDA wheel from pytorch.org"
+    if build := torch.version.cuda or torch.version.hip:
+        found = f"torch (built for CUDA {build}) finds no GPU"
+        advice = (
+            "compare with the CUDA version that nvidia-smi shows, and install a newer driver or a torch for "
+            "that version"
+        )
+    found = f"an NVIDIA driver is installed, but {found}"
+    return problem(name, found, f"{advice}; or set {DEVICE_VARIABLE}=cpu to use the CPU")
+
+
+def _topology(gpus: Gpus, parallelism: "ParallelismSettings | None") -> Finding:
+    """Check which nodes the strategies plan for."""
+    name, started = "topology", _whole_number("WORLD_SIZE")
+    if started:
+        found, even = _nodes(started, _whole_number("LOCAL_WORLD_SIZE") or started, "from torchrun")
+        if not even:
+            advice = "start torchrun with the same --nproc-per-node on every machine: nodes must be equal"
+            return problem(name, found, advice)
+    elif parallelism is not None:
+        found, _ = _nodes(parallelism.world_size, parallelism.nproc_per_node, "from the run's file")
+    else:
+        members = _count(len(gpus.models), "GPU") if gpus.models else "CPU ranks"
+        found = f"1 node (this machine) of {members}"
+    if parallelism is not None and parallelism.declared_nodes is not None:
+        found += f"; strategies plan for {_count(parallelism.declared_nodes, 'node')} (declared_nodes)"
+    if not gpus.apart:
+        return Finding(name, found)
+    shown = ", ".join(f"{first}-{second}" for first, second in gpus.apart[:_MOST_PAIRS_SHOWN])
+    more = " …" if len(gpus.apart) > _MOST_PAIRS_SHOWN else ""
+    advice = (
+        "the links inside this node are not equally fast: nvidia-smi topo -m shows them, and megatron-fssdp "
+        "profile measures them"
+    )
+    return note(name, f"{found}; no peer access between GPUs {shown}{more}", advice)
+
+
+def _ranks(gpus: Gpus, parallelism: "ParallelismSettings", on_cpu: bool) -> Finding:
+    """Check whether a run's ranks fit on this machine."""
+    name, num_ranks, started = "ranks", parallelism.nproc_per_node, _whole_number("WORLD_SIZE")
+    if started not in (None, parallelism.world_size):
+        return problem(
+            name,
+            f"torchrun started {started}, but the run has {parallelism.world_size}",
+            f"start torchrun with --nnodes={parallelism.num_nodes} --nproc-per-node={num_ranks}, or change "
+            "parallelism.num_nodes and parallelism.nproc_per_node",
+        )
+    num, kind = (usable_cores(), "CPU core") if on_cpu else (len(gpus.models), "GPU")
+    others = parallelism.num_nodes - 1
+    elsewhere = f"; the ranks on {_count(others, 'other machine')} were not checked" if others else ""
+    found = f"{num_ranks} on {_count(num, kind)}{elsewhere}"
+    if on_cpu and num_ranks > num:
+        advice = (
+            "the training works and its results are correct, but ranks share CPU cores and wait for each "
+            "other, so measured times mean little"
+        )
+        return note(name, found, advice)
+    if not on_cpu and num_ranks > num:
+        fewer = f"--nproc {num} with parallel sizes that divide it, or " if num else ""
+        advice = f"use {fewer}--set training.device=cpu, or a machine with more GPUs"
+        return problem(name, found, f"every rank needs its own GPU: {advice}")
+    if not on_cpu and num_ranks < num:
+        unused = _count(num - num_ranks, "GPU")
+        return note(name, found, f"{unused} not used: --nproc {num} uses all GPUs")
+    return Finding(name, found)
+
+
+def _context(context: int, on_cpu: bool, has_engine: bool) -> Finding:
+    """Check whether a run can use context parallelism of 2 or more."""
+    name, found = "context parallelism", f"parallelism.context {context}"
+    if on_cpu:
+        advice = (
+            "set parallelism.context to 1, or train on GPUs: context parallelism uses Transformer Engine's "
+            "attention, which needs a GPU"
+        )
+        return problem(name, f"{found} on the CPU", advice)
+    if not has_engine:
+        advice = "install Transformer Engine, whose attention is needed, or set parallelism.context to 1"
+        return problem(name, f"{found} without Transformer Engine", advice)
+    return Finding(name, found)
+
+
+def _nodes(world_size: int, per_node: int, source: str) -> tuple[str, bool]:
+    """Describe the nodes of a run, and return whether all have the same number of ranks."""
+    sizes = [min(per_node, world_size - first) for first in range(0, world_size, per_node)]
+    even = len(set(sizes)) == 1
+    members = _count(sizes[0], "rank") if even else f"{'/'.join(map(str, sizes))} ranks"
+    return f"{_count(len(sizes), 'node')} of {members}, {source}", even
+
+
+def _asked() -> str:
+    return os.environ.get(DEVICE_VARIABLE, "").lower()
+
+
+def _whole_number(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

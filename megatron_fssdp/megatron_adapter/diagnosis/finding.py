@@ -5,13 +5,11 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """What a finding means for a training on this machine."""
+    """What a finding means for a training on this machine: fine, worth knowing, or in its way."""
 
     OK = "ok"
     NOTE = "note"
-    """Worth knowing; the user need not do anything."""
     PROBLEM = "problem"
-    """Prevents a training; the user must fix it."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +21,23 @@ class Finding:
         found: What the check found on this machine.
         verdict: Whether this is fine, a note or a problem.
         advice: The next step, on one line. Every problem has one.
-
-    Raises:
-        ValueError: A problem has no advice, or the advice has several lines.
     """
 
     name: str
     found: str
-    verdict: Verdict
+    verdict: Verdict = Verdict.OK
     advice: str = ""
 
     def __post_init__(self) -> None:
-        if self.verdict is Verdict.PROBLEM and not self.advice:
-            raise ValueError(f"finding '{self.name}': got a problem without advice, wanted the next step")
-        if "\n" in self.advice:
-            raise ValueError(f"finding '{self.name}': got advice of several lines, wanted one")
+        if "\n" in self.advice or (self.verdict is Verdict.PROBLEM and not self.advice):
+            raise ValueError(f"finding '{self.name}': got advice {self.advice!r}, wanted one line of advice")
+
+
+def note(name: str, found: str, advice: str = "") -> Finding:
+    """Return a finding that is worth knowing."""
+    return Finding(name, found, Verdict.NOTE, advice)
+
+
+def problem(name: str, found: str, advice: str) -> Finding:
+    """Return a finding that prevents a training."""
+    return Finding(name, found, Verdict.PROBLEM, advice)

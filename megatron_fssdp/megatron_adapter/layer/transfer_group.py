@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_fssdp.collectives.connections import connect_pairs
+from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.yaml_text import parse_yaml
 

@@ -3,40 +3,20 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median_high
 
 import torch
 
 from megatron_fssdp.runtime.clocks.device_clock import Moment, now, seconds_between
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
-
-@dataclass(eq=False)
-class _Span:
-    """One interval of compute.
-
-    Attributes:
-        is_cuda: Whether the compute runs on a CUDA device, so that events measure it.
-        begin: Begin of the interval.
-        end: End of the interval.
-    """
-
-    is_cuda: bool
-    begin: Moment = 0.0
-    end: Moment = 0.0
-
-    def seconds(self) -> float:
-        return seconds_between(self.begin, self.end)
+_Span = tuple[Moment, Moment]
+"""Begin and end of one interval of compute."""
 
 
 @dataclass(eq=False)
 class _Passes:
-    """Measured forward passes of one layer.
-
-    Attributes:
-        num_rows: Number of rows that the experts computed.
-        before: Spans of the compute before the layer.
-        experts: Spans of the experts' compute.
-    """
+    """Measured forward passes: rows of the experts, spans before the layer, spans of the experts."""
 
     num_rows: int = 0
     before: list[_Span] = field(default_factory=list)
@@ -55,7 +35,7 @@ class LayerStopwatch:
     _cold: _Passes = field(default_factory=_Passes)
     _warm: _Passes = field(default_factory=_Passes)
     _is_warm: bool = False
-    _open: _Span | None = None
+    _begin: Moment | None = None
 
     @property
     def num_rows(self) -> int:
@@ -68,40 +48,36 @@ class LayerStopwatch:
         Call it after the layer's transfers were posted. Then neither the host's planning and posting nor, on
         CUDA, the device's wait for the host count as compute.
         """
-        is_cuda = device.type == "cuda"
-        self._open = None if in_backward() else _Span(is_cuda, now(is_cuda))
+        self._begin = None if in_backward() else now(device.type == "cuda")
 
     def tokens_ready(self) -> None:
         """Mark the end of the compute before the layer, which includes the gate."""
-        if self._open is not None:
-            self._open.end = now(self._open.is_cuda)
-            self._running.before.append(self._open)
-            self._open = None
+        if self._begin is not None:
+            self._running.before.append((self._begin, now(is_cuda=not isinstance(self._begin, float))))
+            self._begin = None
 
     @contextmanager
     def experts(self, num_rows: int, device: torch.device) -> Iterator[None]:
         """Context manager around the experts' forward pass on ``num_rows`` rows."""
-        is_cuda = device.type == "cuda"
-        span = _Span(is_cuda, now(is_cuda))
+        begin = now(device.type == "cuda")
         yield
         if not in_backward():
-            span.end = now(is_cuda)
-            self._running.experts.append(span)
+            self._running.experts.append((begin, now(device.type == "cuda")))
             self._running.num_rows += num_rows
 
     def iteration_ends(self) -> None:
         """Mark the end of an iteration. The passes after the first one with measurements are warm."""
         self._is_warm = self._is_warm or bool(self._cold.experts or self._cold.before)
-        self._open = None
+        self._begin = None
 
     def before_s(self) -> float:
         """Median seconds of the compute before the layer; 0 if none was measured."""
-        times_s = sorted(span.seconds() for span in self._counted.before)
-        return times_s[len(times_s) // 2] if times_s else 0.0
+        spans = self._counted.before
+        return median_high([seconds_between(*span) for span in spans]) if spans else 0.0
 
     def experts_s(self) -> float:
         """Total seconds of the experts' forward passes."""
-        return sum(span.seconds() for span in self._counted.experts)
+        return sum(seconds_between(*span) for span in self._counted.experts)
 
     @property
     def _running(self) -> _Passes:

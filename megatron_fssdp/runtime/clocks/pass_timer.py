@@ -13,7 +13,7 @@ measure them (``TransferTiming.exposed_s``).
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -49,27 +49,19 @@ class PassSeconds:
     @property
     def is_measured(self) -> bool:
         """Whether any part took time."""
-        return any(getattr(self, field.name) for field in fields(self))
+        return any(astuple(self))
 
     @staticmethod
     def combined(of_ranks: "Sequence[PassSeconds]") -> "PassSeconds":
-        """Return the means over ranks, and the slowest experts.
-
-        Args:
-            of_ranks: Seconds of the same passes on at least one rank.
-        """
-        means = {
-            field.name: sum(getattr(one, field.name) for one in of_ranks) / len(of_ranks)
-            for field in fields(PassSeconds)
-        }
-        return PassSeconds(**means | {"experts_slowest_s": max(one.experts_slowest_s for one in of_ranks)})
+        """Return the means over at least one rank, and the slowest experts."""
+        means = [sum(parts) / len(of_ranks) for parts in zip(*map(astuple, of_ranks), strict=True)]
+        slowest_s = max(one.experts_slowest_s for one in of_ranks)
+        return replace(PassSeconds(*means), experts_slowest_s=slowest_s)
 
     def add(self, part: Part, seconds: float) -> None:
         """Add seconds to a part."""
-        name = f"{part}_s"
-        setattr(self, name, getattr(self, name) + seconds)
-        if part == "experts":
-            self.experts_slowest_s = self.experts_s
+        setattr(self, f"{part}_s", getattr(self, f"{part}_s") + seconds)
+        self.experts_slowest_s = self.experts_s
 
 
 class PassTimer:
@@ -136,8 +128,7 @@ class LayerTimer:
 
     def __init__(self, timer: PassTimer) -> None:
         self.timer = timer
-        self._forward = PassSeconds()
-        self._backward = PassSeconds()
+        self._forward, self._backward = PassSeconds(), PassSeconds()
 
     def passes(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
         """Mark a border between two parts, in this pass and in the backward pass to come.

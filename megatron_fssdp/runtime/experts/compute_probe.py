@@ -1,6 +1,6 @@
 """Measures how fast a device computes a transformer layer, forward and backward, in flop/s.
 
-Shape letters: M model dimension, F FFN dimension.
+Shape letters: M model dimension, F FFN dimension, G experts present on a device.
 """
 
 import os
@@ -12,9 +12,6 @@ import torch
 from torch.nn import functional
 
 from megatron_fssdp.collectives.probes.device_timing import elapsed_s
-from megatron_fssdp.runtime.experts.expert_activation import ExpertActivation
-from megatron_fssdp.runtime.experts.expert_layout import ExpertWeights
-from megatron_fssdp.runtime.experts.grouped_ffn import grouped_ffn
 
 PASSES = 3
 """Flops of both passes as a multiple of the forward pass's flops.
@@ -62,7 +59,9 @@ class LayerShape:
 
 
 def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions: int) -> float:
-    """Measure the flop/s of a device in expert compute; all experts have the same number of rows.
+    """Measure the flop/s of a device in expert compute; all experts have equally many rows, to within one.
+
+    One expert is computed after the other, as by Megatron's ``SequentialMLP``.
 
     Args:
         shape: Sizes of the layer.
@@ -73,26 +72,27 @@ def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions:
         Flop/s over forward and backward pass.
     """
 
-    def weight(*size: int) -> torch.Tensor:
-        return (torch.randn(*size, device=device) * 0.02).to(shape.dtype).requires_grad_()
+    def drawn(*size: int, scale: float = 0.02) -> torch.Tensor:
+        return (torch.randn(*size, device=device) * scale).to(shape.dtype).requires_grad_()
 
-    experts = [
-        ExpertWeights(
-            weight(shape.ffn_dim * (2 if shape.gated else 1), shape.model_dim),
-            weight(shape.model_dim, shape.ffn_dim),
-        )
-        for _ in range(shape.num_experts)
+    x = drawn(shape.num_rows, shape.model_dim, scale=1)
+    fc1_G = [
+        drawn(shape.ffn_dim * (2 if shape.gated else 1), shape.model_dim) for _ in range(shape.num_experts)
     ]
-    share, rest = divmod(shape.num_rows, shape.num_experts)
-    rows = [share + (expert < rest) for expert in range(shape.num_experts)]
-    x = torch.randn(shape.num_rows, shape.model_dim, device=device).to(shape.dtype).requires_grad_()
-    probs = torch.ones(shape.num_rows, device=device)
-    activation = ExpertActivation(functional.silu if shape.gated else functional.gelu, gated=shape.gated)
+    fc2_G = [drawn(shape.model_dim, shape.ffn_dim) for _ in range(shape.num_experts)]
     upstream = torch.ones_like(x)
-    inputs = [x, *(tensor for expert in experts for tensor in expert.tensors())]
+
+    def expert(rows: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor) -> torch.Tensor:
+        hidden = functional.linear(rows, fc1)
+        if not shape.gated:
+            return functional.linear(functional.gelu(hidden), fc2)
+        gate, linear = hidden.chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate) * linear, fc2)
 
     def both_passes() -> None:
-        torch.autograd.grad(grouped_ffn(x, probs, rows, experts, activation), inputs, upstream)
+        rows_G = x.tensor_split(shape.num_experts)
+        y = torch.cat([expert(*one) for one in zip(rows_G, fc1_G, fc2_G, strict=True)])
+        torch.autograd.grad(y, [x, *fc1_G, *fc2_G], upstream)
 
     return PASSES * shape.expert_flops / _median_s(both_passes, device, num_repetitions)
 

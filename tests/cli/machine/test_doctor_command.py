@@ -3,30 +3,17 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_fssdp.cli import app
-from megatron_fssdp.cli.machine import doctor_command
-from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import look_at_folder
-from megatron_fssdp.megatron_adapter.diagnosis.devices import Backends, Devices
-from megatron_fssdp.megatron_adapter.diagnosis.examination import Facts
-from megatron_fssdp.megatron_adapter.diagnosis.installed_packages import InstalledPackage
+from megatron_fssdp.megatron_adapter.diagnosis.packages import InstalledPackage
 
-from ...megatron_adapter.diagnosis import machine_examples
+from ...megatron_adapter.diagnosis.machine_examples import HERE, pose
 
 TINY = Path(__file__).parents[3] / "configs" / "gpt_moe_tiny.yaml"
-HERE = Path("/site-packages/[it]")
-HEALTHY = replace(
-    machine_examples.HEALTHY,
-    torch=InstalledPackage("2.6.0", HERE),
-    megatron=InstalledPackage("0.19.2", HERE),
-    devices=Devices(num_cores=4, memory_bytes=8 << 30),
-    backends=Backends(has_gloo=True, has_nccl=False),
-)
 
 
 @pytest.fixture
@@ -35,11 +22,8 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
-    def run(*arguments: object, facts: Facts = HEALTHY) -> tuple[int, str, str]:
-        def gather(folders: Any) -> Facts:
-            return replace(facts, folders=tuple((name, look_at_folder(path)) for name, path in folders))
-
-        monkeypatch.setattr(doctor_command, "gather_facts", gather)
+    def run(*arguments: object, **machine: Any) -> tuple[int, str, str]:
+        pose(monkeypatch, **{"num_cores": 4} | machine)
         monkeypatch.setattr(sys, "argv", ["megatron-fssdp", "doctor", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             app.main()
@@ -57,8 +41,7 @@ def test_a_healthy_machine_is_ok(doctor: Any) -> None:
 
 
 def test_every_problem_has_a_line_and_the_exit_code_says_so(doctor: Any) -> None:
-    facts = replace(HEALTHY, torch=InstalledPackage("2.4.0", HERE), python_version="3.11.2")
-    code, out, _ = doctor(facts=facts)
+    code, out, _ = doctor(torch=InstalledPackage("2.4.0", HERE), python="3.11.2")
     assert code == 1
     lines = out.splitlines()
     assert sum(line.startswith("problem: ") for line in lines) == 2
@@ -78,7 +61,7 @@ def test_json_has_stable_keys(doctor: Any, tmp_path: Path) -> None:
     assert report["findings"][-1]["name"] == "checkpoint folder"
     assert list(tmp_path.iterdir()) == []
 
-    code, out, _ = doctor("--json", facts=replace(HEALTHY, megatron=InstalledPackage(), seams=None))
+    code, out, _ = doctor("--json", megatron=InstalledPackage())
     assert (code, json.loads(out)["ok"]) == (1, False)
 
 
@@ -124,7 +107,7 @@ def test_the_command_imports_torch_and_megatron_late_and_an_old_python_can_read_
         "import ast, sys\n"
         "from megatron_fssdp.cli import app\n"
         "from megatron_fssdp.cli.machine import doctor_command\n"
-        "from megatron_fssdp.megatron_adapter.diagnosis.examination import gather_facts\n"
+        "from megatron_fssdp.megatron_adapter.diagnosis.examination import examine_machine\n"
         "heavy = {'torch', 'megatron', 'transformer_engine', 'apex'} & set(sys.modules)\n"
         "if heavy: sys.exit(f'imported {heavy}')\n"
         "for name, module in list(sys.modules.items()):\n"

@@ -15,12 +15,12 @@ from megatron_fssdp.testing import run_ranks
 NODES = [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3), (0, 1, 1, 1)]
 
 
-def measure(rank: int, world_size: int) -> list[tuple[LinkCost, LinkCost]]:
-    return [measure_links(dist.group.WORLD, Topology(nodes), torch.device("cpu")) for nodes in NODES]
+def measure(rank: int, world_size: int, all_nodes: list[tuple[int, ...]]) -> list[tuple[LinkCost, LinkCost]]:
+    return [measure_links(dist.group.WORLD, Topology(nodes), torch.device("cpu")) for nodes in all_nodes]
 
 
 def test_all_ranks_measure_the_same_positive_costs() -> None:
-    of_ranks = run_ranks(measure, 4)
+    of_ranks = run_ranks(measure, 4, NODES)
     assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
     for intra, inter in of_ranks[0]:
         for link in (intra, inter):
@@ -103,10 +103,6 @@ def test_bytes_are_never_free() -> None:
         assert cost.beta_s_per_byte == pytest.approx((1e-3 + 1e-9 * (1 << 22)) / (1 << 22))
 
 
-def measure_alone(rank: int, world_size: int) -> tuple[LinkCost, LinkCost]:
-    return measure_links(dist.group.WORLD, Topology.uniform(1, 1), torch.device("cpu"))
-
-
 def test_one_device_has_no_links() -> None:
-    ((intra, inter),) = run_ranks(measure_alone, 1)
+    ((intra, inter),) = run_ranks(measure, 1, [(0,)])[0]
     assert intra == inter == LinkCost(0.0, LEAST_BETA_S_PER_BYTE)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-HIDDEN, FFN, SLOTS, SEQUENCE, BATCH = 8, 16, 8, 12, 2
+from ...megatron_adapter.layer.small_config import moe_config
+
+HIDDEN, SLOTS, SEQUENCE, BATCH = 8, 8, 12, 2
 TOLERANCE = 1e-6  # Megatron's softmax is fp32, everything else fp64.
 
 
@@ -188,27 +190,22 @@ def compare(case: Case) -> float:
     return max(relative(*pair) for pair in zip(found, wanted, strict=True))
 
 
-def build(case: Case, *, split: bool, **options: Any) -> Any:
+def build(case: Case, *, split: bool) -> Any:
     """Megatron's layer in fp64, with the same weights on all ranks that share them."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     torch.manual_seed(5)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
+    config = moe_config(
+        parallel_state.get_expert_model_parallel_world_size(),
+        HIDDEN,
+        SLOTS,
         num_attention_heads=4,
-        ffn_hidden_size=FFN,
-        moe_ffn_hidden_size=FFN,
-        num_moe_experts=SLOTS,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
         sequence_parallel=split,
-        moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.0 if case.copies else 0.1,
         moe_z_loss_coeff=0.01,
@@ -219,12 +216,8 @@ def build(case: Case, *, split: bool, **options: Any) -> Any:
         moe_pad_expert_input_to_capacity=case.capacity is not None and case.capacity < 1,
         moe_shared_expert_intermediate_size=12 if case.shared else None,
         moe_shared_expert_overlap=case.overlaps,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
         params_dtype=torch.float64,
-        gradient_accumulation_fusion=False,
         **(recompute if case.recompute else {}),
-        **options,
     )
     spec = get_moe_module_spec(use_te=False, num_experts=SLOTS, moe_grouped_gemm=False)
     layer = spec(config=config, pg_collection=get_default_pg_collection())

@@ -39,7 +39,7 @@ def test_a_missing_seam_is_named(module: str, path: str, monkeypatch: pytest.Mon
 
 
 def test_the_tested_range_is_stated_in_one_place() -> None:
-    """Scripts and README state the tested range; ``test_package_checks`` compares it with pyproject.toml."""
+    """Scripts and README state the tested range; ``test_tested_versions`` compares it with pyproject.toml."""
     tested = Requirement(requirement_of("megatron-core"))
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     (installed_by_scripts,) = [

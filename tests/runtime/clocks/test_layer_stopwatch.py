@@ -60,17 +60,11 @@ def test_the_first_measured_iteration_is_cold_and_dropped(clock: Clock) -> None:
     for _ in range(2):  # both micro-batches of the first iteration
         measured(watch, clock, 64.0, 128.0, 1000)
     watch.iteration_ends()
+    assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (64.0, 256.0, 2000), "nothing else yet"
     measured(watch, clock, 0.5, 0.25, 3)
     watch.iteration_ends()
     measured(watch, clock, 0.5, 0.5, 4)
     assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (0.5, 0.75, 7)
-
-
-def test_a_single_iteration_counts_although_it_is_cold(clock: Clock) -> None:
-    watch = LayerStopwatch()
-    measured(watch, clock, 2.0, 4.0, 5)
-    watch.iteration_ends()
-    assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (2.0, 4.0, 5)
 
 
 @pytest.mark.parametrize("has_transfers", [True, False])
@@ -97,15 +91,10 @@ def test_planning_and_posting_are_not_compute_before_the_layer(has_transfers: bo
     assert watch.before_s() == 0.5
 
 
-def test_a_stopwatch_without_passes_has_no_times() -> None:
+def test_only_marked_begins_are_measured_and_each_once(clock: Clock) -> None:
     watch = LayerStopwatch()
-    assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (0.0, 0.0, 0)
     watch.tokens_ready()  # a layer whose begin is not marked
-    assert watch.before_s() == 0.0
-
-
-def test_repeated_begins_count_once(clock: Clock) -> None:
-    watch = LayerStopwatch()
+    assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (0.0, 0.0, 0)
     watch.layer_begins(CPU)
     clock.passes(0.5)
     watch.tokens_ready()

@@ -9,7 +9,7 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch, _Passes, _Span
+from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch, _Passes
 from megatron_fssdp.runtime.layers import layer_profiling
 from megatron_fssdp.testing import run_ranks
 
@@ -28,7 +28,7 @@ NUM_MICRO_BATCHES = 4
 
 
 def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
-    warm = _Passes(num_rows, [_Span(False, 0.0, before_s)], [_Span(False, 1.0, 1.0 + experts_s)])
+    warm = _Passes(num_rows, [(0.0, before_s)], [(1.0, 1.0 + experts_s)])
     return LayerStopwatch(_warm=warm)
 
 

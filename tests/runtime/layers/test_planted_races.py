@@ -109,8 +109,8 @@ def planted() -> list[dict[str, tuple[list[Any], list[Any]]]]:
 @pytest.mark.parametrize(
     ("name", "kind", "place", "other_place"),
     [
-        ("dropped wait", FindingKind.RACE, "tests/runtime/rank_layer", "collectives/sparse"),
-        ("dropped first wait", FindingKind.RACE, "collectives/sparse", "runtime/experts/expert_layout"),
+        ("dropped wait", FindingKind.RACE, "tests/runtime/rank_layer", "collectives/messages"),
+        ("dropped first wait", FindingKind.RACE, "collectives/messages", "runtime/experts/expert_layout"),
         ("unawaited counts", FindingKind.RACE, "runtime/layers/slot_layer", "collectives/gathered_counts"),
         ("CPU table", FindingKind.DEVICE_MIX, "runtime/slots/remap", ""),
     ],

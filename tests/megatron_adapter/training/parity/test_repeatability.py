@@ -31,9 +31,9 @@ def test_a_repeated_run_has_bitwise_equal_losses(name: str, text_data: Path) -> 
 
 def let_messages_be_late() -> None:
     """Delay some steps of each rank's transfers, by different times on each rank."""
-    from megatron_fssdp.collectives.sparse.posting import GlooMessages
+    from megatron_fssdp.collectives.messages import Poster
 
-    post = GlooMessages.post
+    post = Poster.post
     draw = random.Random(int(os.environ["RANK"]))
 
     def post_late(*arguments: Any) -> Any:
@@ -41,4 +41,4 @@ def let_messages_be_late() -> None:
             time.sleep(draw.random() * 0.01)
         return post(*arguments)
 
-    GlooMessages.post = post_late
+    Poster.post = post_late

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.connections import connect_pairs
+from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.virtual_cuda import EventKind, virtual_cuda
 

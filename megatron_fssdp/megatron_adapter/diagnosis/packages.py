@@ -1,0 +1,192 @@
+"""Facts and findings about Python, torch, Megatron, Transformer Engine and Apex."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, problem
+from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
+from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS, is_tested, pip_install
+
+TRANSFORMER_ENGINE = "Transformer Engine"
+
+_INSTRUCTIONS = "by NVIDIA's instructions"
+_BUILD = f"build it {_INSTRUCTIONS}"
+# Folders of NVIDIA's Apex. The registry has an unrelated package named apex, which has none of them.
+_NVIDIA_APEX_FOLDERS = ("multi_tensor_apply", "normalization", "optimizers")
+_APEX_CUDA_EXTENSION = "amp_C"
+
+
+@dataclass(frozen=True)
+class InstalledPackage:
+    """State of a package on this machine.
+
+    Attributes:
+        version: Version from the package itself, or else from pip.
+        location: Folder of the package; ``None`` if it is not installed.
+        error: Error from importing the package; empty if the import worked or the package is not
+            installed.
+        broken_by: Name of the optional package whose own code raised this error; empty if the package itself
+            or an unknown one raised it.
+    """
+
+    version: str = "of unknown version"
+    location: Path | None = None
+    error: str = ""
+    broken_by: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether it is installed and can be imported."""
+        return self.location is not None and not self.error
+
+
+def look_for(package: str, distribution: str, part: str = "") -> InstalledPackage:
+    """Find a package and import it.
+
+    Args:
+        package: Name of the package in an import.
+        distribution: Name of the package for pip.
+        part: Module to import as a test; the package itself if empty.
+    """
+    location = _location(package)
+    if location is None:
+        return InstalledPackage()
+    error = broken_by = ""
+    try:
+        importlib.import_module(part or package)
+    except Exception as raised:  # A broken installation may raise any error.
+        error = one_line(raised)
+        broken = broken_package(raised)
+        broken_by = broken.name if broken is not None and broken.distribution != distribution else ""
+    own = getattr(sys.modules.get(package), "__version__", None)
+    return InstalledPackage(str(own or _pip_version(distribution)), location, error, broken_by)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def check_python(version: str, executable: str) -> Finding:
+    """Check whether the Python interpreter, with this version and path, is new enough."""
+    found, wanted = f"{version} ({executable})", TESTED_VERSIONS["python"]
+    if is_tested("python", version):
+        return Finding("Python", found)
+    advice = f"wanted Python {wanted}: install it and create a new virtual environment with it"
+    return problem("Python", found, advice)
+
+
+def check_torch(torch: InstalledPackage) -> Finding:
+    """Check whether torch is installed, can be imported and is new enough."""
+    if not torch.works:
+        return _unusable("torch", "torch", torch)
+    if is_tested("torch", torch.version):
+        return Finding("torch", torch.version)
+    return problem("torch", torch.version, f"wanted torch {TESTED_VERSIONS['torch']}: {pip_install('torch')}")
+
+
+def check_megatron(megatron: InstalledPackage) -> Finding:
+    """Check whether Megatron is installed, can be imported and is a tested release.
+
+    An untested release is only a note, because missing seams decide whether it works. If an incomplete
+    installation of Transformer Engine ends Megatron's import, Transformer Engine is the problem, and Megatron
+    gets only a note.
+    """
+    name, distribution = "Megatron", "megatron-core"
+    if broken_by := megatron.broken_by:
+        found = f"{megatron.version} ({megatron.location}) cannot be imported because of {broken_by}"
+        if broken_by == TRANSFORMER_ENGINE:  # its own finding is the problem, with the advice
+            return note(name, found)
+        advice = (
+            f"wanted a complete installation of {broken_by} or none: remove it with pip uninstall, "
+            f"or {_BUILD} for the installed torch"
+        )
+        return problem(name, f"{found}: {megatron.error}", advice)
+    if not megatron.works:
+        return _unusable(name, distribution, megatron)
+    # Megatron appends the commit of the repository around its folder. In a virtual environment inside another
+    # repository, this commit is not Megatron's.
+    found = f"{megatron.version.partition('+')[0]} ({megatron.location})"
+    if is_tested(distribution, megatron.version):
+        return Finding(name, found)
+    advice = (
+        f"the plugin is tested with megatron-core {TESTED_VERSIONS[distribution]}; another release may "
+        "work if it has all seams: compare the first losses with those of --moe-strategy none, or "
+        f"{pip_install(distribution)}"
+    )
+    return note(name, found, advice)
+
+
+def check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Finding:
+    """Check whether Transformer Engine can be used. It is optional, and needs GPUs."""
+    name, distribution, wanted = (
+        TRANSFORMER_ENGINE,
+        "transformer-engine",
+        TESTED_VERSIONS["transformer-engine"],
+    )
+    if engine.location is None and not has_gpus:
+        return Finding(name, "not installed; only needed on GPUs")
+    if engine.location is None:
+        use = "if you want Megatron's fused layers, TEGroupedMLP or context parallelism"
+        return note(name, "not installed; optional", f"install it {_INSTRUCTIONS} {use}")
+    if engine.error:
+        found = f"{engine.version} ({engine.location}) is installed, but cannot be imported: {engine.error}"
+        advice = (
+            "wanted a complete installation or none: remove all its parts (pip list | grep -i transformer, "
+            f"then pip uninstall them), or {_BUILD} for the installed torch"
+        )
+        return problem(name, found, advice)
+    if is_tested(distribution, engine.version):
+        return Finding(name, engine.version)
+    return note(name, engine.version, f"wanted {wanted}: {pip_install(distribution)}")
+
+
+def check_apex() -> Finding:
+    """Tell by its folders whether the installed package ``apex`` is NVIDIA's. It is optional."""
+    location, version = _location("apex"), _pip_version("apex")
+    if location is None:
+        return Finding("Apex", "not installed; optional")
+    if not any((location / folder).is_dir() for folder in _NVIDIA_APEX_FOLDERS):
+        advice = (
+            "pip uninstall apex: it is not NVIDIA's Apex, and Megatron cannot use it; NVIDIA's Apex is "
+            "optional and built from https://github.com/NVIDIA/apex"
+        )
+        return note("Apex", f"{version}, an unrelated package from the registry ({location})", advice)
+    if importlib.util.find_spec(_APEX_CUDA_EXTENSION) is None:
+        advice = f"{_BUILD} with CUDA extensions, or remove it: pip uninstall apex"
+        return note("Apex", f"{version}, without its CUDA extensions", advice)
+    return Finding("Apex", version)
+
+
+def _unusable(name: str, distribution: str, package: InstalledPackage) -> Finding:
+    if package.location is None:
+        return problem(name, "not installed", pip_install(distribution))
+    found = f"{package.version} ({package.location}) cannot be imported: {package.error}"
+    advice = f"fix the cause that the message names, or install it again: {pip_install(distribution)}"
+    return problem(name, found, advice)
+
+
+def _location(package: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(package)  # This imports the parents of a dotted name.
+    except Exception:  # A parent is missing, or its import raises.
+        return None
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    if not folders and spec.origin:
+        folders = [os.path.dirname(spec.origin)]
+    return Path(folders[0]) if folders else None
+
+
+def _pip_version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return InstalledPackage.version
