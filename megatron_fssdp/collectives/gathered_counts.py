@@ -31,21 +31,21 @@ class CountsOnTheWay:
     Attributes:
         gathered: Gathered counts. On CUDA they are kept until the copy is complete.
         works: The gather, if it is under way; on the CPU only.
-        copies: A list of the counts' copy in the host's memory; of the counts themselves on the CPU.
+        copy: The counts' copy in the host's memory; the counts themselves on the CPU.
         copied: Event after the copy; ``None`` on the CPU.
     """
 
     gathered: Tensor
     works: Sequence[dist.Work]
-    copies: Sequence[Tensor]
+    copy: Tensor
     copied: torch.cuda.Event | None
 
-    def wait(self) -> Sequence[Tensor]:
-        """Make the host wait, and return a list of the gathered counts on the host, ``[X, D, E]``."""
+    def wait(self) -> Tensor:
+        """Make the host wait, and return the gathered counts on the host, ``[X, D, E]``."""
         wait_for(self.works)
         if self.copied is not None:
             self.copied.synchronize()
-        return self.copies
+        return self.copy
 
 
 def start_counts(
@@ -61,7 +61,7 @@ def start_counts(
         peers: Process group of the expert-tensor-parallel peers; ``None`` if there are none.
 
     Returns:
-        A handle, whose ``wait`` returns a list of the counts of all peers and devices, ``[X, D, E]``.
+        A handle, whose ``wait`` returns the counts of all peers and devices, ``[X, D, E]``.
     """
     if peers is not None:
         counts_DE = gather_counts(counts_E, group)
@@ -71,7 +71,7 @@ def start_counts(
         counts, works = _start_gather(counts_E, group)
         counts = counts.unsqueeze(0)
     if counts.device.type == "cpu":
-        return CountsOnTheWay(counts, works, [counts], None)
+        return CountsOnTheWay(counts, works, counts, None)
     copier = lane_stream("counts", group, counts.device)
     copier.wait_stream(torch.cuda.current_stream(counts.device))
     with torch.cuda.stream(copier):
@@ -79,7 +79,7 @@ def start_counts(
         copy = counts.to("cpu", non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(copier)
-    return CountsOnTheWay(counts, works, [copy], copied)
+    return CountsOnTheWay(counts, works, copy, copied)
 
 
 def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -12,9 +12,9 @@ def gather(rank: int, world_size: int) -> None:
     device, peer = divmod(rank, 2)
     own = torch.tensor([10 * device + peer, 7])
     wanted = torch.tensor([[[0, 7], [10, 7]], [[1, 7], [11, 7]]])
-    (counts_XDE,) = start_counts(own, rows[peer], columns[device]).wait()
+    counts_XDE = start_counts(own, rows[peer], columns[device]).wait()
     assert torch.equal(counts_XDE, wanted)
-    assert torch.equal(start_counts(own, rows[peer]).wait()[0], wanted[peer : peer + 1])
+    assert torch.equal(start_counts(own, rows[peer]).wait(), wanted[peer : peer + 1])
     assert torch.equal(gather_counts(own, rows[peer]), wanted[peer])
 
 

@@ -30,8 +30,8 @@ class ParmDispatcher(MoETokenDispatcher):
     :meth:`begin`. Otherwise the first phase does this. Under ``s1`` and ``megatron`` a rank then dispatches
     its own part of the tokens, and the last phase gathers the results of all parts (MP-AllGather).
 
-    A subclass may override :meth:`dispatch_preprocess` to replace routing map and probabilities. Under ``s2``
-    the replaced maps must be equal on all tensor-parallel ranks if the given ones are.
+    The caller may replace routing map and probabilities after the route. Under ``s2`` the replaced maps must
+    be equal on all tensor-parallel ranks if the given ones are.
 
     The host waits at one place in a forward pass, as in Megatron's dispatcher. There are two exceptions:
     ``baseline`` with varying sequence lengths, and the first pass under ``auto``, which measures costs.

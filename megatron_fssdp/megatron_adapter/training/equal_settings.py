@@ -17,6 +17,15 @@ from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 
+_COMPARED = (
+    "num_experts",
+    "num_layers",
+    "hidden_size",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+)
+
 
 @contextmanager
 def refused_together() -> Iterator[None]:
@@ -46,20 +55,21 @@ def of_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-def check_equal_settings(requested: RequestedStrategy, *, to_boards: bool) -> None:
+def check_equal_settings(requested: RequestedStrategy, args: Any, *, to_boards: bool) -> None:
     """Refuse ranks with different settings. Collective: all ranks of the training call it.
 
     Args:
         requested: Strategy of this rank's command line.
+        args: Megatron's parsed arguments of this rank.
         to_boards: Whether this rank's command line requests a board.
 
     Raises:
         ConfigurationError: Some ranks differ in the strategy, its settings, the described cluster, this
-            package's version or an environment variable, or a rank cannot read the description. It is raised
-            on all ranks.
+            package's version, Megatron's options that decide where tokens go, or an environment variable, or
+            a rank cannot read the description. It is raised on all ranks.
     """
     with refused_together():
-        own = _facts(requested, to_boards)
+        own = _facts(requested, args, to_boards)
     of_ranks = of_all_ranks(own)
     first = of_ranks[0]
     # Other strategies have other settings, so a rank may lack a fact. The strategy is the first fact.
@@ -73,7 +83,7 @@ def check_equal_settings(requested: RequestedStrategy, *, to_boards: bool) -> No
                 )
 
 
-def _facts(requested: RequestedStrategy, to_boards: bool) -> dict[str, Any]:
+def _facts(requested: RequestedStrategy, args: Any, to_boards: bool) -> dict[str, Any]:
     settings = requested.settings.model_dump(mode="json")
     # Only rank 0 writes records, but all ranks measure for them.
     is_recorded = settings.pop("record_dir", None) is not None
@@ -82,6 +92,12 @@ def _facts(requested: RequestedStrategy, to_boards: bool) -> dict[str, Any]:
         **{f"--moe-strategy-set {key}": value for key, value in settings.items()},
         "whether --moe-strategy-set record_dir is given": is_recorded,
         "whether --tensorboard-dir or --wandb-project is given": to_boards,
+    }
+    facts |= {
+        f"--{name.replace('_', '-')}": value
+        for name, value in vars(args).items()
+        # Megatron compares none of them. With another top-k, a rank would train silently.
+        if name.startswith("moe_") or name in _COMPARED
     }
     with suppress(PackageNotFoundError):  # It may run without an installation.
         facts["version of megatron_fssdp"] = version("megatron-fssdp")

@@ -61,7 +61,7 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             return setup(*args, **kwargs)
         session, record_dir = requested.session, requested.settings.record_dir
         to_boards = boards_are_asked_for()
-        check_equal_settings(requested, to_boards=to_boards)
+        check_equal_settings(requested, get_args(), to_boards=to_boards)
         if to_boards and session is not None:
             session.runtime.measure = True  # Layers read this when they are built.
         model, optimizer, *_ = built = setup(*args, **kwargs)

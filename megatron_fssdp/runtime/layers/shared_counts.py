@@ -51,7 +51,7 @@ class SharedCounts:
         Raises:
             RuntimeError: The ranks have not made the same plans.
         """
-        numbers_SN = self._gathered.wait()[0][0].numpy()
+        numbers_SN = self._gathered.wait()[0].numpy()
         digest_S = numbers_SN[:, 0]
         if (digest_S != digest_S[0]).any():
             differing = [rank for rank, digest in enumerate(digest_S.tolist()) if digest != digest_S[0]]

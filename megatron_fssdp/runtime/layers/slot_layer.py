@@ -595,7 +595,7 @@ class SlotLayer:
         counts = start_counts(
             routing_map.sum(0), self.groups.expert_parallel, self.groups.expert_tensor_parallel
         )
-        counts_DE: np.ndarray = counts.wait()[0].numpy().sum(axis=0)
+        counts_DE: np.ndarray = counts.wait().numpy().sum(axis=0)
         return counts_DE
 
     # Weights.

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,12 +50,27 @@ def other_queues() -> None:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(1 + int(os.environ["RANK"]))
 
 
+def other_routing() -> None:
+    """Let each rank's command line ask for another number of experts for a token."""
+    from megatron_fssdp.megatron_adapter.training import training_hooks
+
+    get_args = training_hooks.get_args
+
+    def args_of_rank() -> Any:
+        args = get_args()
+        args.moe_router_topk = 1 + int(os.environ["RANK"])
+        return args
+
+    training_hooks.get_args = args_of_rank
+
+
 @pytest.mark.parametrize(
     ("before", "more", "message"),
     [
         (other_file, "--moe-strategy-config strategy.yaml", "slots: got 1 on rank 0 and 2 on rank 1"),
         (other_cluster, PARM, "cluster description: got one with the digest "),
         (no_cluster, PARM, "cluster.yaml: no such file"),
+        (other_routing, "", "--moe-router-topk: got 1 on rank 0 and 2 on rank 1"),
         (other_queues, "", "CUDA_DEVICE_MAX_CONNECTIONS is 1: got True on rank 0 and False on rank 1"),
     ],
 )

@@ -76,7 +76,7 @@ def extra_item() -> Iterator[None]:
 @contextmanager
 def unawaited_counts() -> Iterator[None]:
     """The host reads the counts before their copy is complete."""
-    with mock.patch.object(CountsOnTheWay, "wait", lambda counts: counts.copies):
+    with mock.patch.object(CountsOnTheWay, "wait", lambda counts: counts.copy):
         yield
 
 
