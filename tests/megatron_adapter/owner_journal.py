@@ -97,7 +97,7 @@ def _entry(optimizer: Any) -> dict[str, Any]:
     for slot, parameters in enumerate(slots.parameters):
         layer, expert = owners.expert_in(device, slot)
         tensors = [t for p in parameters for t in (p.data, *optimizer_tensors(optimizer, p))]
-        contents[f"{slots.layer_numbers[layer]}/{expert}/{part}"] = _digest(tensors)
+        contents[f"{slots.layer_numbers()[layer]}/{expert}/{part}"] = _digest(tensors)
     return {
         "iteration": get_args().curr_iteration + 1,
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
