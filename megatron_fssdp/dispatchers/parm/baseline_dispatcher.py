@@ -15,7 +15,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megatron_fssdp.dispatchers.parm.dual_collectives import gather_rows, scale_gradient, split_rows
+from megatron_fssdp.dispatchers.parm.dual_collectives import (
+    contiguous_gradient,
+    gather_rows,
+    scale_gradient,
+    split_rows,
+)
 from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 
 
@@ -51,8 +56,11 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
                 own = torch.tensor([len(hidden)], device=hidden.device)
                 self._sizes = gather_rows(own, [1] * group.size(), group).tolist()
             hidden, probs = (
-                gather_from_sequence_parallel_region(
-                    x.contiguous(), group=group, output_split_sizes=self._sizes
+                # NCCL takes contiguous rows, and Megatron's backward pass passes on what it gets.
+                contiguous_gradient(
+                    gather_from_sequence_parallel_region(
+                        x.contiguous(), group=group, output_split_sizes=self._sizes
+                    )
                 )
                 for x in (hidden, probs)
             )

@@ -38,6 +38,11 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     return call_with_dual(lambda x: (x.view_as(x),), lambda gradient: (gradient * factor,), x)[0]
 
 
+def contiguous_gradient(x: Tensor) -> Tensor:
+    """Return ``x``; the backward pass makes its gradient contiguous."""
+    return call_with_dual(lambda x: (x.view_as(x),), lambda gradient: (gradient.contiguous(),), x)[0]
+
+
 def gather_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
     """The rows of all ranks, ``sizes[rank]`` of each, in rank order: ``[sum(sizes), ...]``; no autograd."""
     gathered = x.new_empty(sum(sizes), *x.shape[1:])
