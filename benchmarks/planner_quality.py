@@ -11,10 +11,10 @@ import math
 import time
 
 import numpy as np
-
-from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.planning.balanced.replica_planner import LayerSearch
 from megatron_fssdp.planning.balanced.search_costs import SearchCosts
+
+from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile

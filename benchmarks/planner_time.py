@@ -13,11 +13,8 @@ from typing import get_args
 
 import numpy as np
 
-from megatron_fssdp.planning.balanced.quota_planner import quota_assignment
-from megatron_fssdp.planning.balanced.replica_planner import plan_materialization, plan_replicas
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch, expected_device_load_D
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
 from megatron_fssdp.planning.papers.prophet_planner import plan_layers
@@ -25,6 +22,8 @@ from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, sele
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.quotas import quota_assignment
+from megatron_fssdp.planning.search import layer_search, plan_materialization
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 
 DEVICES_PER_NODE = 8
@@ -95,7 +94,7 @@ def report(name: str, size: str, samples_s: tuple[list[float], list[float]], not
 
 def max_over_mean(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> float:
     """Return the modelled max/mean device load of a placement."""
-    load_D = expected_device_load_D(load_DE, placement, topology)
+    load_D = plan_dispatch("even", load_DE, placement, topology).device_tokens_D
     return float(load_D.max() / load_D.mean())
 
 
@@ -118,10 +117,10 @@ def measure_policies(
 
         def exchange(i: int, policy: DispatchPolicy = policy) -> None:
             dispatch = plan_dispatch(policy, counts[i], plans[i], topology)
-            dispatch.rows_from(1)
+            dispatch.sent_ED(1)
 
         loads = [
-            plan_dispatch(policy, counts_DE, plan, topology).device_tokens_D()
+            plan_dispatch(policy, counts_DE, plan, topology).device_tokens_D
             for counts_DE, plan in zip(counts, plans, strict=True)
         ]
         ratios = [load_D.max() / load_D.mean() for load_D in loads]
@@ -150,8 +149,7 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     plans = [plan(i) for i in range(num_cases)]
 
     def dispatch(i: int, placement: ExpertPlacement) -> None:
-        even = EvenDispatch(counts[i], placement, topology)
-        even.rows_from(1)
+        plan_dispatch("even", counts[i], placement, topology).sent_ED(1)
 
     def dispatch_cold(i: int) -> None:
         dispatch(i, ExpertPlacement(plans[i].owner_E, plans[i].present_ED))
@@ -169,7 +167,7 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     row("dispatch row", lambda i: dispatch(i, plans[i]))
     row("dispatch row, owners only", lambda i: dispatch(i, plain))
     row("dispatch row, new placement", dispatch_cold)
-    row("device_tokens_D", lambda i: EvenDispatch(counts[i], plans[i], topology).device_tokens_D())
+    row("device_tokens_D", lambda i: plan_dispatch("even", counts[i], plans[i], topology).device_tokens_D)
     measure_policies(size, plans, drifted(counts), topology, min_total_s)
     row("two_level_transfer", lambda i: two_level_transfer(plans[i], topology))
     # The planners of the other strategies, and our planner that decides by seconds.
@@ -189,8 +187,10 @@ def measure(num_experts: int, num_devices: int, slots: int, num_cases: int, min_
     row("select_shadows", lambda i: select_shadows(owner_E, counts[i], shadowing))
     row("Pro-Prophet's plan_layers", lambda i: plan_layers(owner_E, counts[i], prophet, [0], slots=slots))
     row(
-        "plan_replicas",
-        lambda i: plan_replicas(owner_E, loads[i], topology, slots=slots, profile=PROFILE),
+        "best_placement",
+        lambda i: layer_search(
+            owner_E, loads[i], topology, PROFILE, rematerialize=False, hides=True
+        ).best_placement(slots=slots, most_replicated=num_experts),
     )
 
 

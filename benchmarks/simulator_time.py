@@ -19,7 +19,7 @@ import numpy as np
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.planning.native.kernel import kernel_form
+from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import simulate
 

@@ -65,7 +65,7 @@ _environment_hash() {
 import hashlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
 digest = hashlib.sha256(f"{sys.version} {root}\n".encode())
-for name in ("pyproject.toml", "constraints.txt"):
+for name in ("pyproject.toml", "setup.py", "constraints.txt"):
     digest.update((root / name).read_bytes())
 print(digest.hexdigest())
 PYTHON_CODE
@@ -85,7 +85,7 @@ _install() {
   if [[ "$(cat "$INSTALL_STAMP" 2>/dev/null)" == "$(_environment_hash)" ]]; then
     echo "environment: .venv is up to date"
     # Kernels that were changed since are compiled again. Without a compiler they run as plain Python.
-    "$VENV_PYTHON" "$ROOT/scripts/compile_kernels.py" --quiet || true
+    (cd "$ROOT" && "$VENV_PYTHON" setup.py --quiet build_ext --inplace >/dev/null 2>&1) || true
     return
   fi
   log="$VENV/install.log"

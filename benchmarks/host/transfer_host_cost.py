@@ -29,7 +29,8 @@ from megatron_fssdp.planning.transfer.message_size import (
     gather_stages,
     reduction_stages,
 )
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, plain_transfer, two_level_transfer
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
+from megatron_fssdp.testing.random_placement import plain_transfer
 
 EXPERT_BYTES = {
     "2048 x 1408, gated": 2 * 3 * 2048 * 1408,

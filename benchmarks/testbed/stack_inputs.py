@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.layer_traffic import dispatch_traffic
 from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -73,7 +73,7 @@ def balanced_moe_s(size: StackSize, topology: Topology, cluster: ClusterCost) ->
     devices = topology.num_devices
     counts_DE = np.full((devices, size.num_experts), size.tokens_per_rank * size.top_k // size.num_experts)
     owners = ExpertPlacement.owners_only(even_owners(size.num_experts, devices), devices)
-    pairs = dispatch_traffic("even", counts_DE, owners, topology).busiest
+    pairs = plan_dispatch("even", counts_DE, owners, topology).busiest
     exchange_s = float(plain_links(cluster).all_to_all.times(pairs, size.token_bytes).seconds)
     rows = size.tokens_per_rank * size.top_k
     return 4 * exchange_s + 3 * rows * size.flops_per_token / cluster.expert_flops_per_s

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,23 +40,6 @@ def check_agreement(digest: bytes, group: dist.ProcessGroup, what: str) -> None:
             "only on data that all ranks share; look for loads, settings or random numbers that differ "
             "between ranks"
         )
-
-
-def all_ranks_can(able: bool, groups: Sequence[dist.ProcessGroup]) -> bool:
-    """Whether all ranks of a grid can do something that this rank can or cannot do.
-
-    Args:
-        able: Whether this rank can.
-        groups: Process groups of this rank along each dimension of the grid, in the same order on all
-            ranks. All ranks of the grid must call this function.
-    """
-    answer = int(able)
-    for group in groups:
-        if dist.get_world_size(group) > 1:
-            lowest = torch.tensor([answer], device=_device_of(group))
-            dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
-            answer = int(lowest.item())
-    return bool(answer)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from megatron_fssdp.planning.cost.layer_traffic import (
-    BusiestLinks,
-    DispatchTraffic,
     TransferTraffic,
 )
+from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks, TokenDispatch
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -133,7 +132,7 @@ class LayerLedger:
         layer: int,
         plan: LayerPlan,
         counts_DE: np.ndarray,
-        dispatch: DispatchTraffic,
+        dispatch: TokenDispatch,
         gather: TransferTraffic,
         reduce: TransferTraffic,
         addition: TransferTraffic,
@@ -150,10 +149,10 @@ class LayerLedger:
             reduce: Traffic of spRS.
             addition: Traffic of the spAG that a plan after the gate adds.
         """
-        self.tokens_ILD[iteration, layer] = dispatch.tokens_D
+        self.tokens_ILD[iteration, layer] = dispatch.whole_tokens_D
         self.most_routed_IL[iteration, layer] = counts_DE.sum(axis=1).max()
         self.dispatch.put(iteration, layer, dispatch.busiest)
-        self.cross_node_IL[iteration, layer] = dispatch.cross_node
+        self.cross_node_IL[iteration, layer] = round(dispatch.cross_node_tokens)
         self.in_steps_IL[iteration, layer] = plan.in_steps
         self.deduplicated_IL[iteration, layer] = plan.deduplicated
         placement = plan.placement

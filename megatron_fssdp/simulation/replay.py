@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_traffic import (
     NO_TRANSFER,
-    DispatchTraffic,
     moves_traffic,
     transfer_traffic,
 )
+from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.placement.array_freezing import frozen_array
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
@@ -95,9 +96,12 @@ def replay_strategy(
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
             plan = plan_after_gate(strategy, context, first_DE, planned, num_micro_batches)
             strategy.check_plan(context, plan)
-            choices = profile.choices if plan.deduplicated else None
-            traffic = plan.traffic(counts_DE, topology, num_micro_batches, choices)
-            record_layer(ledger, iteration, layer, planned, plan, counts_DE, traffic)
+            dispatch = plan.dispatch(counts_DE, topology, num_micro_batches)
+            record_layer(ledger, iteration, layer, planned, plan, counts_DE, dispatch)
+            if plan.deduplicated and profile.choices is not None:
+                hops = expected_hops(counts_DE, plan.placement, topology, profile.choices)
+                ledger.dispatch.put(iteration, layer, hops_traffic(hops))
+                ledger.cross_node_IL[iteration, layer] = round(hops.tokens_between_nodes)
             if on_plan is not None:
                 on_plan(iteration, layer, plan)
             _remember(histories[layer], counts_DE)
@@ -116,7 +120,7 @@ def record_layer(
     planned: LayerPlan,
     plan: LayerPlan,
     counts_DE: np.ndarray,
-    dispatch: DispatchTraffic,
+    dispatch: TokenDispatch,
 ) -> None:
     """Write what one layer does in one iteration.
 

@@ -4,18 +4,20 @@ Shape letters: D devices, E experts, X expert-tensor-parallel peers.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from megatron_fssdp.planning.balanced.quota_planner import quota_dispatch, split_among_peers
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_traffic import DispatchTraffic, dispatch_traffic, quota_traffic
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
-from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
+from megatron_fssdp.planning.dispatch.token_dispatch import (
+    BusiestLinks,
+    DispatchPolicy,
+    TokenDispatch,
+    plan_dispatch,
+)
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -170,78 +172,41 @@ class LayerPlan:
         """
         plans = context.plain_plans
         if each_micro_batch not in plans:
-            transfer = TransferPlan(context.num_devices, ())
+            transfer = TransferPlan(context.num_devices, np.empty((0, 4), np.int64))
             plans[each_micro_batch] = cls(context.owners, transfer, each_micro_batch=each_micro_batch)
         return plans[each_micro_batch]
 
     def dispatch(
-        self, counts_XDE: Sequence[np.ndarray] | np.ndarray, topology: Topology
-    ) -> list[TokenDispatch]:
-        """Dispatch one micro-batch's tokens to devices.
+        self, counts_DE: np.ndarray, topology: Topology, num_micro_batches: int = 1
+    ) -> TokenDispatch:
+        """All dispatches of some micro-batches together. The plan keeps the last answer.
 
         Args:
-            counts_XDE: (token, k) pairs by expert-tensor-parallel peer, source and expert, int64
-                ``[X, D, E]``.
+            counts_DE: (token, k) pairs by source and expert, ``[D, E]``. Every micro-batch is assumed to have
+                an equal part of them.
             topology: Nodes of the devices.
-
-        Returns:
-            One dispatch for each peer.
+            num_micro_batches: Number of micro-batches in the counts.
         """
-        if self.tokens_ED is None:
-            return [
-                plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
-                for counts_DE in counts_XDE
-            ]
-        load_XE = np.stack([counts_DE.sum(axis=0) for counts_DE in counts_XDE])
-        quotas_XED = split_among_peers(self.tokens_ED, load_XE)
-        return [
-            quota_dispatch(tokens_ED, counts_DE, topology)
-            for tokens_ED, counts_DE in zip(quotas_XED, counts_XDE, strict=True)
-        ]
-
-    def traffic(
-        self,
-        counts_DE: np.ndarray,
-        topology: Topology,
-        num_micro_batches: int = 1,
-        choices: TokenChoices | None = None,
-    ) -> DispatchTraffic:
-        """Load of an iteration's dispatches on devices and links.
-
-        Args:
-            counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``. Every
-                micro-batch is assumed to have an equal part of them. If the array is read-only, the plan
-                keeps the traffic for the next call with the same array.
-            topology: Nodes of the devices.
-            num_micro_batches: Number of micro-batches in the iteration.
-            choices: What is known about the experts of the tokens, if these travel by the deduplicated
-                exchange. Links then carry estimated numbers of different tokens. ``None``: the usual one.
-        """
-        question = (counts_DE, topology, num_micro_batches, choices)
-        known: tuple[tuple[object, ...], DispatchTraffic] | None = self.__dict__.get("_known_traffic")
+        question = (counts_DE, topology, num_micro_batches)
+        known: tuple[tuple[object, ...], TokenDispatch] | None = self.__dict__.get("_known_dispatch")
         if known is not None and all(a is b for a, b in zip(known[0], question, strict=True)):
             return known[1]
-        traffic = self._traffic(*question)
-        if not counts_DE.flags.writeable:
-            self.__dict__["_known_traffic"] = (question, traffic)
-        return traffic
-
-    def _traffic(
-        self,
-        counts_DE: np.ndarray,
-        topology: Topology,
-        num_micro_batches: int,
-        choices: TokenChoices | None,
-    ) -> DispatchTraffic:
-        """Compute :meth:`traffic`."""
         if self.tokens_ED is None:
-            traffic = dispatch_traffic(self.dispatch_policy, counts_DE, self.placement, topology)
+            dispatch = plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
         else:
             # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
-            one = quota_dispatch(self.tokens_ED, counts_DE // num_micro_batches, topology)
-            traffic = quota_traffic(one).times(num_micro_batches)
-        if choices is None:
-            return traffic
+            dispatch = TokenDispatch(counts_DE, num_micro_batches * self.tokens_ED, topology)
+        if not counts_DE.flags.writeable:
+            self.__dict__["_known_dispatch"] = (question, dispatch)
+        return dispatch
+
+    def sent_tokens(self, counts_DE: np.ndarray, topology: Topology, choices: TokenChoices) -> BusiestLinks:
+        """Tokens on the busiest links if they travel by the deduplicated exchange.
+
+        Args:
+            counts_DE: (token, k) pairs by source and expert, ``[D, E]``.
+            topology: Nodes of the devices.
+            choices: What is known about the experts of the tokens.
+        """
         # Other dispatches than the even one are estimated like it: they differ in few of the tokens.
-        hops = expected_hops(counts_DE, self.placement, topology, choices)
-        return replace(traffic, busiest=hops_traffic(hops), cross_node=round(hops.tokens_between_nodes))
+        return hops_traffic(expected_hops(counts_DE, self.placement, topology, choices))

@@ -48,19 +48,22 @@ def plan_price(
     addition = None
     if planned is not plan and not plan.each_micro_batch:
         addition = additional_transfer(planned.placement, plan.placement, topology)
-    choices = profile.sent_choices
     work = LayerWork.of(
-        plan.traffic(counts_DE, topology, num_micro_batches, choices),
+        plan.dispatch(counts_DE, topology, num_micro_batches),
         plan.transfer,
         topology,
         planned=planned.transfer,
         addition=addition,
     )
+    choices = profile.sent_choices
+    if choices is not None:
+        sent = plan.sent_tokens(counts_DE, topology, choices)
+        work = replace(work, pairs=sent, num_choices=choices.top_k)
     counts_s = counts_seconds(profile, topology, context.num_experts)
     if plan.shares_exactly:
         counts_s += counts_s + profile.exact_shares_s
     return layer_seconds(
-        replace(work, num_choices=0 if choices is None else choices.top_k),
+        work,
         profile,
         plan.life,
         counts_s=counts_s,

@@ -79,9 +79,12 @@ def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, pl
         return False
     times = profile.num_micro_batches
     counts_DE = np.rint(history.forecast_DE()).astype(np.int64)
-    traffic = plan.traffic(counts_DE, topology, times)
+    dispatch = plan.dispatch(counts_DE, topology, times)
     links = plain_links(profile.cluster).all_to_all
     experts_s = expert_seconds(
-        float(traffic.tokens_D.max()), profile.flops_per_token, profile.cluster.expert_flops_per_s, times
+        float(dispatch.device_tokens_D.max()),
+        profile.flops_per_token,
+        profile.cluster.expert_flops_per_s,
+        times,
     )
-    return steps.saves(*exchange_times(links, traffic.busiest, profile.token_bytes, times), experts_s)
+    return steps.saves(*exchange_times(links, dispatch.busiest, profile.token_bytes, times), experts_s)

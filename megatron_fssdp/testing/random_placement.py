@@ -1,8 +1,9 @@
-"""Random placements for property tests."""
+"""Random placements for property tests, and the simplest transfer that brings a placement about."""
 
 import numpy as np
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 
 def random_placement(rng: np.random.Generator, num_experts: int, num_devices: int) -> ExpertPlacement:
@@ -24,3 +25,17 @@ def random_placement(rng: np.random.Generator, num_experts: int, num_devices: in
         present_ED[:, rng.integers(num_devices)] = False  # a device without replicas
     present_ED[np.arange(num_experts), owner_E] = True
     return ExpertPlacement(owner_E.astype(np.int64), present_ED)
+
+
+def plain_transfer(placement: ExpertPlacement) -> TransferPlan:
+    """Return the transfer in which owners send their experts directly to all holders (Hecate, §5.1).
+
+    Each expert takes one hop, and the owner's link carries all copies.
+
+    Args:
+        placement: The placement to bring about.
+    """
+    expert_P, device_P = np.nonzero(placement.present_ED)
+    source_P = placement.owner_E[expert_P]
+    table = np.stack([expert_P, source_P, device_P, np.zeros_like(expert_P)], axis=1)
+    return TransferPlan(placement.num_devices, table[source_P != device_P])

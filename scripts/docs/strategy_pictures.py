@@ -131,10 +131,10 @@ def case(name: str) -> Case:
         on_plan=lambda iteration, layer, plan: plans.update({(iteration, layer): plan}),
     )
     plan = plans[ITERATIONS - 1, LAYER]
-    (dispatch,) = plan.dispatch([counts_ILDE[-1, LAYER]], topology_of(cluster, job.num_devices))
-    tokens_DE = np.zeros((job.num_devices, job.num_experts), np.int64)
+    dispatch = plan.dispatch(counts_ILDE[-1, LAYER], topology_of(cluster, job.num_devices))
+    tokens_DE = np.zeros((job.num_devices, job.num_experts))
     for source in range(job.num_devices):
-        tokens_DE += dispatch.rows_from(source).table_ED(job.num_experts, job.num_devices).T
+        tokens_DE += dispatch.sent_ED(source).T
     return Case(name, plan, outcome, tokens_DE)
 
 

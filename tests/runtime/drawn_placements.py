@@ -17,10 +17,11 @@ from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.testing.random_placement import plain_transfer
 
 from .layer_case import LayerCase
 

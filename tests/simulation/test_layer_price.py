@@ -74,9 +74,12 @@ class Case:
             before_gate_flops_L=self.job.before_gate_flops_L * num_layers,
         )
         ledger = LayerLedger(1, num_layers, topology)
-        traffic = self.plan.traffic(self.counts_DE, topology, job.num_micro_batches, profile.sent_choices)
+        dispatch = self.plan.dispatch(self.counts_DE, topology, job.num_micro_batches)
         for layer in range(num_layers):
-            record_layer(ledger, 0, layer, self.planned, self.plan, self.counts_DE, traffic)
+            record_layer(ledger, 0, layer, self.planned, self.plan, self.counts_DE, dispatch)
+            if (choices := profile.sent_choices) is not None:
+                sent = self.plan.sent_tokens(self.counts_DE, topology, choices)
+                ledger.dispatch.put(0, layer, sent)
         links = cluster_links(self.cluster)
         times = LayerTimes(ledger, self.cluster, links, job)
         return {part: float(seconds[0]) for part, seconds in times.parts_s().items()}

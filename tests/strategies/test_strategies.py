@@ -12,7 +12,7 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import EpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_D
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
@@ -20,10 +20,11 @@ from megatron_fssdp.planning.papers.sparse_materialization import sparse_materia
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.transfer_plan import TransferEdge, TransferPlan, plain_transfer
+from megatron_fssdp.planning.transfer.transfer_plan import TransferEdge, TransferPlan
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.testing.random_placement import plain_transfer
 from tests.drawn_examples import examples
 
 PLACEMENT_STRATEGIES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
@@ -137,7 +138,8 @@ def test_fssdp_keeps_its_bounds_and_never_raises_the_modelled_load(
     assert replicated <= (context.num_experts if degree is None else degree)
     owners = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
     before, after = (
-        expected_device_load_D(history.forecast_DE(), p, context.topology).max() for p in (owners, placement)
+        plan_dispatch("even", history.forecast_DE(), p, context.topology).device_tokens_D.max()
+        for p in (owners, placement)
     )
     assert after <= before * (1 + 1e-9)
 
@@ -350,11 +352,11 @@ def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:
     transfer = plain_transfer(placement)
     plan = LayerPlan(placement, transfer)
     with pytest.raises(ValueError, match="does not reach device"):
-        LayerPlan(placement, TransferPlan(3, transfer.edges[:1]))
+        LayerPlan(placement, TransferPlan.of(3, transfer.edges[:1]))
     with pytest.raises(ValueError, match="reaches device 1"):
-        LayerPlan(placement, TransferPlan(3, (*transfer.edges, TransferEdge(0, 0, 1, 0))))
+        LayerPlan(placement, TransferPlan.of(3, (*transfer.edges, TransferEdge(0, 0, 1, 0))))
     with pytest.raises(ValueError, match="wanted the owner of expert 0"):
-        LayerPlan(placement, TransferPlan(3, (TransferEdge(0, 1, 2, 0), *transfer.edges[1:])))
+        LayerPlan(placement, TransferPlan.of(3, (TransferEdge(0, 1, 2, 0), *transfer.edges[1:])))
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.placement = placement  # type: ignore[misc]
 

@@ -5,7 +5,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, pro
 from megatron_fssdp.megatron_adapter.diagnosis.packages import one_line
 from megatron_fssdp.megatron_adapter.support.capabilities import absence, optional_seams, training_seams
 from megatron_fssdp.megatron_adapter.support.tested_versions import pip_install
-from megatron_fssdp.planning.native.kernel import REBUILD, kernel_form
+from megatron_fssdp.planning.compiled_form import REBUILD, kernel_form
 
 
 def check_seams(has_megatron: bool) -> list[Finding]:
@@ -56,10 +56,10 @@ def check_strategies() -> list[Finding]:
 def check_kernels() -> Finding:
     """Say in which form planning kernels run; both forms give the same plans."""
     form = kernel_form()
-    if form.is_compiled:
+    if form == "compiled":
         return Finding("planning kernels", "compiled")
     advice = (
         "planning takes longer; install a C compiler and Python's headers, then install megatron-fssdp again "
         f"(in a checkout: {REBUILD})"
     )
-    return note("planning kernels", str(form), advice)
+    return note("planning kernels", form, advice)

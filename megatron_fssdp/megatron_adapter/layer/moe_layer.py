@@ -73,8 +73,6 @@ class StrategyMoELayer(MoELayer):
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         self._slot_experts = SlotExperts(self.experts, self.num_local_experts)
         local = self._slot_experts.parameters
-        dimensions = (self.ep_group, pg_collection.expt_tp, getattr(pg_collection, "expt_dp", None))
-        session.agree_on_kernels([group for group in dimensions if group is not None])
         groups = session.expert_groups(
             self.ep_group, pg_collection.expt_tp, getattr(pg_collection, "tp_ep", None)
         )

@@ -1,13 +1,12 @@
 """The requested strategy and the runtime that the layers of a model share."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.plan_agreement import all_ranks_can, check_agreement
+from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.dispatchers.parm import ScheduleSelector
@@ -27,7 +26,6 @@ from megatron_fssdp.megatron_adapter.support.supported_features import (
     check_supported,
     refuse,
 )
-from megatron_fssdp.planning.native.kernel import kernel_form, use_plain_kernels
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
@@ -71,29 +69,11 @@ class StrategySession:
         self.slots = ExpertSlots()
         self.selectors: dict[str, ScheduleSelector] = {}
         self.numbers_of_slots: set[int] = set()
-        self._kernels_agree = False
         self._groups: dict[str, ExpertGroups] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
         # Megatron deep-copies layer specs. All copies must share this session.
         return self
-
-    def agree_on_kernels(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Run planning kernels in the same form on all ranks of the pipeline stage.
-
-        Every rank plans alone, so no rank should depend on a form that others do not have. The first call is
-        collective over these ranks; later calls do nothing.
-
-        Args:
-            groups: The rank's groups of expert parallelism, expert tensor parallelism and expert data
-                parallelism. Their product has all ranks of the stage.
-        """
-        if self._kernels_agree:
-            return
-        is_compiled = kernel_form().is_compiled
-        if not all_ranks_can(is_compiled, groups) and is_compiled:
-            use_plain_kernels("another rank has no compiled kernels")
-        self._kernels_agree = True
 
     def expert_groups(
         self,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
+from megatron_fssdp.planning.compiled_form import source_digest
 
 _COMPARED = (
     "num_experts",
@@ -101,6 +102,7 @@ def _facts(requested: RequestedStrategy, args: Any, to_boards: bool) -> dict[str
     }
     with suppress(PackageNotFoundError):  # It may run without an installation.
         facts["version of megatron_fssdp"] = version("megatron-fssdp")
+    facts["version of the planning kernels"] = source_digest()
     if requested.session is not None:
         strategy = requested.session.strategy
         # A candidate of another package is left out on ranks on which it cannot be built.

@@ -32,7 +32,7 @@ from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationD
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
-from megatron_fssdp.planning.native.kernel import kernel_form
+from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.reporting.records.recorded_settings import write_recorded_settings
 
 logger = logging.getLogger(__name__)

@@ -24,16 +24,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.dispatch_sums import BusiestLinks
-from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
+from megatron_fssdp.planning.compiled_form import kernels
+from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks, plan_dispatch
 from megatron_fssdp.planning.dispatch.two_hops import TwoHops
-from megatron_fssdp.planning.kernels import distinct_tokens
-from megatron_fssdp.planning.native.kernel import Kernel
-from megatron_fssdp.planning.placement.holder_groups import holder_groups
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-
-count_distinct = Kernel(distinct_tokens.distinct_tokens)
 
 
 @dataclass(frozen=True)
@@ -63,22 +58,13 @@ def expected_hops(
         topology: Nodes of the devices.
         choices: What is known about the experts of the tokens.
     """
-    groups = holder_groups(placement, topology)
-    tokens_DN = np.zeros((topology.num_devices, topology.num_nodes))
-    tokens_DD = np.zeros((topology.num_devices, topology.num_devices))
-    count_distinct(
-        np.ascontiguousarray(load_DE, np.float64),
-        float(choices.top_k),
-        placement.present_ED.view(np.uint8),
-        groups.device_P,
-        groups.by_node_P,
-        groups.first_E,
-        groups.num_holders_E,
-        groups.node_first_EN,
-        groups.holders_EN,
-        topology.node_of_device_D,
-        tokens_DN,
-        tokens_DD,
+    nodes = tuple(memoryview(np.array(numbers)) for numbers in topology.arrays)
+    tokens_DN, tokens_DD = kernels().distinct_tokens(
+        memoryview(np.array(load_DE, np.float64, order="C")),
+        choices.top_k,
+        memoryview(np.array(placement.owner_E)),
+        nodes,
+        placement.present_ED,
     )
     most = load_DE.sum(axis=1, keepdims=True) / choices.top_k
     return TwoHops(
@@ -133,8 +119,7 @@ def tokens_per_pair(topology: Topology, num_experts: int, choices: TokenChoices)
     placement = ExpertPlacement.owners_only(np.arange(num_experts) * devices // num_experts, devices)
     load_DE = np.ones((devices, num_experts))
     tokens = hops_traffic(expected_hops(load_DE, placement, topology, choices))
-    pairs = OwnerTraffic(np.ones((devices, num_experts), np.int64), placement.owner_E, topology)
-    busiest = pairs.without_replicas().busiest
+    busiest = plan_dispatch("even", load_DE, placement, topology).busiest
     return (
         tokens.near / busiest.near if busiest.near else 1.0,
         tokens.far_of_node / busiest.far_of_node if busiest.far_of_node else 1.0,

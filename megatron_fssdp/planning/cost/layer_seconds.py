@@ -34,16 +34,18 @@ from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, expose
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_traffic import (
     NO_TRANSFER,
-    BusiestLinks,
-    DispatchTraffic,
     TransferTraffic,
-    dispatch_traffic,
     moves_traffic,
     transfer_traffic,
 )
 from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkSet, LinkTimes, plain_links
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
-from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
+from megatron_fssdp.planning.dispatch.token_dispatch import (
+    BusiestLinks,
+    DispatchPolicy,
+    TokenDispatch,
+    plan_dispatch,
+)
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -219,7 +221,7 @@ class LayerWork:
     @classmethod
     def of(
         cls,
-        dispatch: DispatchTraffic,
+        dispatch: TokenDispatch,
         transfer: TransferPlan,
         topology: Topology,
         *,
@@ -229,7 +231,7 @@ class LayerWork:
         """The work of one plan.
 
         Args:
-            dispatch: Traffic of all dispatches of the iteration.
+            dispatch: All dispatches of the iteration together.
             transfer: SparseAllGather of all final replicas.
             topology: Nodes of the devices.
             planned: SparseAllGather that was planned before the gate, if it is not ``transfer``.
@@ -238,7 +240,7 @@ class LayerWork:
         replicas = transfer_traffic(transfer, topology)
         gather = replicas if planned is None or planned is transfer else transfer_traffic(planned, topology)
         added = NO_TRANSFER if addition is None else transfer_traffic(addition, topology)
-        return cls(float(dispatch.tokens_D.max()), dispatch.busiest, gather, replicas, added)
+        return cls(float(dispatch.device_tokens_D.max()), dispatch.busiest, gather, replicas, added)
 
 
 @dataclass(frozen=True, eq=False)
@@ -399,8 +401,8 @@ def placement_seconds(
         life: How long replicas stay on their devices.
         dispatch_policy: How the tokens of an expert are split among its holders.
     """
-    traffic = dispatch_traffic(dispatch_policy, counts_DE, placement, topology)
-    work = LayerWork.of(traffic, two_level_transfer(placement, topology), topology)
+    dispatch = plan_dispatch(dispatch_policy, counts_DE, placement, topology)
+    work = LayerWork.of(dispatch, two_level_transfer(placement, topology), topology)
     return layer_seconds(
         work, profile, life, counts_s=counts_seconds(profile, topology, placement.num_experts)
     )

@@ -1,67 +1,18 @@
-"""Traffic of a layer's dispatch and transfers on the busiest device, link and NIC.
+"""Traffic of a layer's transfers on the busiest device, link and NIC.
 
-The functions do not build the table of shape ``[D, E, D]``. They only count which tokens stay on their
-device, stay in their node, or leave it.
-
-Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
+Shape letters: P transfers from device to device.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.dispatch_sums import UNUSED, BusiestLinks, DispatchTraffic, summed_traffic
-from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
-from megatron_fssdp.planning.dispatch.even_dispatch import even_pair_tokens
-from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
-from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
-from megatron_fssdp.planning.kernels import transfer_trees
-from megatron_fssdp.planning.native.kernel import Kernel
+from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.kept_results import kept_on
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.replica_sets import ReplicaSets
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
-__all__ = [
-    "NO_TRANSFER",
-    "BusiestLinks",
-    "DispatchTraffic",
-    "TransferTraffic",
-    "dispatch_traffic",
-    "moves_traffic",
-    "quota_traffic",
-    "transfer_traffic",
-    "two_level_traffic",
-]
-
-sum_edges = Kernel(transfer_trees.sum_edges)
-sum_two_level_edges = Kernel(transfer_trees.sum_two_level_edges)
-
-
-def dispatch_traffic(
-    policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
-) -> DispatchTraffic:
-    """Traffic of the dispatch that :func:`plan_dispatch` plans.
-
-    Args:
-        policy: How the tokens of an expert are split among its holders.
-        counts_DE: (token, k) pairs by source device and expert, int64 ``[D, E]``.
-        placement: Owners and replicas of the experts.
-        topology: Nodes of the devices.
-    """
-    if policy == "owner" or not placement.num_replicas:
-        return OwnerTraffic(counts_DE, placement.owner_E, topology).of(placement)
-    dispatch = plan_dispatch(policy, counts_DE, placement, topology)
-    if isinstance(dispatch, QuotaDispatch):
-        return quota_traffic(dispatch)
-    return summed_traffic(even_pair_tokens(counts_DE, placement, topology).sums, topology)
-
-
-def quota_traffic(dispatch: QuotaDispatch) -> DispatchTraffic:
-    """Traffic of a dispatch by quotas."""
-    return summed_traffic(dispatch.sums(), dispatch.topology)
+UNUSED = BusiestLinks()
 
 
 @dataclass(frozen=True)
@@ -99,45 +50,27 @@ def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
 
 def _transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
     """Compute :func:`transfer_traffic`."""
-    if not plan.edges:
+    if not len(plan.table):
         return NO_TRANSFER
-    found = np.empty((1, 7), np.int64)
-    num_experts = int(plan.table[:, 0].max()) + 1
-    sum_edges(plan.table, num_experts, topology.node_of_device_D, topology.num_nodes, found)
-    return _traffic_of(found[0].tolist(), len(plan.edges), topology)
-
-
-def two_level_traffic(owner_E: np.ndarray, replicas: ReplicaSets, topology: Topology) -> TransferTraffic:
-    """Traffic of the two-level transfers of several placements, without their plans.
-
-    Args:
-        owner_E: Owner of every expert, int64 ``[E]``.
-        replicas: Replicas of the placements.
-        topology: Nodes of the devices.
-
-    Returns:
-        One object whose fields are arrays with an entry for each placement.
-    """
-    found = np.empty((len(replicas.ends), 7), np.int64)
-    pairs = (replicas.expert_P, replicas.device_P, replicas.ends)
-    sum_two_level_edges(*pairs, owner_E, *topology.arrays, found)
-    return _traffic_of(found.T, replicas.sizes, topology)
-
-
-def _traffic_of(found: Any, num_experts: Any, topology: Topology) -> TransferTraffic:
-    """The traffic with the sums that a kernel has found.
-
-    Args:
-        found: The seven sums of :func:`megatron_fssdp.planning.kernels.transfer_trees.sum_edges`: numbers, or
-            arrays with one entry for each case.
-        num_experts: Number of experts that are moved.
-        topology: Nodes of the devices.
-    """
-    near, far_of_device, far_of_node, num_between, far_hops, near_hops, depth = found
-    busiest = BusiestLinks(
-        1.0 * near, 1.0 * far_of_device, 1.0 * far_of_node, num_between / topology.num_nodes
+    expert_P, source_P, device_P, depth_P = plan.table.T
+    node_D = topology.node_of_device_D
+    is_far_P = node_D[source_P] != node_D[device_P]
+    # Hops between nodes take longer than those inside, so they count first.
+    path_ED = np.zeros((int(expert_P.max()) + 1, plan.num_devices, 2), np.int64)
+    longest = (0, 0)
+    for depth in range(plan.max_depth + 1):
+        at = depth_P == depth
+        before = path_ED[expert_P[at], source_P[at]]
+        longest = max(longest, max(map(tuple, before.tolist())))
+        steps = np.stack([is_far_P[at], ~is_far_P[at]], axis=1)
+        path_ED[expert_P[at], device_P[at]] = before + steps
+    return TransferTraffic(
+        moves_traffic(source_P, device_P, topology),
+        (longest[1], longest[0]),
+        plan.max_depth + 1,
+        len(plan.table),
+        int(is_far_P.sum()),
     )
-    return TransferTraffic(busiest, (near_hops, far_hops), depth + 1, num_experts, num_between)
 
 
 def moves_traffic(source_P: np.ndarray, device_P: np.ndarray, topology: Topology) -> BusiestLinks:

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName
 from megatron_fssdp.planning.cost.cluster_cost import collective_link, link_cost
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks
+from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.topology import Topology
 
 COUNT_BYTES = 8

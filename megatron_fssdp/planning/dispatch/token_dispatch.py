@@ -1,16 +1,18 @@
-"""Which device computes which tokens, for a given placement and given counts.
+"""Which device computes how many tokens of each expert, and from which sources these come.
 
-Shape letters: E experts, D devices.
+A policy says how many tokens of an expert each of its holders computes. Everything else follows in one way:
+a holder computes its own tokens first, then tokens of other devices of its node, then those of other nodes;
+where several sources or holders share, they share in proportion. Numbers are not rounded to whole tokens.
+
+Shape letters: E experts, D devices, N nodes.
 """
 
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
-from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
-from megatron_fssdp.planning.dispatch.exact_dispatch import exact_dispatch
-from megatron_fssdp.planning.dispatch.owner_dispatch import owner_dispatch
-from megatron_fssdp.planning.dispatch.sent_rows import SentRows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -18,43 +20,212 @@ DispatchPolicy = Literal["even", "exact", "owner"]
 """How the tokens of an expert are divided among its holders.
 
 ``even``: in equal parts among the nearest holders (Hecate §4.4). ``exact``: by the counts of the micro-batch,
-so that device loads become even. ``owner``: all tokens go to the owner, except those of a holder itself.
+so that device loads become even. ``owner``: all tokens go to the owner, except those of a holder itself
+(FasterMoE, §4.1; Pro-Prophet, §IV-A).
 """
 
+EXPONENTS = (3, 1) * 4
+"""Exponent of the correction in each round of levelling. 1 is Sinkhorn's iteration, stable but slow: it
+leaves a part s of an error, 0 ≤ s < 1. The exponents 3 and 1 together leave s·(3s - 2)."""
 
-class TokenDispatch(Protocol):
-    """The dispatch of one micro-batch: how many tokens each source sends to each device.
+ENOUGH = 1.005
+"""Even dispatch stays if its highest device load divided by that of the exact shares is at most this."""
 
-    Every rank derives the same numbers from the same counts. Tokens are (token, k) pairs.
+ANY_HOLDER = 0.02
+"""Part of the prior for holders that even dispatch may give nothing."""
+
+LEAST_LOAD = 1e-4
+"""In mean loads; keeps the weights of devices without tokens finite."""
+
+
+@dataclass(frozen=True)
+class BusiestLinks:
+    """Number of units (tokens or experts) on the busiest link of each kind, in its busier direction.
+
+    Attributes:
+        near: Units between the busiest device and other devices of its node.
+        far_of_device: Units between the busiest device and other nodes.
+        far_of_node: Units between the busiest node and other nodes.
+        far_of_mean_node: Units between an average node and other nodes.
     """
 
-    def rows_from(self, source: int) -> SentRows:
-        """Tokens that one source sends."""
-        ...
+    near: float = 0.0
+    far_of_device: float = 0.0
+    far_of_node: float = 0.0
+    far_of_mean_node: float = 0.0
 
+    def times(self, number: int) -> "BusiestLinks":
+        """A copy with all fields multiplied by ``number``."""
+        return BusiestLinks(
+            number * self.near,
+            number * self.far_of_device,
+            number * self.far_of_node,
+            number * self.far_of_mean_node,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDispatch:
+    """A dispatch. Combine has the same traffic in the other direction.
+
+    Attributes:
+        counts_DE: (token, k) pairs by source device and expert, ``[D, E]``.
+        tokens_ED: Pairs of each expert that each device computes, float64 ``[E, D]``. A row sums to the pairs
+            of its expert.
+        topology: Nodes of the devices.
+    """
+
+    counts_DE: np.ndarray
+    tokens_ED: np.ndarray
+    topology: Topology
+
+    @cached_property
+    def _own_ED(self) -> np.ndarray:
+        """Pairs that stay on their device."""
+        return np.minimum(self.tokens_ED, np.asarray(self.counts_DE).T)
+
+    @cached_property
+    def _near_parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Parts of what is wanted from other devices, and of what leaves a device, that stay in the node."""
+        wanted_EN = _over_nodes(self.tokens_ED - self._own_ED, self.topology)
+        leaving_EN = _over_nodes(np.asarray(self.counts_DE).T - self._own_ED, self.topology)
+        near_EN = np.minimum(wanted_EN, leaving_EN)
+        node_D = self.topology.node_of_device_D
+        return (
+            (near_EN / np.maximum(wanted_EN, 1e-300))[:, node_D],
+            (near_EN / np.maximum(leaving_EN, 1e-300))[:, node_D],
+        )
+
+    @cached_property
     def device_tokens_D(self) -> np.ndarray:
-        """Tokens that every device computes: int64 ``[D]``."""
-        ...
+        """Pairs that every device computes, float64 ``[D]``."""
+        return np.asarray(self.tokens_ED.sum(axis=0))
 
-    def cross_node_tokens(self) -> int:
-        """Number of tokens that are sent to another node."""
-        ...
+    @property
+    def whole_tokens_D(self) -> np.ndarray:
+        """:attr:`device_tokens_D` in whole numbers with the same sum, int64 ``[D]``."""
+        return np.diff(np.rint(np.cumsum(self.device_tokens_D)).astype(np.int64), prepend=0)
+
+    @cached_property
+    def _far_D(self) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs that each device sends to other nodes, and gets from them."""
+        got, sent = self._near_parts
+        leaving_ED = np.asarray(self.counts_DE).T - self._own_ED
+        return (leaving_ED * (1 - sent)).sum(axis=0), ((self.tokens_ED - self._own_ED) * (1 - got)).sum(
+            axis=0
+        )
+
+    @cached_property
+    def busiest(self) -> BusiestLinks:
+        """Pairs on the busiest links."""
+        got, sent = self._near_parts
+        sent_D = ((np.asarray(self.counts_DE).T - self._own_ED) * sent).sum(axis=0)
+        got_D = ((self.tokens_ED - self._own_ED) * got).sum(axis=0)
+        far_sent_D, far_got_D = self._far_D
+        far_N = [_over_nodes(far_D[None], self.topology) for far_D in (far_sent_D, far_got_D)]
+        return BusiestLinks(
+            near=float(max(sent_D.max(), got_D.max())),
+            far_of_device=float(max(far_sent_D.max(), far_got_D.max())),
+            far_of_node=float(max(far_N[0].max(), far_N[1].max())),
+            far_of_mean_node=self.cross_node_tokens / self.topology.num_nodes,
+        )
+
+    @property
+    def cross_node_tokens(self) -> float:
+        """Pairs that are sent to another node."""
+        return float(self._far_D[0].sum())
+
+    def sent_ED(self, source: int) -> np.ndarray:
+        """Pairs of one source by expert and receiving device, float64 ``[E, D]``."""
+        topology = self.topology
+        wanted_ED = self.tokens_ED - self._own_ED
+        got, sent = self._near_parts
+        leaving_E = np.asarray(self.counts_DE)[source] - self._own_ED[:, source]
+        near_E = leaving_E * sent[:, source]
+        in_node_D = topology.node_of_device_D == topology.node_of_device[source]
+        sent_ED = np.zeros_like(wanted_ED)
+        for pairs_E, taken_ED in (
+            (near_E, wanted_ED * got * in_node_D),
+            (leaving_E - near_E, wanted_ED * (1 - got)),
+        ):
+            sent_ED += taken_ED * (pairs_E / np.maximum(taken_ED.sum(axis=1), 1e-300))[:, None]
+        sent_ED[:, source] += self._own_ED[:, source]
+        return sent_ED
 
 
 def plan_dispatch(
     policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
 ) -> TokenDispatch:
-    """Plan the dispatch of exact counts under one of three policies.
+    """Plan the dispatch of exact or expected counts under one of three policies.
 
     Args:
-        policy: ``even`` (:class:`EvenDispatch`), ``exact`` (:func:`exact_dispatch`), or ``owner``
-            (:func:`owner_dispatch`). Without replicas all three give the same dispatch.
-        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+        policy: Without replicas all three give the same dispatch.
+        counts_DE: (token, k) pairs by source device and expert, ``[D, E]``. The numbers may be fractions.
         placement: Owners and replicas of the experts.
         topology: Nodes of the devices.
+
+    Raises:
+        ValueError: The counts do not match the placement, or the placement the topology.
     """
-    if policy == "even" or not placement.num_replicas:
-        return EvenDispatch(counts_DE, placement, topology)
-    if policy == "owner":
-        return owner_dispatch(counts_DE, placement, topology)
-    return exact_dispatch(counts_DE, placement, topology)
+    wanted = (topology.num_devices, placement.num_experts)
+    if np.shape(counts_DE) != wanted or placement.num_devices != topology.num_devices:
+        raise ValueError(
+            f"the loads have shape {np.shape(counts_DE)} and the placement {placement.num_devices} devices: "
+            f"wanted {wanted}, by source device of the topology and expert of the placement"
+        )
+    counts = np.asarray(counts_DE)
+    if policy == "owner" or not placement.num_replicas:
+        tokens_ED = counts.T * placement.present_ED.astype(np.float64)
+        experts = np.arange(placement.num_experts)
+        tokens_ED[experts, placement.owner_E] += counts.sum(axis=0) - tokens_ED.sum(axis=1)
+    else:
+        tokens_ED = _even(counts, placement, topology)
+        if policy == "exact":
+            tokens_ED = _exact(counts, placement, topology, tokens_ED)
+    return TokenDispatch(counts, tokens_ED, topology)
+
+
+def _even(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
+    """Tokens by expert and device that go to the nearest holders in equal parts (Hecate §4.4).
+
+    If the source has the expert, its tokens stay there. Otherwise the holders in the source's node share
+    them, and if there are none, all holders.
+    """
+    present_ED = placement.present_ED
+    own_ED = counts_DE.T * present_ED
+    holders_EN = _over_nodes(present_ED.astype(np.float64), topology)
+    rest_EN = _over_nodes(counts_DE.T - own_ED, topology)
+    far_E = np.where(holders_EN == 0, rest_EN, 0.0).sum(axis=1) / holders_EN.sum(axis=1)
+    near_EN = np.where(holders_EN > 0, rest_EN, 0.0) / np.maximum(holders_EN, 1)
+    return np.asarray(own_ED + present_ED * (near_EN[:, topology.node_of_device_D] + far_E[:, None]))
+
+
+def _exact(
+    counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, even_ED: np.ndarray
+) -> np.ndarray:
+    """Tokens by expert and device that level the loads of devices, or the even ones where that gains little.
+
+    ``runtime/slots/exact_shares.py`` computes them on the device. This function does the same on the host,
+    for simulations and prices.
+    """
+    present_ED = placement.present_ED
+    total_E = counts_DE.sum(axis=0).astype(np.float64)
+    holders_E = present_ED.sum(axis=1)
+    prior_ED = even_ED + present_ED * ((total_E + 1) * ANY_HOLDER / holders_E)[:, None]
+    weight_D = np.ones(placement.num_devices)
+
+    def parts_ED(load_E: np.ndarray) -> np.ndarray:
+        """The prior as it is weighted now, with the sums of ``load_E``; without the weights of devices."""
+        return np.asarray(prior_ED * (load_E / (prior_ED * weight_D).sum(axis=1))[:, None])
+
+    mean_loads_E = total_E * (placement.num_devices / max(total_E.sum(), 1.0))
+    for exponent in EXPONENTS:
+        summed_D = parts_ED(mean_loads_E).sum(axis=0)
+        weight_D = weight_D * (weight_D * (LEAST_LOAD + summed_D)) ** -exponent
+    exact_ED = parts_ED(total_E) * weight_D
+    return even_ED if exact_ED.sum(axis=0).max() * ENOUGH >= even_ED.sum(axis=0).max() else exact_ED
+
+
+def _over_nodes(values_ED: np.ndarray, topology: Topology) -> np.ndarray:
+    """Sums over the devices of each node, ``[E, N]``."""
+    return topology.sum_over_nodes(values_ED.T).T

@@ -20,10 +20,9 @@ from megatron_fssdp.planning.cost.layer_seconds import (
 from megatron_fssdp.planning.cost.layer_traffic import (
     NO_TRANSFER,
     TransferTraffic,
-    dispatch_traffic,
     transfer_traffic,
 )
-from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
 from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
@@ -138,9 +137,9 @@ def calibrated_placement(
         placement: ExpertPlacement, replicas: TransferTraffic, addition: TransferTraffic
     ) -> LayerPrice:
         """Price of the layer under a placement, all of whose replicas have the traffic ``replicas``."""
-        traffic = dispatch_traffic(dispatch_policy, counts, placement, topology).times(num_micro_batches)
+        dispatch = plan_dispatch(dispatch_policy, num_micro_batches * counts, placement, topology)
         return layer_seconds(
-            LayerWork(float(traffic.tokens_D.max()), traffic.busiest, gather, replicas, addition),
+            LayerWork(float(dispatch.device_tokens_D.max()), dispatch.busiest, gather, replicas, addition),
             profile,
             life,
             counts_s=counts_s,

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import moving_seconds, placement_seconds
-from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_D
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.loads.load_statistics import max_over_mean
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -81,7 +81,7 @@ def next_resident_placement(
         A placement with the same owners; ``placement`` itself if nothing pays.
     """
     for _ in range(most_steps):
-        load_D = expected_device_load_D(price.counts_DE, placement, price.topology)
+        load_D = plan_dispatch("even", price.counts_DE, placement, price.topology).device_tokens_D
         if max_over_mean(load_D) <= threshold:
             break
         step = next(_paying(placement, _expansions(placement, price, load_D, slots), price), None)

@@ -14,7 +14,6 @@ Shape letters: J rows of a share table, E experts, D devices, P pairs of expert 
 import numpy as np
 
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
-from megatron_fssdp.planning.placement.holder_groups import holder_groups
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slots.slot_table import SlotTable
@@ -29,9 +28,7 @@ def even_table(slots: SlotTable, placement: ExpertPlacement, topology: Topology,
     """The table of even dispatch (Hecate, §4.4): nearest holders first, in equal parts.
 
     A source that has the expert keeps its tokens. Otherwise the expert's holders in the source's node take
-    turns, and if there are none, all its holders. Up to J tokens of an expert are divided exactly as
-    :class:`~megatron_fssdp.planning.dispatch.even_dispatch.EvenDispatch` divides them, remainders included;
-    sources begin with different holders.
+    turns, and if there are none, all its holders. Sources begin with different holders.
 
     Args:
         slots: Slots of the placement.
@@ -42,13 +39,19 @@ def even_table(slots: SlotTable, placement: ExpertPlacement, topology: Topology,
     Returns:
         int64 ``[J, E]``.
     """
-    row = holder_groups(placement, topology).row(source)
-    first_E = np.cumsum(row.num_chosen_E) - row.num_chosen_E
-    slot_P = np.empty_like(row.turn_P)
-    slot_P[first_E[row.expert_P] + row.turn_P] = slots.slot_ED[row.expert_P, row.device_P]
+    present_ED = placement.present_ED
+    in_node_ED = present_ED & (topology.node_of_device_D == topology.node_of_device[source])
+    chosen_ED = np.where(in_node_ED.any(axis=1, keepdims=True), in_node_ED, present_ED)
+    here_E = present_ED[:, source]
+    chosen_ED[here_E] = False
+    chosen_ED[here_E, source] = True
+    num_E = chosen_ED.sum(axis=1)
+    expert_P, device_P = np.nonzero(chosen_ED)
+    first_E = np.cumsum(num_E) - num_E
+    slot_P = slots.slot_ED[expert_P, device_P]
     table_JE = np.repeat(slot_P[first_E][None], ROWS, axis=0)
-    (split,) = np.nonzero(row.num_chosen_E > 1)
-    turn = np.arange(ROWS)[:, None] % row.num_chosen_E[split]
+    (split,) = np.nonzero(num_E > 1)
+    turn = (np.arange(ROWS)[:, None] + source + split) % num_E[split]
     table_JE[:, split] = slot_P[first_E[split] + turn]
     return table_JE
 
@@ -85,9 +88,10 @@ def dispatch_table(
     Raises:
         ValueError: The dispatch sends tokens to a device that lacks their expert.
     """
-    sent = dispatch.rows_from(source)
-    some_P = sent.tokens_P > 0
-    expert_P, device_P, tokens_P = sent.expert_P[some_P], sent.device_P[some_P], sent.tokens_P[some_P]
+    sent_ED = dispatch.sent_ED(source)
+    # Smaller parts are rounding errors.
+    expert_P, device_P = np.nonzero(sent_ED > 1e-9 * sent_ED.sum(axis=1, keepdims=True))
+    tokens_P = sent_ED[expert_P, device_P]
     slot_P = slots.slot_ED[expert_P, device_P]
     if slot_P.size and int(slot_P.min()) < 0:
         wrong = int(np.argmin(slot_P))
@@ -118,7 +122,8 @@ def _interleaved(source: int, expert_P: np.ndarray, tokens_P: np.ndarray, slot_P
     num_E = np.diff(first_E, append=expert_P.size)
     turn_P = (np.arange(expert_P.size) - first_E[group_P] - source - expert_P) % num_E[group_P]
     total_P = np.add.reduceat(tokens_P, first_E)[group_P]
-    rows_P, rest_P = np.divmod(tokens_P * ROWS, total_P)
+    rows_P = (tokens_P * ROWS / total_P).astype(np.int64)
+    rest_P = tokens_P * ROWS - rows_P * total_P
     # The largest remainders get one row more each, until the rows of an expert are J.
     left_E = ROWS - np.add.reduceat(rows_P, first_E)
     order_P = np.lexsort((turn_P, -rest_P, group_P))

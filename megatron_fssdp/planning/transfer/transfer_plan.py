@@ -3,97 +3,91 @@
 Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fssdp.planning.kernels import transfer_trees
-from megatron_fssdp.planning.native.kernel import Kernel
+from megatron_fssdp.planning.compiled_form import kernels
+from megatron_fssdp.planning.placement.array_freezing import frozen_array
 from megatron_fssdp.planning.placement.kept_results import kept_on
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.edge_table import EdgeTable, TransferEdge
-from megatron_fssdp.planning.transfer.transfer_growth import TransferGrowth
-
-__all__ = ["TransferEdge", "TransferPlan", "additional_transfer", "plain_transfer", "two_level_transfer"]
-
-first_wrong_edge = Kernel(transfer_trees.first_wrong_edge)
-two_level_edges = Kernel(transfer_trees.two_level_edges)
 
 
-@dataclass(frozen=True)
+class TransferEdge(NamedTuple):
+    """The transfer of one expert's parameters from one device to another.
+
+    Attributes:
+        expert: Number of the expert.
+        source: Device that sends. It has the expert before.
+        destination: Device that receives.
+        depth: Number of transfers that must come before this one, counted from the owner.
+    """
+
+    expert: int
+    source: int
+    destination: int
+    depth: int
+
+
+@dataclass(frozen=True, eq=False)
 class TransferPlan:
     """The transfers of one layer, parents before children.
 
-    The constructor checks that the edges of every expert form one tree. The root (the owner) is never a
-    destination. Every other device receives the expert once. No device sends the expert before it has it.
-    Depths count hops from the root. With ``present_before``, the edges form one tree for each device that
-    sends an expert that it had before.
+    The edges of every expert form one tree. The root (the owner) is never a destination. Every other device
+    receives the expert once. No device sends the expert before it has it. Depths count hops from the root.
 
     Attributes:
         num_devices: Number of devices, D.
-        edges: The transfers. An edge comes after the edge that brings the expert to its source.
-        present_before: The (expert, device) pairs from which trees may start, for a plan that only adds
-            replicas to those that are there. None means that each expert has one tree, which starts at its
-            owner.
-
-    Raises:
-        ValueError: The edges do not form such trees.
+        table: Expert, source, destination and depth of each edge, int64 with four columns, read-only. An edge
+            comes after the edge that brings the expert to its source.
     """
 
     num_devices: int
-    edges: Sequence[TransferEdge]
-    present_before: frozenset[tuple[int, int]] | None = None
+    table: np.ndarray
 
     def __post_init__(self) -> None:
-        if not isinstance(self.edges, EdgeTable):
-            object.__setattr__(self, "edges", EdgeTable(self.edges))
-        table, num_devices = self.table, self.num_devices
-        if not len(table):
-            return
-        present = self.present_before or ()
-        num_experts = 1 + max([int(table[:, 0].max(initial=0)), *(expert for expert, _ in present)])
-        depth = np.zeros(num_experts * num_devices, np.int64)
-        depth[[expert * num_devices + device for expert, device in present]] = 1
-        first = first_wrong_edge(table, num_devices, num_experts, self.present_before is None, depth)
-        if first >= 0:
-            raise ValueError(self._fault(self.edges[first], depth))
+        object.__setattr__(self, "table", frozen_array(np.reshape(self.table, (-1, 4)), np.int64))
 
-    def _fault(self, edge: TransferEdge, depth: np.ndarray) -> str:
-        """What is wrong with an edge.
+    @classmethod
+    def of(cls, num_devices: int, edges: Iterable[tuple[int, int, int, int]]) -> "TransferPlan":
+        """A plan that somebody made edge by edge.
 
         Args:
-            edge: The first wrong edge.
-            depth: What the kernel knows before this edge, for each expert and device: 0 if the device does
-                not have the expert, otherwise 2 more than the depth of the edge that brings it.
-        """
-        most = self.num_devices - 1
-        if min(edge) < 0 or max(edge.source, edge.destination) > most:
-            return (
-                f"{edge} leaves the plan: wanted devices from 0 to {most}, and an expert and a depth of 0 or "
-                "more"
-            )
-        at_source = int(depth[edge.expert * self.num_devices + edge.source])
-        if not at_source:
-            before = "present_before" if self.present_before is not None else "the owner's tree"
-            return (
-                f"{edge} sends an expert its source does not have yet: wanted a source that is in {before} "
-                "or the destination of an earlier edge"
-            )
-        if depth[edge.expert * self.num_devices + edge.destination]:
-            return (
-                f"{edge} sends expert {edge.expert} to device {edge.destination}, which already has it: "
-                "wanted transfers in which every holder receives an expert once and the owner never does"
-            )
-        return f"{edge} has depth {edge.depth}: wanted {at_source - 1}"
+            num_devices: Number of devices, D.
+            edges: The transfers, parents before children.
 
-    @property
-    def table(self) -> np.ndarray:
-        """Expert, source, destination and depth of each edge, int64 with four columns, read-only."""
-        assert isinstance(self.edges, EdgeTable)
-        return self.edges.table
+        Raises:
+            ValueError: The edges do not form trees from one device each.
+        """
+        plan = cls(num_devices, np.array(list(edges), np.int64))
+        depth_of: dict[tuple[int, int], int] = {}
+        begun: set[int] = set()
+        for edge in plan.edges:
+            if min(edge) < 0 or max(edge.source, edge.destination) >= num_devices:
+                raise ValueError(
+                    f"{edge} leaves the plan: wanted devices from 0 to {num_devices - 1}, and an expert "
+                    "and a depth of 0 or more"
+                )
+            source, destination = (edge.expert, edge.source), (edge.expert, edge.destination)
+            if source not in depth_of and edge.expert not in begun:
+                depth_of[source] = 0
+                begun.add(edge.expert)
+            if depth_of.get(source) != edge.depth or destination in depth_of:
+                raise ValueError(
+                    f"{edge} sends expert {edge.expert} from a device that does not have it at this depth, "
+                    "or to one that has it already: wanted a tree for each expert, parents first"
+                )
+            depth_of[destination] = edge.depth + 1
+        return plan
+
+    @cached_property
+    def edges(self) -> tuple[TransferEdge, ...]:
+        """The edges, made at their first use, because prices need only the table."""
+        return tuple(map(TransferEdge._make, self.table.tolist()))
 
     def check_serves(self, placement: ExpertPlacement) -> None:
         """Check that the edges bring every expert from its owner to all its holders, and to no other device.
@@ -104,7 +98,7 @@ class TransferPlan:
         Raises:
             ValueError: An edge starts on a wrong device, or an expert reaches a wrong set of devices.
         """
-        if not len(self.edges) and not placement.num_replicas:
+        if not len(self.table) and not placement.num_replicas:
             return
         expert_P, source_P, destination_P, depth_P = self.table.T
         got_ED = np.zeros_like(placement.present_ED)
@@ -128,7 +122,7 @@ class TransferPlan:
     @property
     def num_transfers(self) -> int:
         """Number of edges, one for each replica."""
-        return len(self.edges)
+        return len(self.table)
 
     @cached_property
     def max_depth(self) -> int:
@@ -149,27 +143,6 @@ class TransferPlan:
         incoming, outgoing = self._edges_by_device.get(device, ((), ()))
         return tuple(incoming), tuple(outgoing)
 
-    @cached_property
-    def _parent_of(self) -> dict[tuple[int, int], int]:
-        """The device that sends each expert to each device: (expert, destination) -> source."""
-        return {(edge.expert, edge.destination): edge.source for edge in self.edges}
-
-    @cached_property
-    def _children_of(self) -> dict[tuple[int, int], list[int]]:
-        """The devices to which each device sends each expert: (expert, source) -> destinations."""
-        children: dict[tuple[int, int], list[int]] = {}
-        for edge in self.edges:
-            children.setdefault((edge.expert, edge.source), []).append(edge.destination)
-        return children
-
-    def parent(self, expert: int, device: int) -> int | None:
-        """The device that sends an expert to a given device; None if no device does."""
-        return self._parent_of.get((expert, device))
-
-    def children(self, expert: int, device: int) -> tuple[int, ...]:
-        """The devices to which a given device sends an expert, in the order of the plan."""
-        return tuple(self._children_of.get((expert, device), ()))
-
     def total_bytes(self, expert_bytes: int) -> int:
         """Bytes that all transfers move together.
 
@@ -187,26 +160,6 @@ class TransferPlan:
         """
         node_D = topology.node_of_device_D
         return expert_bytes * int((node_D[self.table[:, 1]] != node_D[self.table[:, 2]]).sum())
-
-
-def plain_transfer(placement: ExpertPlacement) -> TransferPlan:
-    """Every owner sends its experts directly to all their holders (Hecate, §5.1).
-
-    Each expert takes one hop, and the owner's link carries all copies.
-
-    Args:
-        placement: The placement to bring about.
-    """
-    owners = placement.owner_E.tolist()
-    expert_P, device_P = np.nonzero(placement.present_ED)
-    return TransferPlan(
-        placement.num_devices,
-        tuple(
-            TransferEdge(expert, owners[expert], device, 0)
-            for expert, device in zip(expert_P.tolist(), device_P.tolist(), strict=True)
-            if device != owners[expert]
-        ),
-    )
 
 
 def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
@@ -247,58 +200,29 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
 
 def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
     """Compute :func:`two_level_transfer`, which keeps the result on the placement."""
-    num_experts, num_devices = placement.present_ED.shape
+    num_devices = placement.num_devices
     if num_devices != topology.num_devices:
         raise ValueError(
             f"the placement has {num_devices} devices and the topology {topology.num_devices}: wanted the "
             "same devices in both"
         )
-    key_P = np.empty(placement.num_replicas, np.int64)
-    expert_P, device_P = np.divmod(np.flatnonzero(placement.present_ED), num_devices)
-    holder_P = expert_P * num_devices + topology.place_D[device_P]
-    holder_P.sort()
-    two_level_edges(holder_P, placement.owner_E, *topology.arrays, key_P)
-    key_P.sort()
-    table = np.empty((len(key_P), 4), np.int64)
-    rest_P, table[:, 2] = np.divmod(key_P, num_devices)
-    rest_P, table[:, 1] = np.divmod(rest_P, num_devices)
-    rest_P, table[:, 0] = np.divmod(rest_P, num_experts)
-    table[:, 3] = rest_P // 2
-    table.setflags(write=False)
-    return TransferPlan(num_devices, EdgeTable(table))
-
-
-def _plan_of(
-    num_devices: int,
-    found: list[tuple[int, bool, int, int, int]],
-    present_before: frozenset[tuple[int, int]] | None = None,
-) -> TransferPlan:
-    """The plan that consists of the given edges, sorted.
-
-    Args:
-        num_devices: Number of devices, D.
-        found: The edges: (depth, whether inside a node, expert, source, destination).
-        present_before: The (expert, device) pairs from which trees may start, as in :class:`TransferPlan`.
-    """
-    edges = [TransferEdge(expert, source, to, depth) for depth, _, expert, source, to in sorted(found)]
-    return TransferPlan(num_devices, tuple(edges), present_before)
+    table = np.empty((placement.num_replicas, 4), np.int64)
+    if len(table):
+        nodes = tuple(memoryview(np.array(numbers)) for numbers in topology.arrays)
+        owner_E = memoryview(np.array(placement.owner_E))
+        kernels().two_level_edges(owner_E, nodes, placement.present_ED, memoryview(table))
+        table = table[np.lexsort((table[:, 2], table[:, 1], table[:, 0], table[:, 3]))]
+        table[:, 3] //= 2
+    return TransferPlan(num_devices, table)
 
 
 def additional_transfer(
     planned: ExpertPlacement, corrected: ExpertPlacement, topology: Topology
 ) -> TransferPlan:
-    """The transfers that bring the replicas which ``corrected`` has and ``planned`` lacks.
+    """The transfers that bring the replicas which ``corrected`` has and ``planned`` lacks, from the owners.
 
     These transfers only gather parameters. Gradients go to the owners along :func:`two_level_transfer` of
     ``corrected``.
-
-    Every device that has an expert in both placements may send it, not only the owner. Replicas that
-    ``corrected`` drops send nothing, because new replicas use their memory. An expert crosses the slow links
-    once for each node without it, along chains that start in the nodes that have it. The nodes that have sent
-    the fewest messages to other nodes so far come first (ties: cyclic order after the owner's node). Inside a
-    node, every device that has the expert sends it to at most two others, which send it on in the same way.
-    If several devices can send an expert, or can receive it for their node, those with the fewest messages so
-    far come first (ties: the lowest number).
 
     Args:
         planned: The placement whose replicas are there before.
@@ -308,28 +232,10 @@ def additional_transfer(
     Raises:
         ValueError: The placements have different owners, or the topology has a different number of devices.
     """
-    added_of: dict[int, list[int]] = {}
-    for expert, device in _added_pairs(planned, corrected):
-        added_of.setdefault(expert, []).append(device)
-    if planned.num_devices != topology.num_devices:
-        raise ValueError(
-            f"the placements have {planned.num_devices} devices and the topology {topology.num_devices}: "
-            "wanted the same devices in both"
-        )
-    kept_ED = planned.present_ED & corrected.present_ED
-    holders = {expert: tuple(np.flatnonzero(kept_ED[expert]).tolist()) for expert in added_of}
-    growth = TransferGrowth(topology)
-    for expert, added in added_of.items():
-        growth.add(expert, int(planned.owner_E[expert]), holders[expert], added)
-    present_before = frozenset((expert, device) for expert in added_of for device in holders[expert])
-    return _plan_of(topology.num_devices, growth.found, present_before)
-
-
-def _added_pairs(planned: ExpertPlacement, corrected: ExpertPlacement) -> list[tuple[int, int]]:
-    """The (expert, device) pairs that are present in ``corrected`` and not in ``planned``, ascending."""
     if not np.array_equal(planned.owner_E, corrected.owner_E) or (
         planned.present_ED.shape != corrected.present_ED.shape
     ):
         raise ValueError("the corrected placement has other owners than the planned one: wanted the same")
-    expert_P, device_P = np.nonzero(corrected.present_ED & ~planned.present_ED)
-    return list(zip(expert_P.tolist(), device_P.tolist(), strict=True))
+    added_ED = corrected.present_ED & ~planned.present_ED
+    added_ED[np.arange(planned.num_experts), planned.owner_E] = True
+    return two_level_transfer(ExpertPlacement(planned.owner_E, added_ED), topology)

@@ -111,10 +111,10 @@ class SlotCounts:
         load.counts_DE += counts_DE
         if not measure:
             return
-        (dispatch,) = own.plan.dispatch([counts_DE], self._topology)
+        dispatch = own.plan.dispatch(counts_DE, self._topology)
         load.num_replicas = own.plan.placement.num_replicas
         load.placements = (own.plan.placement,)
-        load.add_tokens(dispatch.device_tokens_D(), dispatch.cross_node_tokens())
+        load.add_tokens(dispatch.whole_tokens_D, round(dispatch.cross_node_tokens))
         load.add_plain(counts_DE, self._plain_owner_E, None)
 
     def _measure(self, counts_DW: np.ndarray, shared: SlotPass, load: LayerLoad) -> None:

@@ -87,5 +87,4 @@ def source_table(
     even_JE = even_table(slots, placement, topology, device)
     if counts_DE is None or not plan.needs_counts:
         return even_JE
-    (dispatch,) = plan.dispatch([counts_DE], topology)
-    return dispatch_table(slots, dispatch, device, even_JE)
+    return dispatch_table(slots, plan.dispatch(counts_DE, topology), device, even_JE)

@@ -8,7 +8,7 @@ number of operations are fixed, and the host waits for nothing:
    mean load and raise the others.
 2. *Round* to whole tokens along the holders of each expert.
 3. *Fill* each holder's quota with the nearest tokens: its own, then those of its node, then others. Tokens
-   and quotas are laid out along lines, as in ``planning/dispatch/quota_dispatch.py``.
+   and quotas are laid out along lines, as in ``planning/dispatch/token_dispatch.py``.
 4. *Fall back* to even dispatch in the whole layer if its highest device load is hardly higher: its tokens
    travel less. The highest load is therefore never above that of even dispatch.
 
@@ -80,7 +80,7 @@ class Holders:
         far_DE = (in_node_DE == 0).double()
         near_DE = 1 - present_DE - far_DE
         num_chosen_DE = present_DE + near_DE * in_node_DE + far_DE * present_DE.sum(0)
-        # The holders among which this source chooses are a ring, as in EvenDispatch.
+        # The holders among which this source chooses are a ring, as in even dispatch.
         chosen_DE = present_DE * (near_DE[source] * same_node_DD[source][:, None] + far_DE[source])
         chosen_DE[source] += present_DE[source]
         rank_DE = (chosen_DE.cumsum(0) - chosen_DE).long()

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_fssdp.planning.balanced.replica_planner import LEAST_SAVING, LayerSearch
-from megatron_fssdp.planning.balanced.search_costs import SearchCosts
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, SearchCosts
 
 RENEWAL = 16
 """Iterations after which a layer is searched again in any case.

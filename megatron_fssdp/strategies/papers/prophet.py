@@ -1,26 +1,23 @@
 """Pro-Prophet: replicates experts on a subset of the devices, planned from an earlier iteration (§IV, §V)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_fssdp.config.strategy.paper_strategy_settings import ProphetSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import LayerWork, counts_seconds, layer_seconds
-from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, two_level_traffic
-from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
-from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
+from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import doubling
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
-from megatron_fssdp.planning.papers.prophet_planner import PlannedLayers, plan_layers
+from megatron_fssdp.planning.papers.prophet_planner import plan_layers
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
-from megatron_fssdp.strategies.split_transfers import split_of_traffic
+from megatron_fssdp.strategies.split_transfers import split_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +69,11 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         return kept.plan
 
     def _planned(self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray) -> LayerPlan:
+        """The plan with the fewest seconds over the real links, or that of a given number of devices.
+
+        By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once. The
+        price with the measured links therefore selects.
+        """
         most, left_out = context.num_devices - 1, self.settings.left_out
         found = plan_layers(
             context.owner_E,
@@ -81,52 +83,20 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
             balance=self.settings.balance,
             slots=self.slots(context),
         )
-        seconds, split = self._seconds(found, counts_DE, context, profile)
-        best = int(seconds.argmin()) if left_out is None else 1
-        if best == 0:
+        plans = [self._plan_of(placement, counts_DE, context) for placement, _ in found]
+        if left_out is not None:
+            return plans[0]
+        plans.insert(0, LayerPlan.owners_only(context))
+        return min(plans, key=lambda plan: plan_seconds(plan, counts_DE, context))
+
+    def _plan_of(self, placement: ExpertPlacement, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
+        if not placement.num_replicas:
             return LayerPlan.owners_only(context)
-        return self._plan_of(found.placement(best - 1), split.of_case(best), context)
-
-    def _seconds(
-        self, found: PlannedLayers, counts_DE: np.ndarray, context: LayerContext, profile: LayerProfile
-    ) -> tuple[np.ndarray, TransferSplit]:
-        """Modelled seconds of the layer without replicas, and then with those that each search has found.
-
-        The second result is the split of the transfers in each of these cases.
-
-        By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once. The
-        price with the measured links therefore selects. It is the price of a :class:`LayerPlan`
-        (:func:`megatron_fssdp.strategies.plan_seconds.plan_seconds`), for all plans at once.
-
-        Args:
-            found: What the searches found.
-            counts_DE: (token, k) pairs by source and expert, int64 ``[D, E]``.
-            context: Data of the layer.
-            profile: Measured costs.
-        """
-        topology = context.topology
-        replicas = replace(found.replicas, ends=np.concatenate([[0], found.replicas.ends]))
-        tokens = OwnerTraffic(counts_DE, context.owner_E, topology)
-        most_tokens, near, far_of_device, far_of_node, far = tokens.busiest(replicas).astype(np.float64).T
-        transfers = two_level_traffic(context.owner_E, replicas, topology)
-        links = BusiestLinks(near, far_of_device, far_of_node, far / topology.num_nodes)
-        split = WHOLE
-        if self.splits:
-            split = split_of_traffic(transfers, float(counts_DE.sum()), profile, topology)
-        price = layer_seconds(
-            LayerWork(most_tokens, links, gather=transfers, replicas=transfers),
-            profile,
-            ReplicaLife.ITERATION,
-            counts_s=counts_seconds(profile, topology, context.num_experts),
-            hides=self.settings.overlap,
-            split=split,
-        )
-        return np.asarray(price.seconds), split
-
-    def _plan_of(self, placement: ExpertPlacement, split: TransferSplit, context: LayerContext) -> LayerPlan:
+        transfer = two_level_transfer(placement, context.topology)
+        split = split_of(transfer, float(counts_DE.sum()), context) if self.splits else WHOLE
         return LayerPlan(
             placement,
-            two_level_transfer(placement, context.topology),
+            transfer,
             gather_ahead=self.settings.overlap,
             dispatch_policy="owner",
             split=split,

@@ -10,9 +10,9 @@ from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages, PipelinedMessages
-from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.testing import RankError, run_ranks
-from megatron_fssdp.testing.random_placement import random_placement
+from megatron_fssdp.testing.random_placement import plain_transfer, random_placement
 
 RULES = (
     None,

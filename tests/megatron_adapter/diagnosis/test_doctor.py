@@ -26,7 +26,6 @@ from megatron_fssdp.megatron_adapter.diagnosis.packages import (
     look_for,
 )
 from megatron_fssdp.megatron_adapter.support import capabilities
-from megatron_fssdp.planning.native.kernel import KernelForm
 from tests.megatron_adapter.diagnosis.machine_examples import (
     EIGHT_GPUS,
     HERE,
@@ -228,7 +227,7 @@ def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes(
 
 
 def test_plain_kernels_are_a_note_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin_checks, "kernel_form", lambda: KernelForm(False, "not compiled"))
+    monkeypatch.setattr(plugin_checks, "kernel_form", lambda: "plain Python (not compiled)")
     plain = plugin_checks.check_kernels()
     assert (plain.verdict, plain.found) == (NOTE, "plain Python (not compiled)")
     assert "install a C compiler" in plain.advice

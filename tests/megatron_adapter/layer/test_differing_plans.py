@@ -23,8 +23,8 @@ def plan_alone() -> None:
     from megatron.training.global_vars import get_args
 
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
-    from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer
     from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+    from megatron_fssdp.testing.random_placement import plain_transfer
 
     before_gate = FssdpStrategy.before_gate
 

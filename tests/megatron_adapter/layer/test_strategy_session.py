@@ -3,15 +3,7 @@
 import logging
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed as dist
-
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.planning.native import kernel
-from megatron_fssdp.planning.native.kernel import KernelForm, kernel_form
-from megatron_fssdp.testing import run_ranks
 
 from ..training_run import train_on_all_ranks
 
@@ -41,20 +33,3 @@ def test_process_groups_of_transfers_have_megatrons_timeout(text_data: Path) -> 
     )
     for run in train_on_all_ranks(2, arguments, text_data, before=tell_timeouts):
         assert [text for text in run.messages if "time-outs" in text] == ["time-outs [420, 420] s"] * 2
-
-
-def forms_after_agreement(rank, world_size, plain_rank):
-    kernel.set_form(KernelForm(False, "not compiled") if rank == plain_rank else KernelForm(True))
-    session = StrategySession("fssdp", STRATEGIES["fssdp"].settings())
-    session.agree_on_kernels([dist.group.WORLD])
-    session.agree_on_kernels([dist.group.WORLD])  # later layers do nothing
-    return str(kernel_form())
-
-
-@pytest.mark.slow
-def test_one_rank_without_compiled_kernels_makes_all_ranks_plain():
-    assert run_ranks(forms_after_agreement, 2, None) == ["compiled"] * 2
-    assert run_ranks(forms_after_agreement, 2, 1) == [
-        "plain Python (another rank has no compiled kernels)",
-        "plain Python (not compiled)",
-    ]

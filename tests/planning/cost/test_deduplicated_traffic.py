@@ -11,12 +11,10 @@ from megatron_fssdp.planning.cost.deduplicated_traffic import (
     hops_traffic,
     tokens_per_pair,
 )
-from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-
-from ..sent_tables import sent_by
 
 EXPERTS, DEVICES, NODES = 16, 8, 4
 TOPOLOGY = Topology.uniform(DEVICES, NODES)
@@ -57,13 +55,13 @@ def test_the_estimate_is_near_drawn_tokens(top_k: int, replicates: bool) -> None
     routed = np.zeros((DEVICES, num_tokens, EXPERTS), bool)
     np.put_along_axis(routed, chosen, True, axis=2)
     counts = routed.sum(axis=1)
-    dispatch = EvenDispatch(counts, placement, TOPOLOGY)
+    dispatch = plan_dispatch("even", counts, placement, TOPOLOGY)
     tokens_DD = np.zeros((DEVICES, DEVICES))
     tokens_DN = np.zeros((DEVICES, NODES))
     for source in range(DEVICES):
         goes = np.zeros((num_tokens, DEVICES), bool)
-        for expert, tokens_D in enumerate(sent_by(dispatch, source)):
-            device = np.repeat(np.arange(DEVICES), tokens_D)
+        for expert, tokens_D in enumerate(np.rint(dispatch.sent_ED(source).cumsum(axis=1)).astype(int)):
+            device = np.repeat(np.arange(DEVICES), np.diff(tokens_D, prepend=0))
             tokens = rng.permutation(np.flatnonzero(routed[source, :, expert]))
             goes[tokens, device] = True
         tokens_DD[source] = goes.sum(axis=0)

@@ -24,7 +24,8 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
-from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer, two_level_transfer
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.testing.random_placement import plain_transfer
 from tests.planning.cost.dense_traffic import pairs_traffic
 
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.balanced.replica_planner import plan_materialization
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES, placement_seconds, transfer_seconds
@@ -19,6 +18,7 @@ from megatron_fssdp.planning.papers.calibration import (
 )
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.search import plan_materialization
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 from tests.drawn_examples import examples

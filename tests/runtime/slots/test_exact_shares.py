@@ -9,9 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_fssdp.planning.dispatch.even_dispatch import EvenDispatch
-from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
-from megatron_fssdp.planning.placement.holder_groups import holder_groups
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slots.share_table import even_table
@@ -21,8 +18,7 @@ from megatron_fssdp.runtime.slots.exact_shares import ENOUGH, Holders, exact_end
 from megatron_fssdp.runtime.slots.remap import by_number, remap_by_table
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 from tests.drawn_examples import examples
-from tests.planning.placement_cases import placements, random_counts_DE
-from tests.planning.sent_tables import sent_by, sent_by_all
+from tests.planning.placement_cases import brute_force_dispatch_DED, placements, random_counts_DE
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -45,11 +41,6 @@ def sent_DED(count_DE, placement, topology):
     return np.diff(ends, axis=2, prepend=0)
 
 
-def even_DED(count_DE, placement, topology):
-    dispatch = EvenDispatch(count_DE, placement, topology)
-    return sent_by_all(dispatch)
-
-
 def optimum(count_E, placement):
     """The lowest possible highest load: the most tokens that must stay in a set of devices, per device."""
     device_D, sets = np.arange(placement.num_devices), np.arange(1, 2**placement.num_devices)
@@ -68,14 +59,17 @@ def test_sources_agree_and_loads_are_never_above_those_of_even_dispatch(case, se
     assert not sent[:, ~placement.present_ED].any()
     np.testing.assert_array_equal(sent.sum(axis=2), count_DE)
     highest = sent.sum(axis=(0, 1)).max()
-    if not np.array_equal(sent, even_DED(count_DE, placement, topology)):
-        assert highest * ENOUGH < EvenDispatch(count_DE, placement, topology).device_tokens_D().max()
-        # The sources' parts fill common quotas, nearest tokens first.
-        pairs = holder_groups(placement, topology)
-        quota_P = sent.sum(axis=0)[pairs.expert_P, pairs.device_P]
-        filled = QuotaDispatch.filled(count_DE, pairs.expert_P, pairs.device_P, quota_P, topology)
-        for source in range(placement.num_devices):
-            np.testing.assert_array_equal(sent[source], sent_by(filled, source))
+    if not np.array_equal(sent, brute_force_dispatch_DED(count_DE, placement, topology)):
+        even = brute_force_dispatch_DED(count_DE, placement, topology)
+        assert highest * ENOUGH < even.sum(axis=(0, 1)).max()
+        # The nearest tokens come first: a node with tokens for others gets none of theirs.
+        own_DE = np.einsum("ded->de", sent)
+        np.testing.assert_array_equal(own_DE, np.minimum(sent.sum(axis=0).T, count_DE))
+        is_far_DD = np.array(topology.node_of_device)[:, None] != np.array(topology.node_of_device)
+        for expert in range(placement.num_experts):
+            far_DD = np.where(is_far_DD, sent[:, expert], 0)
+            for devices in map(list, topology.devices_by_node):
+                assert min(far_DD[devices].sum(), far_DD[:, devices].sum()) == 0
 
 
 @examples(40)
@@ -85,7 +79,7 @@ def test_falling_back_means_even_dispatch(case, seed):
     count_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     with mock.patch.object(exact_shares, "ENOUGH", np.inf):
         sent = sent_DED(count_DE, placement, topology)
-    np.testing.assert_array_equal(sent, even_DED(count_DE, placement, topology))
+    np.testing.assert_array_equal(sent, brute_force_dispatch_DED(count_DE, placement, topology))
 
 
 @examples(50)
@@ -108,7 +102,7 @@ def test_loads_that_jump_are_levelled_better_than_by_even_dispatch(name):
     placement, topology = ExpertPlacement(even_owners(16, 8), present_ED), Topology.uniform(8, 2)
     highest = sent_DED(now_DE, placement, topology).sum(axis=(0, 1)).max()
     assert highest <= 1.02 * optimum(now_DE.sum(axis=0), placement)
-    assert highest < 0.97 * EvenDispatch(now_DE, placement, topology).device_tokens_D().max()
+    assert highest < 0.97 * brute_force_dispatch_DED(now_DE, placement, topology).sum(axis=(0, 1)).max()
 
 
 def test_tokens_stay_where_they_are_if_that_is_level():

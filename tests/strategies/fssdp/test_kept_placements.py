@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.balanced.replica_planner import LEAST_SAVING, LayerSearch, layer_search
 from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search
 from megatron_fssdp.strategies.fssdp.kept_placements import RENEWAL, KeptPlacements
 
 from .hot_layers import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE

@@ -7,19 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.balanced.replica_planner import (
-    LEAST_SAVING,
-    LayerSearch,
-    layer_search,
-    plan_materialization,
-    plan_replicas,
-    search_replicas,
-)
-from megatron_fssdp.planning.balanced.search_costs import SearchCosts
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
-from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_D
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import doubling
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
@@ -27,11 +18,11 @@ from megatron_fssdp.planning.papers.prophet_planner import plan_layers
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.search import LEAST_SAVING, layer_search, plan_materialization
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages
 from tests.drawn_examples import examples
 
-from ..kernel_forms import answers_of_both_forms, needs_compiled
-from ..placement_cases import owned_layers, random_counts_DE
+from .placement_cases import owned_layers, random_counts_DE
 
 SEEDS = st.integers(0, 2**32 - 1)
 # Two nodes of two devices, two experts each; every device sends 8 pairs, half of them to expert 0.
@@ -52,6 +43,20 @@ NEARLY = 1e-3
 """Seconds that probabilities and router counts take at most in the layers below."""
 PLAIN = ExpertPlacement.owners_only(OWNERS, 4)
 SHARED = PLAIN.with_replicas([(0, 2)])
+
+
+def plan_replicas(
+    owner_E: np.ndarray,
+    load_DE: np.ndarray,
+    topology: Topology,
+    *,
+    slots: int,
+    profile: LayerProfile,
+    rematerialize: bool = False,
+) -> ExpertPlacement:
+    """The placement that the search finds."""
+    layer = layer_search(owner_E, load_DE, topology, profile, rematerialize=rematerialize, hides=True)
+    return layer.best_placement(slots=slots, most_replicated=len(owner_E))[0]
 
 
 def modelled_seconds(
@@ -79,7 +84,7 @@ def replicated(**changes: object) -> list[int]:
 
 
 def max_load(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> float:
-    return float(expected_device_load_D(load_DE, placement, topology).max())
+    return float(plan_dispatch("even", load_DE, placement, topology).device_tokens_D.max())
 
 
 def test_prices_equal_those_worked_out_by_hand() -> None:
@@ -182,7 +187,7 @@ def prophets(
             ),
             [number],
             slots=slots,
-        ).placement(0)
+        )[0][0]
         for number in [0, *doubling(most)]
     ]
 
@@ -222,10 +227,8 @@ def test_a_search_is_not_worse_than_the_placement_that_it_gets(
         layer_search(owner_E, counts_DE, topology, profile, rematerialize=False, hides=True)
         for counts_DE in (random_counts_DE(seed + i, topology.num_devices, owner_E.size) for i in range(2))
     ]
-    start, _ = searches[0].best_placement(slots=slots, most_replicated=owner_E.size, least_saving=0.0)
-    found, found_s = searches[1].best_placement(
-        slots=slots, most_replicated=owner_E.size, least_saving=0.0, start=start
-    )
+    start, _ = searches[0].best_placement(slots=slots, most_replicated=owner_E.size)
+    found, found_s = searches[1].best_placement(slots=slots, most_replicated=owner_E.size, start=start)
     assert found.replicas_per_device_D.max() <= slots
     assert found_s == pytest.approx(searches[1].seconds(found), rel=1e-9)
     assert found_s <= searches[1].seconds(start) * (1 + 1e-9)
@@ -274,29 +277,6 @@ def test_skewed_loads_end_near_balance(num_experts: int, num_devices: int, most:
         assert max_load(counts_DE, plan, topology) <= most * counts_DE.sum() / num_devices, seed
 
 
-@needs_compiled
-@examples(8)
-@given(owned_layers(), SEEDS, profiles(), st.integers(1, 3))
-def test_both_forms_of_the_kernel_find_the_same_placement(
-    case: tuple[Topology, np.ndarray], seed: int, profile: LayerProfile, slots: int
-) -> None:
-    topology, owner_E = case
-    load_DE = random_counts_DE(seed, topology.num_devices, owner_E.size).astype(np.float64)
-    costs = SearchCosts.of_profile(profile, topology, owner_E.size, rematerialize=False, hides=True)
-    layer = LayerSearch(owner_E, load_DE, topology, costs)
-    arguments = (
-        *layer._arrays,
-        slots,
-        owner_E.size,
-        40,
-        LEAST_SAVING,
-        0.0,
-        ExpertPlacement.owners_only(owner_E, topology.num_devices).present_ED.astype(int).reshape(-1),
-    )
-    plain, compiled = answers_of_both_forms(search_replicas, arguments)
-    assert plain == compiled
-
-
 def test_a_start_beyond_the_limits_is_refused() -> None:
     """The kernel would write beyond its arrays."""
     search = layer_search(OWNERS, HOT, TOPOLOGY, PROFILE, rematerialize=False, hides=True)
@@ -318,7 +298,7 @@ def test_bad_arguments_say_what_was_wanted() -> None:
             np.array([0, 0]), np.array([[1, -1], [1, 1]]), topology, overlap_degree=1, slots=1
         )
     with pytest.raises(ValueError, match="slots is -1: wanted 0 or more"):
-        plan_replicas(np.array([0]), np.ones((2, 1)), topology, slots=-1, profile=PROFILE)
+        plan_materialization(np.array([0]), np.ones((2, 1)), topology, overlap_degree=1, slots=-1)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
@@ -338,7 +318,7 @@ def test_hot_experts_come_to_every_node_if_links_between_nodes_decide(sigma: flo
         for devices in topology.devices_by_node:
             if not in_every_node.present_ED[expert, list(devices)].any():
                 free = [d for d in devices if in_every_node.replicas_per_device_D[d] < 2]
-                load_D = expected_device_load_D(load_DE, in_every_node, topology)
+                load_D = plan_dispatch("even", load_DE, in_every_node, topology).device_tokens_D
                 device = min(free, key=lambda d: load_D[d])
                 in_every_node = in_every_node.with_replicas([(expert, device)], slots=2)
     found = plan_replicas(owner_E, load_DE, topology, slots=2, profile=profile)

@@ -3,11 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.balanced.quota_planner import quota_assignment, quota_dispatch, split_among_peers
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-
-from ..sent_tables import sent_by_all
+from megatron_fssdp.planning.quotas import quota_assignment
 
 TOPOLOGY, OWNERS = Topology.uniform(4, 2), even_owners(8, 4)
 
@@ -46,30 +44,6 @@ def test_all_tokens_are_assigned_within_the_slots(seed: int, slots: int, devices
     assert tokens_ED.sum(axis=0).max() <= owned_D.max()
     if slots >= 8:
         assert tokens_ED.sum(axis=0).max() <= -(-load_E.sum() // 4) * 1.01 + 1
-
-
-@given(seed=st.integers(0, 10_000), devices_per_node=st.sampled_from([1, 2, 4]))
-def test_dispatch_fills_the_quotas_nearest_first(seed: int, devices_per_node: int) -> None:
-    rng = np.random.default_rng(seed)
-    topology = Topology.uniform(4, 4 // devices_per_node)
-    counts_DE = rng.poisson(rng.gamma(0.4, 30, 8), (4, 8))
-    tokens_ED = np.stack([rng.multinomial(load, rng.dirichlet(np.ones(4))) for load in counts_DE.sum(axis=0)])
-    dispatch = quota_dispatch(tokens_ED, counts_DE, topology)
-    sent_DED = sent_by_all(dispatch)
-    assert np.array_equal(sent_DED.sum(axis=2), counts_DE)
-    assert np.array_equal(sent_DED.sum(axis=0), tokens_ED)
-    own_DE = np.stack([sent_DED[device, :, device] for device in range(4)])
-    assert np.array_equal(own_DE, np.minimum(counts_DE, tokens_ED.T))
-
-
-@given(seed=st.integers(0, 10_000), num_peers=st.integers(1, 3))
-def test_expert_tensor_parallel_peers_share_the_quotas(seed: int, num_peers: int) -> None:
-    rng = np.random.default_rng(seed)
-    load_XE = rng.poisson(10, (num_peers, 8))
-    tokens_ED = np.stack([rng.multinomial(load, np.full(4, 0.25)) for load in load_XE.sum(axis=0)])
-    quotas_XED = split_among_peers(tokens_ED, load_XE)
-    assert np.array_equal(quotas_XED.sum(axis=2), load_XE)
-    assert np.array_equal(quotas_XED.sum(axis=0), tokens_ED)
 
 
 def test_negative_slots_are_refused() -> None:

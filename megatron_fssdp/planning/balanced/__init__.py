@@ -1,1 +1,0 @@
-"""Our own planners: the replica search with its costs, and exact quotas."""

@@ -1,0 +1,199 @@
+# C types of what kernels.py declares; local variables get theirs from these.
+
+import cython
+
+cdef double _HIGHEST_LEVEL
+cdef double _LEVEL_STEP
+cdef Py_ssize_t _NUM_LEVELS
+cdef Py_ssize_t _WIDTH
+cdef Py_ssize_t _KICK_PRICES
+cdef double _ROUNDING
+cdef double _NO_PAIRS
+cdef Py_ssize_t _HOP_BITS
+
+cdef class Trees:
+    cdef Py_ssize_t num_experts
+    cdef Py_ssize_t num_devices
+    cdef Py_ssize_t num_nodes
+    cdef Py_ssize_t[::1] owner_E
+    cdef Py_ssize_t[::1] node_D
+    cdef Py_ssize_t[::1] first_N
+    cdef Py_ssize_t[::1] member_D
+    cdef Py_ssize_t[::1] place_D
+    cdef Py_ssize_t[::1] start_E
+    cdef unsigned char[:, ::1] has_ED
+    cdef Py_ssize_t[::1] line_D
+    cdef Py_ssize_t line_up(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
+    cdef Py_ssize_t write_edges(self, Py_ssize_t[:, ::1] edges) noexcept nogil
+    cdef void write_edge(self, Py_ssize_t[:, ::1] edges, Py_ssize_t row, Py_ssize_t expert, Py_ssize_t source, Py_ssize_t to, Py_ssize_t depth) noexcept nogil
+
+cdef class Layer(Trees):
+    cdef double[:, ::1] load_ED
+    cdef double[:, ::1] load_EN
+    cdef double[::1] total_E
+    cdef double all_pairs
+    cdef Py_ssize_t[::1] spare_ints
+    cdef double[::1] spare_reals
+    cdef Py_ssize_t[::1] ints(self, Py_ssize_t size)
+    cdef double[::1] reals(self, Py_ssize_t size)
+    cdef Py_ssize_t slots
+    cdef Py_ssize_t[::1] used_D
+    cdef Py_ssize_t[::1] holders_E
+    cdef Py_ssize_t[:, ::1] holders_EN
+    cdef double[:, ::1] most_N
+    cdef double[::1] work_D
+    cdef double[::1] in_D
+    cdef double[::1] out_D
+    cdef double[::1] far_in_N
+    cdef double[::1] far_out_N
+    cdef Py_ssize_t[::1] gets_D
+    cdef Py_ssize_t[::1] sends_D
+    cdef Py_ssize_t[::1] gets_N
+    cdef Py_ssize_t[::1] sends_N
+    cdef Py_ssize_t[::1] hops_E
+    cdef Py_ssize_t[::1] fill_E
+    cdef double[::1] own_work_D
+    cdef double[::1] own_in_D
+    cdef double[::1] own_out_D
+    cdef double[::1] own_far_in_N
+    cdef double[::1] own_far_out_N
+    cdef Py_ssize_t[::1] own_gets_D
+    cdef Py_ssize_t[::1] own_sends_D
+    cdef Py_ssize_t[::1] own_gets_N
+    cdef Py_ssize_t[::1] own_sends_N
+    cdef Py_ssize_t own_hops
+    cdef Py_ssize_t own_fill
+    cdef Py_ssize_t hops
+    cdef Py_ssize_t fill
+    cdef Py_ssize_t num_prices
+    cdef bint is_smooth
+    cdef double[::1] dispatch_near
+    cdef double[::1] dispatch_far
+    cdef double[::1] combine_near
+    cdef double[::1] combine_far
+    cdef double per_token
+    cdef double times
+    cdef double[::1] start
+    cdef double[::1] gather
+    cdef double[::1] reduce
+    cdef double hidden
+    cdef double hidden_back
+    cdef bint each_pass
+    cdef double[:, ::1] of_hops
+    cdef void count_all(self) noexcept nogil
+    @cython.locals(num=Py_ssize_t, left=Py_ssize_t)
+    cdef void walk(self, Py_ssize_t expert) noexcept nogil
+    @cython.locals(rest=double, share=double, num=Py_ssize_t)
+    cdef void walk_node(self, Py_ssize_t expert, Py_ssize_t node, double each_far) noexcept nogil
+    cdef void count(self, Py_ssize_t expert, Py_ssize_t sign) noexcept nogil
+    cdef void put(self, Py_ssize_t expert, Py_ssize_t device, Py_ssize_t sign) noexcept nogil
+    @cython.locals(tokens=double, pairs=double, moved=double)
+    cdef double price(self) noexcept nogil
+    @cython.locals(tokens=double, near=double, far=double, moved_near=double, moved_far=double, moved=double, gets=double, sends=double, far_in=double, far_out=double, hops=Py_ssize_t, fill=Py_ssize_t, is_held=bint, weight=double)
+    cdef double price_with(self, Py_ssize_t expert, Py_ssize_t beside) noexcept nogil
+    cdef double on_link(self, double[::1] line, double pairs) noexcept nogil
+    cdef double moving(self, Py_ssize_t is_far, double experts, Py_ssize_t fill, Py_ssize_t hops, Py_ssize_t first, double[::1] per_expert) noexcept nogil
+    cdef double seconds(self, double tokens, double near, double far, double moved_near, double moved_far, Py_ssize_t hops, Py_ssize_t fill) noexcept nogil
+
+cdef class Search(Layer):
+    cdef double best
+    cdef double trial_s
+    cdef double kept_s
+    cdef double plain_s
+    cdef unsigned char[:, ::1] kept_ED
+    cdef unsigned char[:, ::1] owners_ED
+    cdef unsigned char[:, ::1] start_ED
+    cdef Py_ssize_t most_replicated
+    cdef Py_ssize_t most_prices
+    cdef double[::1] part_E
+    cdef Py_ssize_t[::1] ranked
+    cdef unsigned char[::1] trial_D
+    cdef unsigned char[::1] before_D
+    cdef Py_ssize_t[::1] free_N
+    cdef Py_ssize_t[::1] want_E
+    cdef Py_ssize_t[::1] order_E
+    cdef double[::1] plan_D
+    cdef Py_ssize_t[::1] by_owner_E
+    cdef Py_ssize_t[::1] first_D
+    cdef void keep(self, double seconds) noexcept nogil
+    cdef void become(self, unsigned char[:, ::1] to_ED) noexcept nogil
+    @cython.locals(num=Py_ssize_t)
+    cdef Py_ssize_t num_replicated(self) noexcept nogil
+    @cython.locals(part=double, num=Py_ssize_t)
+    cdef Py_ssize_t rank(self, bint of_links) noexcept nogil
+    cdef Py_ssize_t least_loaded(self, Py_ssize_t expert, Py_ssize_t node, bint is_full) noexcept nogil
+    cdef double note(self, Py_ssize_t expert) noexcept nogil
+    @cython.locals(may_grow=bint, gained=bint, added=Py_ssize_t, dropped=Py_ssize_t, added_s=double, dropped_s=double)
+    cdef bint improve(self, Py_ssize_t expert) noexcept nogil
+    cdef bint swap(self, Py_ssize_t expert) noexcept nogil
+    @cython.locals(least=double, seconds=double)
+    cdef double price_exchange(self, Py_ssize_t expert, Py_ssize_t other, Py_ssize_t device, Py_ssize_t back) noexcept nogil
+    cdef void exchange(self, Py_ssize_t comes, Py_ssize_t goes, Py_ssize_t device, Py_ssize_t back) noexcept nogil
+    cdef Py_ssize_t least_useful(self, Py_ssize_t device) noexcept nogil
+    cdef void descend(self, bint is_smooth) noexcept nogil
+    cdef Py_ssize_t largest_part(self) noexcept nogil
+    @cython.locals(room=Py_ssize_t, gain=double, most=double, wanted=Py_ssize_t, picked=Py_ssize_t, more=Py_ssize_t)
+    cdef Py_ssize_t give_away(self, bint in_all_nodes, double level, Py_ssize_t room) noexcept nogil
+    cdef void place_wanted(self) noexcept nogil
+    cdef void seed_by_levels(self) noexcept nogil
+    cdef void kick(self) noexcept nogil
+    cdef void seed_everywhere(self) noexcept nogil
+    cdef void prune(self) noexcept nogil
+    cdef void run(self) noexcept nogil
+
+cdef class Spilling:
+    cdef Py_ssize_t[::1] load_E
+    cdef Py_ssize_t[::1] load_D
+    cdef Py_ssize_t[::1] by_owner_E
+    cdef Py_ssize_t[::1] first_D
+    cdef Py_ssize_t[::1] busiest_first_D
+    cdef Py_ssize_t[:, ::1] nearest_ED
+    cdef Py_ssize_t slots
+    cdef Py_ssize_t[::1] room_D
+    cdef Py_ssize_t[::1] left_D
+    cdef Py_ssize_t[:, ::1] spilled
+    cdef Py_ssize_t num_spilled
+    cdef Py_ssize_t total
+    cdef double tolerance
+    cdef bint fits_below(self, Py_ssize_t ceiling) noexcept nogil
+    @cython.locals(left=Py_ssize_t, wanted=Py_ssize_t, taken=Py_ssize_t)
+    cdef Py_ssize_t spill_expert(self, Py_ssize_t expert, Py_ssize_t over) noexcept nogil
+    cdef void run(self) noexcept nogil
+
+cdef class GreedySteps:
+    cdef Py_ssize_t[::1] owner_E
+    cdef Py_ssize_t[::1] load_E
+    cdef Py_ssize_t[:, ::1] inputs_ED
+    cdef Py_ssize_t[:, ::1] fewest_first_ED
+    cdef Py_ssize_t[::1] computed_D
+    cdef Py_ssize_t[::1] received_D
+    cdef Py_ssize_t[::1] left_D
+    cdef Py_ssize_t[::1] is_selected_E
+    cdef Py_ssize_t[:, ::1] replicas
+    cdef Py_ssize_t[:, ::1] after
+    cdef Py_ssize_t num_replicas
+    cdef Py_ssize_t num_steps
+    cdef Py_ssize_t num_left_out
+    cdef Py_ssize_t most_steps
+    cdef double tolerance
+    @cython.locals(has_room=bint)
+    cdef Py_ssize_t run(self) noexcept nogil
+
+cdef class Choices(Trees):
+    cdef double[:, ::1] load_DE
+    cdef double top_k
+    cdef Py_ssize_t[:, ::1] holders_EN
+    cdef double[::1] missed
+    cdef double[::1] taken
+    cdef double[:, ::1] tokens_DD
+    cdef double[:, ::1] tokens_DN
+    @cython.locals(pairs=double, tokens=double)
+    cdef void run(self) noexcept nogil
+    @cython.locals(holders=Py_ssize_t, is_near=bint)
+    cdef void choose(self, Py_ssize_t source, Py_ssize_t expert, double share) noexcept nogil
+    @cython.locals(chance=double)
+    cdef void add(self, Py_ssize_t place, double share) noexcept nogil
+
+cdef void _copy(unsigned char[:, ::1] source_ED, unsigned char[:, ::1] to_ED) noexcept nogil
+cdef double _most(bint is_smooth, double most, double value) noexcept nogil
+cdef double _eighth_root(double number) noexcept nogil

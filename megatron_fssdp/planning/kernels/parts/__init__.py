@@ -1,1 +1,0 @@
-"""Parts of kernels: classes that a kernel's source takes in as text when it is compiled."""

@@ -1,0 +1,68 @@
+"""Exact quotas: how many tokens of each expert each device computes, planned from a micro-batch's counts.
+
+This planner is ours and follows the approach of ECHO and UltraEP. The counts are known. A search finds the
+lowest limit (ceiling) that the load of every device can have. Tokens above the ceiling spill to devices with
+room, and the dispatch follows this assignment.
+
+Shape letters: E experts, D devices.
+"""
+
+import numpy as np
+
+from megatron_fssdp.planning.compiled_form import kernels
+from megatron_fssdp.planning.loads.checked_loads import checked_counts
+from megatron_fssdp.planning.placement.topology import Topology
+
+CEILING_TOLERANCE = 0.005
+"""The search for the lowest ceiling stops at this precision, a part of the mean device load."""
+
+
+def quota_assignment(
+    owner_E: np.ndarray, counts_DE: np.ndarray, topology: Topology, *, slots: int
+) -> np.ndarray:
+    """Plan how many tokens of each expert each device computes.
+
+    A binary search finds the lowest ceiling of device loads that is possible with at most ``slots`` experts
+    of other owners on a device. An owner above the ceiling spills tokens of its most loaded experts first.
+    They go to devices with room, first to those in the nodes from which most of the expert's tokens come,
+    then to the device with the lowest number.
+
+    Args:
+        owner_E: Owner of every expert, integers ``[E]``.
+        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+        topology: Nodes of the devices.
+        slots: Most experts of other owners that a device may compute, m.
+
+    Returns:
+        Tokens by expert and device, int64 ``[E, D]``. Row ``e`` sums to the tokens of expert ``e``.
+
+    Raises:
+        ValueError: The counts do not match the owners and devices, or ``slots`` is negative.
+    """
+    owner = np.asarray(owner_E, dtype=np.int64)
+    num_experts, num_devices = len(owner), topology.num_devices
+    counts = checked_counts(counts_DE, num_devices, num_experts)
+    if slots < 0:
+        raise ValueError(f"slots is {slots}: wanted 0 or more; 0 means that nothing spills")
+    load_E = counts.sum(axis=0)
+    load_D = np.bincount(owner, weights=load_E, minlength=num_devices).astype(np.int64)
+    tokens_ED = np.zeros((num_experts, num_devices), np.int64)
+    tokens_ED[np.arange(num_experts), owner] = load_E
+    from_node_ED = topology.sum_over_nodes(counts).T[:, topology.node_of_device_D]
+    first_D = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_devices))])
+    arrays = (
+        load_E,
+        load_D,
+        np.lexsort((-load_E, owner)),
+        first_D,
+        np.argsort(-load_D, kind="stable"),
+        np.argsort(-from_node_ED, axis=1, kind="stable"),
+    )
+    tolerance = CEILING_TOLERANCE * float(load_E.sum()) / num_devices
+    spilled = kernels().spill(
+        *(memoryview(np.ascontiguousarray(array)) for array in arrays), slots, tolerance
+    )
+    expert_P, device_P, number_P = spilled.T
+    np.add.at(tokens_ED, (expert_P, device_P), number_P)
+    np.subtract.at(tokens_ED, (expert_P, owner[expert_P]), number_P)
+    return tokens_ED

@@ -1,0 +1,21 @@
+"""What pyproject.toml cannot say: a compiled module that may be missing, and where the configs lie."""
+
+from setuptools import Extension, find_packages, setup
+
+KERNELS = Extension(
+    "megatron_fssdp.planning.kernels",
+    ["megatron_fssdp/planning/kernels.py"],
+    # A contracted a * b + c rounds once where plain Python rounds twice: ranks could plan differently.
+    extra_compile_args=["-ffp-contract=off"],
+    optional=True,  # without a C compiler the installation goes on, and planning runs as plain Python
+)
+
+setup(
+    packages=[*find_packages(include=["megatron_fssdp", "megatron_fssdp.*"]), "megatron_fssdp.configs"],
+    package_dir={"megatron_fssdp.configs": "configs"},
+    package_data={
+        "": ["py.typed", "*.css", "*.js", "*.j2", "*.pxd"],
+        "megatron_fssdp.configs": ["**/*.yaml", "*.json"],
+    },
+    ext_modules=[KERNELS],
+)

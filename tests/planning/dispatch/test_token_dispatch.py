@@ -1,0 +1,165 @@
+"""Dispatches: nothing is lost, nearest holders come first, and exact shares level device loads."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch, plan_dispatch
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.search import plan_materialization
+from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.runtime.slots.exact_shares import Holders, exact_ends_ED
+from tests.drawn_examples import examples
+
+from ..cost.dense_traffic import pairs_traffic
+from ..placement_cases import brute_force_dispatch_DED, placements, random_counts_DE
+
+SEEDS = st.integers(0, 2**32 - 1)
+WHOLE = 840
+"""Multiples of this number are divided among any number of holders without remainder."""
+
+
+def sent_by_all(dispatch: TokenDispatch) -> np.ndarray:
+    """Tokens by source, expert and receiving device, ``[D, E, D]``."""
+    return np.stack([dispatch.sent_ED(source) for source in range(len(dispatch.counts_DE))])
+
+
+def held_by(num_devices: int, *holders_of_experts: tuple[int, ...]) -> ExpertPlacement:
+    present_ED = np.zeros((len(holders_of_experts), num_devices), dtype=bool)
+    for expert, holders in enumerate(holders_of_experts):
+        present_ED[expert, list(holders)] = True
+    return ExpertPlacement(np.array([holders[0] for holders in holders_of_experts]), present_ED)
+
+
+def test_tokens_stay_then_go_to_their_node_then_to_all_holders() -> None:
+    counts_DE, topology = np.full((6, 1), 9), Topology.uniform(6, 3)
+    dispatch = plan_dispatch("even", counts_DE, held_by(6, (0, 1, 2)), topology)
+    assert dispatch.sent_ED(1).tolist() == [[0, 9, 0, 0, 0, 0]]
+    assert dispatch.sent_ED(3).tolist() == [[0, 0, 9, 0, 0, 0]]
+    assert dispatch.sent_ED(4).tolist() == [[3, 3, 3, 0, 0, 0]]
+    assert dispatch.cross_node_tokens == 18
+    assert dispatch.device_tokens_D.tolist() == [15, 15, 24, 0, 0, 0]
+
+
+@examples(150)
+@given(placements(), SEEDS)
+def test_even_dispatch_is_the_one_written_down_token_by_token(
+    case: tuple[Topology, ExpertPlacement], seed: int
+) -> None:
+    topology, placement = case
+    counts_DE = WHOLE * random_counts_DE(seed, placement.num_devices, placement.num_experts)
+    full = brute_force_dispatch_DED(counts_DE, placement, topology)
+    dispatch = plan_dispatch("even", counts_DE, placement, topology)
+    np.testing.assert_allclose(sent_by_all(dispatch), full, rtol=1e-9, atol=1e-6)
+    np.testing.assert_allclose(dispatch.device_tokens_D, full.sum(axis=(0, 1)), rtol=1e-9)
+    found, wanted = dispatch.busiest, pairs_traffic(full.sum(axis=1), topology)
+    for name in ("near", "far_of_device", "far_of_node", "far_of_mean_node"):
+        assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=1e-9, abs=1e-6)
+
+
+@examples(150)
+@given(placements(), SEEDS, st.sampled_from(["exact", "owner", "quotas"]))
+def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(
+    case: tuple[Topology, ExpertPlacement], seed: int, kind: str
+) -> None:
+    topology, placement = case
+    counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
+    if kind == "quotas":
+        rng = np.random.default_rng(seed)
+        share_ED = (
+            rng.random(placement.present_ED.shape) * placement.present_ED + 1e-12 * placement.present_ED
+        )
+        tokens_ED = counts_DE.sum(axis=0)[:, None] * share_ED / share_ED.sum(axis=1, keepdims=True)
+        dispatch = TokenDispatch(counts_DE, tokens_ED, topology)
+    else:
+        dispatch = plan_dispatch(kind, counts_DE, placement, topology)  # type: ignore[arg-type]
+    sent_DED = sent_by_all(dispatch)
+    assert sent_DED.min() >= -1e-9
+    assert not sent_DED[:, ~placement.present_ED].any()
+    np.testing.assert_allclose(sent_DED.sum(axis=2), counts_DE, atol=1e-6)
+    np.testing.assert_allclose(sent_DED.sum(axis=0), dispatch.tokens_ED, atol=1e-6)
+    own_DE = np.einsum("ded->de", sent_DED)
+    np.testing.assert_allclose(own_DE, np.minimum(dispatch.tokens_ED.T, counts_DE), atol=1e-6)
+    # A node does not send tokens away that its own holders could still compute, nor get others' then.
+    is_far_DD = np.array(topology.node_of_device)[:, None] != np.array(topology.node_of_device)
+    for expert in range(placement.num_experts):
+        far_DD = np.where(is_far_DD, sent_DED[:, expert], 0)
+        for devices in map(list, topology.devices_by_node):
+            assert min(far_DD[devices].sum(), far_DD[:, devices].sum()) <= 1e-6
+    found, wanted = dispatch.busiest, pairs_traffic(sent_DED.sum(axis=1), topology)
+    assert found.far_of_node == pytest.approx(wanted.far_of_node, rel=1e-9, abs=1e-6)
+    assert found.near == pytest.approx(wanted.near, rel=1e-9, abs=1e-6)
+    if kind == "owner":
+        replicas_ED = placement.present_ED.copy()
+        replicas_ED[np.arange(placement.num_experts), placement.owner_E] = False
+        np.testing.assert_array_equal(dispatch.tokens_ED[replicas_ED], counts_DE.T[replicas_ED])
+    if kind == "exact":
+        even_D = plan_dispatch("even", counts_DE, placement, topology).device_tokens_D
+        assert dispatch.device_tokens_D.max() <= even_D.max() * (1 + 1e-9)
+
+
+@examples(100)
+@given(placements(), SEEDS)
+def test_exact_dispatch_is_what_the_device_computes(
+    case: tuple[Topology, ExpertPlacement], seed: int
+) -> None:
+    """The device rounds to whole tokens, and keeps even dispatch where its remainders are lucky."""
+    topology, placement = case
+    counts_DE = WHOLE * random_counts_DE(seed, placement.num_devices, placement.num_experts)
+    dispatch = plan_dispatch("exact", counts_DE, placement, topology)
+    slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
+    slot_ED, node_D = (torch.from_numpy(array.copy()) for array in (slots.slot_ED, topology.node_of_device_D))
+    device_D = np.zeros(placement.num_devices)
+    for source in range(placement.num_devices):
+        end_ED = exact_ends_ED(torch.from_numpy(counts_DE), Holders.of(slot_ED, node_D, source)).numpy()
+        device_D += np.diff(end_ED, axis=1, prepend=0).sum(axis=0)
+    slack = placement.num_experts * placement.num_devices
+    assert np.abs(dispatch.device_tokens_D - device_D).max() <= slack
+
+
+def test_exact_shares_improve_drifted_loads() -> None:
+    """Sixteen experts on eight devices are planned for one load and used under another."""
+    topology = Topology.uniform(8, 1)
+    excess: dict[str, list[float]] = {"even": [], "exact": []}
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        popularity_E = rng.lognormal(sigma=1.0, size=16)
+        planned_DE = rng.multinomial(4096, popularity_E / popularity_E.sum(), size=8)
+        drifted_E = popularity_E * rng.lognormal(sigma=0.3, size=16)
+        counts_DE = rng.multinomial(4096, drifted_E / drifted_E.sum(), size=8)
+        placement = plan_materialization(even_owners(16, 8), planned_DE, topology, overlap_degree=16, slots=2)
+        for policy, found in excess.items():
+            load_D = plan_dispatch(policy, counts_DE, placement, topology).device_tokens_D  # type: ignore[arg-type]
+            found.append(load_D.max() / load_D.mean() - 1)
+    assert np.mean(excess["exact"]) < 0.5 * np.mean(excess["even"])
+
+
+def test_replicas_take_tokens_of_an_overloaded_owner() -> None:
+    # Devices 0 and 3 hold expert 0; device 0 also owns expert 1, which all devices use.
+    placement, topology = held_by(4, (0, 3), (0,)), Topology.uniform(4, 1)
+    counts_DE = np.array([[10, 20]] * 4)
+    assert plan_dispatch("even", counts_DE, placement, topology).device_tokens_D.tolist() == [100, 0, 0, 20]
+    load_D = plan_dispatch("exact", counts_DE, placement, topology).device_tokens_D
+    # Expert 1 has one holder, so that device 0 computes 80 pairs at least.
+    assert load_D.sum() == pytest.approx(120)
+    assert 80 <= load_D[0] <= 82
+
+
+@pytest.mark.parametrize("policy", ["even", "exact", "owner"])
+def test_without_replicas_and_without_tokens_there_is_one_dispatch(policy: str) -> None:
+    plain, topology = ExpertPlacement.owners_only(np.array([0, 1]), 2), Topology.uniform(2, 1)
+    none_DE = np.zeros((2, 2), np.int64)
+    assert plan_dispatch(policy, none_DE + 1, plain, topology).tokens_ED.tolist() == [[2, 0], [0, 2]]  # type: ignore[arg-type]
+    empty = plan_dispatch(policy, none_DE, plain.with_replicas([(0, 1)]), topology)  # type: ignore[arg-type]
+    assert not empty.tokens_ED.any()
+
+
+def test_bad_arguments_say_what_was_wanted() -> None:
+    placement = held_by(2, (0,), (1,))
+    with pytest.raises(ValueError, match=r"shape \(3, 2\).* wanted \(2, 2\)"):
+        plan_dispatch("even", np.zeros((3, 2), int), placement, Topology.uniform(2, 1))
+    with pytest.raises(ValueError, match=r"placement 2 devices: wanted \(3, 2\)"):
+        plan_dispatch("even", np.zeros((3, 2), int), placement, Topology.uniform(3, 1))

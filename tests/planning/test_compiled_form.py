@@ -1,0 +1,102 @@
+"""The compiled kernels and the same file as plain Python find the same plans; which one runs is known."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning import compiled_form, quotas, search
+from megatron_fssdp.planning.compiled_form import kernel_form, kernels
+from megatron_fssdp.planning.cost import deduplicated_traffic
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expected_hops
+from megatron_fssdp.planning.papers import prophet_planner
+from megatron_fssdp.planning.papers.prophet_model import ProphetModel
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer import transfer_plan
+from tests.drawn_examples import examples
+
+from .placement_cases import owned_layers, random_counts_DE
+
+USERS = (quotas, search, deduplicated_traffic, prophet_planner, transfer_plan)
+needs_compiled = pytest.mark.skipif(
+    kernel_form() != "compiled", reason=f"planning kernels: {kernel_form()}; nothing to compare with"
+)
+
+
+def plain_kernels() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plain_kernels", compiled_form.SOURCE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PLAIN = plain_kernels()
+
+
+def plans(form: ModuleType, topology: Topology, owner_E: np.ndarray, counts_DE: np.ndarray) -> list[object]:
+    """What every kernel finds for one layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        for user in USERS:
+            patch.setattr(user, "kernels", lambda: form)
+        costs = search.SearchCosts.of_loads(topology, float(counts_DE.sum()))
+        layer = search.LayerSearch(owner_E, counts_DE.astype(np.float64), topology, costs)
+        placement, seconds = layer.best_placement(slots=2, most_replicated=owner_E.size)
+        model = ProphetModel(topology.num_devices, 1.0, 100, 100, 1.0, 1.0)
+        prophets = prophet_planner.plan_layers(owner_E, counts_DE, model, [0], slots=2)
+        hops = expected_hops(counts_DE, placement, topology, TokenChoices(2))
+        return [
+            placement.present_ED.tolist(),
+            seconds,
+            layer.seconds(placement),
+            quotas.quota_assignment(owner_E, counts_DE, topology, slots=2).tolist(),
+            [(found.present_ED.tolist(), found_s) for found, found_s in prophets],
+            (hops.tokens_DN.tolist(), hops.tokens_DD.tolist()),
+            transfer_plan._two_level_transfer(placement, topology).table.tolist(),
+        ]
+
+
+@needs_compiled
+@examples(15)
+@given(owned_layers(), st.integers(0, 2**32 - 1))
+def test_both_forms_find_the_same(case: tuple[Topology, np.ndarray], seed: int) -> None:
+    topology, owner_E = case
+    counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
+    assert plans(PLAIN, topology, owner_E, counts_DE) == plans(kernels(), topology, owner_E, counts_DE)
+
+
+def form_of(package: Path) -> str:
+    """The form that a copy of the sources finds."""
+    code = "from megatron_fssdp.planning.compiled_form import kernel_form; print(kernel_form())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(package)},
+        cwd=package,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.strip()
+
+
+def test_without_an_extension_of_the_present_source_planning_is_plain_python(tmp_path: Path) -> None:
+    root = compiled_form.SOURCE.parents[2]
+    package = tmp_path / "megatron_fssdp"
+    shutil.copytree(root / "megatron_fssdp", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "pyproject.toml").write_text("")
+    assert form_of(tmp_path) == "plain Python (not compiled)"
+    extension = package / "planning" / f"kernels{compiled_form.EXTENSION_SUFFIXES[0]}"
+    extension.write_bytes(b"not an extension")
+    assert "plain Python (the compiled kernels cannot be loaded" in form_of(tmp_path)
+    os.utime(extension, (0, 0))
+    assert form_of(tmp_path) == "plain Python (not compiled from the present source)"
