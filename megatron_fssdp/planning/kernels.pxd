@@ -107,15 +107,17 @@ cdef class Search(Layer):
     cdef Py_ssize_t most_prices
     cdef double[::1] part_E
     cdef Py_ssize_t[::1] ranked
-    cdef unsigned char[::1] trial_D
-    cdef unsigned char[::1] before_D
+    cdef unsigned char[:, ::1] tried_D
     cdef Py_ssize_t[::1] free_N
     cdef Py_ssize_t[::1] want_E
-    cdef Py_ssize_t[::1] order_E
     cdef double[::1] plan_D
     cdef Py_ssize_t[::1] by_owner_E
     cdef Py_ssize_t[::1] first_D
+    cdef Py_ssize_t[::1] hottest_E
     cdef void keep(self, double seconds) noexcept nogil
+    cdef void hold(self, Py_ssize_t expert, unsigned char[:, ::1] table, Py_ssize_t row) noexcept nogil
+    @cython.locals(any_put=bint)
+    cdef bint spread(self, Py_ssize_t expert, Py_ssize_t kind) noexcept nogil
     cdef void become(self, unsigned char[:, ::1] to_ED) noexcept nogil
     @cython.locals(num=Py_ssize_t)
     cdef Py_ssize_t num_replicated(self) noexcept nogil
@@ -136,7 +138,9 @@ cdef class Search(Layer):
     cdef Py_ssize_t give_away(self, bint in_all_nodes, double level, Py_ssize_t room) noexcept nogil
     cdef void place_wanted(self) noexcept nogil
     cdef void seed_by_levels(self) noexcept nogil
+    @cython.locals(may_grow=bint)
     cdef void kick(self) noexcept nogil
+    @cython.locals(is_more=bint)
     cdef void seed_everywhere(self) noexcept nogil
     cdef void prune(self) noexcept nogil
     cdef void run(self) noexcept nogil

@@ -203,8 +203,8 @@ class Layer(Trees):
         self.each_pass, self.of_hops = costs.each_pass, costs.of_hops
         devices, num_nodes, experts = self.num_devices, self.num_nodes, self.num_experts
         # One allocation for each type: many small ones take longer than the search of a small layer.
-        ints = _ints(8 * experts + 7 * devices + 6 * num_nodes)
-        reals = _reals(2 * experts + 8 * devices + 5 * num_nodes)
+        ints = _ints(4 * experts + 5 * devices + 5 * num_nodes)
+        reals = _reals(2 * experts + 7 * devices + 4 * num_nodes)
         self.spare_ints, self.spare_reals = ints, reals
         self.total_E, self.all_pairs, self.num_prices = self.reals(experts), 0.0, 0
         self.is_smooth = False
@@ -451,9 +451,10 @@ class Search(Layer):
         most_prices: Number of prices after which a descent ends.
         part_E: Parts of the experts in what :meth:`rank` looks at.
         ranked: The experts with the largest parts.
-        trial_D: Holders of the best trial of :meth:`improve`, with ``trial_s`` seconds; ``before_D`` those
-            before it.
+        hottest_E: The experts by their pairs, descending.
+        tried_D: Holders of an expert before :meth:`improve`, and in its best trial of ``trial_s`` seconds.
         free_N: Least loaded device of each node that can take a replica; -1 if there is none.
+        want_E: Holders that water filling wants for each expert, and ``plan_D`` the loads of devices then.
     """
 
     def __init__(self, layer: tuple, most_replicated: int, most_prices: int, start_ED: object) -> None:
@@ -464,8 +465,8 @@ class Search(Layer):
         self.owners_ED, self.start_ED = memoryview(np.array(self.has_ED)), start_ED
         self.kept_ED = memoryview(np.array(self.has_ED))
         self.part_E, self.ranked, self.want_E = self.reals(experts), _ints(_WIDTH), self.ints(experts)
-        self.order_E = self.ints(experts)
-        self.trial_D, self.before_D = memoryview(bytearray(devices)), memoryview(bytearray(devices))
+        self.hottest_E = memoryview(np.argsort(-np.asarray(self.total_E), kind="stable"))
+        self.tried_D = memoryview(np.zeros((2, devices), np.uint8))
         self.free_N, self.plan_D = self.ints(nodes), self.reals(devices)
         # The experts by owner, and where those of each device begin.
         self.by_owner_E = memoryview(np.argsort(np.asarray(self.owner_E), kind="stable"))
@@ -481,17 +482,41 @@ class Search(Layer):
     def become(self, to_ED: memoryview) -> None:
         """Go to another placement."""
         for expert in range(self.num_experts):
-            differs = 0
             for device in range(self.num_devices):
                 if self.has_ED[expert, device] != to_ED[expert, device]:
-                    differs = 1
+                    self.count(expert, -1)
+                    self.hold(expert, to_ED, expert)
+                    self.count(expert, 1)
                     break
-            if differs:
-                self.count(expert, -1)
-                for device in range(self.num_devices):
-                    if self.has_ED[expert, device] != to_ED[expert, device]:
-                        self.put(expert, device, 1 if to_ED[expert, device] else -1)
-                self.count(expert, 1)
+
+    def hold(self, expert: int, table: memoryview, row: int) -> None:
+        """Give an expert that is out the holders of a row of a table."""
+        for device in range(self.num_devices):
+            if self.has_ED[expert, device] != table[row, device]:
+                self.put(expert, device, 1 if table[row, device] else -1)
+
+    def spread(self, expert: int, kind: int) -> bool:
+        """Change the replicas of an expert that is out; say whether it got any.
+
+        Args:
+            expert: The expert.
+            kind: 0: it loses all. 1: it gets one in every node without it. 2: it gets one more in every node.
+                3: it gets one on every device with a free slot.
+        """
+        any_put = False
+        for node in range(self.num_nodes):
+            if kind == 2 or (kind == 1 and self.holders_EN[expert, node] == 0):
+                device = self.least_loaded(expert, node, False)
+                if device >= 0:
+                    self.put(expert, device, 1)
+                    any_put = True
+        for device in range(self.num_devices):
+            if kind == 0 and self.has_ED[expert, device] and device != self.owner_E[expert]:
+                self.put(expert, device, -1)
+            elif kind == 3 and not self.has_ED[expert, device] and self.used_D[device] < self.slots:
+                self.put(expert, device, 1)
+                any_put = True
+        return any_put
 
     def num_replicated(self) -> int:
         """Number of experts with replicas."""
@@ -578,7 +603,7 @@ class Search(Layer):
         if seconds < self.trial_s * (1.0 - _ROUNDING):
             self.trial_s = seconds
             for device in range(self.num_devices):
-                self.trial_D[device] = self.has_ED[expert, device]
+                self.tried_D[1, device] = self.has_ED[expert, device]
         return seconds
 
     def improve(self, expert: int) -> bool:
@@ -594,7 +619,7 @@ class Search(Layer):
         owner = self.owner_E[expert]
         may_grow = self.holders_E[expert] > 1 or self.num_replicated() < self.most_replicated
         for device in range(self.num_devices):
-            self.before_D[device] = self.has_ED[expert, device]
+            self.tried_D[0, device] = self.has_ED[expert, device]
         self.trial_s = self.best
         added = dropped = -1
         added_s = dropped_s = 0.0
@@ -608,7 +633,7 @@ class Search(Layer):
                 if added < 0 or seconds < added_s:
                     added, added_s = free, seconds
         for device in range(self.num_devices):
-            if self.before_D[device] and device != owner:
+            if self.tried_D[0, device] and device != owner:
                 self.put(expert, device, -1)
                 seconds = self.note(expert)
                 if dropped < 0 or seconds < dropped_s:
@@ -627,23 +652,14 @@ class Search(Layer):
                     self.put(expert, self.free_N[node], -1)
             self.put(expert, dropped, 1)
         if may_grow:
-            for node in range(self.num_nodes):
-                if self.holders_EN[expert, node] == 0 and self.free_N[node] >= 0:
-                    self.put(expert, self.free_N[node], 1)
+            self.spread(expert, 1)
             self.note(expert)
-            for device in range(self.num_devices):
-                if not self.has_ED[expert, device] and self.used_D[device] < self.slots:
-                    self.put(expert, device, 1)
+            self.spread(expert, 3)
             self.note(expert)
-        for device in range(self.num_devices):
-            if self.has_ED[expert, device] and device != owner:
-                self.put(expert, device, -1)
+        self.spread(expert, 0)
         self.note(expert)
         gained = self.trial_s < self.best
-        for device in range(self.num_devices):
-            wanted = self.trial_D[device] if gained else self.before_D[device]
-            if wanted != self.has_ED[expert, device]:
-                self.put(expert, device, 1 if wanted else -1)
+        self.hold(expert, self.tried_D, 1 if gained else 0)
         self.count(expert, 1)
         if gained:
             self.best = self.trial_s
@@ -835,19 +851,11 @@ class Search(Layer):
 
     def seed_everywhere(self) -> None:
         """Keep the best of the placements with the hottest 1, 2, … experts on all devices (FasterMoE)."""
-        for expert in range(self.num_experts):
-            self.part_E[expert] = self.total_E[expert]
-        for _ in range(min(self.num_experts, self.most_replicated)):
-            picked = self.largest_part()
-            self.part_E[picked] = -1.0
-            any_put = False
-            self.count(picked, -1)
-            for device in range(self.num_devices):
-                if not self.has_ED[picked, device] and self.used_D[device] < self.slots:
-                    self.put(picked, device, 1)
-                    any_put = True
-            self.count(picked, 1)
-            if not any_put:
+        for i in range(min(self.num_experts, self.most_replicated)):
+            self.count(self.hottest_E[i], -1)
+            is_more = self.spread(self.hottest_E[i], 3)
+            self.count(self.hottest_E[i], 1)
+            if not is_more:
                 return
             self.keep(self.price())
 
@@ -872,38 +880,21 @@ class Search(Layer):
 
     def kick(self) -> None:
         """Change all replicas of one expert at once and descend; keep what gains, otherwise go back."""
-        first = self.num_prices
-        missed = 0
-        turn = 0
-        for expert in range(self.num_experts):
-            self.part_E[expert] = self.total_E[expert]
-        for expert in range(self.num_experts):
-            self.order_E[expert] = self.largest_part()
-            self.part_E[self.order_E[expert]] = -1.0
-        while missed < 3 * self.num_experts and self.num_prices - first < _KICK_PRICES // self.num_experts:
-            expert = self.order_E[turn // 3 % self.num_experts]
-            kind = turn % 3
-            turn += 1
-            missed += 1
-            self.become(self.kept_ED)
-            self.count(expert, -1)
-            if kind == 0:
-                for device in range(self.num_devices):
-                    if self.has_ED[expert, device] and self.owner_E[expert] != device:
-                        self.put(expert, device, -1)
-            elif self.holders_E[expert] > 1 or self.num_replicated() < self.most_replicated:
-                for node in range(self.num_nodes):
-                    if kind == 1 and self.holders_EN[expert, node] > 0:
-                        continue
-                    device = self.least_loaded(expert, node, False)
-                    if device >= 0:
-                        self.put(expert, device, 1)
-            self.count(expert, 1)
-            before = self.kept_s
-            self.most_prices = self.num_prices + _KICK_PRICES // self.num_experts
-            self.descend(False)
-            if self.kept_s < before:
-                missed = 0
+        limit = _KICK_PRICES // self.num_experts
+        last = self.num_prices + limit
+        for i in range(self.num_experts):
+            expert = self.hottest_E[i]
+            for kind in range(3):
+                if self.num_prices >= last:
+                    return
+                self.become(self.kept_ED)
+                may_grow = self.holders_E[expert] > 1 or self.num_replicated() < self.most_replicated
+                self.count(expert, -1)
+                if kind == 0 or may_grow:
+                    self.spread(expert, kind)
+                self.count(expert, 1)
+                self.most_prices = self.num_prices + limit
+                self.descend(False)
 
     def run(self) -> None:
         """Search; the result is ``kept_ED`` and ``kept_s``."""

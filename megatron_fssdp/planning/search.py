@@ -136,7 +136,7 @@ class SearchCosts:
         if (choices := profile.sent_choices) is not None:
             of_near, of_far = tokens_per_pair(topology, num_experts, choices)
         reduced_bytes = profile.expert_bytes if rematerialize else profile.reduced_bytes
-        betas = np.array([near.beta_s_per_byte, far.beta_s_per_byte])
+        betas = np.array([near.beta_s_per_byte, far.beta_s_per_byte], np.float64)
         hops = np.arange(1, _most_hops(topology) + 1)
         of_hops = np.zeros((len(hops) + 1, 6))
         for first, num_bytes, stages in (
@@ -153,9 +153,9 @@ class SearchCosts:
             combine_far=_line(rows.far_of_node, 1, of_far * profile.token_bytes / times),
             per_token=(1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
             times=float(times),
-            start=np.array([near.alpha_s, far.alpha_s]),
-            gather=profile.expert_bytes * betas,
-            reduce=reduced_bytes * betas,
+            start=np.array([near.alpha_s, far.alpha_s], np.float64),
+            gather=float(profile.expert_bytes) * betas,
+            reduce=float(reduced_bytes) * betas,
             hidden=profile.non_moe_s + counts_s if hides else 0.0,
             hidden_back=BACKWARD_PER_FORWARD * profile.non_moe_s if hides else 0.0,
             each_pass=rematerialize,
@@ -312,7 +312,7 @@ def _measured_costs(
 
 def _line(link: LinkCost, starts: int, num_bytes: float) -> np.ndarray:
     """Start-up seconds of a collective, and its seconds for each pair of ``num_bytes``."""
-    return np.array([starts * link.alpha_s, num_bytes * link.beta_s_per_byte])
+    return np.array([starts * link.alpha_s, num_bytes * link.beta_s_per_byte], np.float64)
 
 
 def _most_hops(topology: Topology) -> int:
