@@ -222,7 +222,7 @@ def _refusal(recipe: Recipe) -> str | None:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_fssdp.config.errors import ConfigurationError
-    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
     from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
     from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
     from megatron_fssdp.megatron_adapter.support.supported_features import REFUSALS
@@ -238,7 +238,7 @@ def _refusal(recipe: Recipe) -> str | None:
     try:
         session.check_model(args)
         if session.strategy.moves_owners:
-            check_checkpoint_arguments(args)
+            fit_checkpoint_arguments(name, args)
     except ConfigurationError as error:
         return "; ".join(reasons) or str(error)
     assert not reasons, reasons

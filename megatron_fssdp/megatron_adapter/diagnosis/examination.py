@@ -23,14 +23,11 @@ if TYPE_CHECKING:
 def examine_machine(
     run: "RunConfig | None" = None, folders: Sequence[tuple[str, Path]] = ()
 ) -> tuple[Finding, ...]:
-    """Run all checks that apply. This takes as long as importing torch and Megatron.
+    """Run all checks that apply, in the order of the report; this imports torch and Megatron.
 
     Args:
         run: Run to check on this machine; ``None`` checks the machine only.
         folders: Setting or option that names a checkpoint folder, and the folder.
-
-    Returns:
-        The findings, in the order of the report.
     """
     with _quiet_imports():
         torch = look_for("torch", "torch")
@@ -53,8 +50,8 @@ def examine_machine(
         if torch.works:
             findings += check_devices(gpus, run, engine.works)
         else:
-            unknown = "not checked, because torch cannot be imported"
-            findings += [note(name, unknown) for name in (*CHECKS, *(("ranks",) if run is not None else ()))]
+            names = CHECKS if run is None else (*CHECKS, "ranks")
+            findings += [note(name, "not checked, because torch cannot be imported") for name in names]
     return (*findings, *(check_folder(folder, setting) for setting, folder in folders))
 
 

@@ -2,21 +2,14 @@
 
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, problem
-from megatron_fssdp.megatron_adapter.diagnosis.packages import one_line
+from megatron_fssdp.megatron_adapter.support.broken_packages import one_line
 from megatron_fssdp.megatron_adapter.support.capabilities import absence, optional_seams, training_seams
 from megatron_fssdp.megatron_adapter.support.tested_versions import pip_install
 from megatron_fssdp.planning.native.kernel import REBUILD, kernel_form
 
 
 def check_seams(has_megatron: bool) -> list[Finding]:
-    """Look up all seams in the installed Megatron.
-
-    Args:
-        has_megatron: Whether Megatron can be imported.
-
-    Returns:
-        A finding for the number of seams found, and one for each missing seam.
-    """
+    """Return a finding for the number of seams in the installed Megatron, and one for each missing seam."""
     check = "Megatron's seams"
     if not has_megatron:
         return [note(check, "not checked, because Megatron cannot be imported")]

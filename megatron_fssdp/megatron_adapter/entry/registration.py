@@ -1,8 +1,7 @@
 """Registers the plugin with Megatron's command line and training loop.
 
 This module wraps Megatron's functions for runs of a script, once, and states the reason for each. Only what
-layer specs and subclasses cannot change is wrapped: the argument parser and its checks, the class that
-Megatron's specs build, the check of the built model, and the beginning and end of iterations.
+layer specs and subclasses cannot change is wrapped.
 """
 
 import os
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overwritten_checkpoint
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
     CheckpointHint,
     OwnerHint,
@@ -30,10 +29,6 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStra
 from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
 from megatron_fssdp.megatron_adapter.support.capabilities import check_training
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
-from megatron_fssdp.megatron_adapter.support.replaced_settings import (
-    CHECKPOINT_REPLACEMENTS,
-    replace_settings,
-)
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
 _requested: RequestedStrategy | None = None
@@ -47,14 +42,14 @@ def requested_strategy() -> RequestedStrategy | None:
 def register(by_launcher: bool = False) -> None:
     """Add the plugin to Megatron. Call this before Megatron parses its arguments.
 
-    The launcher calls this for unmodified scripts. A script that also calls it may run under the launcher:
-    its call then changes nothing. Under ``--moe-strategy none``, the default, Megatron computes bitwise the
-    same results as without the plugin, with one exception: BERT gets the experts of ``--num-experts``, which
-    Megatron ignores. A script that does not catch a :class:`ConfigurationError` ends with one line and exit
-    code 2.
+    A script that calls this may also run under the launcher: its call then changes nothing. Under
+    ``--moe-strategy none``, the default, Megatron computes bitwise the same results as without the plugin,
+    with one exception: BERT gets the experts of ``--num-experts``, which Megatron ignores. A script that does
+    not catch a :class:`ConfigurationError` ends with one line and exit code 2. On a machine without an
+    accelerator, Megatron runs on the CPU (``megatron_adapter.cpu.cpu_runtime``).
 
     Args:
-        by_launcher: Whether the launcher calls this. The launcher reports errors itself.
+        by_launcher: Whether the launcher calls this, which reports errors itself.
 
     Raises:
         ConfigurationError: The installed Megatron lacks a seam that the plugin needs.
@@ -78,8 +73,11 @@ def register(by_launcher: bool = False) -> None:
 
     from megatron.training import arguments, training
 
-    add_arguments, parse = arguments.add_megatron_arguments, arguments.parse_args
-    validate = arguments.validate_args
+    add_arguments, parse, validate = (
+        arguments.add_megatron_arguments,
+        arguments.parse_args,
+        arguments.validate_args,
+    )
 
     # parse_args builds the parser by calling this function of its module.
     @wraps(add_arguments)
@@ -122,11 +120,7 @@ def register(by_launcher: bool = False) -> None:
 
 
 def check_started_as_rank() -> None:
-    """Raise if Megatron could not find the other ranks. A single rank needs a launcher such as torchrun too.
-
-    Raises:
-        ConfigurationError: Environment variables that torchrun sets are missing.
-    """
+    """Raise a ConfigurationError if variables of torchrun are missing, which a single rank needs too."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and not dist.is_initialized():
         raise ConfigurationError(
@@ -144,8 +138,7 @@ def _resolve_request(args: Any) -> None:
         session = StrategySession(name, settings, timeout, communicator_options(args))
         session.check_model(args)
         if session.strategy.moves_owners:
-            check_checkpoint_arguments(args)
-            replace_settings(f"--moe-strategy {name}", CHECKPOINT_REPLACEMENTS, args)
+            fit_checkpoint_arguments(f"--moe-strategy {name}", args)
         if settings.nodes is not None:
             check_declared_nodes(settings.nodes, args.world_size)
         _build_our_layer(session)

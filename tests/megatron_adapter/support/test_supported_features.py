@@ -8,6 +8,10 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import (
+    CHECKPOINT_REPLACEMENTS,
+    fit_checkpoint_arguments,
+)
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
 from megatron_fssdp.megatron_adapter.support.dispatch_limits import (
     RULES,
@@ -15,10 +19,6 @@ from megatron_fssdp.megatron_adapter.support.dispatch_limits import (
     check_slots,
     keeps_flex,
     slot_multiple,
-)
-from megatron_fssdp.megatron_adapter.support.replaced_settings import (
-    CHECKPOINT_REPLACEMENTS,
-    replace_settings,
 )
 from megatron_fssdp.megatron_adapter.support.supported_features import REFUSALS, check_supported
 from megatron_fssdp.strategies.registry import build_strategy
@@ -206,7 +206,7 @@ def test_only_rank_0_logs_replacements(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    args = SimpleNamespace(save="x", ckpt_assume_constant_structure=True)
-    replace_settings("fssdp", CHECKPOINT_REPLACEMENTS, args)
+    args = SimpleNamespace(save="x", ckpt_format="torch_dist", ckpt_assume_constant_structure=True)
+    fit_checkpoint_arguments("fssdp", args)
     assert not args.ckpt_assume_constant_structure
     assert not caplog.messages
