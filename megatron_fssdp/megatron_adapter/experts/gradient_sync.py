@@ -43,7 +43,7 @@ def take_over(
 
     Args:
         parameters: Parameters of experts.
-        layer: Layer of the experts that these Parameters hold.
+        layer: Layer of these experts.
         finish_gradients: Function that completes the gradients of all layers. It is called before DDP reduces
             them, on all ranks in the same order, and more than once in an iteration.
     """
@@ -57,23 +57,14 @@ def take_over(
 
 
 def belong_to(layer: SlotLayer, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Declare that Parameters hold experts of a layer, from now on.
-
-    Args:
-        layer: The layer.
-        parameters: Parameters that :func:`take_over` has got before.
-    """
+    """Declare that Parameters that were taken over hold experts of a layer from now on."""
     for parameter in parameters:
         if hasattr(parameter, _FINISH):
             setattr(parameter, _LAYER, layer)
 
 
 def await_parameters(experts: torch.nn.Module) -> None:
-    """Finish the parameter all-gather that DDP overlaps with the forward pass.
-
-    Args:
-        experts: Module whose submodules hold the experts' Parameters.
-    """
+    """Finish the gather of an expert module's Parameters that DDP overlaps with the forward pass."""
     for module in experts.modules():
         for hook in list(module._forward_pre_hooks.values()):
             if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel._make_forward_pre_hook"):
@@ -81,14 +72,7 @@ def await_parameters(experts: torch.nn.Module) -> None:
 
 
 def start_waiting(group: Any = None) -> bool:
-    """Start the reductions of a bucket group, or of all bucket groups whose layers are all home.
-
-    Args:
-        group: The bucket group; ``None`` for all that are home.
-
-    Returns:
-        Whether a reduction has waited.
-    """
+    """Start the reductions of a bucket group, or of all whose layers are home; return whether one waited."""
     ready = [one for one in _waiting if (_is_home(one[0]) if group is None else one[0] is group)]
     for entry in ready:
         _waiting.remove(entry)
@@ -131,8 +115,7 @@ def _install() -> None:
 
 
 def _complete(group: Any) -> None:
-    finish_gradients = _finisher(group)
-    if finish_gradients is not None:
+    if (finish_gradients := _finisher(group)) is not None:
         finish_gradients()
 
 

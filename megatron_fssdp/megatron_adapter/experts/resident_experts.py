@@ -45,7 +45,7 @@ class ResidentExperts:
         model_chunks: Model chunks of this rank, wrapped in Megatron's DDP.
         optimizer: Megatron's optimizer, after it has loaded a checkpoint. From now on its ``step`` also steps
             the replicas.
-        expert_data_parallel: Process group of the ranks that hold the same experts as this rank.
+        expert_data_parallel: Group of the ranks that hold the same experts.
 
     Attributes:
         parameters: The Parameters of each resident slot of this rank, layer by layer.
@@ -135,13 +135,9 @@ class ResidentExperts:
         self._token_factor = None
 
     def hold(self, placements: Sequence[ExpertPlacement]) -> ReshardReport | None:
-        """Replace the resident replicas, between iterations; all ranks of the stage's experts must call it.
+        """Replace the replicas by those of each layer's placement, between iterations; all ranks call it.
 
-        Args:
-            placements: The new placement of every layer.
-
-        Returns:
-            What was copied; ``None`` if nothing changes.
+        It returns what was copied, or ``None`` if nothing changes.
 
         Raises:
             RuntimeError: The ranks got different placements.
@@ -247,9 +243,7 @@ def _start_states_like(model: Any, residents: Any) -> None:
     some = next(iter(examples.values()))
     for optimizer, group in _groups(residents):
         for parameter in group["params"]:
-            state: dict[str, Any] = {}
-            optimizer.state[parameter] = state
-            for name, value in examples.get(_identity(group), some).items():
+            state = optimizer.state[parameter] = dict(examples.get(_identity(group), some))
+            for name, value in state.items():
                 if torch.is_tensor(value):
-                    value = torch.zeros_like(parameter) if value.dim() else value.clone()
-                state[name] = value
+                    state[name] = torch.zeros_like(parameter) if value.dim() else value.clone()

@@ -27,17 +27,10 @@ _blanks: dict[tuple[ExpertLayout, torch.device, tuple[bool, ...]], ExpertParamet
 
 
 def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
-    """Return the Parameters of each local expert, in the order of ``ExpertWeights``.
-
-    The modules and their Parameters stay as Megatron registered them. Initial weights, optimizer groups
-    and checkpoint keys therefore equal those of stock Megatron.
-
-    Args:
-        experts: Megatron's expert module, ``SequentialMLP`` or ``TEGroupedMLP``.
-        num_experts: Number of local experts of the module.
+    """Return the Parameters of each local expert of a module, in the order of ``ExpertWeights``.
 
     Raises:
-        ConfigurationError: The module stores its weights in another way.
+        ConfigurationError: The module is neither ``SequentialMLP`` nor ``TEGroupedMLP``.
     """
     if hasattr(experts, "local_experts"):
         places = [(_linears(mlp), "") for mlp in experts.local_experts]
@@ -62,6 +55,9 @@ def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
 
 class SlotExperts:
     """The forward pass of Megatron's expert module for the experts in the slots of this device.
+
+    The modules and their Parameters stay as Megatron registered them. Initial weights, optimizer groups
+    and checkpoint keys therefore equal those of stock Megatron.
 
     Args:
         module: Megatron's expert module: ``SequentialMLP``, or ``TEGroupedMLP`` with one weight tensor for
@@ -89,11 +85,7 @@ class SlotExperts:
         self._used: torch.Tensor | None = None
 
     def share_modules(self, others: Sequence["SlotExperts"]) -> None:
-        """Let slots of this layer compute with the modules of other layers, whose Parameters they may hold.
-
-        Args:
-            others: Experts of the layers with which this one exchanges owners.
-        """
+        """Let slots of this layer compute with modules of other layers, whose Parameters they may hold."""
         for other in others:
             self._mlps = {**other._mlps, **self._mlps}
 

@@ -1,8 +1,7 @@
 """Turns Parameters, master weights and optimizer states of experts into quantities that slots can exchange.
 
 Slots are interchangeable if an expert trains in the same way in each of them. All ranks that hold a
-pipeline stage's experts compare this before anything moves. Either all of them continue or all of them
-raise.
+pipeline stage's experts compare this before anything moves, and all of them continue or raise.
 
 With the distributed optimizer, each rank of an expert-data-parallel group holds the optimizer states of
 a part of each slot only. The parts are put together before an exchange, and each rank keeps its part
@@ -42,10 +41,7 @@ PARAMETERS = "parameters"
 
 @dataclass(frozen=True, eq=False)
 class PartedQuantity:
-    """One quantity of all slots of a device, for example Adam's first moment.
-
-    A rank may hold only parts of it. The class implements
-    :class:`megatron_fssdp.collectives.sparse.slot_exchange.SlotQuantity`.
+    """One quantity of all slots of a device, for example Adam's first moment: a ``SlotQuantity``.
 
     Attributes:
         name: Name of the quantity in messages.
@@ -92,17 +88,13 @@ class PartedQuantity:
 
 
 class _Findings(NamedTuple):
-    """What one rank, or several ranks together, found in their slots; one entry each if all is well.
+    """What one rank, or several ranks together, found in their slots."""
 
-    Attributes:
-        problems: Why slots cannot be exchanged.
-        layouts: Number of slots, and shape, data type and whether it is trained of each Parameter of a slot.
-        profiles: Optimizer settings by position of the Parameter in its slot.
-    """
-
-    problems: frozenset[str] = frozenset()
+    problems: frozenset[str] = frozenset()  # why slots cannot be exchanged
+    # Number of slots, and shape, data type and whether it is trained of each Parameter; one entry if all is
+    # well.
     layouts: frozenset[tuple[Any, ...]] = frozenset()
-    profiles: frozenset[tuple[int, Profile]] = frozenset()
+    profiles: frozenset[tuple[int, Profile]] = frozenset()  # settings by position of the Parameter in a slot
 
 
 Ranges = tuple[tuple[int, int, int], ...]
@@ -112,19 +104,12 @@ Ranges = tuple[tuple[int, int, int], ...]
 def slot_quantities(
     slots: Sequence[ExpertParameters],
     optimizer: Any,
-    *,
     expert_parallel: dist.ProcessGroup,
     expert_data_parallel: dist.ProcessGroup,
 ) -> list[PartedQuantity]:
     """Return everything that travels with an expert: parameters, master weights and optimizer states.
 
     All ranks of both groups must call it. Before the first optimizer step there are no optimizer states.
-
-    Args:
-        slots: Parameters of each slot of this rank.
-        optimizer: Megatron's optimizer.
-        expert_parallel: Group of the ranks that share the experts.
-        expert_data_parallel: Group of the ranks that hold the same experts as this rank.
 
     Raises:
         ConfigurationError: The slots are not interchangeable, or an optimizer keeps a state that cannot be
@@ -136,12 +121,8 @@ def slot_quantities(
         own = _describe(slots, states_WO)
     except ConfigurationError as error:
         own = _Findings(problems=frozenset({str(error)}))
-    ranges: Ranges = tuple(
-        (state.start, state.stop, state.parameter.numel())
-        for states in states_WO
-        for state in states
-        if state.trained
-    )
+    trained = (state for states in states_WO for state in states if state.trained)
+    ranges: Ranges = tuple((state.start, state.stop, state.parameter.numel()) for state in trained)
     copies: list[tuple[_Findings, Ranges]] = _gathered((own, ranges), expert_data_parallel)
     found = _together([findings for findings, _ in copies])
     sharing = sharing_group(slots, optimizer, expert_data_parallel)
@@ -159,19 +140,12 @@ def slot_quantities(
 
 
 def _describe(slots: Sequence[ExpertParameters], states_WO: Sequence[Sequence[ParameterState]]) -> _Findings:
-    layouts = (
-        tuple((tuple(p.shape), p.dtype, state.trained) for p, state in zip(slot, states, strict=True))
-        for slot, states in zip(slots, states_WO, strict=True)
-    )
-    profiles = (
-        (position, state.profile)
-        for states in states_WO
-        for position, state in enumerate(states)
-        if state.profile is not None
-    )
-    return _Findings(
-        layouts=frozenset((len(slots), layout) for layout in layouts), profiles=frozenset(profiles)
-    )
+    layouts, profiles = set[tuple[Any, ...]](), set[tuple[int, Profile]]()
+    for slot, states in zip(slots, states_WO, strict=True):
+        pairs = [*zip(slot, states, strict=True)]
+        layouts.add((len(slots), tuple((tuple(p.shape), p.dtype, state.trained) for p, state in pairs)))
+        profiles |= {(at, state.profile) for at, state in enumerate(states) if state.profile is not None}
+    return _Findings(layouts=frozenset(layouts), profiles=frozenset(profiles))
 
 
 def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -44,16 +44,15 @@ _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One Parameter and what the optimizer on this rank keeps for it.
+    """One Parameter and what the optimizer on this rank keeps for its elements ``[start, stop)``.
 
     Attributes:
         parameter: All elements of the Parameter, as a flat view.
-        trained: Whether an optimizer updates the Parameter.
+        trained: Whether an optimizer, maybe of another rank, updates the Parameter.
         start: First element that the optimizer on this rank updates.
-        stop: End (exclusive) of the elements that the optimizer on this rank updates.
+        stop: End (exclusive) of these elements.
         tensors: Master weights and optimizer states of these elements by name, as flat tensors.
-        profile: Settings and single-number states of the Parameter; ``None`` if this rank updates no
-            part of it.
+        profile: Settings and single-number states; ``None`` if this rank updates no part.
     """
 
     parameter: Tensor
@@ -65,25 +64,17 @@ class ParameterState:
 
 
 class _Entry(NamedTuple):
-    """Where an optimizer of Megatron's keeps the states of a Parameter's elements ``[start, stop)``.
-
-    ``key`` is the tensor by which torch's optimizer finds the states: the Parameter or its master. ``group``
-    is its parameter group, with the settings.
-    """
+    """Where an optimizer of Megatron's keeps the states of a Parameter's elements ``[start, stop)``."""
 
     optimizer: Any
-    key: Tensor
-    group: Mapping[str, Any]
+    key: Tensor  # by which torch's optimizer finds the states: the Parameter or its master
+    group: Mapping[str, Any]  # its parameter group, with the settings
     start: int
     stop: int
 
 
 def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[list[ParameterState]]:
     """Return what this rank holds of every Parameter of every slot. It does not communicate.
-
-    Args:
-        slots: Parameters of each slot of this rank.
-        optimizer: Megatron's optimizer: a ``ChainedOptimizer`` or one of the three known optimizers.
 
     Raises:
         ConfigurationError: This module cannot move the contents of an optimizer or of a state.
@@ -98,10 +89,7 @@ def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[
 
 
 def members_of(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers that are chained in an optimizer, at any depth; the optimizer if none are.
-
-    Megatron's stubs, which have no parameters on this rank, are left out.
-    """
+    """Yield an optimizer, or those that are chained in it, without stubs, which have no parameters here."""
     if hasattr(optimizer, "chained_optimizers"):
         for member in optimizer.chained_optimizers:
             yield from members_of(member)
@@ -123,11 +111,6 @@ def sharing_group(
 
     With several instances of the distributed optimizer, each instance has all states, and its ranks are a
     part of the expert-data-parallel group.
-
-    Args:
-        slots: Parameters of each slot of this rank.
-        optimizer: Megatron's optimizer.
-        expert_data_parallel: Group of all ranks that hold the same experts as this rank.
     """
     for member in members_of(optimizer):
         buffers = member.buffers if type(member) is DistributedOptimizer and slots else ()

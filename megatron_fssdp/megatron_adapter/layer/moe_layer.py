@@ -21,7 +21,7 @@ from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.routing.topology_aware_router import install_gate
+from megatron_fssdp.megatron_adapter.routing.topology_aware_router import TopologyAwareTopK, install_gate
 from megatron_fssdp.megatron_adapter.support.dispatch_limits import slot_multiple
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
@@ -93,14 +93,9 @@ class StrategyMoELayer(MoELayer):
         self.slot_layer.on_pass = self._bind
         gradient_sync.take_over(chain.from_iterable(local), self.slot_layer, session.runtime.finish_gradients)
         if (leaving_share := session.settings.leaving_share) is not None:
-            install_gate(
-                self.router,
-                lambda: self.slot_layer.context.owner_E,
-                self.ep_group.rank(),
-                groups.topology,
-                leaving_share,
-                session.settings.leaving_choices,
-            )
+            owners, choices = lambda: self.slot_layer.context.owner_E, session.settings.leaving_choices
+            gate = TopologyAwareTopK(owners, groups.device, groups.topology, leaving_share, choices)
+            install_gate(self.router, gate)
         self._session = session
         # Megatron calls the module; its hooks run as ever, and the slots' experts compute.
         self.experts.forward = self._compute

@@ -24,12 +24,11 @@ def select_experts(
     the highest fit leave. Ties go to the lower expert and the lower token.
 
     * ``each``: the K experts of a token are selected one after another, and the limit holds for each of these
-      selections. A token that may not leave takes the best expert of this rank's node that it has not
-      selected yet.
+      selections. A token that may not leave takes the best expert of this rank's node that is left.
     * ``one``: a token that leaves does so with its best expert only. All other experts are the best ones
-      of this rank's node. If no more than ``most_leaving`` tokens want to leave, nothing is limited.
-      This is the gate that the authors published (``fmoe/gates/faster_gate.py`` of github.com/laekov/fastmoe)
-      for K = 2.
+      of this rank's node. If no more than ``most_leaving`` tokens want to leave, nothing is limited. With
+      K = 2, this is the gate that the authors published (``fmoe/gates/faster_gate.py`` of
+      github.com/laekov/fastmoe).
 
     Args:
         fit_TE: How well every expert fits every token, ``[T, E]``; comparable between tokens.
@@ -91,10 +90,8 @@ def _highest_leaving(
 
 
 def _best_experts(fit_TE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The K best experts of each token, the best first, int64 ``[T, K]``.
-
-    The sort is stable, because ``argmax`` and ``topk`` do not define which of equal values they return.
-    """
+    """The K best experts of each token, the best first, int64 ``[T, K]``."""
+    # The sort is stable, because argmax and topk do not define which of equal values they return.
     return torch.sort(fit_TE, dim=1, descending=True, stable=True).indices[:, :top_k]
 
 

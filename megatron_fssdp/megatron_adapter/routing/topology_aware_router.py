@@ -44,13 +44,7 @@ _REFUSALS: tuple[Refusal, ...] = (
 
 
 def check_gate(config: Any) -> None:
-    """Refuse a model whose router selects experts in a way that the gate cannot replace.
-
-    ``config`` are Megatron's parsed arguments or a ``TransformerConfig``.
-
-    Raises:
-        ConfigurationError: The model uses such a router.
-    """
+    """Refuse, by a ConfigurationError, settings whose router selects experts in a way of its own."""
     refuse("router: topology_aware (router=stock does)", _REFUSALS, config)
 
 
@@ -65,8 +59,8 @@ class TopologyAwareTopK:
         topology: Nodes of the expert-parallel group.
         leaving_share: Fraction of this rank's tokens, 0 to 1, that may leave the node.
         leaving_choices: Choices of a token that the limit is about (:func:`select_experts`).
-        scores_are_logits: Whether the scores are logits. They are then compared after a softmax, because
-            logits of different tokens are not comparable.
+        scores_are_logits: Whether scores are logits. These are compared after a softmax, because logits of
+            different tokens are not comparable.
         layer_number: Number of the layer, which Megatron's router sets.
     """
 
@@ -81,14 +75,9 @@ class TopologyAwareTopK:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, *_groups: Any, **_more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Select the experts of every token; Megatron's router calls this.
+        """Return scores ``[T, K]`` and indices, int64 ``[T, K]``, of each token's experts for the router.
 
-        Args:
-            scores: Scores by which the router selects experts, ``[T, E]``.
-            topk: Number of experts per token, K.
-
-        Returns:
-            Scores ``[T, K]`` and indices, int64 ``[T, K]``, of the selected experts.
+        It gives the scores by which it selects, ``[T, E]``, and the number of experts per token, K.
         """
         node_D = np.asarray(self.topology.node_of_device)
         is_near_E = torch.from_numpy(node_D[self.owner_E()] == node_D[self.device]).to(scores.device)
@@ -100,17 +89,8 @@ class TopologyAwareTopK:
         return scores.gather(1, indices), indices
 
 
-def install_gate(
-    router: Any,
-    owner_E: Callable[[], np.ndarray],
-    device: int,
-    topology: Topology,
-    leaving_share: float,
-    leaving_choices: LeavingChoices = "each",
-) -> None:
+def install_gate(router: Any, gate: TopologyAwareTopK) -> None:
     """Install the topology-aware gate in a router: Megatron's ``TopKRouter`` of one layer.
-
-    The other arguments are those of :class:`TopologyAwareTopK`.
 
     Raises:
         ConfigurationError: The router has no attribute ``router_replay``, or the experts of a node are
@@ -122,18 +102,14 @@ def install_gate(
             "TopKRouter of megatron-core 0.19 or newer; use router=stock"
         )
     config = router.config
-    per_node = np.bincount(np.asarray(topology.node_of_device)[owner_E()], minlength=topology.num_nodes)
+    node_D = np.asarray(gate.topology.node_of_device)
+    per_node = np.bincount(node_D[gate.owner_E()], minlength=gate.topology.num_nodes)
     if per_node.min() < config.moe_router_topk:
         raise ConfigurationError(
             f"router: got topology_aware with {per_node.min()} experts in a node, wanted at least "
             f"{config.moe_router_topk}, the number of experts per token; use fewer nodes, more experts, or "
             "router=stock"
         )
-    router.router_replay = TopologyAwareTopK(
-        owner_E,
-        device,
-        topology,
-        leaving_share,
-        leaving_choices,
-        config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax,
-    )
+    is_softmax = config.moe_router_score_function == "softmax"
+    gate.scores_are_logits = is_softmax and not config.moe_router_pre_softmax
+    router.router_replay = gate

@@ -263,10 +263,8 @@ class IterationDriver:
             return None
         old, load_LE = slots.owners, self._mean_loads().sum(axis=1)
         new = self._session.strategy.reshard(self._contexts_of_copies(), load_LE, old)
-        if not old.moves_to(new):
-            return None
-        report = self._resharding.execute(old, new)
-        slots.adopt(new)
+        if (report := self._resharding.execute(old, new)) is not None:
+            slots.adopt(new)
         return report
 
     def _replicate(self, iteration: int) -> ReshardReport | None:
