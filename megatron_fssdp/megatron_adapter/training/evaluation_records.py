@@ -16,16 +16,12 @@ from megatron_fssdp.reporting.records.evaluations import Evaluation, append_eval
 
 
 def wrap_evaluation(training: Any, record_dir: Callable[[], Path | None]) -> None:
-    """Wrap Megatron's evaluation, so that its losses go to the run's records.
+    """Wrap the evaluation of ``megatron.training.training``, so that its losses go to the run's records.
 
-    Args:
-        training: The module ``megatron.training.training``. Megatron looks up its functions there at call
-            time.
-        record_dir: Function that returns the folder of the run's records; ``None`` without records.
+    ``record_dir`` returns the folder of these records, or ``None`` without records.
     """
     evaluate, evaluate_all = training.evaluate, training.evaluate_and_print_results
-    signature = inspect.signature(evaluate_all)
-    iteration, names = 0, _names("validation")
+    signature, iteration, names = inspect.signature(evaluate_all), 0, _names("validation")
 
     @wraps(evaluate_all)
     def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:

@@ -17,11 +17,7 @@ from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
 
 class FiniteWatch:
-    """Watches the hidden states that enter and leave the MoE layers of this rank.
-
-    Args:
-        model: Model chunks of this rank. A forward hook is added to each of their MoE layers.
-    """
+    """Watches the hidden states that enter and leave the MoE layers of this rank's model chunks."""
 
     def __init__(self, model: Iterable[torch.nn.Module]) -> None:
         layers = [m for chunk in model for m in chunk.modules() if isinstance(m, StrategyMoELayer)]
@@ -36,10 +32,7 @@ class FiniteWatch:
             self._marks_L2.zero_()
 
     def finding(self) -> str | None:
-        """Return a sentence about where NaN or infinity appeared first on this rank since :meth:`clear`.
-
-        It waits for the device. If all numbers were finite, it returns ``None``.
-        """
+        """Say where NaN or infinity appeared first since :meth:`clear`, if so; it waits for the device."""
         return self._finding_in_forward() or self._finding_in_gradients()
 
     def _watch_layer(

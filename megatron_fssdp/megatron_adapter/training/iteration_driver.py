@@ -52,12 +52,6 @@ class IterationDriver:
     :meth:`end`, after the optimizer step, collects what each layer did. The replicas' sums of gradients are
     reset wherever Megatron resets those of its model chunks.
 
-    Args:
-        session: The strategy's session.
-        model: Model chunks of this rank, wrapped in Megatron's DDP.
-        optimizer: Megatron's optimizer.
-        args: Megatron's arguments.
-
     Attributes:
         runtime: Runtime of the model's MoE layers.
         held: How many replicas exist at the same time on this rank.
@@ -75,8 +69,7 @@ class IterationDriver:
         self.held = held_replicas(session, model, args)
         self.reshard: ReshardReport | None = None
         self.selection: SelectionReport | None = None
-        self._iterations_to_measure = 0
-        self._measured_replicas_bytes = 0
+        self._iterations_to_measure = self._measured_replicas_bytes = 0
         self._began_s = 0.0
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
@@ -85,45 +78,32 @@ class IterationDriver:
             chunk.zero_grad_buffer = self._resetting(chunk.zero_grad_buffer)
         # Megatron turns this check off for fp16, where loss scaling makes non-finite numbers normal.
         self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
-        layers = self.runtime.layers
-        if session.strategy.resident_slots and args.expert_model_parallel_size > 1:
-            self._residents = ResidentExperts(
-                session.slots,
-                session.strategy.resident_slots,
-                model,
-                optimizer,
-                parallel_state.get_expert_data_parallel_group(),
-            )
+        layers, strategy = self.runtime.layers, session.strategy
+        copies = parallel_state.get_expert_data_parallel_group()
+        if strategy.resident_slots and args.expert_model_parallel_size > 1:
+            slots = strategy.resident_slots
+            self._residents = ResidentExperts(session.slots, slots, model, optimizer, copies)
         if not layers or layers[0].context.num_devices == 1:
             return
-        if session.strategy.moves_owners:
-            self._resharding = ExpertResharding(
-                session.slots.parameters,
-                self._expert_parallel,
-                parallel_state.get_expert_data_parallel_group(),
-                model,
-                optimizer,
-            )
+        if strategy.moves_owners:
+            owned, devices = session.slots.parameters, layers[0].groups.expert_parallel
+            self._resharding = ExpertResharding(owned, devices, copies, model, optimizer)
             # This call only checks that slots can be exchanged. A run should fail now and not at its first
             # re-shard.
             self._resharding.quantities()
-        if session.strategy.selects and session.slots.layers:
-            self._selector = StrategySelector(session.strategy, self._groups_of_owners, self._device)
-        self._iterations_to_measure = session.strategy.profile_iterations
+        if strategy.selects and session.slots.layers:
+            self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
+        self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
                 layer.stopwatch = LayerStopwatch()
         report_memory(session, args, self.held)
 
     @property
-    def _expert_parallel(self) -> dist.ProcessGroup:
-        return self.runtime.layers[0].groups.expert_parallel
-
-    @property
     def _groups_of_owners(self) -> list[dist.ProcessGroup]:
         """The groups over which ranks agree if they must have equal plans or share owners."""
         return [
-            self._expert_parallel,
+            self.runtime.layers[0].groups.expert_parallel,
             parallel_state.get_expert_tensor_parallel_group(),
             parallel_state.get_expert_data_parallel_group(),
         ]
@@ -201,10 +181,8 @@ class IterationDriver:
         """Bytes that an iteration's replicas took on this rank."""
         first = self.runtime.layers[0]
         layout, device = first.experts.layout(), first.groups.device
-        placements = [placement for load in loads for placement in load.placements]
-        replicas_L = [int(placement.replicas_per_device_D[device]) for placement in placements]
         return held_replicas_bytes(
-            replicas_L,
+            [int(one.replicas_per_device_D[device]) for load in loads for one in load.placements],
             expert_bytes=layout.num_bytes,
             gradient_bytes_per_expert=layout.numel * FP32_BYTES,
             held=self.held,

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 def reports_for_stage() -> bool:
     """Whether this rank logs for its pipeline stage."""
-    return (
-        parallel_state.get_expert_model_parallel_rank() == 0
-        and parallel_state.get_expert_data_parallel_rank() == 0
-        and parallel_state.get_expert_tensor_parallel_rank() == 0
+    return not (
+        parallel_state.get_expert_model_parallel_rank()
+        or parallel_state.get_expert_data_parallel_rank()
+        or parallel_state.get_expert_tensor_parallel_rank()
     )
 
 

@@ -30,7 +30,7 @@ def reporting_stop(args: Any) -> Iterator[None]:
 
 
 def report_non_finite(args: Any, finding: str) -> None:
-    """Log one line about where NaN or infinity appeared first, with a sentence that names the place."""
+    """Log one line with a sentence that names the place where NaN or infinity appeared first."""
     logger.error(
         f"[fssdp] error on rank {dist.get_rank()}: iteration {_running_iteration(args)}: {finding}. "
         f"{how_to_go_on(args)}"

@@ -39,13 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
-    """Wrap the functions of Megatron's training loop.
-
-    Args:
-        training: The module ``megatron.training.training``. Megatron looks up its functions there at call
-            time.
-        requested_strategy: Function that returns the strategy of the parsed command line.
-    """
+    """Wrap the training loop of ``megatron.training.training``, for the strategy of the command line."""
     setup, step, train = training.setup_model_and_optimizer, training.train_step, training.train
     get_schedule = training.get_forward_backward_func
     # Both exist when the model is built, if the run needs them.
@@ -76,7 +70,7 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
                 if record_dir is not None and dist.get_rank() == 0:
                     _describe_run(record_dir, model, requested)
-                recorder = RunRecorder(record_dir, requested.name, operations, to_boards=to_boards)
+                recorder = RunRecorder(record_dir, requested.name, operations, to_boards)
         return built
 
     @wraps(step)
@@ -140,8 +134,7 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             return train(*args, **kwargs)
 
     def record_dir() -> Path | None:
-        requested = requested_strategy()
-        return None if requested is None else requested.settings.record_dir
+        return requested.settings.record_dir if (requested := requested_strategy()) else None
 
     wrap_evaluation(training, record_dir)
     training.setup_model_and_optimizer = setup_model_and_optimizer
@@ -156,12 +149,10 @@ def _describe_run(record_dir: Path, model: list[torch.nn.Module], requested: Req
     settings = requested.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
     strategy = {"name": requested.name, "settings": settings}
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    on_cpu = not torch.cuda.is_available()
+    where = ranks_per_node, not torch.cuda.is_available()
     run: RunConfig | None = None
     try:
-        run = run_config_from_arguments(
-            get_args(), "bert" if is_bert else "gpt", ranks_per_node, on_cpu, strategy
-        )
+        run = run_config_from_arguments(get_args(), "bert" if is_bert else "gpt", *where, strategy)
     except ConfigurationError as error:
         logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
     write_recorded_settings(record_dir, run, strategy)
