@@ -43,9 +43,8 @@ _blocks_wrapped = False
 def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
     """Make an expert module's sharded state dict follow the owner map.
 
-    Call this when the layer is built, because models are built in several ways and a checkpoint may be
-    loaded soon afterwards. The first call also wraps the method of ``TransformerBlock`` and ``HybridStack``,
-    which changes nothing for other layers.
+    Call this when the layer is built, because a checkpoint may be loaded soon afterwards. The first call also
+    wraps the method of ``TransformerBlock`` and ``HybridStack``, which changes nothing for other layers.
 
     Args:
         experts: Expert module of the layer. Its method ``sharded_state_dict`` is replaced.
@@ -93,7 +92,7 @@ def expert_sharded_state_dict(
         layer: Index, in the owner map, of the layer for which Megatron registered the module.
         device: This rank in the expert-parallel group.
         stage: Owners of the pipeline stage; ``None`` means Megatron's even distribution.
-        prefix: Prefix of the keys, as in Megatron's method ``sharded_state_dict``.
+        prefix: Prefix of the keys, as in Megatron's method.
         sharded_offsets: Layer axis of the stored tensors, or nothing, as in Megatron's method.
         metadata: Content metadata of the checkpoint, as in Megatron's method.
 
@@ -136,10 +135,7 @@ def expert_sharded_state_dict(
 def _mover(num_layer_axes: int, registered: int | None, content: SlotContent) -> Callable[[Any], Any]:
     """A function that gives an entry the layer and the expert that are in its slot, where these are axes.
 
-    Args:
-        num_layer_axes: 1 if the layer is an axis of the stored tensor, 0 if its number is in the key.
-        registered: The expert for which Megatron made the entry; ``None`` if experts are no axis.
-        content: The expert in the slot.
+    If experts are an axis, ``registered`` is the one for which Megatron made the entry; otherwise, ``None``.
     """
 
     def move(entry: Any) -> Any:

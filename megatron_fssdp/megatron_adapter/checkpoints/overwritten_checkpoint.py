@@ -24,12 +24,7 @@ _MARKS = (".metadata", CONFIG_FNAME)
 
 
 def wrap_save(dist_checkpointing: Any) -> None:
-    """Wrap Megatron's ``save`` so that it deletes the two files that mark a checkpoint before it writes.
-
-    Args:
-        dist_checkpointing: The package ``megatron.core.dist_checkpointing``. Megatron's training looks up
-            the function there at call time.
-    """
+    """Wrap ``save`` of ``megatron.core.dist_checkpointing``, so that it first deletes the two files."""
     save = dist_checkpointing.save
 
     @wraps(save)

@@ -5,10 +5,9 @@ and arguments that only NCCL accepts. On a machine without an accelerator, :func
 a meaning on the CPU. On a machine with an accelerator it does nothing, unless
 ``MEGATRON_FSSDP_DEVICE=cpu`` is set.
 
-There are two kinds of changes. Both are made here and nowhere else: :class:`CpuDeviceMode` replaces CUDA
-device arguments of all torch functions by the CPU, and :data:`_PATCHES` lists the attributes that are
-replaced, each with its reason. ``torch.cuda.is_available()`` stays or becomes ``False``, because ``True``
-breaks dynamo and ``torch.optim``.
+:class:`CpuDeviceMode` replaces CUDA device arguments of all torch functions by the CPU, and :data:`_PATCHES`
+lists the attributes that are replaced, each with its reason. ``torch.cuda.is_available()`` stays or becomes
+``False``, because ``True`` breaks dynamo and ``torch.optim``.
 """
 
 import functools

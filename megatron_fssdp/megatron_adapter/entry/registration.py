@@ -165,9 +165,9 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
     # Without re-sharding, owners stay Megatron's, and every checkpoint format can be saved.
     hints: list[CheckpointHint] = []
     if session.strategy.moves_owners:
-        hints.append(OwnerHint(session.slots.stage_owners, session.slots.adopt))
+        hints.append(OwnerHint(session.slots))
     if session.strategy.selects:
-        hints.append(StrategyHint(session.strategy, session.slots.layer_numbers))
+        hints.append(StrategyHint(session.strategy, session.slots))
     if hints:
         wrap_checkpointing(checkpointing, hints)
     overwritten_checkpoint.wrap_save(checkpointing.dist_checkpointing)

@@ -1,9 +1,8 @@
 """Megatron's MoE layer with experts in slots.
 
 Router, dispatcher, experts, shared experts, latent projections, recompute, CUDA graphs and checkpoint keys
-are Megatron's. This class builds the dispatcher for slots instead of experts, turns the routing of experts
-into the routing of slots, lets the experts compute what is in the slots, and calls the runtime at the places
-where weights and gradients of replicas travel.
+are Megatron's. This class builds the dispatcher for slots instead of experts, remaps the routing, lets the
+experts compute what is in the slots, and calls the runtime where weights and gradients of replicas travel.
 """
 
 from itertools import chain
@@ -40,15 +39,6 @@ class StrategyMoELayer(MoELayer):
         experts     wait for replicas; Megatron's module computes the slots' experts
         combine     Megatron sends results back
         postprocess the next layer's SparseAllGather starts
-
-    Args:
-        config: Megatron's ``TransformerConfig``.
-        submodules: Builders of experts, shared experts and router.
-        layer_number: Megatron's number of the layer, counted from 1; Megatron may set it later.
-        pg_collection: Process groups; Megatron's global ones by default.
-        is_mtp_layer: Whether the layer belongs to multi-token prediction.
-        name: Name of the module instance.
-        session: Session with the strategy and the runtime that all layers of the model share.
 
     Raises:
         ConfigurationError: The config has a feature that the strategy does not support.
@@ -120,7 +110,6 @@ class StrategyMoELayer(MoELayer):
         return number if before is None else self.config.num_layers + before + number
 
     def _await_parameters(self) -> None:
-        """Finish the all-gathers of this layer's expert Parameters that DDP overlaps."""
         if self._index is None:
             gradient_sync.await_parameters(self.experts)
         else:
@@ -141,12 +130,7 @@ class StrategyMoELayer(MoELayer):
             raise
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
-        """Run the gate, on this rank's part of the tokens where tensor-parallel ranks have the same ones.
-
-        Args:
-            hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
-            padding_mask: Mask of padding tokens, bool ``[sequence, batch]``.
-        """
+        """Run the gate, on this rank's part of the tokens where tensor-parallel ranks have the same ones."""
         if not self._divides_tokens or is_graph_capturing():
             return super().route(hidden_states, padding_mask)
         return self._dispatchers.route(hidden_states, padding_mask)

@@ -1,8 +1,7 @@
 """Checks that the installed Megatron has the seams that the plugin attaches to.
 
-A seam is a class, function or attribute of Megatron that the plugin uses, wraps or subclasses. The check
-looks for these names and ignores the version number. A fork or a nightly build that has all of them works. A
-release that lacks one is refused before anything runs.
+The check looks for names and ignores the version number. A fork or a nightly build that has all of them
+works. A release that lacks one is refused before anything runs.
 """
 
 import importlib

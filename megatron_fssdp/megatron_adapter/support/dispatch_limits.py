@@ -123,13 +123,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_dispatch(name: str, strategy: Strategy, settings: Any) -> None:
-    """Refuse dispatchers and CUDA graphs that the strategy's slots do not fit, before a model is built.
-
-    The settings are Megatron's parsed arguments or a ``TransformerConfig``.
-
-    Raises:
-        ConfigurationError: They do not fit.
-    """
+    """Refuse, by a ConfigurationError, dispatchers and CUDA graphs that the strategy's slots do not fit."""
     refusals = [(what, partial(is_refused, strategy), advice) for what, is_refused, advice in RULES]
     refuse(f"--moe-strategy {name}", refusals, settings)
     value = value_of(settings)
@@ -140,13 +134,9 @@ def check_dispatch(name: str, strategy: Strategy, settings: Any) -> None:
 
 
 def check_slots(config: Any, num_slots: int, num_devices: int, others: Collection[int] = ()) -> None:
-    """Refuse a number of slots with which the back end of Megatron's flex dispatcher would fail.
+    """Refuse a device's number of slots with which the back end of Megatron's flex dispatcher would fail.
 
-    Args:
-        config: Megatron's parsed arguments or a ``TransformerConfig``.
-        num_slots: Number of slots of a device.
-        num_devices: Number of devices.
-        others: Numbers of slots with which other dispatchers of the process were built.
+    ``others`` are the numbers of slots with which other dispatchers of the process were built.
 
     Raises:
         ConfigurationError: The back end cannot have so many slots.
@@ -170,10 +160,6 @@ def slot_multiple(config: Any, num_devices: int) -> int:
     """Return the number of which a device's slots must be a multiple for the flex dispatcher's back end.
 
     HybridEP sends a token's probabilities for all slots of an NVLink domain in units of 16 bytes, 4 numbers.
-
-    Args:
-        config: Megatron's parsed arguments or a ``TransformerConfig``.
-        num_devices: Number of devices, D.
     """
     value = value_of(config)
     if _back_end(value) != "hybridep":

@@ -154,10 +154,7 @@ RESIDENT_REFUSALS: tuple[Refusal, ...] = (
 def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
     """Raise for the first refused feature that Megatron's arguments or a ``TransformerConfig`` ask for.
 
-    ``who`` starts the message: the strategy or setting that does not support the feature.
-
-    Raises:
-        ConfigurationError: The settings ask for a refused feature.
+    ``who`` starts the message of the ConfigurationError: what does not support the feature.
     """
     for what, is_refused, advice in refusals:
         if is_refused(value_of(settings)):
@@ -166,8 +163,6 @@ def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
 
 def check_supported(strategy: str, settings: Any) -> None:
     """Refuse settings under which the layer of the strategy would fail or compute wrong results.
-
-    They are Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
         ConfigurationError: The settings ask for a refused feature, the model has no experts or fewer than a
