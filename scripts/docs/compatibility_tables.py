@@ -12,16 +12,14 @@ from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSI
 
 def tables() -> dict[str, str]:
     """Return each table by its NAME in the page's ``<!-- table: NAME -->``."""
-    seams = (*capabilities.training_seams(), *capabilities.optional_seams())
     return {
         "versions": _table(("package", "tested range"), TESTED_VERSIONS.items(), code=True),
         "refused": _refusals(supported_features.REFUSALS),
-        "resident": _refusals(supported_features.RESIDENT_REFUSALS),
         "combinations": _refusals(dispatch_limits.RULES),
         "replaced_checkpoints": _replacements(CHECKPOINT_REPLACEMENTS),
         "seams": _table(
             ("in Megatron", "what the plugin does with it", "who needs it"),
-            ((f"`{seam.module}.{seam.path}`", seam.purpose, seam.needed_by) for seam in seams),
+            ((f"`{seam.module}.{seam.path}`", seam.purpose, seam.needed_by) for seam in capabilities.SEAMS),
         ),
     }
 

@@ -2,8 +2,8 @@
 
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, problem
+from megatron_fssdp.megatron_adapter.support import capabilities
 from megatron_fssdp.megatron_adapter.support.broken_packages import one_line
-from megatron_fssdp.megatron_adapter.support.capabilities import absence, optional_seams, training_seams
 from megatron_fssdp.megatron_adapter.support.tested_versions import pip_install
 from megatron_fssdp.planning.native.kernel import REBUILD, kernel_form
 
@@ -13,18 +13,18 @@ def check_seams(has_megatron: bool) -> list[Finding]:
     check = "Megatron's seams"
     if not has_megatron:
         return [note(check, "not checked, because Megatron cannot be imported")]
-    seams, missing = (*training_seams(), *optional_seams()), []
+    seams, missing = capabilities.SEAMS, []
     for seam in seams:
         reason: Exception | None
         try:
-            reason = absence(seam)
+            reason = capabilities.absence(seam)
         except Exception as raised:  # A module of Megatron may raise any error when it is imported.
             reason = raised
         if reason is None:
             continue
         name, found = f"seam {seam.path}", f"not in {seam.module} ({one_line(reason)})"
         use = f"here the plugin {seam.purpose}, for {seam.needed_by}"
-        if seam in optional_seams():
+        if seam.is_optional:
             missing.append(note(name, found, f"{use}; other runs do not need it"))
         else:
             advice = f"no run starts without it: install a tested release: {pip_install('megatron-core')}"

@@ -30,7 +30,7 @@ from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_e
 from megatron_fssdp.megatron_adapter.layer.hybrid_layers import with_layer
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.support.capabilities import check_core
+from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 
 
 def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> StrategySession | None:
@@ -42,7 +42,7 @@ def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> S
     Raises:
         ConfigurationError: The strategy is unknown, or the settings are invalid for it.
     """
-    check_core()
+    check_seams(for_training=False)
     cpu_runtime.install()
     validated = strategy_settings(strategy, dict(settings or {}), "settings")
     return StrategySession(strategy, validated) if isinstance(validated, PlacementSettings) else None

@@ -27,7 +27,7 @@ from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_argumen
 from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
 from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
-from megatron_fssdp.megatron_adapter.support.capabilities import check_training
+from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
@@ -67,7 +67,7 @@ def register(by_launcher: bool = False) -> None:
         report_uncaught()
     # The CPU patches must come before the first use of Megatron. On a GPU run they do nothing.
     cpu_runtime.install()
-    check_training()
+    check_seams(for_training=True)
     optimizer_repairs.install()
     _registered_by = "launcher" if by_launcher else "script"
 

@@ -22,15 +22,7 @@ from megatron_fssdp.megatron_adapter.layer.transfer_group import (
 from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
 from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_dispatch, needs_fixed_slots
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
-from megatron_fssdp.megatron_adapter.support.supported_features import (
-    RESIDENT_REFUSALS,
-    Value,
-    check_supported,
-    expert_parts,
-    refuse,
-    tensor_parallel,
-    value_of,
-)
+from megatron_fssdp.megatron_adapter.support.supported_features import check_supported, value_of
 from megatron_fssdp.planning.native.kernel import kernel_form, use_plain_kernels
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -135,48 +127,15 @@ class StrategySession:
         """Refuse, by a ConfigurationError, a model of Megatron's arguments or of a ``TransformerConfig``."""
         check_supported(self.strategy_name, config)
         check_dispatch(self.strategy_name, self.strategy, config)
-        if self.strategy.resident_slots:
-            refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
         if self.settings.router == "topology_aware":
             check_gate(config)
         value = value_of(config)
-        if tensor_parallel(value) > 1 and not value("sequence_parallel"):
-            self._check_equal_tokens(value, tensor_parallel(value))
-        n_esp, num_devices = expert_parts(value), value("expert_model_parallel_size") or 1
-        if self.strategy.smart_schedule and num_devices > 1 and n_esp > 1:
-            raise ConfigurationError(
-                f"smart_schedule: got {str(self.strategy.smart_schedule).lower()} with expert tensor "
-                f"parallelism over {n_esp} ranks, wanted whole experts; use smart_schedule=false or "
-                "--expert-tensor-parallel-size 1"
-            )
+        num_devices = value("expert_model_parallel_size") or 1
         num_experts = value("num_moe_experts") or value("num_experts")
         try:  # The nodes of the devices are not known yet.
             self.strategy.check_sizes(num_experts, Topology.uniform(num_devices, 1))
         except ValueError as error:
             raise ConfigurationError(f"--moe-strategy {self.strategy_name}: {error}") from None
-
-    def _check_equal_tokens(self, value: Value, n_mp: int) -> None:
-        """Refuse features that fail if tensor-parallel ranks have the same tokens."""
-        schedule = self.strategy.collective_schedule.name
-        if value("moe_latent_size"):
-            raise ConfigurationError(
-                f"--moe-latent-size: got it with {n_mp} tensor-parallel ranks without sequence parallelism, "
-                "where its projections get only a part of the tokens; add --sequence-parallel"
-            )
-        if self.settings.router == "topology_aware" and schedule not in ("s1", "megatron"):
-            raise ConfigurationError(
-                f"router topology_aware with schedule {schedule}: tensor-parallel ranks have to select "
-                "the same experts, and this gate selects by the rank's node; use schedule=s1 or "
-                "--sequence-parallel"
-            )
-        seq_length = value("seq_length") or 0
-        tokens = seq_length // (value("context_parallel_size") or 1)
-        if schedule in ("s1", "megatron") and tokens % n_mp:
-            raise ConfigurationError(
-                f"--seq-length {seq_length}: got {tokens} tokens of a sequence, wanted a multiple of {n_mp}, "
-                "the number of tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
-                "--moe-strategy-set schedule=s2"
-            )
 
 
 @dataclass(frozen=True)

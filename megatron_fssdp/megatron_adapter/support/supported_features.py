@@ -141,16 +141,6 @@ REFUSALS: tuple[Refusal, ...] = (
 """Features that no placement strategy supports."""
 
 
-RESIDENT_REFUSALS: tuple[Refusal, ...] = (
-    (
-        "fp16, whose loss scale may skip an optimizer step",
-        asks_any("fp16"),
-        "its resident replicas have an optimizer step of their own: use --bf16 or fp32",
-    ),
-)
-"""Features that strategies with resident replicas do not support either."""
-
-
 def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
     """Raise for the first refused feature that Megatron's arguments or a ``TransformerConfig`` ask for.
 

@@ -193,9 +193,9 @@ def test_seams_are_found_and_missed_in_the_installed_megatron(monkeypatch: pytes
     (whole,) = plugin_checks.check_seams(True)
     assert int(whole.found.split()[1]) == int(whole.found.split()[3]) > 20
 
-    gone = capabilities.Seam("megatron.core.gone", "X", "does something", "something")
-    monkeypatch.setattr(capabilities, "_OPTIONAL_SEAMS", (gone,))
-    monkeypatch.setattr(capabilities, "_SEAMS", (gone._replace(path="Layer.route", needed_by="every run"),))
+    gone = capabilities.Seam("megatron.core.gone", "X", "does something", "something", is_optional=True)
+    route = capabilities.Seam("megatron.core.gone", "Layer.route", "does something", "every run")
+    monkeypatch.setattr(capabilities, "SEAMS", (route, gone))
     _, needed, optional = plugin_checks.check_seams(True)
     assert (needed.name, needed.verdict) == ("seam Layer.route", PROBLEM)
     assert "not in megatron.core.gone (ModuleNotFoundError" in needed.found
