@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fssdp.megatron_adapter.diagnosis import packages, plugin_checks
+from megatron_fssdp.megatron_adapter.diagnosis import packages
 from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import check_folder
 from megatron_fssdp.megatron_adapter.diagnosis.devices import CHECKS, Gpus, check_devices, look_at_gpus
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note
@@ -41,11 +41,11 @@ def examine_machine(
             packages.check_python(platform.python_version(), sys.executable),
             packages.check_torch(torch),
             packages.check_megatron(megatron),
-            *plugin_checks.check_seams(megatron.works),
+            *packages.check_seams(megatron.works),
             packages.check_transformer_engine(engine, bool(gpus.models)),
             packages.check_apex(),
-            *plugin_checks.check_strategies(),
-            plugin_checks.check_kernels(),
+            *packages.check_strategies(),
+            packages.check_kernels(),
         ]
         if torch.works:
             findings += check_devices(gpus, run, engine.works)

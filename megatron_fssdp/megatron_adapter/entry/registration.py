@@ -4,6 +4,7 @@ This module wraps Megatron's functions for runs of a script, once, and states th
 layer specs and subclasses cannot change is wrapped.
 """
 
+import argparse
 import os
 from datetime import timedelta
 from functools import partial, wraps
@@ -13,6 +14,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overwritten_checkpoint
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
@@ -23,7 +26,6 @@ from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
     wrap_checkpointing,
 )
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
-from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
 from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
@@ -119,6 +121,32 @@ def register(by_launcher: bool = False) -> None:
         bert_layers.install()
 
 
+def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--moe-strategy`` and its settings to Megatron's parser, and return the parser."""
+    strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
+    group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
+    group.add_argument(
+        "--moe-strategy",
+        default="none",
+        metavar="NAME",
+        # argparse formats help texts with the % operator, so a per cent sign must be doubled.
+        help=f"How experts are placed: {strategies}.".replace("%", "%%"),
+    )
+    group.add_argument(
+        "--moe-strategy-config",
+        metavar="FILE.yaml",
+        help="YAML file with the settings of the strategy, one flat key per line.",
+    )
+    group.add_argument(
+        "--moe-strategy-set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="One setting of the strategy, for example slots=2. It can be repeated and overrides the file.",
+    )
+    return parser
+
+
 def check_started_as_rank() -> None:
     """Raise a ConfigurationError if variables of torchrun are missing, which a single rank needs too."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -131,7 +159,8 @@ def check_started_as_rank() -> None:
 
 def _resolve_request(args: Any) -> None:
     global _requested
-    name, settings = resolve_arguments(args)
+    chosen = args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set
+    name, settings = resolve_strategy(*chosen)
     session = None
     if isinstance(settings, PlacementSettings):
         timeout = timedelta(minutes=args.distributed_timeout_minutes)

@@ -20,7 +20,7 @@ from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.routing.topology_aware_router import TopologyAwareTopK, install_gate
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import TopologyAwareTopK, install_gate
 from megatron_fssdp.megatron_adapter.support.dispatch_limits import slot_multiple
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass

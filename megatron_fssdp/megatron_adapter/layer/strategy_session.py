@@ -19,7 +19,7 @@ from megatron_fssdp.megatron_adapter.layer.transfer_group import (
     create_transfer_group,
     has_one_queue,
 )
-from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import check_gate
 from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_dispatch, needs_fixed_slots
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.megatron_adapter.support.supported_features import check_supported, value_of

@@ -17,19 +17,17 @@ import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.training.finite_watch import FiniteWatch
 from megatron_fssdp.megatron_adapter.training.memory_report import (
     expert_optimizer,
     held_replicas,
     report_memory,
     reports_for_stage,
 )
-from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite
+from megatron_fssdp.megatron_adapter.training.stopped_training import FiniteWatch
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory.materialization_limits import held_replicas_bytes
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
@@ -190,16 +188,8 @@ class IterationDriver:
 
     def report_non_finite(self) -> None:
         """Log where NaN or infinity appeared first, if Megatron ends the run because of them."""
-        if self._watch is None:
-            return
-        finding = self._watch.finding()
-        if finding is None and get_rerun_state_machine().rerun_requested:
-            finding = (
-                "Megatron refused a loss or gradient of this rank, but all its MoE layers made finite hidden "
-                "states and gradients: check the loss and the other layers, beginning with the last"
-            )
-        if finding is not None:
-            report_non_finite(self._args, finding)
+        if self._watch is not None:
+            self._watch.report(self._args)
 
     def _profile(self, num_micro_batches: int) -> None:
         layers = self.runtime.layers

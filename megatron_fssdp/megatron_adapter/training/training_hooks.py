@@ -1,16 +1,19 @@
 """Wraps Megatron's training loop: begins and ends iterations, checks the built model, records iterations."""
 
+import inspect
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import log_single_rank
@@ -27,12 +30,13 @@ from megatron_fssdp.megatron_adapter.training.equal_settings import (
     of_all_ranks,
     refused_together,
 )
-from megatron_fssdp.megatron_adapter.training.evaluation_records import wrap_evaluation
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
+from megatron_fssdp.megatron_adapter.training.stage_records import gather
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.native.kernel import kernel_form
+from megatron_fssdp.reporting.records.evaluations import Evaluation, append_evaluation
 from megatron_fssdp.reporting.records.recorded_settings import write_recorded_settings
 
 logger = logging.getLogger(__name__)
@@ -136,11 +140,54 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
     def record_dir() -> Path | None:
         return requested.settings.record_dir if (requested := requested_strategy()) else None
 
-    wrap_evaluation(training, record_dir)
+    _wrap_evaluation(training, record_dir)
     training.setup_model_and_optimizer = setup_model_and_optimizer
     training.train_step = train_step
     training.get_forward_backward_func = get_forward_backward_func
     training.train = train_reporting_stop
+
+
+def _wrap_evaluation(training: Any, record_dir: Callable[[], Path | None]) -> None:
+    """Wrap the evaluation of ``megatron.training.training``, so that its losses go to the run's records.
+
+    ``record_dir`` returns the folder of these records, or ``None`` without records.
+    """
+    evaluate, evaluate_all = training.evaluate, training.evaluate_and_print_results
+    signature, iteration, names = inspect.signature(evaluate_all), 0, _names("validation")
+
+    @wraps(evaluate_all)
+    def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
+        nonlocal iteration, names
+        given = signature.bind(*args, **kwargs).arguments
+        # Megatron names the data only in the text that it prints.
+        names = _names("test" if "test set" in given["prefix"] else "validation")
+        iteration = int(given["iteration"])
+        return evaluate_all(*args, **kwargs)
+
+    @wraps(evaluate)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        folder, (losses, _, has_stopped) = record_dir(), result
+        if folder is not None and not has_stopped:
+            # The last pipeline stage has the losses, and global rank 0 writes them.
+            own = {name: float(loss) for name, loss in losses.items()}
+            of_stages = gather(own, parallel_state.get_pipeline_model_parallel_group())
+            data, known = next(names), next((found for found in reversed(of_stages) if found), None)
+            if dist.get_rank() == 0 and known is not None:
+                append_evaluation(folder, Evaluation(iteration, data, known))
+        return result
+
+    training.evaluate, training.evaluate_and_print_results = recorded, evaluate_and_print_results
+
+
+def _names(data: str) -> Iterator[str]:
+    """Yield the names of the data sets that Megatron evaluates one after another."""
+    for number in count():
+        args = get_args()
+        if not getattr(args, "multiple_validation_sets", False):
+            yield data
+        else:
+            yield f"{data} {args.validation_set_names[number] if args.validation_set_names else number}"
 
 
 def _describe_run(record_dir: Path, model: list[torch.nn.Module], requested: RequestedStrategy) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.routing.topology_aware_router import (
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import (
     TopologyAwareTopK,
     check_gate,
     install_gate,

@@ -12,7 +12,7 @@ from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import (
     CHECKPOINT_REPLACEMENTS,
     fit_checkpoint_arguments,
 )
-from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import check_gate
 from megatron_fssdp.megatron_adapter.support.dispatch_limits import (
     RULES,
     check_dispatch,

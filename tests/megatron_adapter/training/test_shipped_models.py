@@ -104,7 +104,8 @@ def _elements(job: Job) -> int:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
-    from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
+    from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+    from megatron_fssdp.megatron_adapter.entry.registration import add_strategy_arguments
     from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_dispatch
     from megatron_fssdp.megatron_adapter.support.supported_features import check_supported
     from megatron_fssdp.strategies.registry import build_strategy
@@ -113,7 +114,7 @@ def _elements(job: Job) -> int:
     args = parse_args(add_strategy_arguments)
     args.world_size = job.num_ranks
     validate_args(args)
-    name, settings = resolve_arguments(args)
+    name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
     assert name == job.strategy
     if name != "none":
         check_supported(name, args)
