@@ -1,12 +1,8 @@
 """Makes a checkpoint invalid while it is overwritten, until it is complete again.
 
-Two files mark a folder as a ``torch_dist`` checkpoint. Megatron writes them after all ranks have written
-their data, and then writes the iteration to ``latest_checkpointed_iteration.txt``. If a save into a new
-folder is killed, the previous checkpoint stays the latest one.
-
-A run that resumes from an earlier iteration saves into folders that hold complete checkpoints. If such a
-save were killed, the two old files would mark a mixture of old and new data as a checkpoint. Loading it would
-succeed or fail depending on which bytes have changed. The two files are therefore deleted before the save.
+Two files, which Megatron writes last, mark a folder as a ``torch_dist`` checkpoint. A run that resumes from
+an earlier iteration saves into folders that hold complete checkpoints. If such a save were killed, the old
+files would mark a mixture of old and new data as a checkpoint. They are therefore deleted before the save.
 """
 
 from functools import wraps

@@ -1,8 +1,7 @@
 """Layer specs for users who build models from megatron-core's specs.
 
-The spec contains the strategy's layer in the place of Megatron's own. All layers of a model should share one
-session, because a session has the loads and counts the iterations. Each call without a session starts a new
-one. The functions that return specs share these arguments and errors::
+All layers of a model should share one session, which has the loads and counts the iterations. Each call
+without a session starts a new one. The functions that return specs share these arguments and errors::
 
     strategy    name of a strategy; by default the one of the command line
     settings    settings of the strategy, with the keys of its YAML file

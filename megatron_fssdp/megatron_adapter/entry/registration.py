@@ -50,9 +50,6 @@ def register(by_launcher: bool = False) -> None:
     not catch a :class:`ConfigurationError` ends with one line and exit code 2. On a machine without an
     accelerator, Megatron runs on the CPU (``megatron_adapter.cpu.cpu_runtime``).
 
-    Args:
-        by_launcher: Whether the launcher calls this, which reports errors itself.
-
     Raises:
         ConfigurationError: The installed Megatron lacks a seam that the plugin needs.
         RuntimeError: A script or the launcher called this twice.

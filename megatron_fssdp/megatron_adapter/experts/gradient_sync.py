@@ -1,8 +1,8 @@
 """Makes Megatron's DDP wait for the replicas' gradients, and replicas wait for DDP's parameters.
 
-**Gradients.** Owned experts are in autograd, and Megatron's DDP adds their gradients to ``main_grad``. The
-sums of their replicas arrive later. DDP must not reduce a bucket of experts over the expert-data-parallel
-ranks before. Two methods of DDP's bucket groups are therefore wrapped once::
+**Gradients.** Megatron's DDP adds gradients of owned experts to ``main_grad``. The sums of their replicas
+arrive later, and DDP must not reduce a bucket of experts before. Two methods of its bucket groups are
+therefore wrapped once::
 
     start_grad_sync     waits in a list while a layer of the bucket group misses gradients; it starts as
                         soon as the last of these layers is home, in the middle of the backward pass
@@ -10,12 +10,10 @@ ranks before. Two methods of DDP's bucket groups are therefore wrapped once::
                         2. starts the reduction if DDP overlaps it and it has not been started
                         3. Megatron's own method
 
-The call of ``finish_grad_sync`` marks the end of the last backward pass, with and without pipeline
-parallelism.
+The call of ``finish_grad_sync`` marks the end of the last backward pass.
 
-**Parameters.** With ``--overlap-param-gather``, DDP updates parameters in forward pre-hooks of the modules
-that own them. A gather of replicas comes before these modules run, so :func:`await_parameters` runs their
-hooks.
+**Parameters.** With ``--overlap-param-gather``, DDP updates parameters in forward pre-hooks of their modules.
+A gather of replicas comes before these modules run, so :func:`await_parameters` runs their hooks.
 """
 
 from collections.abc import Callable, Iterable
@@ -126,9 +124,9 @@ def _finisher(group: Any) -> Callable[[], None] | None:
 def _is_home(group: Any) -> bool:
     """Whether no layer of a bucket group misses gradients.
 
-    The interleaved schedule starts the reductions of a model chunk when its own backward passes are over. A
-    Parameter that holds an expert of another chunk gets its gradient later; only the end of all backward
-    passes is late enough.
+    The interleaved schedule reduces a model chunk when its own backward passes are over. A Parameter that
+    holds an expert of another chunk gets its gradient later; only the end of all backward passes is late
+    enough.
     """
     return all(
         layer.is_home and _chunk(layer) is _chunk(getattr(parameter, _REGISTERED_IN))

@@ -40,22 +40,14 @@ class ExpertResharding:
 
     All ranks that hold experts of the stage must call its methods between two iterations: after the optimizer
     step and before the next forward pass. If a method raises, nothing has moved.
-
-    Attributes:
-        slots: The slots of this rank in order. A slot is all Parameters of one expert.
-        expert_parallel: Expert-parallel group. Device ``d`` of an owner map is rank ``d`` of this group.
-        expert_data_parallel: Group of the ranks that hold the same experts and share their optimizer states.
-        model_chunks: The model chunks of this rank, wrapped in Megatron's DDP.
-        optimizer: Megatron's optimizer.
-        buffer_bytes: Upper limit for the buffers of a re-shard, in bytes.
     """
 
-    slots: Sequence[ExpertParameters]
-    expert_parallel: dist.ProcessGroup
-    expert_data_parallel: dist.ProcessGroup
-    model_chunks: Sequence[Any]
+    slots: Sequence[ExpertParameters]  # of this rank, in order
+    expert_parallel: dist.ProcessGroup  # its ranks are the devices of owner maps
+    expert_data_parallel: dist.ProcessGroup  # ranks with the same experts, which share optimizer states
+    model_chunks: Sequence[Any]  # of this rank, wrapped in Megatron's DDP
     optimizer: Any
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES  # at most, in a re-shard
 
     def quantities(self) -> list[PartedQuantity]:
         """Check that slots can be exchanged, and return what they exchange: see :func:`slot_quantities`."""
@@ -134,9 +126,7 @@ def _synchronized_s(device: torch.device) -> float:
 def _finish_parameter_gathers(model_chunks: Sequence[Any]) -> None:
     """Finish the all-gather of the experts' parameters if DDP overlaps it with the forward pass.
 
-    Before that, only the part of a Parameter that this rank's optimizer updates has the values of the
-    last step. DDP's hooks do not gather a finished bucket group again before the next reduction; pipeline
-    schedules do, and gather the same values.
+    Before that, only the part of a Parameter that this rank's optimizer updates has the last step's values.
     """
     for chunk in model_chunks:
         # In the first iteration and during evaluation, DDP has removed the hooks and the parameters are

@@ -1,18 +1,16 @@
 """Finds what this rank holds of the experts' Parameters: weights, master weights, optimizer states.
 
-Slots exchange contents and never Parameters, so this module must find everything that Megatron's
-optimizer keeps for a Parameter. It knows three optimizers, alone or in a ``ChainedOptimizer``:
+This module must find everything that Megatron's optimizer keeps for a Parameter. It knows three optimizers,
+alone or in a ``ChainedOptimizer``:
 
 * ``FP32Optimizer`` keeps the states of torch's optimizer for the Parameter itself.
 * ``Float16OptimizerWithFloat16Params`` keeps an fp32 master copy, and the states for this copy.
-* ``DistributedOptimizer`` keeps the same for a range of the Parameter. The range is the part of the
-  Parameter that lies in this rank's part of DDP's buffer. In fp32 the master is a view of the Parameter
-  and not a second copy.
+* ``DistributedOptimizer`` keeps the same for the range of the Parameter in this rank's part of DDP's buffer.
+  In fp32 the master is a view of the Parameter.
 
 ``LayerWiseDistributedOptimizer`` contains the first two. Each Parameter is whole in the optimizer of one rank
-of the data-parallel group, and in no optimizer of the others.
-
-States that are single numbers (Adam's ``step``) do not move. They must be equal for all experts.
+of the data-parallel group. States that are single numbers (Adam's ``step``) do not move. They must be equal
+for all experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +32,9 @@ MASTERS = "master parameters"
 A_TENSOR = "a tensor"
 
 Profile = tuple[tuple[str, str], ...]
-"""Optimizer settings and states of a Parameter that must be equal for all experts.
+"""Optimizer settings and states of a Parameter, which must be equal for all experts: sorted names and values.
 
-Sorted pairs of a name and a value as text. The value of a state that moves is :data:`A_TENSOR`.
+The value of a state that moves is :data:`A_TENSOR`.
 """
 
 _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,21 +44,15 @@ _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class ParameterState:
     """One Parameter and what the optimizer on this rank keeps for its elements ``[start, stop)``.
 
-    Attributes:
-        parameter: All elements of the Parameter, as a flat view.
-        trained: Whether an optimizer, maybe of another rank, updates the Parameter.
-        start: First element that the optimizer on this rank updates.
-        stop: End (exclusive) of these elements.
-        tensors: Master weights and optimizer states of these elements by name, as flat tensors.
-        profile: Settings and single-number states; ``None`` if this rank updates no part.
+    ``tensors`` are master weights and optimizer states of these elements by name. This rank may update none.
     """
 
-    parameter: Tensor
-    trained: bool = False
+    parameter: Tensor  # all elements, as a flat view
+    trained: bool = False  # by an optimizer, maybe of another rank
     start: int = 0
     stop: int = 0
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    profile: Profile | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # flat
+    profile: Profile | None = None  # None if this rank updates no part
 
 
 class _Entry(NamedTuple):
