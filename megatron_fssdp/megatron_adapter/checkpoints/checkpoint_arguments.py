@@ -53,13 +53,10 @@ CHECKPOINT_REPLACEMENTS: tuple[Replacement, ...] = (
 
 
 def fit_checkpoint_arguments(who: str, args: Any) -> None:
-    """Refuse checkpoint options that do not work with re-sharding, and replace some of them in place.
+    """Refuse parsed checkpoint options that do not work with re-sharding, and replace some of them in place.
 
-    Call this before a run, and only if re-sharding is on. Rank 0 logs one line for each replacement.
-
-    Args:
-        who: Start of these lines: the strategy.
-        args: Megatron's parsed arguments, with or without ``--save``.
+    Call this before a run, and only if re-sharding is on. Rank 0 logs one line for each replacement, which
+    starts with ``who``, the strategy.
 
     Raises:
         ConfigurationError: An option does not work with re-sharding and cannot be replaced.

@@ -23,14 +23,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OwnerHint:
-    """The owner maps of all pipeline stages. A run of the same layout starts with them.
+    """The owner maps of all pipeline stages. A run of the same layout starts with them."""
 
-    Attributes:
-        slots: The pipeline stage's experts.
-        key: Name of the hint in the checkpoint's common state.
-    """
-
-    key: ClassVar[str] = "megatron_fssdp_owners"
+    key: ClassVar[str] = "megatron_fssdp_owners"  # in the checkpoint's common state
     slots: ExpertSlots
 
     def gather(self) -> dict[str, Any] | None:
@@ -57,13 +52,7 @@ class OwnerHint:
 
 @dataclass(frozen=True)
 class StrategyHint:
-    """The strategy that ``auto`` has selected for every layer.
-
-    Attributes:
-        strategy: Strategy that selects other strategies (``auto``).
-        slots: The pipeline stage's experts.
-        key: Name of the hint in the checkpoint's common state.
-    """
+    """The strategy that ``auto`` has selected for every layer."""
 
     key: ClassVar[str] = "megatron_fssdp_choices"
     strategy: Strategy
@@ -128,12 +117,7 @@ def fitting_owners(
 ) -> OwnerMap | None:
     """Return the owner map that a hint contains for this pipeline stage; ``None`` if it contains none.
 
-    Args:
-        hint: Value in the checkpoint.
-        metadata: Megatron's content metadata of the checkpoint.
-        stage: Owners of this pipeline stage in this run.
-        rank: Number of this stage in the pipeline.
-        num_stages: Number of stages of this run's pipeline.
+    ``stage`` has this run's owners of the pipeline stage, which is number ``rank`` of ``num_stages``.
 
     Raises:
         ValueError: The hint comes from another layout or another model, or it is damaged.

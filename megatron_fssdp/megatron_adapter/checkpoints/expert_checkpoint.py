@@ -40,14 +40,9 @@ _blocks_wrapped = False
 def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
     """Make an expert module's sharded state dict follow the owner map.
 
-    Call this when the layer is built, because a checkpoint may be loaded soon afterwards. The first call also
-    wraps the method of ``TransformerBlock`` and ``HybridStack``, which changes nothing for other layers.
-
-    Args:
-        experts: Expert module of the layer. Its method ``sharded_state_dict`` is replaced.
-        layer: Index of the layer in the owner map.
-        current: Function that returns the owners at the time of a save or a load; ``None`` means that
-            Megatron's even distribution applies.
+    Call this when the layer of this index in the owner map is built. ``current`` returns the owners at the
+    time of a save or a load. The first call also wraps ``TransformerBlock`` and ``HybridStack``, which
+    changes nothing for other layers.
     """
     global _blocks_wrapped
 

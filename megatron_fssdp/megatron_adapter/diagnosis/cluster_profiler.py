@@ -92,12 +92,7 @@ class ProfileSettings:
 def profile_cluster(settings: ProfileSettings, progress: Callable[[str], None]) -> ClusterDescription:
     """Measure the cluster. All ranks that torchrun started call this before a process group exists.
 
-    Args:
-        settings: What is measured, and how often.
-        progress: Function that gets one line of text for each step, on rank 0.
-
-    Returns:
-        Description of the cluster, equal on all ranks.
+    ``progress`` gets one line of text for each step, on rank 0. The description is equal on all ranks.
 
     Raises:
         ConfigurationError: These ranks cannot be measured; it is raised before any collective.

@@ -26,17 +26,12 @@ class SlotContent(NamedTuple):
 class StageOwners:
     """Which device owns which expert of a pipeline stage.
 
-    Attributes:
-        owners: Owner map over the MoE layers of all model chunks of the stage.
-        layer_numbers: Megatron's global number, from 1, of each layer of the owner map; those of multi-token
-            prediction come after the decoder's.
-
     Raises:
         ValueError: The layer numbers do not match the layers of the owner map, or a number appears twice.
     """
 
-    owners: OwnerMap
-    layer_numbers: tuple[int, ...]
+    owners: OwnerMap  # over the MoE layers of all model chunks of the stage
+    layer_numbers: tuple[int, ...]  # Megatron's global ones, from 1; multi-token prediction comes last
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_numbers", tuple(int(number) for number in self.layer_numbers))

@@ -33,8 +33,7 @@ class OneRank:
 class SlotDispatchers:
     """Makes a built layer's dispatcher for the slots of a pass, once for each number of slots and kind.
 
-    Attributes:
-        divides_tokens: Whether tensor-parallel ranks have the same tokens, which :meth:`route` divides.
+    ``divides_tokens`` says whether tensor-parallel ranks have the same tokens, which :meth:`route` divides.
     """
 
     def __init__(

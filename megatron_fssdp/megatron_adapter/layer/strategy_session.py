@@ -39,7 +39,7 @@ class StrategySession:
     Attributes:
         strategy: The strategy.
         runtime: The layers' runtime.
-        slots: The experts of the pipeline stage, in the slots of this rank.
+        slots: The stage's experts in slots of this rank.
         selectors: Selectors of Parm's schedules, by the name of the layers' group.
         numbers_of_slots: Numbers of slots for which dispatchers were built.
     """
@@ -88,10 +88,8 @@ class StrategySession:
     ) -> ExpertGroups:
         """Return the process groups of a layer. The first call for a group is collective over its ranks.
 
-        Args:
-            expert_parallel: The ranks that share the layer's experts.
-            expert_tensor_parallel: The ranks that share each expert, one if experts are whole.
-            everyone: All ranks in the expert-parallel groups of all expert-tensor-parallel peers.
+        ``expert_tensor_parallel`` has the ranks that share each expert, and ``everyone`` all ranks in the
+        expert-parallel groups of these ranks.
         """
         if expert_parallel.group_name in self._groups:
             return self._groups[expert_parallel.group_name]

@@ -55,25 +55,16 @@ def check_gate(config: Any) -> None:
 class TopologyAwareTopK:
     """Selects the experts of each token instead of the router's top-k.
 
-    Attributes:
-        owner_E: Function that returns the current owner of every expert, int64 ``[E]``. Owners may move
-            between iterations.
-        device: This rank in its expert-parallel group.
-        topology: Nodes of the expert-parallel group.
-        leaving_share: Fraction of this rank's tokens, 0 to 1, that may leave the node.
-        leaving_choices: Choices of a token that the limit is about (:func:`select_experts`).
-        scores_are_logits: Whether scores are logits. These are compared after a softmax, because logits of
-            different tokens are not comparable.
-        layer_number: Number of the layer, which Megatron's router sets.
+    Scores that are logits are compared after a softmax, because those of different tokens are not comparable.
     """
 
-    owner_E: Callable[[], np.ndarray]
-    device: int
-    topology: Topology
-    leaving_share: float
-    leaving_choices: LeavingChoices = "each"
+    owner_E: Callable[[], np.ndarray]  # returns the current owner of every expert, int64 [E]
+    device: int  # this rank in its expert-parallel group
+    topology: Topology  # nodes of that group
+    leaving_share: float  # of this rank's tokens, 0 to 1, that may leave the node
+    leaving_choices: LeavingChoices = "each"  # what the limit is about (select_experts)
     scores_are_logits: bool = False
-    layer_number: int | None = None
+    layer_number: int | None = None  # Megatron's router sets it.
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, *_groups: Any, **_more: Any

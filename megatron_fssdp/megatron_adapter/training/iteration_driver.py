@@ -53,16 +53,15 @@ class IterationDriver:
     Attributes:
         runtime: Runtime of the model's MoE layers.
         held: How many replicas exist at the same time on this rank.
-        reshard: What was moved before the running iteration; ``None`` if nothing was.
-        selection: What ``auto`` selected before the running iteration; ``None`` if it did not reconsider.
+        reshard: What was moved before the running iteration, if anything was.
+        selection: What ``auto`` selected before the running iteration, if it reconsidered.
 
     Raises:
-        ConfigurationError: The strategy moves owners or keeps resident replicas, and the slots cannot be
-            exchanged.
+        ConfigurationError: Owners shall move or replicas be resident, and slots cannot be exchanged.
     """
 
     def __init__(self, session: StrategySession, model: Sequence[Any], optimizer: Any, args: Any) -> None:
-        self._session, self._model, self._optimizer, self._args = session, model, optimizer, args
+        self._session, self._optimizer, self._args = session, optimizer, args
         self.runtime = session.runtime
         self.held = held_replicas(session, model, args)
         self.reshard: ReshardReport | None = None
@@ -86,9 +85,7 @@ class IterationDriver:
         if strategy.moves_owners:
             owned, devices = session.slots.parameters, layers[0].groups.expert_parallel
             self._resharding = ExpertResharding(owned, devices, copies, model, optimizer)
-            # This call only checks that slots can be exchanged. A run should fail now and not at its first
-            # re-shard.
-            self._resharding.quantities()
+            self._resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
         if strategy.selects and session.slots.layers:
             self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = strategy.profile_iterations
@@ -251,11 +248,11 @@ class IterationDriver:
             )
         return report
 
-    def _mean_loads(self) -> np.ndarray:
-        """Return the mean loads per iteration over the expert-data-parallel copies, ``[L, D, E]``.
+    # Expert-parallel groups with copies of the same experts must decide alike. All their loads count, and they
+    # plan with the topology of the first one and the latest jump of the loads of any.
 
-        Expert-parallel groups with copies of the same experts must decide alike, so all their loads count.
-        """
+    def _mean_loads(self) -> np.ndarray:
+        """Return the mean loads per iteration over the expert-data-parallel copies, ``[L, D, E]``."""
         copies, layers = parallel_state.get_expert_data_parallel_group(), self._session.slots.layers
         total = torch.from_numpy(np.stack([layer.history.total_DE() for layer in layers])).to(self._device)
         dist.all_reduce(total, group=copies)
@@ -263,11 +260,7 @@ class IterationDriver:
         return mean_LDE
 
     def _contexts_of_copies(self) -> list[LayerContext]:
-        """Return the contexts of all layers with the topology of the first expert-data-parallel copy.
-
-        Expert-parallel groups with copies of the same experts must decide alike, so all of them plan with
-        the same topology, and with the latest jump of the loads of any of them.
-        """
+        """Return the contexts of all layers, equal on all expert-data-parallel copies."""
         layers = self._session.slots.layers
         copies = parallel_state.get_expert_data_parallel_group()
         nodes = torch.tensor(layers[0].context.topology.node_of_device, device=self._device)
@@ -284,10 +277,7 @@ class IterationDriver:
 
 
 def _free_bytes(replicas_bytes: int) -> int:
-    """Return the bytes of memory that are free at the peak of an iteration without replicas.
-
-    In the measured iterations, ``replicas_bytes`` are a part of the peak.
-    """
+    """Return the free bytes at the peak of an iteration, which has ``replicas_bytes``, without replicas."""
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         peak = torch.cuda.max_memory_allocated() - replicas_bytes

@@ -45,8 +45,7 @@ _EQUAL_FIELDS = (
 class RunRecorder:
     """Writes a run's records while Megatron trains: to files, and to the boards that Megatron has open.
 
-    Loads are gathered over the expert-data-parallel ranks first and then over the pipeline stages. The
-    devices of all expert-data-parallel ranks are put side by side, so D counts all devices of a pipeline
+    The devices of all expert-data-parallel ranks are put side by side, so D counts all devices of a pipeline
     stage. Expert-tensor-parallel peers count as one device, because they have the same loads. Seconds of
     transfers and of re-shards are those of device 0 of every expert-parallel group.
 
@@ -92,9 +91,9 @@ class RunRecorder:
             step_result: Result of Megatron's ``train_step``.
             loads: Loads of this rank's layers.
             iteration_s: Wall time of the iteration on this rank.
-            passes_s: Part of it that forward passes, backward passes and the reduction of gradients take.
-            reshard: What was re-sharded before the step; ``None`` if nothing was.
-            selection: What ``auto`` selected before the step; ``None`` if it did not reconsider.
+            passes_s: Part of it in forward passes, backward passes and the reduction of gradients.
+            reshard: What was re-sharded before the step, if anything was.
+            selection: What ``auto`` selected before the step, if it reconsidered.
         """
         args = get_args()
         iteration, is_logged = args.curr_iteration + 1, _is_logged()

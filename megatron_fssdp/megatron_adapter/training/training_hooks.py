@@ -101,8 +101,7 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             recorder.record(result, loads, time.perf_counter() - started_s, passes_s, moved, selected)
         return result
 
-    # Megatron's rerun state machine may repeat an iteration's passes inside train_step, so the beginning of
-    # passes is detected here.
+    # Megatron's rerun state machine may repeat passes inside train_step, so their beginning is detected here.
     @wraps(get_schedule)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         schedule = get_schedule(*args, **kwargs)
@@ -207,8 +206,6 @@ def _describe_run(record_dir: Path, model: list[torch.nn.Module], requested: Req
 
 def _report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
     """Check that the model has the strategy's layers, and log one line about them. Collective.
-
-    With a wrong ``--spec``, Megatron builds its default model without a warning.
 
     Raises:
         ConfigurationError: The model has no MoE layer, or an MoE layer is not the strategy's.
