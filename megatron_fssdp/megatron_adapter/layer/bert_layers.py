@@ -78,9 +78,7 @@ def with_experts(spec: ModuleSpec, config: Any) -> ModuleSpec:
         dense,
         pre_mlp_layernorm=norm,
         mlp=moe_module_specs.get_moe_module_spec(
-            use_te=not is_local,
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
+            use_te=not is_local, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
         ),
         sharded_state_dict_keys_map={
             key: prefix for key, prefix in dense.sharded_state_dict_keys_map.items() if key != _FUSED_NORM

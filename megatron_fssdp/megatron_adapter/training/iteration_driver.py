@@ -248,8 +248,8 @@ class IterationDriver:
             )
         return report
 
-    # Expert-parallel groups with copies of the same experts must decide alike. The loads of all of them count,
-    # and they plan with the topology of the first one and the latest jump of any.
+    # Expert-parallel groups with copies of the same experts must decide alike. All their loads count, and
+    # they plan with the topology of the first one and the latest jump of any.
 
     def _mean_loads(self) -> np.ndarray:
         """Return the mean loads per iteration over the expert-data-parallel copies, ``[L, D, E]``."""

@@ -136,21 +136,15 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
         with nullcontext() if driver is None else reporting_stop(get_args()):
             return train(*args, **kwargs)
 
-    def record_dir() -> Path | None:
-        return requested.settings.record_dir if (requested := requested_strategy()) else None
-
-    _wrap_evaluation(training, record_dir)
+    _wrap_evaluation(training, requested_strategy)
     training.setup_model_and_optimizer = setup_model_and_optimizer
     training.train_step = train_step
     training.get_forward_backward_func = get_forward_backward_func
     training.train = train_reporting_stop
 
 
-def _wrap_evaluation(training: Any, record_dir: Callable[[], Path | None]) -> None:
-    """Wrap the evaluation of ``megatron.training.training``, so that its losses go to the run's records.
-
-    ``record_dir`` returns the folder of these records, or ``None`` without records.
-    """
+def _wrap_evaluation(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
+    """Wrap Megatron's evaluation, so that its losses go to the run's records."""
     evaluate, evaluate_all = training.evaluate, training.evaluate_and_print_results
     signature, iteration, names = inspect.signature(evaluate_all), 0, _names("validation")
 
@@ -166,7 +160,8 @@ def _wrap_evaluation(training: Any, record_dir: Callable[[], Path | None]) -> No
     @wraps(evaluate)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
-        folder, (losses, _, has_stopped) = record_dir(), result
+        requested, (losses, _, has_stopped) = requested_strategy(), result
+        folder = None if requested is None else requested.settings.record_dir
         if folder is not None and not has_stopped:
             # The last pipeline stage has the losses, and global rank 0 writes them.
             own = {name: float(loss) for name, loss in losses.items()}
