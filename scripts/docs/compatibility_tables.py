@@ -2,27 +2,24 @@
 
 from collections.abc import Iterable
 
-from megatron_fssdp.megatron_adapter.support import (
-    capabilities,
-    dispatch_limits,
-    replaced_settings,
-    supported_features,
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import (
+    CHECKPOINT_REPLACEMENTS,
+    Replacement,
 )
+from megatron_fssdp.megatron_adapter.support import capabilities, dispatch_limits, supported_features
 from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS
 
 
 def tables() -> dict[str, str]:
     """Return each table by its NAME in the page's ``<!-- table: NAME -->``."""
-    seams = (*capabilities.training_seams(), *capabilities.optional_seams())
     return {
         "versions": _table(("package", "tested range"), TESTED_VERSIONS.items(), code=True),
         "refused": _refusals(supported_features.REFUSALS),
-        "resident": _refusals(supported_features.RESIDENT_REFUSALS),
         "combinations": _refusals(dispatch_limits.RULES),
-        "replaced_checkpoints": _replacements(replaced_settings.CHECKPOINT_REPLACEMENTS),
+        "replaced_checkpoints": _replacements(CHECKPOINT_REPLACEMENTS),
         "seams": _table(
             ("in Megatron", "what the plugin does with it", "who needs it"),
-            ((f"`{seam.module}.{seam.path}`", seam.purpose, seam.needed_by) for seam in seams),
+            ((f"`{seam.module}.{seam.path}`", seam.purpose, seam.needed_by) for seam in capabilities.SEAMS),
         ),
     }
 
@@ -31,7 +28,7 @@ def _refusals(refusals: Iterable[supported_features.Refusal | dispatch_limits.Ru
     return _table(("refused", "what to do"), ((what, advice) for what, _, advice in refusals))
 
 
-def _replacements(replacements: Iterable[replaced_settings.Replacement]) -> str:
+def _replacements(replacements: Iterable[Replacement]) -> str:
     return _table(("given", "what happens instead"), ((one.what, one.meaning) for one in replacements))
 
 

@@ -222,8 +222,9 @@ def _refusal(recipe: Recipe) -> str | None:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_fssdp.config.errors import ConfigurationError
-    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
-    from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
+    from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
+    from megatron_fssdp.megatron_adapter.entry.registration import add_strategy_arguments
     from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
     from megatron_fssdp.megatron_adapter.support.supported_features import REFUSALS
 
@@ -231,14 +232,14 @@ def _refusal(recipe: Recipe) -> str | None:
     # Scripts of other packages (ModelOpt, Flextron) have flags of their own.
     chosen = flags(f"{STRATEGY} {recipe.settings}").split()
     args, _ = parser.parse_known_args([*words_of(recipe.flags), *chosen])
-    name, settings = resolve_arguments(args)
+    name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
     session = StrategySession(name, settings)
     # The first refusal would hide the others.
     reasons = [what for what, is_refused, _ in REFUSALS if is_refused(lambda name: getattr(args, name, None))]
     try:
         session.check_model(args)
         if session.strategy.moves_owners:
-            check_checkpoint_arguments(args)
+            fit_checkpoint_arguments(name, args)
     except ConfigurationError as error:
         return "; ".join(reasons) or str(error)
     assert not reasons, reasons

@@ -5,7 +5,7 @@ and owner map and in stock Megatron, which ignores them. All ranks save the same
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import log_single_rank
 
-from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -23,79 +23,53 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OwnerHint:
-    """The owner maps of all pipeline stages. A run of the same layout starts with them.
+    """The owner maps of all pipeline stages. A run of the same layout starts with them."""
 
-    Attributes:
-        current: Function that returns the owners of the stage; ``None`` on a stage without MoE layers.
-        adopt: Function that makes a loaded owner map the current one, before experts are loaded. It moves
-            no contents, because loading fills every slot.
-        key: Name of the hint in the checkpoint's common state.
-    """
-
-    key: ClassVar[str] = "megatron_fssdp_owners"
-    current: Callable[[], StageOwners | None]
-    adopt: Callable[[OwnerMap], None]
+    key: ClassVar[str] = "megatron_fssdp_owners"  # in the checkpoint's common state
+    slots: ExpertSlots
 
     def gather(self) -> dict[str, Any] | None:
         """Return the value to save; ``None`` if all stages have Megatron's even distribution. Collective."""
-        stage = self.current()
+        stage = self.slots.stage_owners()
         stages = _of_all_stages(None if stage is None or stage.owners.is_even else stage.as_lists())
         return None if all(lists is None for lists in stages) else {"stages": stages}
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
         """Adopt a checkpoint's owner map, or log one line why it is not used. Every rank calls it.
 
-        Args:
-            hint: Result of :meth:`gather` in the run that saved the checkpoint. It may be damaged or come
-                from another layout.
-            metadata: Megatron's content metadata of the checkpoint.
+        No contents move, because experts are loaded afterwards, which fills every slot.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         try:
-            owners = fitting_owners(hint, metadata, self.current(), group.rank(), group.size())
+            owners = fitting_owners(hint, metadata, self.slots.stage_owners(), group.rank(), group.size())
         except ValueError as misfit:
             _log(logging.WARNING, f"the checkpoint's owner map is not used: {misfit}")
             return
         if owners is not None:
-            self.adopt(owners)
+            self.slots.adopt(owners)
             _log(logging.INFO, "experts keep the owners of the checkpoint")
 
 
 @dataclass(frozen=True)
 class StrategyHint:
-    """The strategy that ``auto`` has selected for every layer.
-
-    Attributes:
-        strategy: Strategy that selects other strategies (``auto``).
-        layers: Function that returns Megatron's numbers of this pipeline stage's MoE layers. It is called
-            only after the model is built.
-        key: Name of the hint in the checkpoint's common state.
-    """
+    """The strategy that ``auto`` has selected for every layer."""
 
     key: ClassVar[str] = "megatron_fssdp_choices"
     strategy: Strategy
-    layers: Callable[[], Sequence[int]]
+    slots: ExpertSlots
 
     def gather(self) -> dict[str, str]:
         """Return the selected strategies by layer number (as text), for all pipeline stages. Collective."""
-        named = {str(layer): self.strategy.selected(layer) for layer in self.layers()}
+        named = {str(layer): self.strategy.selected(layer) for layer in self.slots.layer_numbers()}
         return {layer: name for stage in _of_all_stages(named) for layer, name in stage.items() if name}
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
-        """Continue with the saved selection, whatever the layout of the run that saved it was.
-
-        Args:
-            hint: Result of :meth:`gather` in the run that saved the checkpoint. It may be damaged.
-            metadata: Megatron's content metadata of the checkpoint.
-        """
+        """Continue with the saved selection, whatever the layout of the run that saved it was."""
         try:
             selected = {int(layer): str(name) for layer, name in hint.items()}
         except (AttributeError, TypeError, ValueError) as error:
-            _log(
-                logging.WARNING,
-                "the checkpoint's selection of strategies is not used because it cannot be read "
-                f"({type(error).__name__}: {error}); auto selects again",
-            )
+            reason = f"it cannot be read ({type(error).__name__}: {error}); auto selects again"
+            _log(logging.WARNING, f"the checkpoint's selection of strategies is not used because {reason}")
             return
         self.strategy.resume(selected)
         _log(logging.INFO, "layers keep the strategies of the checkpoint")
@@ -105,13 +79,7 @@ CheckpointHint = OwnerHint | StrategyHint
 
 
 def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> None:
-    """Wrap Megatron's functions that save and load the common state of a checkpoint.
-
-    Args:
-        checkpointing: The module ``megatron.training.checkpointing``. It looks up both functions at call
-            time.
-        hints: Values to save and to load.
-    """
+    """Wrap the functions of ``megatron.training.checkpointing`` that save and load the common state."""
     generate = checkpointing.generate_state_dict
 
     @wraps(generate)
@@ -149,12 +117,7 @@ def fitting_owners(
 ) -> OwnerMap | None:
     """Return the owner map that a hint contains for this pipeline stage; ``None`` if it contains none.
 
-    Args:
-        hint: Value in the checkpoint. It may be damaged or come from another layout.
-        metadata: Megatron's content metadata of the checkpoint.
-        stage: Owners of this pipeline stage in this run.
-        rank: Number of this stage in the pipeline.
-        num_stages: Number of stages of this run's pipeline.
+    ``stage`` has this run's owners of the pipeline stage, which is number ``rank`` of ``num_stages``.
 
     Raises:
         ValueError: The hint comes from another layout or another model, or it is damaged.
@@ -180,11 +143,8 @@ def fitting_owners(
             f"got MoE layers {list(mine.layer_numbers)} on stage {rank}, wanted {here}; the checkpoint is "
             "from another model or another pipeline layout"
         )
-    for what, got, wanted in (
-        ("expert-parallel devices", mine.owners.num_devices, stage.owners.num_devices),
-        ("experts of a layer", mine.owners.num_experts, stage.owners.num_experts),
-    ):
-        if got != wanted:
+    for what, name in (("expert-parallel devices", "num_devices"), ("experts of a layer", "num_experts")):
+        if (got := getattr(mine.owners, name)) != (wanted := getattr(stage.owners, name)):
             raise ValueError(f"got an owner map of {got} {what}, wanted {wanted}")
     return mine.owners
 

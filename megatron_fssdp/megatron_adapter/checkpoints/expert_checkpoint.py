@@ -1,19 +1,16 @@
 """Sharded state dicts of experts that are in other slots than in stock Megatron.
 
-A ``torch_dist`` checkpoint identifies an expert only by its layer and its number. Megatron derives both from
-the expert module and the rank in the expert-parallel group. Here both come from the owner map::
+A ``torch_dist`` checkpoint identifies an expert by its layer and its number, which Megatron derives from the
+expert module and the rank. Here both come from the owner map::
 
     slot 2 of device 0:   Megatron registered it for   expert 0 of layer 2
                           the owner map puts in it     expert 5 of layer 1
                           it is saved under the name   expert 5 of layer 1
 
-Megatron's own method makes the entries; only layer and expert in their names and offsets are changed. The
-keys of the state dict itself name the local slot. Optimizer states follow, because Megatron finds them by the
-identity of the Parameters.
-
-If all layers of a decoder are alike, the layer is an axis of the stored tensor. Otherwise the layer's number
-is a part of the key. ``TransformerBlock`` and ``HybridStack`` write this number after the layer has returned
-its state, so the wrapper around them corrects it afterwards.
+Only layer and expert in the names and offsets of Megatron's entries are changed. Optimizer states follow,
+because Megatron finds them by the identity of the Parameters. If all layers of a decoder are alike, the layer
+is an axis of the stored tensor. Otherwise its number is a part of the key, which ``TransformerBlock`` and
+``HybridStack`` write later, so that a wrapper around them corrects it afterwards.
 """
 
 import re
@@ -43,15 +40,9 @@ _blocks_wrapped = False
 def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
     """Make an expert module's sharded state dict follow the owner map.
 
-    Call this when the layer is built, because models are built in several ways and a checkpoint may be
-    loaded soon afterwards. The first call also wraps the method of ``TransformerBlock`` and ``HybridStack``,
-    which changes nothing for other layers.
-
-    Args:
-        experts: Expert module of the layer. Its method ``sharded_state_dict`` is replaced.
-        layer: Index of the layer in the owner map.
-        current: Function that returns the owners at the time of a save or a load; ``None`` means that
-            Megatron's even distribution applies.
+    Call this when the layer of this index in the owner map is built. ``current`` returns the owners at the
+    time of a save or a load. The first call also wraps ``TransformerBlock`` and ``HybridStack``, which
+    changes nothing for other layers.
     """
     global _blocks_wrapped
 
@@ -88,14 +79,8 @@ def expert_sharded_state_dict(
 ) -> ShardedStateDict:
     """Return the sharded state dict of an expert module, with every slot named after the expert in it.
 
-    Args:
-        experts: Megatron's expert module, ``SequentialMLP`` or ``TEGroupedMLP``.
-        layer: Index, in the owner map, of the layer for which Megatron registered the module.
-        device: This rank in the expert-parallel group.
-        stage: Owners of the pipeline stage; ``None`` means Megatron's even distribution.
-        prefix: Prefix of the keys, as in Megatron's method ``sharded_state_dict``.
-        sharded_offsets: Layer axis of the stored tensors, or nothing, as in Megatron's method.
-        metadata: Content metadata of the checkpoint, as in Megatron's method.
+    Megatron registered the module, ``SequentialMLP`` or ``TEGroupedMLP``, for the layer of this index in the
+    owner map. Without a ``stage``, its even distribution applies. Other arguments are those of its method.
 
     Raises:
         ValueError: A slot of the decoder holds an expert of multi-token prediction, or the reverse, or
@@ -136,10 +121,7 @@ def expert_sharded_state_dict(
 def _mover(num_layer_axes: int, registered: int | None, content: SlotContent) -> Callable[[Any], Any]:
     """A function that gives an entry the layer and the expert that are in its slot, where these are axes.
 
-    Args:
-        num_layer_axes: 1 if the layer is an axis of the stored tensor, 0 if its number is in the key.
-        registered: The expert for which Megatron made the entry; ``None`` if experts are no axis.
-        content: The expert in the slot.
+    If experts are an axis, ``registered`` is the one for which Megatron made the entry; otherwise, ``None``.
     """
 
     def move(entry: Any) -> Any:

@@ -9,10 +9,9 @@ and then cuts out each parameter's part by an offset that still counts the paddi
 
 Megatron only warns of "data corruption".
 
-**Torch's Adam.** Without Transformer Engine and Apex, Megatron's optimizer is torch's Adam, on GPUs and on
-CPUs. Torch's Adam keeps one ``step`` tensor for each parameter; the other two keep one number for each
-parameter group. The distributed optimizer ignores the difference in four places. A resumed run then fails
-or, worse, continues with wrong states:
+**Torch's Adam**, Megatron's optimizer without Transformer Engine and Apex, keeps one ``step`` tensor for each
+parameter; theirs keep one number for each parameter group. The distributed optimizer ignores the difference
+in four places. A resumed run then fails or, worse, continues with wrong states:
 
 * It asks a new optimizer for its step. The optimizer has no state yet, and the call fails.
 * It gives one step tensor to all parameters. Adam increases the step of every parameter in place, so the
@@ -20,10 +19,8 @@ or, worse, continues with wrong states:
 * Its default format overwrites the loaded step by the step from before the load.
 * Its fully reshardable format stores no step for each parameter, and then fails because it is missing.
 
-The default format also fails to write into fp32 parameters, because they require a gradient.
-
-The methods are wrapped once. The last three wrappers change nothing for an optimizer other than torch's Adam.
-All wrapped methods belong to checkpoints; no method of a training step is wrapped.
+The default format also fails to write into fp32 parameters, because they require a gradient. The last three
+wrappers change nothing for other optimizers.
 """
 
 from contextlib import ExitStack
@@ -113,10 +110,7 @@ def _is_repaired(optimizer: Any) -> bool:
 
 
 def _start_empty_state(adam: torch.optim.Optimizer) -> None:
-    """Create the states with which Adam's first step begins.
-
-    A run that loads no checkpoint therefore computes the same results as before.
-    """
+    """Create the states with which Adam's first step begins, so that nothing else changes."""
     if adam.state:
         return
     for group in adam.param_groups:

@@ -1,12 +1,8 @@
 """Makes a checkpoint invalid while it is overwritten, until it is complete again.
 
-Two files mark a folder as a ``torch_dist`` checkpoint. Megatron writes them after all ranks have written
-their data, and then writes the iteration to ``latest_checkpointed_iteration.txt``. If a save into a new
-folder is killed, the previous checkpoint stays the latest one.
-
-A run that resumes from an earlier iteration saves into folders that hold complete checkpoints. If such a
-save were killed, the two old files would mark a mixture of old and new data as a checkpoint. Loading it would
-succeed or fail depending on which bytes have changed. The two files are therefore deleted before the save.
+Two files, which Megatron writes last, mark a folder as a ``torch_dist`` checkpoint. A run that resumes from
+an earlier iteration saves into folders that hold complete checkpoints. If such a save were killed, the old
+files would mark a mixture of old and new data as a checkpoint. They are therefore deleted before the save.
 """
 
 from functools import wraps
@@ -24,12 +20,7 @@ _MARKS = (".metadata", CONFIG_FNAME)
 
 
 def wrap_save(dist_checkpointing: Any) -> None:
-    """Wrap Megatron's ``save`` so that it deletes the two files that mark a checkpoint before it writes.
-
-    Args:
-        dist_checkpointing: The package ``megatron.core.dist_checkpointing``. Megatron's training looks up
-            the function there at call time.
-    """
+    """Wrap ``save`` of ``megatron.core.dist_checkpointing``, so that it first deletes the two files."""
     save = dist_checkpointing.save
 
     @wraps(save)

@@ -1,8 +1,7 @@
 """Makes torch's collectives on gloo accept what NCCL accepts.
 
 In Megatron's expert tensor parallelism, every rank has another number of rows in an all-gather or a
-reduce-scatter. NCCL accepts lists of tensors of different sizes and gloo does not. Here, gloo's uneven
-all-to-all does the same work.
+reduce-scatter, which gloo does not accept. Here, its uneven all-to-all does the same work.
 """
 
 import functools

@@ -85,8 +85,8 @@ class HostEvent:
 def inside_the_device_mode(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a backward function that runs its Python code inside :class:`CpuDeviceMode`.
 
-    Torch removes a function mode while one of its own functions runs. ``torch.autograd.backward`` is such
-    a function, and recomputed forward passes run inside it. They need the mode too.
+    Torch removes a function mode while one of its own functions runs, such as ``torch.autograd.backward``.
+    Recomputed forward passes run inside it and need the mode.
     """
 
     @functools.wraps(original)

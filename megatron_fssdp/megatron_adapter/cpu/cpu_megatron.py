@@ -20,9 +20,8 @@ def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 def norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a constructor of torch's norms that accepts sequence parallelism.
 
-    Megatron refuses these norms under sequence parallelism, although only an attribute of their parameters
-    is missing. With the attribute ``sequence_parallel``, Megatron sums the gradients of these parameters
-    over the tensor-parallel ranks, as it does for its own norms.
+    Megatron refuses it, although only the attribute ``sequence_parallel`` of their parameters is missing, by
+    which it sums the gradients over the tensor-parallel ranks.
     """
 
     def build(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
@@ -41,8 +40,7 @@ def norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..
 def attention_of_other_widths(original: Callable[..., None]) -> Callable[..., None]:
     """Return a constructor of Megatron's attention that accepts the widths of multi-latent attention.
 
-    The class computes with keys and values of any width. It takes the width of its result from the config,
-    which has only the width of ordinary heads.
+    The class computes with any width, but takes that of its result from the config, as for ordinary heads.
     """
 
     @functools.wraps(original)
@@ -60,8 +58,8 @@ def attention_of_other_widths(original: Callable[..., None]) -> Callable[..., No
 def find_dataset_helpers(original: Callable[[], None]) -> Callable[[], None]:
     """Return a function that uses existing compiled dataset helpers, and compiles only if there are none.
 
-    The megatron-core wheel contains the compiled helpers and no Makefile. A Megatron-LM checkout has the
-    Makefile but needs pybind11 and a compiler. The helpers of an installed wheel work with a checkout too.
+    The megatron-core wheel contains the compiled helpers, which work with a Megatron-LM checkout too. The
+    checkout has only a Makefile, which needs pybind11 and a compiler.
     """
     name = "megatron.core.datasets.helpers_cpp"
     with contextlib.suppress(ImportError):

@@ -1,14 +1,11 @@
 """Runs Megatron on CPU ranks over gloo, for laptops, tests and CI.
 
-Megatron assumes CUDA in many places: tensor factories with ``device="cuda"``, streams, CUDA random states
-and arguments that only NCCL accepts. On a machine without an accelerator, :func:`install` gives these calls
-a meaning on the CPU. On a machine with an accelerator it does nothing, unless
-``MEGATRON_FSSDP_DEVICE=cpu`` is set.
+Megatron assumes CUDA in many places. On a machine without an accelerator, or if ``MEGATRON_FSSDP_DEVICE=cpu``
+is set, :func:`install` gives these calls a meaning on the CPU.
 
-There are two kinds of changes. Both are made here and nowhere else: :class:`CpuDeviceMode` replaces CUDA
-device arguments of all torch functions by the CPU, and :data:`_PATCHES` lists the attributes that are
-replaced, each with its reason. ``torch.cuda.is_available()`` stays or becomes ``False``, because ``True``
-breaks dynamo and ``torch.optim``.
+:class:`CpuDeviceMode` replaces CUDA device arguments of all torch functions by the CPU, and :data:`_PATCHES`
+lists the attributes that are replaced, each with its reason. ``torch.cuda.is_available()`` stays or becomes
+``False``, because ``True`` breaks dynamo and ``torch.optim``.
 """
 
 import functools
@@ -82,11 +79,7 @@ def install() -> bool:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse what Megatron cannot do on the CPU, from its parsed arguments, before process groups exist.
-
-    Raises:
-        ConfigurationError: The arguments ask for context parallelism on the CPU.
-    """
+    """Refuse, by a ConfigurationError, parsed arguments that ask for context parallelism on the CPU."""
     if _installed and (args.context_parallel_size or 1) > 1:
         raise ConfigurationError(
             f"--context-parallel-size: got {args.context_parallel_size} on the CPU, wanted 1, because "

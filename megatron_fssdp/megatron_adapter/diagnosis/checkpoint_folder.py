@@ -15,18 +15,12 @@ _PROBE_BYTES = 1 << 16
 
 
 def check_folder(path: Path, setting: str) -> Finding:
-    """Try to write to a folder. No file is left behind, and a missing folder is not created.
+    """Try to write to a folder for checkpoints, which ``setting`` names, or to the nearest one that exists.
 
-    Args:
-        path: Folder for checkpoints. If it does not exist, the nearest existing folder above it is tested.
-        setting: Option or setting that names the folder, for the advice.
+    No file is left behind, and a missing folder is not created.
     """
-    name, room, nearest, other = (
-        "checkpoint folder",
-        "",
-        path.absolute(),
-        f"set another folder with {setting}",
-    )
+    name, room, nearest = "checkpoint folder", "", path.absolute()
+    other = f"set another folder with {setting}"
     try:
         while not os.path.lexists(nearest):
             nearest = nearest.parent

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -42,28 +42,19 @@ _Fits = dict[CollectiveName, dict[LinkClass, FittedLink]]
 class ProfileSettings:
     """What is measured, and how often.
 
-    Attributes:
-        name: Name of the cluster in its description.
-        num_nodes: Number of equal nodes into which the ranks are divided, in rank order; ``None`` treats
-            each of torchrun's machines as a node.
-        backend: ``gloo`` (communication and compute on CPUs) or ``nccl``; ``None`` takes ``nccl`` if there
-            are GPUs.
-        model: Run whose layers are computed; ``None`` takes layer sizes that suit the device.
-        least_bytes: Smallest message in bytes, at least 4.
-        most_bytes: Largest message in bytes. Each message size is four times the previous one.
-        num_repetitions: Number of repetitions of each measurement; the median counts.
-
     Raises:
         ConfigurationError: A setting is outside its range.
     """
 
-    name: str
-    num_nodes: int | None = None
-    backend: str | None = None
-    model: RunConfig | None = None
-    least_bytes: int = 1 << 10
+    name: str  # of the cluster in its description
+    num_nodes: int | None = None  # equal nodes of ranks, in rank order; None: torchrun's machines
+    backend: str | None = (
+        None  # gloo (communication and compute on CPUs) or nccl; None: nccl if there are GPUs
+    )
+    model: RunConfig | None = None  # run whose layers are computed; None: sizes that suit the device
+    least_bytes: int = 1 << 10  # of a message
     most_bytes: int = 1 << 24
-    num_repetitions: int = 7
+    num_repetitions: int = 7  # of each measurement; the median counts
 
     def __post_init__(self) -> None:
         if self.backend not in (None, "gloo", "nccl"):
@@ -101,15 +92,10 @@ class ProfileSettings:
 def profile_cluster(settings: ProfileSettings, progress: Callable[[str], None]) -> ClusterDescription:
     """Measure the cluster. All ranks that torchrun started call this before a process group exists.
 
-    Args:
-        settings: What is measured, and how often.
-        progress: Function that gets one line of text for each step, on rank 0.
-
-    Returns:
-        Description of the cluster, equal on all ranks.
+    ``progress`` gets one line of text for each step, on rank 0. The description is equal on all ranks.
 
     Raises:
-        ConfigurationError: These ranks cannot be measured. It is raised before any collective.
+        ConfigurationError: These ranks cannot be measured; it is raised before any collective.
     """
     world_size = int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -145,15 +131,7 @@ def measure_cluster(
     local_world_size: int,
     progress: Callable[[str], None],
 ) -> ClusterDescription:
-    """Measure the cluster like :func:`profile_cluster`, by the ranks of the existing default process group.
-
-    Args:
-        settings: What is measured, and how often.
-        num_nodes: Number of equal nodes into which the ranks are divided.
-        device: Torch device of this rank.
-        local_world_size: Number of ranks on this machine.
-        progress: Function that gets one line of text for each step, on rank 0.
-    """
+    """Measure like :func:`profile_cluster`, by the ranks of the existing default process group."""
     world_size, sizes, repetitions = dist.get_world_size(), settings.message_bytes(), settings.num_repetitions
     per_node = world_size // num_nodes
     num_links = (per_node > 1) * len(_NAMES) + (num_nodes > 1) * (len(_NAMES) + 1)
@@ -183,13 +161,12 @@ def measure_cluster(
     inside = fits["point_to_point"].get("intra_node")
     one_of_them = inside or whole_nic
     assert one_of_them is not None  # With two ranks or more, there is a link inside a node or between nodes.
-    intra = _shared(one_of_them, 1)
     return ClusterDescription(
         name=settings.name,
         num_nodes=num_nodes,
         devices_per_node=per_node,
-        intra_node=intra,
-        inter_node=_shared(whole_nic, per_node) if whole_nic is not None else intra,
+        intra_node=_shared(one_of_them, 1),
+        inter_node=_shared(one_of_them, 1) if whole_nic is None else _shared(whole_nic, per_node),
         expert_flops_per_s=expert,
         non_expert_flops_per_s=attention,
         memory_bytes=int(_lowest(device_memory_bytes(device, local_world_size), device)),
@@ -202,22 +179,17 @@ def _measure_links(
     settings: ProfileSettings, num_nodes: int, device: torch.device, say: Callable[[str], None]
 ) -> tuple[_Fits, FittedLink | None]:
     """Measure all collectives on both classes of links, and a whole node's NICs; ``None`` for one node."""
-    everyone = dist.group.WORLD
-    assert isinstance(everyone, dist.ProcessGroup)
+    everyone: Any = dist.group.WORLD
     ranks, per_node = range(dist.get_world_size()), dist.get_world_size() // num_nodes
     fits: _Fits = {name: {} for name in _NAMES}
     whole_nic: FittedLink | None = None
+    how: dict[str, Any] = {
+        "message_bytes": settings.message_bytes(),
+        "num_repetitions": settings.num_repetitions,
+    }
 
-    def measured(label: str, name: str, group: dist.ProcessGroup | None, num_near: int = 0) -> FittedLink:
-        fit = measure_collective(
-            name,
-            group,
-            everyone,
-            device,
-            message_bytes=settings.message_bytes(),
-            num_repetitions=settings.num_repetitions,
-            num_near=num_near,
-        )
+    def measured(label: str, name: str, group: Any, num_near: int = 0) -> FittedLink:
+        fit = measure_collective(name, group, everyone, device, num_near=num_near, **how)
         say(
             f"{label}: {fit.cost.alpha_s * 1e6:.1f} us + {1e-9 / fit.cost.beta_s_per_byte:.3f} GB/s, "
             f"R2 {fit.r_squared:.4f}, worst error {fit.worst_relative_error:.0%}"
@@ -229,34 +201,28 @@ def _measure_links(
             worst_relative_error=fit.worst_relative_error,
         )
 
-    def own_group(of_ranks: list[list[int]]) -> dist.ProcessGroup:
-        group, _ = dist.new_subgroups_by_enumeration(of_ranks)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
-
     if per_node > 1:
-        inside = own_group([list(ranks[first : first + per_node]) for first in ranks[::per_node]])
+        nodes = [list(ranks[first : first + per_node]) for first in ranks[::per_node]]
+        inside, _ = dist.new_subgroups_by_enumeration(nodes)
         for name in _NAMES:
             fits[name]["intra_node"] = measured(f"{name} intra_node", name, inside)
     if num_nodes > 1:
         # Each group has the ranks with the same position in all nodes.
-        between = own_group([list(ranks[place::per_node]) for place in range(per_node)])
+        between, _ = dist.new_subgroups_by_enumeration([list(ranks[at::per_node]) for at in range(per_node)])
         whole_nic = measured("point_to_point inter_node, all devices", "point_to_point", between)
         for name in _NAMES:
-            label = f"{name} inter_node"
-            if name in _EXCHANGES:
-                # As in a dispatch, messages inside the nodes are under way at the same time.
-                fits[name]["inter_node"] = measured(label, name, everyone, num_near=per_node - 1)
-            else:
-                is_idle = name == "point_to_point" and dist.get_rank() % per_node
-                fits[name]["inter_node"] = measured(label, name, None if is_idle else between)
+            # In exchanges, as in a dispatch, messages inside the nodes are under way at the same time.
+            is_exchange, is_idle = name in _EXCHANGES, name == "point_to_point" and dist.get_rank() % per_node
+            group = everyone if is_exchange else None if is_idle else between
+            num_near = per_node - 1 if is_exchange else 0
+            fits[name]["inter_node"] = measured(f"{name} inter_node", name, group, num_near)
     return fits, whole_nic
 
 
 def _sources(
     device: torch.device, repetitions: int, shape: LayerShape, has_intra: bool, has_inter: bool
 ) -> dict[str, str]:
-    """Return the sources of the description's figures."""
+    """Say where the description's figures come from."""
     on_gpu = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} CPU ranks"
     measured = (

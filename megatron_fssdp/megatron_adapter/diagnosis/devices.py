@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, problem
-from megatron_fssdp.megatron_adapter.diagnosis.packages import one_line
+from megatron_fssdp.megatron_adapter.support.broken_packages import one_line
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
 
 if TYPE_CHECKING:
@@ -28,17 +28,11 @@ _MOST_PAIRS_SHOWN = 4
 
 @dataclass(frozen=True)
 class Gpus:
-    """Accelerators of this machine.
+    """Accelerators of this machine that torch can use."""
 
-    Attributes:
-        models: Name and memory in bytes of each accelerator that torch can use.
-        apart: Pairs of them that cannot read each other's memory.
-        error: Error from asking torch for accelerators; empty if there was none.
-    """
-
-    models: tuple[tuple[str, int], ...] = ()
-    apart: tuple[tuple[int, int], ...] = ()
-    error: str = ""
+    models: tuple[tuple[str, int], ...] = ()  # name and memory in bytes of each
+    apart: tuple[tuple[int, int], ...] = ()  # pairs that cannot read each other's memory
+    error: str = ""  # from asking torch for accelerators
 
     def runs_on_cpu(self, wanted: str) -> bool:
         """Whether ranks run on the CPU under a run's ``training.device``: ``auto``, ``cpu`` or ``cuda``."""
@@ -62,15 +56,8 @@ def look_at_gpus() -> Gpus:
 
 
 def check_devices(gpus: Gpus, run: "RunConfig | None", has_engine: bool) -> list[Finding]:
-    """Check back ends, GPUs, nodes, and whether a run fits. Torch must be importable.
-
-    Args:
-        gpus: Accelerators of this machine.
-        run: Run to check; ``None`` checks the machine only.
-        has_engine: Whether Transformer Engine works.
-    """
-    parallelism = run.parallelism if run is not None else None
-    findings = [*_backends(bool(gpus.models)), _gpus(gpus), _topology(gpus, parallelism)]
+    """Check back ends, GPUs, nodes, and whether a run, if any, fits. Torch must be importable."""
+    findings = [*_backends(bool(gpus.models)), _gpus(gpus), _topology(gpus, run.parallelism if run else None)]
     if run is not None:
         on_cpu, context = gpus.runs_on_cpu(run.training.device), run.parallelism.context
         findings.append(_ranks(gpus, run.parallelism, on_cpu))
@@ -84,23 +71,21 @@ def _backends(has_gpus: bool) -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    missing, gloo, nccl = "not built into torch", "", ""
-    if dist.is_available():
-        gloo = "built into torch" if dist.is_gloo_available() else ""
-        if dist.is_nccl_available():
-            try:
-                nccl = ".".join(str(number) for number in torch.cuda.nccl.version())
-            except Exception:  # Some builds have no version number of NCCL, and the report only shows it.
-                nccl = "built into torch"
-    install = "install a torch that is built with"
-    unused = "" if has_gpus else "; not used without GPUs"
+    built, missing, nccl = "built into torch", "not built into torch", ""
+    has_gloo = dist.is_available() and dist.is_gloo_available()
+    if dist.is_available() and dist.is_nccl_available():
+        try:
+            nccl = ".".join(str(number) for number in torch.cuda.nccl.version())
+        except Exception:  # Some builds have no version number of NCCL, and the report only shows it.
+            nccl = built
+    install, unused = "install a torch that is built with", "" if has_gpus else "; not used without GPUs"
+    gloo_advice = f"{install} gloo, for example a wheel from pytorch.org"
+    nccl_advice = f"{install} NCCL, for example a CUDA wheel from pytorch.org"
     return [
-        Finding("gloo", gloo)
-        if gloo
-        else problem("gloo", missing, f"{install} gloo, for example a wheel from pytorch.org"),
+        Finding("gloo", built) if has_gloo else problem("gloo", missing, gloo_advice),
         Finding("NCCL", f"{nccl or missing}{unused}")
         if nccl or not has_gpus
-        else problem("NCCL", missing, f"{install} NCCL, for example a CUDA wheel from pytorch.org"),
+        else problem("NCCL", missing, nccl_advice),
     ]
 
 
@@ -136,8 +121,7 @@ def _gpus(gpus: Gpus) -> Finding:
     if build := torch.version.cuda or torch.version.hip:
         found = f"torch (built for CUDA {build}) finds no GPU"
         advice = (
-            "compare with the CUDA version that nvidia-smi shows, and install a newer driver or a torch for "
-            "that version"
+            "compare with nvidia-smi's CUDA version, and install a newer driver or a torch for that version"
         )
     found = f"an NVIDIA driver is installed, but {found}"
     return problem(name, found, f"{advice}; or set {DEVICE_VARIABLE}=cpu to use the CPU")
@@ -147,12 +131,13 @@ def _topology(gpus: Gpus, parallelism: "ParallelismSettings | None") -> Finding:
     """Check which nodes the strategies plan for."""
     name, started = "topology", _whole_number("WORLD_SIZE")
     if started:
-        found, even = _nodes(started, _whole_number("LOCAL_WORLD_SIZE") or started, "from torchrun")
-        if not even:
+        per_node = _whole_number("LOCAL_WORLD_SIZE") or started
+        found = _nodes(started, per_node, "from torchrun")
+        if started > per_node and started % per_node:
             advice = "start torchrun with the same --nproc-per-node on every machine: nodes must be equal"
             return problem(name, found, advice)
     elif parallelism is not None:
-        found, _ = _nodes(parallelism.world_size, parallelism.nproc_per_node, "from the run's file")
+        found = _nodes(parallelism.world_size, parallelism.nproc_per_node, "from the run's file")
     else:
         members = _count(len(gpus.models), "GPU") if gpus.models else "CPU ranks"
         found = f"1 node (this machine) of {members}"
@@ -184,19 +169,16 @@ def _ranks(gpus: Gpus, parallelism: "ParallelismSettings", on_cpu: bool) -> Find
     elsewhere = f"; the ranks on {_count(others, 'other machine')} were not checked" if others else ""
     found = f"{num_ranks} on {_count(num, kind)}{elsewhere}"
     if on_cpu and num_ranks > num:
-        advice = (
-            "the training works and its results are correct, but ranks share CPU cores and wait for each "
-            "other, so measured times mean little"
-        )
+        advice = "training is correct, but ranks share CPU cores and wait: measured times mean little"
         return note(name, found, advice)
-    if not on_cpu and num_ranks > num:
-        fewer = f"--nproc {num} with parallel sizes that divide it, or " if num else ""
-        advice = f"use {fewer}--set training.device=cpu, or a machine with more GPUs"
-        return problem(name, found, f"every rank needs its own GPU: {advice}")
-    if not on_cpu and num_ranks < num:
+    if on_cpu or num_ranks == num:
+        return Finding(name, found)
+    if num_ranks < num:
         unused = _count(num - num_ranks, "GPU")
         return note(name, found, f"{unused} not used: --nproc {num} uses all GPUs")
-    return Finding(name, found)
+    fewer = f"--nproc {num} with parallel sizes that divide it, or " if num else ""
+    advice = f"use {fewer}--set training.device=cpu, or a machine with more GPUs"
+    return problem(name, found, f"every rank needs its own GPU: {advice}")
 
 
 def _context(context: int, on_cpu: bool, has_engine: bool) -> Finding:
@@ -214,12 +196,10 @@ def _context(context: int, on_cpu: bool, has_engine: bool) -> Finding:
     return Finding(name, found)
 
 
-def _nodes(world_size: int, per_node: int, source: str) -> tuple[str, bool]:
-    """Describe the nodes of a run, and return whether all have the same number of ranks."""
+def _nodes(world_size: int, per_node: int, source: str) -> str:
     sizes = [min(per_node, world_size - first) for first in range(0, world_size, per_node)]
-    even = len(set(sizes)) == 1
-    members = _count(sizes[0], "rank") if even else f"{'/'.join(map(str, sizes))} ranks"
-    return f"{_count(len(sizes), 'node')} of {members}, {source}", even
+    members = _count(sizes[0], "rank") if len(set(sizes)) == 1 else f"{'/'.join(map(str, sizes))} ranks"
+    return f"{_count(len(sizes), 'node')} of {members}, {source}"
 
 
 def _asked() -> str:

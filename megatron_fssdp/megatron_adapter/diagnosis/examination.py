@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fssdp.megatron_adapter.diagnosis import packages, plugin_checks
+from megatron_fssdp.megatron_adapter.diagnosis import packages
 from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import check_folder
 from megatron_fssdp.megatron_adapter.diagnosis.devices import CHECKS, Gpus, check_devices, look_at_gpus
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note
@@ -23,14 +23,11 @@ if TYPE_CHECKING:
 def examine_machine(
     run: "RunConfig | None" = None, folders: Sequence[tuple[str, Path]] = ()
 ) -> tuple[Finding, ...]:
-    """Run all checks that apply. This takes as long as importing torch and Megatron.
+    """Run all checks that apply, in the order of the report; this imports torch and Megatron.
 
     Args:
         run: Run to check on this machine; ``None`` checks the machine only.
         folders: Setting or option that names a checkpoint folder, and the folder.
-
-    Returns:
-        The findings, in the order of the report.
     """
     with _quiet_imports():
         torch = look_for("torch", "torch")
@@ -44,17 +41,17 @@ def examine_machine(
             packages.check_python(platform.python_version(), sys.executable),
             packages.check_torch(torch),
             packages.check_megatron(megatron),
-            *plugin_checks.check_seams(megatron.works),
+            *packages.check_seams(megatron.works),
             packages.check_transformer_engine(engine, bool(gpus.models)),
             packages.check_apex(),
-            *plugin_checks.check_strategies(),
-            plugin_checks.check_kernels(),
+            *packages.check_strategies(),
+            packages.check_kernels(),
         ]
         if torch.works:
             findings += check_devices(gpus, run, engine.works)
         else:
-            unknown = "not checked, because torch cannot be imported"
-            findings += [note(name, unknown) for name in (*CHECKS, *(("ranks",) if run is not None else ()))]
+            names = CHECKS if run is None else (*CHECKS, "ranks")
+            findings += [note(name, "not checked, because torch cannot be imported") for name in names]
     return (*findings, *(check_folder(folder, setting) for setting, folder in folders))
 
 

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """What a finding means for a training on this machine: fine, worth knowing, or in its way."""
+    """What a finding means for a training on this machine."""
 
     OK = "ok"
     NOTE = "note"
@@ -14,19 +14,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the doctor's report.
-
-    Attributes:
-        name: Name of the check, equal on all machines.
-        found: What the check found on this machine.
-        verdict: Whether this is fine, a note or a problem.
-        advice: The next step, on one line. Every problem has one.
-    """
+    """One row of the doctor's report: the name of a check, and what it found on this machine."""
 
     name: str
     found: str
     verdict: Verdict = Verdict.OK
-    advice: str = ""
+    advice: str = ""  # the next step, on one line; every problem has one
 
     def __post_init__(self) -> None:
         if "\n" in self.advice or (self.verdict is Verdict.PROBLEM and not self.advice):

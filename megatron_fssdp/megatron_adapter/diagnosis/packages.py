@@ -1,4 +1,4 @@
-"""Facts and findings about Python, torch, Megatron, Transformer Engine and Apex."""
+"""Facts and findings about Python, torch, Megatron, Transformer Engine, Apex, strategies and kernels."""
 
 import importlib
 import importlib.metadata
@@ -8,9 +8,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, problem
-from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
+from megatron_fssdp.megatron_adapter.support import capabilities
+from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package, one_line
 from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS, is_tested, pip_install
+from megatron_fssdp.planning.compiled_form import REBUILD, kernel_form
 
 TRANSFORMER_ENGINE = "Transformer Engine"
 
@@ -23,21 +26,12 @@ _APEX_CUDA_EXTENSION = "amp_C"
 
 @dataclass(frozen=True)
 class InstalledPackage:
-    """State of a package on this machine.
+    """State of a package on this machine."""
 
-    Attributes:
-        version: Version from the package itself, or else from pip.
-        location: Folder of the package; ``None`` if it is not installed.
-        error: Error from importing the package; empty if the import worked or the package is not
-            installed.
-        broken_by: Name of the optional package whose own code raised this error; empty if the package itself
-            or an unknown one raised it.
-    """
-
-    version: str = "of unknown version"
-    location: Path | None = None
-    error: str = ""
-    broken_by: str = ""
+    version: str = "of unknown version"  # from the package itself, or else from pip
+    location: Path | None = None  # its folder; None if it is not installed
+    error: str = ""  # from importing the package
+    broken_by: str = ""  # name of another, optional package whose own code raised this error
 
     @property
     def works(self) -> bool:
@@ -46,13 +40,7 @@ class InstalledPackage:
 
 
 def look_for(package: str, distribution: str, part: str = "") -> InstalledPackage:
-    """Find a package and import it.
-
-    Args:
-        package: Name of the package in an import.
-        distribution: Name of the package for pip.
-        part: Module to import as a test; the package itself if empty.
-    """
+    """Find a package, with its name in an import and its name for pip, and import it or a part of it."""
     location = _location(package)
     if location is None:
         return InstalledPackage()
@@ -67,19 +55,11 @@ def look_for(package: str, distribution: str, part: str = "") -> InstalledPackag
     return InstalledPackage(str(own or _pip_version(distribution)), location, error, broken_by)
 
 
-def one_line(error: BaseException) -> str:
-    """Return an exception's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def check_python(version: str, executable: str) -> Finding:
     """Check whether the Python interpreter, with this version and path, is new enough."""
     found, wanted = f"{version} ({executable})", TESTED_VERSIONS["python"]
-    if is_tested("python", version):
-        return Finding("Python", found)
     advice = f"wanted Python {wanted}: install it and create a new virtual environment with it"
-    return problem("Python", found, advice)
+    return Finding("Python", found) if is_tested("python", version) else problem("Python", found, advice)
 
 
 def check_torch(torch: InstalledPackage) -> Finding:
@@ -94,9 +74,7 @@ def check_torch(torch: InstalledPackage) -> Finding:
 def check_megatron(megatron: InstalledPackage) -> Finding:
     """Check whether Megatron is installed, can be imported and is a tested release.
 
-    An untested release is only a note, because missing seams decide whether it works. If an incomplete
-    installation of Transformer Engine ends Megatron's import, Transformer Engine is the problem, and Megatron
-    gets only a note.
+    An untested release is only a note, because missing seams decide whether it works.
     """
     name, distribution = "Megatron", "megatron-core"
     if broken_by := megatron.broken_by:
@@ -125,11 +103,7 @@ def check_megatron(megatron: InstalledPackage) -> Finding:
 
 def check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Finding:
     """Check whether Transformer Engine can be used. It is optional, and needs GPUs."""
-    name, distribution, wanted = (
-        TRANSFORMER_ENGINE,
-        "transformer-engine",
-        TESTED_VERSIONS["transformer-engine"],
-    )
+    name, distribution = TRANSFORMER_ENGINE, "transformer-engine"
     if engine.location is None and not has_gpus:
         return Finding(name, "not installed; only needed on GPUs")
     if engine.location is None:
@@ -144,7 +118,8 @@ def check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Findin
         return problem(name, found, advice)
     if is_tested(distribution, engine.version):
         return Finding(name, engine.version)
-    return note(name, engine.version, f"wanted {wanted}: {pip_install(distribution)}")
+    advice = f"wanted {TESTED_VERSIONS[distribution]}: {pip_install(distribution)}"
+    return note(name, engine.version, advice)
 
 
 def check_apex() -> Finding:
@@ -164,6 +139,56 @@ def check_apex() -> Finding:
     return Finding("Apex", version)
 
 
+def check_seams(has_megatron: bool) -> list[Finding]:
+    """Return a finding for the number of seams in the installed Megatron, and one for each missing seam."""
+    check = "Megatron's seams"
+    if not has_megatron:
+        return [note(check, "not checked, because Megatron cannot be imported")]
+    seams, missing = capabilities.SEAMS, []
+    for seam in seams:
+        reason: Exception | None
+        try:
+            reason = capabilities.absence(seam)
+        except Exception as raised:  # A module of Megatron may raise any error when it is imported.
+            reason = raised
+        if reason is None:
+            continue
+        name, found = f"seam {seam.path}", f"not in {seam.module} ({one_line(reason)})"
+        use = f"here the plugin {seam.purpose}, for {seam.needed_by}"
+        if seam.is_optional:
+            missing.append(note(name, found, f"{use}; other runs do not need it"))
+        else:
+            advice = f"no run starts without it: install a tested release: {pip_install('megatron-core')}"
+            missing.append(problem(name, found, f"{use}; {advice}"))
+    num_found = len(seams) - len(missing)
+    found = f"found {num_found} of {len(seams)} functions and classes that the plugin attaches to"
+    return [Finding(check, found), *missing]
+
+
+def check_strategies() -> list[Finding]:
+    """Return a finding for all installed strategies, and one for each that cannot be used."""
+    packages = [(name, entry.package) for name, entry in STRATEGIES.items()]
+    of_others = [f", {name} from {package}" for name, package in packages if package != SHIPPED]
+    findings = [Finding("strategies", f"{len(packages) - len(of_others)} from {SHIPPED}{''.join(of_others)}")]
+    for broken in STRATEGIES.broken.values():
+        found = f"from {broken.package}, cannot be used: {broken.reason}"
+        advice = f"update the package, or remove it: pip uninstall {broken.package}; other strategies work"
+        findings.append(note(f"strategy {broken.name}", found, advice))
+    return findings
+
+
+def check_kernels() -> Finding:
+    """Say in which form planning kernels run; both forms give the same plans."""
+    form = kernel_form()
+    if form == "compiled":
+        return Finding("planning kernels", "compiled")
+    advice = (
+        "planning takes longer; install a C compiler and Python's headers, then install megatron-fssdp again "
+        f"(in a checkout: {REBUILD})"
+    )
+    return note("planning kernels", form, advice)
+
+
 def _unusable(name: str, distribution: str, package: InstalledPackage) -> Finding:
     if package.location is None:
         return problem(name, "not installed", pip_install(distribution))
@@ -179,10 +204,8 @@ def _location(package: str) -> Path | None:
         return None
     if spec is None:
         return None
-    folders = list(spec.submodule_search_locations or ())
-    if not folders and spec.origin:
-        folders = [os.path.dirname(spec.origin)]
-    return Path(folders[0]) if folders else None
+    folder = next(iter(spec.submodule_search_locations or ()), os.path.dirname(spec.origin or ""))
+    return Path(folder) if folder else None
 
 
 def _pip_version(distribution: str) -> str:

@@ -16,11 +16,10 @@ USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Register the plugin, and then run a script like ``python SCRIPT.py ARGS…``.
+    """Register the plugin, and then run a script with its arguments, like ``python SCRIPT.py ARGS…``.
 
-    Args:
-        arguments: Path of the script, or the name of a script that comes with the package (``pretrain_gpt``),
-            followed by the script's arguments. To run a file that has such a name, write ``./pretrain_gpt``.
+    The script is a path, or the name of one that comes with the package (``pretrain_gpt``; a file of such a
+    name is ``./pretrain_gpt``).
 
     Raises:
         SystemExit: The input is invalid. One line says why, and the exit code is 2.

@@ -1,8 +1,7 @@
 """Layer specs for users who build models from megatron-core's specs.
 
-The spec contains the strategy's layer in the place of Megatron's own. All layers of a model should share one
-session, because a session has the loads and counts the iterations. Each call without a session starts a new
-one. The functions that return specs share these arguments and errors::
+All layers of a model should share one session, which has the loads and counts the iterations. Each call
+without a session starts a new one. The functions that return specs share these arguments and errors::
 
     strategy    name of a strategy; by default the one of the command line
     settings    settings of the strategy, with the keys of its YAML file
@@ -11,7 +10,7 @@ one. The functions that return specs share these arguments and errors::
     ConfigurationError    no strategy is given, or the settings are invalid for it
 
 ``use_te`` and ``use_transformer_engine`` say whether to use Transformer Engine's modules; by default, if it
-is installed and the config, where there is one, requests it.
+is installed and the config, where there is one, requests it. Other arguments are as in Megatron's functions.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,6 @@ from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
-from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
@@ -28,26 +26,25 @@ from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.registration import requested_strategy
 from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
+from megatron_fssdp.megatron_adapter.layer.hybrid_layers import with_layer
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.support.capabilities import check_core
+from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 
 
 def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> StrategySession | None:
     """Start a session: one strategy for all layers of one model; ``None`` for the strategy ``none``.
 
     The settings have the keys of the strategy's YAML file. On a machine without an accelerator, this also
-    makes Megatron run on the CPU, as ``register`` does.
+    makes Megatron run on the CPU, as ``register`` does. Call it before the model is built.
 
     Raises:
         ConfigurationError: The strategy is unknown, or the settings are invalid for it.
     """
-    check_core()
+    check_seams(for_training=False)
     cpu_runtime.install()
     validated = strategy_settings(strategy, dict(settings or {}), "settings")
-    if not isinstance(validated, PlacementSettings):
-        return None
-    return StrategySession(strategy, validated)
+    return StrategySession(strategy, validated) if isinstance(validated, PlacementSettings) else None
 
 
 def get_moe_module_spec(
@@ -59,11 +56,7 @@ def get_moe_module_spec(
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
 ) -> Any:
-    """Return Megatron's MoE module spec with a strategy: a builder for ``mlp`` of its transformer layer.
-
-    ``num_experts`` is the number of routed experts of a layer; ``moe_grouped_gemm`` is as in Megatron's
-    function of the same name. For the other arguments and the errors, see the top of this module.
-    """
+    """Return Megatron's MoE module spec with a strategy: a builder for ``mlp`` of its transformer layer."""
     session = _session(strategy, settings, session)
     stock = moe_module_specs.get_moe_module_spec(
         use_te=HAVE_TE if use_te is None else use_te,
@@ -88,9 +81,8 @@ def get_gpt_decoder_block_spec(
     """Return Megatron's GPT decoder block spec of this pipeline stage, with a strategy in its MoE layers.
 
     It can be used as ``--spec megatron_fssdp get_gpt_decoder_block_spec``. The strategy is then the one of
-    ``--moe-strategy``. ``normalization`` and ``qk_l2_norm`` are those of the config by default; ``vp_stage``
-    and ``pp_rank`` are as in Megatron's function of the same name. For the other arguments and the errors,
-    see the top of this module.
+    ``--moe-strategy``. ``normalization`` and ``qk_l2_norm`` are those of the config by default. Call it after
+    ``parallel_state.initialize_model_parallel``, which knows the layers of this rank.
     """
     session = _session(strategy, settings, session)
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
@@ -114,13 +106,10 @@ def get_bert_layer_spec(
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
 ) -> Any:
-    """Return a spec for the argument ``transformer_layer_spec`` of ``BertModel``.
-
-    Layers that have experts get the strategy. Megatron itself has no BERT layer with experts; see
-    ``megatron_adapter.layer.bert_layers``. For the arguments and the errors, see the top of this module.
+    """Return a spec for ``transformer_layer_spec`` of ``BertModel``, with a strategy in layers with experts.
 
     Raises:
-        ConfigurationError: The model has no experts.
+        ConfigurationError: The model has no experts. For other errors, see the top of this module.
     """
     if config.num_moe_experts is None:
         raise ConfigurationError(
@@ -158,9 +147,4 @@ def _session(
 
 
 def _with_session(mlp: Any, session: StrategySession | None) -> Any:
-    """Replace the layer class in a builder of MoE layers, and return other builders unchanged."""
-    is_moe = isinstance(mlp, partial) and isinstance(mlp.func, type) and issubclass(mlp.func, MoELayer)
-    if session is None or not is_moe:
-        return mlp
-    keywords = {key: value for key, value in mlp.keywords.items() if key != "session"}
-    return partial(StrategyMoELayer, *mlp.args, session=session, **keywords)
+    return mlp if session is None else with_layer(mlp, partial(StrategyMoELayer, session=session))

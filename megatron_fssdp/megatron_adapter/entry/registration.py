@@ -1,10 +1,10 @@
 """Registers the plugin with Megatron's command line and training loop.
 
 This module wraps Megatron's functions for runs of a script, once, and states the reason for each. Only what
-layer specs and subclasses cannot change is wrapped: the argument parser and its checks, the class that
-Megatron's specs build, the check of the built model, and the beginning and end of iterations.
+layer specs and subclasses cannot change is wrapped.
 """
 
+import argparse
 import os
 from datetime import timedelta
 from functools import partial, wraps
@@ -14,9 +14,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overwritten_checkpoint
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
     CheckpointHint,
     OwnerHint,
@@ -24,16 +26,11 @@ from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
     wrap_checkpointing,
 )
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
-from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
 from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
 from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
-from megatron_fssdp.megatron_adapter.support.capabilities import check_training
+from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
-from megatron_fssdp.megatron_adapter.support.replaced_settings import (
-    CHECKPOINT_REPLACEMENTS,
-    replace_settings,
-)
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
 _requested: RequestedStrategy | None = None
@@ -47,14 +44,11 @@ def requested_strategy() -> RequestedStrategy | None:
 def register(by_launcher: bool = False) -> None:
     """Add the plugin to Megatron. Call this before Megatron parses its arguments.
 
-    The launcher calls this for unmodified scripts. A script that also calls it may run under the launcher:
-    its call then changes nothing. Under ``--moe-strategy none``, the default, Megatron computes bitwise the
-    same results as without the plugin, with one exception: BERT gets the experts of ``--num-experts``, which
-    Megatron ignores. A script that does not catch a :class:`ConfigurationError` ends with one line and exit
-    code 2.
-
-    Args:
-        by_launcher: Whether the launcher calls this. The launcher reports errors itself.
+    A script that calls this may also run under the launcher: its call then changes nothing. Under
+    ``--moe-strategy none``, the default, Megatron computes bitwise the same results as without the plugin,
+    with one exception: BERT gets the experts of ``--num-experts``, which Megatron ignores. A script that does
+    not catch a :class:`ConfigurationError` ends with one line and exit code 2. On a machine without an
+    accelerator, Megatron runs on the CPU (``megatron_adapter.cpu.cpu_runtime``).
 
     Raises:
         ConfigurationError: The installed Megatron lacks a seam that the plugin needs.
@@ -72,14 +66,17 @@ def register(by_launcher: bool = False) -> None:
         report_uncaught()
     # The CPU patches must come before the first use of Megatron. On a GPU run they do nothing.
     cpu_runtime.install()
-    check_training()
+    check_seams(for_training=True)
     optimizer_repairs.install()
     _registered_by = "launcher" if by_launcher else "script"
 
     from megatron.training import arguments, training
 
-    add_arguments, parse = arguments.add_megatron_arguments, arguments.parse_args
-    validate = arguments.validate_args
+    add_arguments, parse, validate = (
+        arguments.add_megatron_arguments,
+        arguments.parse_args,
+        arguments.validate_args,
+    )
 
     # parse_args builds the parser by calling this function of its module.
     @wraps(add_arguments)
@@ -121,12 +118,34 @@ def register(by_launcher: bool = False) -> None:
         bert_layers.install()
 
 
-def check_started_as_rank() -> None:
-    """Raise if Megatron could not find the other ranks. A single rank needs a launcher such as torchrun too.
+def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--moe-strategy`` and its settings to Megatron's parser, and return the parser."""
+    strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
+    group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
+    group.add_argument(
+        "--moe-strategy",
+        default="none",
+        metavar="NAME",
+        # argparse formats help texts with the % operator, so a per cent sign must be doubled.
+        help=f"How experts are placed: {strategies}.".replace("%", "%%"),
+    )
+    group.add_argument(
+        "--moe-strategy-config",
+        metavar="FILE.yaml",
+        help="YAML file with the settings of the strategy, one flat key per line.",
+    )
+    group.add_argument(
+        "--moe-strategy-set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="One setting of the strategy, for example slots=2. It can be repeated and overrides the file.",
+    )
+    return parser
 
-    Raises:
-        ConfigurationError: Environment variables that torchrun sets are missing.
-    """
+
+def check_started_as_rank() -> None:
+    """Raise a ConfigurationError if variables of torchrun are missing, which a single rank needs too."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and not dist.is_initialized():
         raise ConfigurationError(
@@ -137,15 +156,15 @@ def check_started_as_rank() -> None:
 
 def _resolve_request(args: Any) -> None:
     global _requested
-    name, settings = resolve_arguments(args)
+    chosen = args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set
+    name, settings = resolve_strategy(*chosen)
     session = None
     if isinstance(settings, PlacementSettings):
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         session = StrategySession(name, settings, timeout, communicator_options(args))
         session.check_model(args)
         if session.strategy.moves_owners:
-            check_checkpoint_arguments(args)
-            replace_settings(f"--moe-strategy {name}", CHECKPOINT_REPLACEMENTS, args)
+            fit_checkpoint_arguments(f"--moe-strategy {name}", args)
         if settings.nodes is not None:
             check_declared_nodes(settings.nodes, args.world_size)
         _build_our_layer(session)
@@ -172,9 +191,9 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
     # Without re-sharding, owners stay Megatron's, and every checkpoint format can be saved.
     hints: list[CheckpointHint] = []
     if session.strategy.moves_owners:
-        hints.append(OwnerHint(session.slots.stage_owners, session.slots.adopt))
+        hints.append(OwnerHint(session.slots))
     if session.strategy.selects:
-        hints.append(StrategyHint(session.strategy, session.slots.layer_numbers))
+        hints.append(StrategyHint(session.strategy, session.slots))
     if hints:
         wrap_checkpointing(checkpointing, hints)
     overwritten_checkpoint.wrap_save(checkpointing.dist_checkpointing)

@@ -26,17 +26,12 @@ class SlotContent(NamedTuple):
 class StageOwners:
     """Which device owns which expert of a pipeline stage.
 
-    Attributes:
-        owners: Owner map over the MoE layers of all model chunks of the stage.
-        layer_numbers: Megatron's global number of each layer of the owner map, counted from 1. Layers of
-            multi-token prediction are counted after the decoder's layers.
-
     Raises:
         ValueError: The layer numbers do not match the layers of the owner map, or a number appears twice.
     """
 
-    owners: OwnerMap
-    layer_numbers: tuple[int, ...]
+    owners: OwnerMap  # over the MoE layers of all model chunks of the stage
+    layer_numbers: tuple[int, ...]  # Megatron's global ones, from 1; multi-token prediction comes last
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_numbers", tuple(int(number) for number in self.layer_numbers))
@@ -47,12 +42,7 @@ class StageOwners:
             )
 
     def contents(self, device: int, layer: int) -> tuple[SlotContent, ...]:
-        """Return the experts that the slots of one expert module hold, in the order of slots.
-
-        Args:
-            device: Rank in the expert-parallel group.
-            layer: Index, in the owner map, of the layer for which Megatron registered the module.
-        """
+        """Return the experts in the slots that Megatron registered for a device and a layer of the map."""
         local = self.owners.num_experts // self.owners.num_devices
         held = (self.owners.expert_in(device, layer * local + index) for index in range(local))
         return tuple(SlotContent(self.layer_numbers[index], expert) for index, expert in held)
@@ -70,10 +60,9 @@ class StageOwners:
 class ExpertSlots:
     """Slots of this rank: numbered places that each hold one expert of the pipeline stage.
 
-    A slot is an index over the Parameters that Megatron registered. The Parameters stay where they are;
-    a re-shard moves their contents. Slots are numbered layer by layer, in the order in which the layers
-    were built, over all model chunks of this rank. The :class:`OwnerMap` says which expert is in which
-    slot. Two layers, four experts and two devices, after a re-shard (``layer.expert``)::
+    A slot is an index over the Parameters that Megatron registered. Slots are numbered layer by layer, in the
+    order in which the layers were built, over all model chunks of this rank. The :class:`OwnerMap` says which
+    expert is in which slot. Two layers, four experts and two devices, after a re-shard (``layer.expert``)::
 
         Parameters of    |  layer 0  |  layer 1  |
         slot             |  0  |  1  |  2  |  3  |
@@ -90,15 +79,7 @@ class ExpertSlots:
         self._owners: OwnerMap | None = None
 
     def add_layer(self, layer: SlotLayer, experts: SlotExperts) -> int:
-        """Register a built layer.
-
-        Args:
-            layer: The layer on this rank.
-            experts: What computes the experts in the layer's slots, with the Parameters that Megatron
-                registered.
-
-        Returns:
-            Index of the layer in the owner map.
+        """Register a built layer, and return its index in the owner map.
 
         Raises:
             RuntimeError: Owners have moved already.
@@ -134,11 +115,7 @@ class ExpertSlots:
         return [parameters for experts in self._experts for parameters in experts.parameters]
 
     def adopt(self, owners: OwnerMap) -> None:
-        """Tell all layers who owns which expert from now on.
-
-        Args:
-            owners: The new owner map. The slots hold its experts already.
-        """
+        """Tell all layers who owns which expert from now on. The slots hold these experts already."""
         slots = self.parameters
         layout = ExpertLayout.of(slots[0])
         for index, (layer, experts) in enumerate(zip(self.layers, self._experts, strict=True)):
@@ -150,11 +127,7 @@ class ExpertSlots:
         self._owners = owners
 
     def await_parameters(self, layer: int) -> None:
-        """Finish the parameter all-gathers that DDP overlaps, for the slots that hold a layer's experts.
-
-        Args:
-            layer: Index of the layer in the owner map.
-        """
+        """Finish the gathers of parameters that DDP overlaps, for the slots with experts of a layer."""
         registered_in = {layer}
         if self._owners is not None:
             per_layer = self._owners.slots_per_device // len(self.layers)

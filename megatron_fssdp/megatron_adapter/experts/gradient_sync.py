@@ -1,8 +1,8 @@
 """Makes Megatron's DDP wait for the replicas' gradients, and replicas wait for DDP's parameters.
 
-**Gradients.** Owned experts are in autograd, and Megatron's DDP adds their gradients to ``main_grad``. The
-sums of their replicas arrive later. DDP must not reduce a bucket of experts over the expert-data-parallel
-ranks before. Two methods of DDP's bucket groups are therefore wrapped once::
+**Gradients.** Megatron's DDP adds gradients of owned experts to ``main_grad``. The sums of their replicas
+arrive later, and DDP must not reduce a bucket of experts before. Two methods of its bucket groups are
+therefore wrapped once::
 
     start_grad_sync     waits in a list while a layer of the bucket group misses gradients; it starts as
                         soon as the last of these layers is home, in the middle of the backward pass
@@ -10,12 +10,10 @@ ranks before. Two methods of DDP's bucket groups are therefore wrapped once::
                         2. starts the reduction if DDP overlaps it and it has not been started
                         3. Megatron's own method
 
-The call of ``finish_grad_sync`` marks the end of the last backward pass, with and without pipeline
-parallelism.
+The call of ``finish_grad_sync`` marks the end of the last backward pass.
 
-**Parameters.** With ``--overlap-param-gather``, DDP updates parameters in forward pre-hooks of the modules
-that own them. A gather of replicas comes before these modules run, so :func:`await_parameters` runs their
-hooks.
+**Parameters.** With ``--overlap-param-gather``, DDP updates parameters in forward pre-hooks of their modules.
+A gather of replicas comes before these modules run, so :func:`await_parameters` runs their hooks.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,7 +41,7 @@ def take_over(
 
     Args:
         parameters: Parameters of experts.
-        layer: Layer of the experts that these Parameters hold.
+        layer: Layer of these experts.
         finish_gradients: Function that completes the gradients of all layers. It is called before DDP reduces
             them, on all ranks in the same order, and more than once in an iteration.
     """
@@ -57,23 +55,14 @@ def take_over(
 
 
 def belong_to(layer: SlotLayer, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Declare that Parameters hold experts of a layer, from now on.
-
-    Args:
-        layer: The layer.
-        parameters: Parameters that :func:`take_over` has got before.
-    """
+    """Declare that Parameters that were taken over hold experts of a layer from now on."""
     for parameter in parameters:
         if hasattr(parameter, _FINISH):
             setattr(parameter, _LAYER, layer)
 
 
 def await_parameters(experts: torch.nn.Module) -> None:
-    """Finish the parameter all-gather that DDP overlaps with the forward pass.
-
-    Args:
-        experts: Module whose submodules hold the experts' Parameters.
-    """
+    """Finish the gather of an expert module's Parameters that DDP overlaps with the forward pass."""
     for module in experts.modules():
         for hook in list(module._forward_pre_hooks.values()):
             if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel._make_forward_pre_hook"):
@@ -81,14 +70,7 @@ def await_parameters(experts: torch.nn.Module) -> None:
 
 
 def start_waiting(group: Any = None) -> bool:
-    """Start the reductions of a bucket group, or of all bucket groups whose layers are all home.
-
-    Args:
-        group: The bucket group; ``None`` for all that are home.
-
-    Returns:
-        Whether a reduction has waited.
-    """
+    """Start the reductions of a bucket group, or of all whose layers are home; return whether one waited."""
     ready = [one for one in _waiting if (_is_home(one[0]) if group is None else one[0] is group)]
     for entry in ready:
         _waiting.remove(entry)
@@ -131,8 +113,7 @@ def _install() -> None:
 
 
 def _complete(group: Any) -> None:
-    finish_gradients = _finisher(group)
-    if finish_gradients is not None:
+    if (finish_gradients := _finisher(group)) is not None:
         finish_gradients()
 
 
@@ -143,9 +124,9 @@ def _finisher(group: Any) -> Callable[[], None] | None:
 def _is_home(group: Any) -> bool:
     """Whether no layer of a bucket group misses gradients.
 
-    The interleaved schedule starts the reductions of a model chunk when its own backward passes are over. A
-    Parameter that holds an expert of another chunk gets its gradient later; only the end of all backward
-    passes is late enough.
+    The interleaved schedule reduces a model chunk when its own backward passes are over. A Parameter that
+    holds an expert of another chunk gets its gradient later; only the end of all backward passes is late
+    enough.
     """
     return all(
         layer.is_home and _chunk(layer) is _chunk(getattr(parameter, _REGISTERED_IN))

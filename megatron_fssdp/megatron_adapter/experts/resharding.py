@@ -27,18 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What one re-shard moved, and how long it took.
+    """What one re-shard moved, and how long it took."""
 
-    Attributes:
-        experts_moved: Number of experts of the pipeline stage whose slot changed.
-        bytes_moved: Bytes of parameters and optimizer states that went to another device, summed over
-            all devices of the expert-parallel group.
-        seconds: Wall time on this rank.
-    """
-
-    experts_moved: int
-    bytes_moved: int
-    seconds: float
+    experts_moved: int  # experts of the pipeline stage whose slot changed
+    bytes_moved: int  # of parameters and optimizer states to other devices of the expert-parallel group
+    seconds: float  # wall time on this rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,42 +40,22 @@ class ExpertResharding:
 
     All ranks that hold experts of the stage must call its methods between two iterations: after the optimizer
     step and before the next forward pass. If a method raises, nothing has moved.
-
-    Attributes:
-        slots: The slots of this rank in order. A slot is all Parameters of one expert.
-        expert_parallel: Expert-parallel group. Device ``d`` of an owner map is rank ``d`` of this group.
-        expert_data_parallel: Group of the ranks that hold the same experts as this rank and share their
-            optimizer states.
-        model_chunks: The model chunks of this rank, wrapped in Megatron's DDP.
-        optimizer: Megatron's optimizer.
-        buffer_bytes: Upper limit for the buffers of a re-shard, in bytes.
     """
 
-    slots: Sequence[ExpertParameters]
-    expert_parallel: dist.ProcessGroup
-    expert_data_parallel: dist.ProcessGroup
-    model_chunks: Sequence[Any]
+    slots: Sequence[ExpertParameters]  # of this rank, in order
+    expert_parallel: dist.ProcessGroup  # its ranks are the devices of owner maps
+    expert_data_parallel: dist.ProcessGroup  # ranks with the same experts, which share optimizer states
+    model_chunks: Sequence[Any]  # of this rank, wrapped in Megatron's DDP
     optimizer: Any
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES  # at most, in a re-shard
 
     def quantities(self) -> list[PartedQuantity]:
         """Check that slots can be exchanged, and return what they exchange: see :func:`slot_quantities`."""
-        return slot_quantities(
-            self.slots,
-            self.optimizer,
-            expert_parallel=self.expert_parallel,
-            expert_data_parallel=self.expert_data_parallel,
-        )
+        groups = self.expert_parallel, self.expert_data_parallel
+        return slot_quantities(self.slots, self.optimizer, *groups)
 
-    def execute(self, old: OwnerMap, new: OwnerMap) -> ReshardReport:
-        """Move parameters, master weights and optimizer states from the slots of ``old`` to ``new``.
-
-        Args:
-            old: Current owner map.
-            new: Owner map after the re-shard.
-
-        Returns:
-            What moved.
+    def execute(self, old: OwnerMap, new: OwnerMap) -> ReshardReport | None:
+        """Move contents from the slots of ``old`` to ``new``, and return what moved; ``None`` if nothing has.
 
         Raises:
             ValueError: An owner map does not fit these slots.
@@ -101,9 +74,8 @@ class ExpertResharding:
                 )
         digest = old.digest() + new.digest() + self.buffer_bytes.to_bytes(8, "little")
         self.agree_on(digest, "the owner map of a re-shard")
-        moves = old.moves_to(new)
-        if not moves:
-            return ReshardReport(0, 0, 0.0)
+        if not (moves := old.moves_to(new)):
+            return None
         report = self.move(moves, "a re-shard")
         if self.expert_parallel.rank() == 0 and self.expert_data_parallel.rank() == 0:
             logger.info(
@@ -114,45 +86,24 @@ class ExpertResharding:
 
     @torch.no_grad()
     def move(self, moves: Sequence[SlotMove], what: str, *, are_copies: bool = False) -> ReshardReport:
-        """Move or copy contents of slots, which must be the same moves on all ranks.
+        """Permute or copy contents of slots, equally on all ranks, and return what moved.
 
-        Args:
-            moves: A permutation of slots, or copies of slots (:func:`exchange_slots`).
-            what: What this is, for a note at errors.
-            are_copies: Whether the source slots keep their contents.
-
-        Returns:
-            What moved.
-
-        Raises:
-            ConfigurationError: As of :meth:`execute`.
+        ``what`` names the operation at errors, which are those of :meth:`execute`. If they ``are_copies``,
+        the source slots keep their contents.
         """
         device = self.slots[0][0].device
         started_s = _synchronized_s(device)
         quantities = self.quantities()
         _finish_parameter_gathers(self.model_chunks)
         with naming_failures(what):
-            exchange_slots(
-                self.expert_parallel,
-                moves,
-                quantities,
-                buffer_bytes=self.buffer_bytes,
-                are_copies=are_copies,
-            )
+            how: Any = {"buffer_bytes": self.buffer_bytes, "are_copies": are_copies}
+            exchange_slots(self.expert_parallel, moves, quantities, **how)
         slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
         leaving = sum(move.source_device != move.device for move in moves)
         return ReshardReport(len(moves), leaving * slot_bytes, _synchronized_s(device) - started_s)
 
     def agree_on(self, digest: bytes, what: str) -> None:
-        """Raise on all ranks unless all ranks of both groups have the same digest.
-
-        Args:
-            digest: Digest of the data on which all ranks must agree.
-            what: Name of this data in the error message.
-
-        Raises:
-            RuntimeError: The ranks have different digests.
-        """
+        """Raise a RuntimeError on all ranks of both groups unless they have the same digest of ``what``."""
         disagreement = None
         try:
             check_agreement(digest, self.expert_parallel, what)
@@ -175,10 +126,7 @@ def _synchronized_s(device: torch.device) -> float:
 def _finish_parameter_gathers(model_chunks: Sequence[Any]) -> None:
     """Finish the all-gather of the experts' parameters if DDP overlaps it with the forward pass.
 
-    Before that, only the part of a Parameter that this rank's optimizer updates has the values of the
-    last step. DDP's forward pre-hooks do not gather a bucket group again that was finished here, until
-    the next reduction of gradients. Pipeline schedules that start all gathers again gather the same
-    values, because all ranks have them.
+    Before that, only the part of a Parameter that this rank's optimizer updates has the last step's values.
     """
     for chunk in model_chunks:
         # In the first iteration and during evaluation, DDP has removed the hooks and the parameters are

@@ -3,14 +3,8 @@
 The Parameters belong to no module of the model. The model's norms, number of parameters and checkpoints are
 therefore the same as without replicas. DDP and optimizer are second instances of Megatron's classes, with
 the model's settings. Replicas get their owners' gradients, divided by the number of tokens where the model's
-are, and clipped by the model's norm. So their contents stay equal to the owners' up to rounding::
-
-                      owned slots of a device          resident slots of a device
-    Parameters of     Megatron's model                 this module
-    DDP, optimizer    Megatron's                       a second instance
-    gradients         sums from all replicas     -->   the same sums, sent back
-    contents          SparseAllGather is not used: a change of replicas copies parameters, master weights
-                      and optimizer states from owned slots to resident slots
+are, and clipped by the model's norm. So their contents stay equal to the owners' up to rounding. Instead of a
+SparseAllGather, a change of replicas copies parameters, master weights and optimizer states.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,9 +37,8 @@ class ResidentExperts:
         owned: The stage's layers and the experts that this rank owns.
         slots: Number of resident slots that a device has for each layer.
         model_chunks: Model chunks of this rank, wrapped in Megatron's DDP.
-        optimizer: Megatron's optimizer, after it has loaded a checkpoint. From now on its ``step`` also steps
-            the replicas.
-        expert_data_parallel: Process group of the ranks that hold the same experts as this rank.
+        optimizer: Megatron's, after it has loaded a checkpoint; from now on, ``step`` also steps replicas.
+        expert_data_parallel: Group of the ranks that hold the same experts.
 
     Attributes:
         parameters: The Parameters of each resident slot of this rank, layer by layer.
@@ -135,13 +128,9 @@ class ResidentExperts:
         self._token_factor = None
 
     def hold(self, placements: Sequence[ExpertPlacement]) -> ReshardReport | None:
-        """Replace the resident replicas, between iterations; all ranks of the stage's experts must call it.
+        """Replace the replicas by those of each layer's placement, between iterations; all ranks call it.
 
-        Args:
-            placements: The new placement of every layer.
-
-        Returns:
-            What was copied; ``None`` if nothing changes.
+        It returns what was copied, or ``None`` if nothing changes.
 
         Raises:
             RuntimeError: The ranks got different placements.
@@ -231,10 +220,9 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _start_states_like(model: Any, residents: Any) -> None:
-    """Create optimizer states for resident slots if the model's optimizer has loaded states already.
+    """Create states of zeros, with the model's counters, for resident slots if the model has states already.
 
-    Tensors are zero, and counters equal the model's. Muon leaves biases to Adam, so a parameter gets the
-    states of a group with the same settings.
+    Muon leaves biases to Adam, so a parameter gets the states of a group with the same settings.
     """
     examples: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for optimizer, group in _groups(model):
@@ -247,9 +235,7 @@ def _start_states_like(model: Any, residents: Any) -> None:
     some = next(iter(examples.values()))
     for optimizer, group in _groups(residents):
         for parameter in group["params"]:
-            state: dict[str, Any] = {}
-            optimizer.state[parameter] = state
-            for name, value in examples.get(_identity(group), some).items():
+            state = optimizer.state[parameter] = dict(examples.get(_identity(group), some))
+            for name, value in state.items():
                 if torch.is_tensor(value):
-                    value = torch.zeros_like(parameter) if value.dim() else value.clone()
-                state[name] = value
+                    state[name] = torch.zeros_like(parameter) if value.dim() else value.clone()

@@ -2,14 +2,10 @@
 
 Megatron builds a module for the E/D experts that a rank owns at the start. Slots hold these Parameters, those
 of other layers after a re-shard, and replicas. :class:`SlotExperts` therefore computes with a *body*: a
-shallow copy of Megatron's module that is bound to the slots' Parameters::
-
-    Megatron's module    Parameters of E/D experts, their names in checkpoints, their places in DDP's buckets
-    body                 the same config, groups, hooks and kernels; Parameters of the slots
-
-Sequential experts are modules of their own, so the body consists of Megatron's modules for owned slots and of
-copies for replicas, and empty slots cost nothing. A grouped linear layer has the weights of all U slots, so
-empty ones are bound to one expert of zeros that all layers share; they get no tokens.
+shallow copy of Megatron's module with its config, groups, hooks and kernels, but bound to the Parameters of
+slots. Sequential experts are modules of their own, so the body consists of Megatron's modules for owned slots
+and of copies for replicas, and empty slots cost nothing. A grouped linear layer has the weights of all U
+slots, so empty ones are bound to one expert of zeros that all layers share; they get no tokens.
 
 Shape letters: R rows that a rank receives, M model dimension, U slots of a device, E experts, D devices.
 """
@@ -27,17 +23,10 @@ _blanks: dict[tuple[ExpertLayout, torch.device, tuple[bool, ...]], ExpertParamet
 
 
 def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
-    """Return the Parameters of each local expert, in the order of ``ExpertWeights``.
-
-    The modules and their Parameters stay as Megatron registered them. Initial weights, optimizer groups
-    and checkpoint keys therefore equal those of stock Megatron.
-
-    Args:
-        experts: Megatron's expert module, ``SequentialMLP`` or ``TEGroupedMLP``.
-        num_experts: Number of local experts of the module.
+    """Return the Parameters of each local expert of a module, in the order of ``ExpertWeights``.
 
     Raises:
-        ConfigurationError: The module stores its weights in another way.
+        ConfigurationError: The module is neither ``SequentialMLP`` nor ``TEGroupedMLP``.
     """
     if hasattr(experts, "local_experts"):
         places = [(_linears(mlp), "") for mlp in experts.local_experts]
@@ -63,13 +52,9 @@ def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
 class SlotExperts:
     """The forward pass of Megatron's expert module for the experts in the slots of this device.
 
-    Args:
-        module: Megatron's expert module: ``SequentialMLP``, or ``TEGroupedMLP`` with one weight tensor for
-            each expert.
-        num_experts: Number of local experts of the module.
-
     Attributes:
-        module: Megatron's expert module.
+        module: Megatron's expert module, which stays as it is: ``SequentialMLP``, or ``TEGroupedMLP`` with
+            one weight tensor for each expert.
         parameters: Parameters of each local expert, as Megatron registered them.
 
     Raises:
@@ -89,11 +74,7 @@ class SlotExperts:
         self._used: torch.Tensor | None = None
 
     def share_modules(self, others: Sequence["SlotExperts"]) -> None:
-        """Let slots of this layer compute with the modules of other layers, whose Parameters they may hold.
-
-        Args:
-            others: Experts of the layers with which this one exchanges owners.
-        """
+        """Let slots of this layer compute with modules of other layers, whose Parameters they may hold."""
         for other in others:
             self._mlps = {**other._mlps, **self._mlps}
 
@@ -234,7 +215,7 @@ def _bind(linears: Sequence[Any], parameters: ExpertParameters, index: str) -> N
 
 
 def _blank(like: ExpertParameters) -> ExpertParameters:
-    """The expert of zeros to which empty slots are bound, with one place for gradients that nobody reads."""
+    """The expert of zeros for empty slots, with one place for gradients that nobody reads."""
     key = (ExpertLayout.of(like), like[0].device, tuple(one.requires_grad for one in like))
     if key not in _blanks:
         made = []
@@ -255,10 +236,7 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 
 
 def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
-    """What must not change in a module after it was built: classes, and names of Parameters and submodules.
-
-    Adapters add or replace submodules, and quantizers also replace the class of a module in its place.
-    """
+    """What adapters and quantizers would change in a module: classes, names of Parameters and submodules."""
     return [(type(one), tuple(one._parameters), tuple(one._modules)) for one in experts.modules()]
 
 

@@ -1,12 +1,9 @@
 """Turns Parameters, master weights and optimizer states of experts into quantities that slots can exchange.
 
-Slots are interchangeable if an expert trains in the same way in each of them. All ranks that hold a
-pipeline stage's experts compare this before anything moves. Either all of them continue or all of them
-raise.
-
-With the distributed optimizer, each rank of an expert-data-parallel group holds the optimizer states of
-a part of each slot only. The parts are put together before an exchange, and each rank keeps its part
-afterwards::
+All ranks that hold a pipeline stage's experts first compare whether an expert trains in the same way in every
+slot; all of them continue or raise. With the distributed optimizer, each rank of an expert-data-parallel
+group holds the states of a part of each slot only. The parts are put together, and each rank keeps its part
+of them::
 
     elements of a slot   0 ......................... num_elements
     rank 0 holds         |aaaaaaaaaaaaa|
@@ -16,11 +13,10 @@ afterwards::
 Shape letters: O Parameters of an expert, Q elements of a piece, W slots.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +27,6 @@ from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.experts.slot_states import (
     A_TENSOR,
     ParameterState,
-    Profile,
     parameter_states,
     sharing_group,
 )
@@ -42,10 +37,7 @@ PARAMETERS = "parameters"
 
 @dataclass(frozen=True, eq=False)
 class PartedQuantity:
-    """One quantity of all slots of a device, for example Adam's first moment.
-
-    A rank may hold only parts of it. The class implements
-    :class:`megatron_fssdp.collectives.sparse.slot_exchange.SlotQuantity`.
+    """One quantity of all slots of a device, for example Adam's first moment: a ``SlotQuantity``.
 
     Attributes:
         name: Name of the quantity in messages.
@@ -91,19 +83,12 @@ class PartedQuantity:
                     yield part[first - offset : last - offset], row_Q[first - start : last - start]
 
 
-class _Findings(NamedTuple):
-    """What one rank, or several ranks together, found in their slots; one entry each if all is well.
+Fact = tuple[str, Any]
+"""What a rank found in its slots, after the kind of fact.
 
-    Attributes:
-        problems: Why slots cannot be exchanged.
-        layouts: Number of slots, and shape, data type and whether it is trained of each Parameter of a slot.
-        profiles: Optimizer settings by position of the Parameter in its slot.
-    """
-
-    problems: frozenset[str] = frozenset()
-    layouts: frozenset[tuple[Any, ...]] = frozenset()
-    profiles: frozenset[tuple[int, Profile]] = frozenset()
-
+``problem``: why slots cannot be exchanged. ``layout``: number of slots, and of each Parameter shape, data
+type and whether it is trained. ``profile``: position of a Parameter in its slot, its settings and states.
+"""
 
 Ranges = tuple[tuple[int, int, int], ...]
 """For every trained Parameter: begin and end of the rank's part, and elements of the whole Parameter."""
@@ -112,7 +97,6 @@ Ranges = tuple[tuple[int, int, int], ...]
 def slot_quantities(
     slots: Sequence[ExpertParameters],
     optimizer: Any,
-    *,
     expert_parallel: dist.ProcessGroup,
     expert_data_parallel: dist.ProcessGroup,
 ) -> list[PartedQuantity]:
@@ -120,68 +104,47 @@ def slot_quantities(
 
     All ranks of both groups must call it. Before the first optimizer step there are no optimizer states.
 
-    Args:
-        slots: Parameters of each slot of this rank.
-        optimizer: Megatron's optimizer.
-        expert_parallel: Group of the ranks that share the experts.
-        expert_data_parallel: Group of the ranks that hold the same experts as this rank.
-
     Raises:
         ConfigurationError: The slots are not interchangeable, or an optimizer keeps a state that cannot be
             moved. It is raised on all ranks that hold experts of the pipeline stage.
     """
     states_WO: list[list[ParameterState]] = []
+    facts: set[Fact] = set()
     try:
         states_WO = parameter_states(slots, optimizer)
-        own = _describe(slots, states_WO)
     except ConfigurationError as error:
-        own = _Findings(problems=frozenset({str(error)}))
-    ranges: Ranges = tuple(
-        (state.start, state.stop, state.parameter.numel())
-        for states in states_WO
-        for state in states
-        if state.trained
-    )
-    copies: list[tuple[_Findings, Ranges]] = _gathered((own, ranges), expert_data_parallel)
-    found = _together([findings for findings, _ in copies])
-    sharing = sharing_group(slots, optimizer, expert_data_parallel)
-    in_parts = False
-    if not found.problems and len(found.layouts) == 1:
+        facts = {("problem", str(error))}
+    for slot, states in zip(slots, states_WO, strict=False):  # there are none after an error
+        pairs = [*zip(slot, states, strict=True)]
+        layout = tuple((tuple(p.shape), p.dtype, state.trained) for p, state in pairs)
+        facts.add(("layout", (len(slots), layout)))
+        facts |= {("profile", (at, one.profile)) for at, one in enumerate(states) if one.profile is not None}
+    trained = (state for states in states_WO for state in states if state.trained)
+    ranges: Ranges = tuple((state.start, state.stop, state.parameter.numel()) for state in trained)
+    copies: list[tuple[set[Fact], Ranges]] = _gathered((facts, ranges), expert_data_parallel)
+    facts = set[Fact]().union(*(found for found, _ in copies))
+    sharing, in_parts = sharing_group(slots, optimizer, expert_data_parallel), False
+    if not _of(facts, "problem") and len(_of(facts, "layout")) == 1:
         members = set(dist.get_process_group_ranks(sharing))
         everyone = dist.get_process_group_ranks(expert_data_parallel)
-        of_members = [of for rank, (_, of) in zip(everyone, copies, strict=True) if rank in members]
-        in_parts, problems = _are_parts(of_members)
-        found = found._replace(problems=frozenset(problems))
-    agreed = _together(_gathered(found, expert_parallel))
-    if (problem := _problem_of(agreed)) is not None:
+        in_parts, problems = _are_parts(
+            [of for rank, (_, of) in zip(everyone, copies, strict=True) if rank in members]
+        )
+        facts |= {("problem", problem) for problem in problems}
+    facts = set[Fact]().union(*_gathered(facts, expert_parallel))
+    if (problem := _problem_of(facts)) is not None:
         raise ConfigurationError(problem)
-    return _quantities(states_WO, agreed, sharing if in_parts else None) if states_WO else []
+    return _quantities(states_WO, facts, sharing if in_parts else None) if states_WO else []
 
 
-def _describe(slots: Sequence[ExpertParameters], states_WO: Sequence[Sequence[ParameterState]]) -> _Findings:
-    layouts = (
-        tuple((tuple(p.shape), p.dtype, state.trained) for p, state in zip(slot, states, strict=True))
-        for slot, states in zip(slots, states_WO, strict=True)
-    )
-    profiles = (
-        (position, state.profile)
-        for states in states_WO
-        for position, state in enumerate(states)
-        if state.profile is not None
-    )
-    return _Findings(
-        layouts=frozenset((len(slots), layout) for layout in layouts), profiles=frozenset(profiles)
-    )
+def _of(facts: set[Fact], kind: str) -> list[Any]:
+    return [what for one, what in facts if one == kind]
 
 
 def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
     return gathered
-
-
-def _together(findings: Sequence[_Findings]) -> _Findings:
-    return _Findings(*(frozenset().union(*sets) for sets in zip(*findings, strict=True)))
 
 
 def _are_parts(copies: Sequence[Ranges]) -> tuple[bool, list[str]]:
@@ -200,38 +163,38 @@ def _are_parts(copies: Sequence[Ranges]) -> tuple[bool, list[str]]:
     return True, []
 
 
-def _problem_of(found: _Findings) -> str | None:
+def _problem_of(facts: set[Fact]) -> str | None:
     """Why slots in which this was found cannot be exchanged; equal on all ranks."""
-    if found.problems:
-        return min(found.problems)
-    if len(found.layouts) > 1:
-        one, other, *_ = sorted(found.layouts, key=repr)
+    if problems := _of(facts, "problem"):
+        return str(min(problems))
+    if len(layouts := sorted(_of(facts, "layout"), key=repr)) > 1:
         return (
-            f"re-sharding: got expert slots with parameters {one} and {other}, wanted the same number of "
-            f"slots on all devices and the same shapes and data types in all slots; {KEEP_OWNERS}"
+            f"re-sharding: got expert slots with parameters {layouts[0]} and {layouts[1]}, wanted the same "
+            f"number of slots on all devices and the same shapes and data types in all slots; {KEEP_OWNERS}"
         )
-    settings: dict[tuple[int, str], set[str]] = defaultdict(set)
-    for position, profile in found.profiles:
-        for name in {name for other, one in found.profiles if other == position for name, _ in one}:
-            settings[position, name].add(dict(profile).get(name, "none"))
-    differing = sorted((key, sorted(values)) for key, values in settings.items() if len(values) > 1)
-    if not differing:
-        return None
-    position = differing[0][0][0]
-    listing = "; ".join(f"{name}: {' and '.join(ones)}" for (at, name), ones in differing if at == position)
-    return (
-        f"re-sharding: parameter {position} of the experts does not train the same way in all slots: got "
-        f"{listing}, wanted equal values for all experts of a pipeline stage; remove the "
-        f"settings for single layers, or {KEEP_OWNERS}"
-    )
+    profiles = [(position, dict(profile)) for position, profile in _of(facts, "profile")]
+    for position in sorted({position for position, _ in profiles}):
+        of_slots = [profile for at, profile in profiles if at == position]
+        values = {
+            name: sorted({profile.get(name, "none") for profile in of_slots})
+            for name in sorted(set[str]().union(*of_slots))
+        }
+        if listing := "; ".join(f"{name}: {' and '.join(x)}" for name, x in values.items() if len(x) > 1):
+            return (
+                f"re-sharding: parameter {position} of the experts does not train the same way in all slots: "
+                f"got {listing}, wanted equal values for all experts of a pipeline stage; remove the "
+                f"settings for single layers, or {KEEP_OWNERS}"
+            )
+    return None
 
 
 def _quantities(
-    states_WO: Sequence[Sequence[ParameterState]], agreed: _Findings, part_group: dist.ProcessGroup | None
+    states_WO: Sequence[Sequence[ParameterState]], facts: set[Fact], part_group: dist.ProcessGroup | None
 ) -> list[PartedQuantity]:
     # Every quantity has all elements of a slot. Those of a Parameter that has no such state are in no part.
     *offsets, num_elements = accumulate((state.parameter.numel() for state in states_WO[0]), initial=0)
-    states = {name for _, profile in agreed.profiles for name, value in profile if value == A_TENSOR}
+    profiles = [profile for _, profile in _of(facts, "profile")]
+    states = {name for profile in profiles for name, value in profile if value == A_TENSOR}
     kinds = [(PARAMETERS, dtype) for dtype in dict.fromkeys(one.parameter.dtype for one in states_WO[0])]
     kinds += [(name, torch.float32) for name in sorted(states)]
     device = states_WO[0][0].parameter.device

@@ -1,18 +1,16 @@
 """Finds what this rank holds of the experts' Parameters: weights, master weights, optimizer states.
 
-Slots exchange contents and never Parameters, so this module must find everything that Megatron's
-optimizer keeps for a Parameter. It knows three optimizers, alone or in a ``ChainedOptimizer``:
+This module must find everything that Megatron's optimizer keeps for a Parameter. It knows three optimizers,
+alone or in a ``ChainedOptimizer``:
 
 * ``FP32Optimizer`` keeps the states of torch's optimizer for the Parameter itself.
 * ``Float16OptimizerWithFloat16Params`` keeps an fp32 master copy, and the states for this copy.
-* ``DistributedOptimizer`` keeps the same for a range of the Parameter. The range is the part of the
-  Parameter that lies in this rank's part of DDP's buffer. In fp32 the master is a view of the Parameter
-  and not a second copy.
+* ``DistributedOptimizer`` keeps the same for the range of the Parameter in this rank's part of DDP's buffer.
+  In fp32 the master is a view of the Parameter.
 
 ``LayerWiseDistributedOptimizer`` contains the first two. Each Parameter is whole in the optimizer of one rank
-of the data-parallel group, and in no optimizer of the others.
-
-States that are single numbers (Adam's ``step``) do not move. They must be equal for all experts.
+of the data-parallel group. States that are single numbers (Adam's ``step``) do not move. They must be equal
+for all experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +32,9 @@ MASTERS = "master parameters"
 A_TENSOR = "a tensor"
 
 Profile = tuple[tuple[str, str], ...]
-"""Optimizer settings and states of a Parameter that must be equal for all experts.
+"""Optimizer settings and states of a Parameter, which must be equal for all experts: sorted names and values.
 
-Sorted pairs of a name and a value as text. The value of a state that moves is :data:`A_TENSOR`.
+The value of a state that moves is :data:`A_TENSOR`.
 """
 
 _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,46 +42,31 @@ _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One Parameter and what the optimizer on this rank keeps for it.
+    """One Parameter and what the optimizer on this rank keeps for its elements ``[start, stop)``.
 
-    Attributes:
-        parameter: All elements of the Parameter, as a flat view.
-        trained: Whether an optimizer updates the Parameter.
-        start: First element that the optimizer on this rank updates.
-        stop: End (exclusive) of the elements that the optimizer on this rank updates.
-        tensors: Master weights and optimizer states of these elements by name, as flat tensors.
-        profile: Settings and single-number states of the Parameter; ``None`` if this rank updates no
-            part of it.
+    ``tensors`` are master weights and optimizer states of these elements by name. This rank may update none.
     """
 
-    parameter: Tensor
-    trained: bool = False
+    parameter: Tensor  # all elements, as a flat view
+    trained: bool = False  # by an optimizer, maybe of another rank
     start: int = 0
     stop: int = 0
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    profile: Profile | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # flat
+    profile: Profile | None = None  # None if this rank updates no part
 
 
 class _Entry(NamedTuple):
-    """Where an optimizer of Megatron's keeps the states of a Parameter's elements ``[start, stop)``.
-
-    ``key`` is the tensor by which torch's optimizer finds the states: the Parameter or its master. ``group``
-    is its parameter group, with the settings.
-    """
+    """Where an optimizer of Megatron's keeps the states of a Parameter's elements ``[start, stop)``."""
 
     optimizer: Any
-    key: Tensor
-    group: Mapping[str, Any]
+    key: Tensor  # by which torch's optimizer finds the states: the Parameter or its master
+    group: Mapping[str, Any]  # its parameter group, with the settings
     start: int
     stop: int
 
 
 def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[list[ParameterState]]:
     """Return what this rank holds of every Parameter of every slot. It does not communicate.
-
-    Args:
-        slots: Parameters of each slot of this rank.
-        optimizer: Megatron's optimizer: a ``ChainedOptimizer`` or one of the three known optimizers.
 
     Raises:
         ConfigurationError: This module cannot move the contents of an optimizer or of a state.
@@ -98,10 +81,7 @@ def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[
 
 
 def members_of(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers that are chained in an optimizer, at any depth; the optimizer if none are.
-
-    Megatron's stubs, which have no parameters on this rank, are left out.
-    """
+    """Yield an optimizer, or those that are chained in it, without stubs, which have no parameters here."""
     if hasattr(optimizer, "chained_optimizers"):
         for member in optimizer.chained_optimizers:
             yield from members_of(member)
@@ -123,11 +103,6 @@ def sharing_group(
 
     With several instances of the distributed optimizer, each instance has all states, and its ranks are a
     part of the expert-data-parallel group.
-
-    Args:
-        slots: Parameters of each slot of this rank.
-        optimizer: Megatron's optimizer.
-        expert_data_parallel: Group of all ranks that hold the same experts as this rank.
     """
     for member in members_of(optimizer):
         buffers = member.buffers if type(member) is DistributedOptimizer and slots else ()

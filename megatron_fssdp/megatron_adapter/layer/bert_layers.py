@@ -34,12 +34,7 @@ _FUSED_NORM = "pre_mlp_layernorm."
 
 
 class BertLayer(TransformerLayer):
-    """Megatron's transformer layer, with experts in the layers that ``moe_layer_freq`` selects.
-
-    Args:
-        experts: Submodules of a layer with experts; ``submodules`` are those of a dense layer. All other
-            arguments are those of Megatron's layer.
-    """
+    """Megatron's transformer layer, with the submodules ``experts`` where ``moe_layer_freq`` selects it."""
 
     def __init__(
         self,
@@ -68,16 +63,9 @@ class BertLayer(TransformerLayer):
 def with_experts(spec: ModuleSpec, config: Any) -> ModuleSpec:
     """Return a spec of BERT's layers with Megatron's MoE layer in the layers that have experts.
 
-    Attention with its mask, norms and dropout stay as in the given spec. Experts are built as in Megatron's
-    GPT specs. They use local or Transformer Engine modules, whichever the given spec uses.
-
-    Args:
-        spec: Spec of a dense layer, such as ``bert_layer_local_spec``.
-        config: Megatron's ``TransformerConfig``.
-
-    Returns:
-        The new spec. It is the given spec if the model has no experts, or if its feed-forward layer is not
-        Megatron's.
+    Attention with its mask, norms and dropout stay as in the given spec of a dense layer. Experts are built
+    as in Megatron's GPT specs, of local or Transformer Engine modules as in the given spec. This is returned
+    unchanged if the model has no experts, or if its feed-forward layer is not Megatron's.
     """
     dense = spec.submodules
     is_dense = isinstance(dense.mlp, partial) and dense.mlp.func == MLP.as_mlp_submodule
@@ -90,9 +78,7 @@ def with_experts(spec: ModuleSpec, config: Any) -> ModuleSpec:
         dense,
         pre_mlp_layernorm=norm,
         mlp=moe_module_specs.get_moe_module_spec(
-            use_te=not is_local,
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
+            use_te=not is_local, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
         ),
         sharded_state_dict_keys_map={
             key: prefix for key, prefix in dense.sharded_state_dict_keys_map.items() if key != _FUSED_NORM
@@ -102,10 +88,7 @@ def with_experts(spec: ModuleSpec, config: Any) -> ModuleSpec:
 
 
 def stock_spec(use_transformer_engine: bool) -> ModuleSpec:
-    """Return Megatron's own spec of a dense BERT layer.
-
-    Args:
-        use_transformer_engine: Whether the layer uses Transformer Engine's modules.
+    """Return Megatron's own spec of a dense BERT layer, of local or Transformer Engine's modules.
 
     Raises:
         ConfigurationError: Transformer Engine is requested and not installed.
@@ -125,21 +108,16 @@ def install() -> None:
 
     @wraps(build)
     def with_experts_in_it(
-        self: Any,
-        config: Any,
-        num_tokentypes: int,
-        transformer_layer_spec: ModuleSpec,
-        *args: Any,
-        **more: Any,
+        self: Any, config: Any, num_tokentypes: int, transformer_layer_spec: Any, *args: Any, **more: Any
     ) -> None:
         spec = with_experts(transformer_layer_spec, config)
         if spec is not transformer_layer_spec:
+            num_layers = sum(_has_experts(config, layer) for layer in range(config.num_layers))
             log_single_rank(
                 logger,
                 logging.WARNING,  # This level is shown under every --logging-level.
                 f"[fssdp] BERT: Megatron's layer spec has no experts; added {config.num_moe_experts} experts "
-                f"to each of {sum(_has_experts(config, layer) for layer in range(config.num_layers))} "
-                "layers, as --num-experts and --moe-layer-freq request",
+                f"to each of {num_layers} layers, as --num-experts and --moe-layer-freq request",
             )
         build(self, config, num_tokentypes, spec, *args, **more)
 

@@ -2,8 +2,7 @@
 
 Their spec holds Megatron's MoE layer from the moment at which its module is imported, so the layer is
 replaced in the spec itself. Multi-token prediction of these models repeats a pattern of layers whose numbers
-start at 1 again, and Megatron 0.19 does not tell an MoE layer that it belongs there. :func:`numbers_before`
-does.
+start at 1 again, and Megatron 0.19 does not tell an MoE layer that it belongs there.
 """
 
 import inspect
@@ -24,28 +23,28 @@ _wrapped = False
 def numbers_before() -> int | None:
     """Return how many layers of multi-token prediction come before the pattern that is being built.
 
-    Returns:
-        The number of layers; ``None`` unless a layer of multi-token prediction is being built.
+    It is ``None`` unless a layer of multi-token prediction is being built.
     """
     return _before.get()
 
 
-def install(layer: Any) -> None:
-    """Build a layer class in hybrid models, and number its layers of multi-token prediction.
+def with_layer(mlp: Any, layer: Any) -> Any:
+    """Replace Megatron's ``MoELayer`` in a builder by ``layer``; return other builders unchanged."""
+    if not (isinstance(mlp, partial) and isinstance(mlp.func, type) and issubclass(mlp.func, MoELayer)):
+        return mlp
+    given = {key: value for key, value in mlp.keywords.items() if key != "session"}
+    return partial(layer, *mlp.args, **given)
 
-    Args:
-        layer: Builder of the strategy's MoE layer, with the parameters of Megatron's ``MoELayer``.
-    """
+
+def install(layer: Any) -> None:
+    """Build ``layer`` instead of ``MoELayer`` in hybrid models, and number layers of their prediction."""
     global _wrapped
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     # If the module is imported later, its spec looks up the strategy's layer itself.
     if (module := sys.modules.get(_SPEC_MODULE)) is not None:
         submodules = module.hybrid_stack_spec.submodules.moe_layer.submodules
-        mlp = submodules.mlp
-        if isinstance(mlp, partial) and isinstance(mlp.func, type) and issubclass(mlp.func, MoELayer):
-            given = {key: value for key, value in mlp.keywords.items() if key != "session"}
-            submodules.mlp = partial(layer, *mlp.args, **given)
+        submodules.mlp = with_layer(submodules.mlp, layer)
     if _wrapped:
         return
     _wrapped = True

@@ -18,13 +18,10 @@ from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 
 def install_launch_hooks(model: Iterable[torch.nn.Module]) -> None:
-    """Add a forward pre-hook to every transformer layer that contains an MoE layer of a strategy.
+    """Add a forward pre-hook to the transformer layers of the model chunks that contain our MoE layers.
 
     If the device has one queue for the kernels of all streams, each part of attention also gets a hook, at
     which transfers issue their next messages.
-
-    Args:
-        model: Model chunks of this rank. Each chunk is one forward pass.
     """
     for chunk in model:
         first = True

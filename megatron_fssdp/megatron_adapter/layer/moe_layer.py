@@ -1,9 +1,8 @@
 """Megatron's MoE layer with experts in slots.
 
 Router, dispatcher, experts, shared experts, latent projections, recompute, CUDA graphs and checkpoint keys
-are Megatron's. This class builds the dispatcher for slots instead of experts, turns the routing of experts
-into the routing of slots, lets the experts compute what is in the slots, and calls the runtime at the places
-where weights and gradients of replicas travel.
+are Megatron's. This class builds the dispatcher for slots instead of experts, remaps the routing, lets the
+experts compute what is in the slots, and calls the runtime where weights and gradients of replicas travel.
 """
 
 from itertools import chain
@@ -21,7 +20,7 @@ from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.routing.topology_aware_router import install_gate
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import TopologyAwareTopK, install_gate
 from megatron_fssdp.megatron_adapter.support.dispatch_limits import slot_multiple
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
@@ -40,15 +39,6 @@ class StrategyMoELayer(MoELayer):
         experts     wait for replicas; Megatron's module computes the slots' experts
         combine     Megatron sends results back
         postprocess the next layer's SparseAllGather starts
-
-    Args:
-        config: Megatron's ``TransformerConfig``.
-        submodules: Builders of experts, shared experts and router.
-        layer_number: Megatron's number of the layer, counted from 1; Megatron may set it later.
-        pg_collection: Process groups; Megatron's global ones by default.
-        is_mtp_layer: Whether the layer belongs to multi-token prediction.
-        name: Name of the module instance.
-        session: Session with the strategy and the runtime that all layers of the model share.
 
     Raises:
         ConfigurationError: The config has a feature that the strategy does not support.
@@ -91,14 +81,9 @@ class StrategyMoELayer(MoELayer):
         self.slot_layer.on_pass = self._bind
         gradient_sync.take_over(chain.from_iterable(local), self.slot_layer, session.runtime.finish_gradients)
         if (leaving_share := session.settings.leaving_share) is not None:
-            install_gate(
-                self.router,
-                lambda: self.slot_layer.context.owner_E,
-                self.ep_group.rank(),
-                groups.topology,
-                leaving_share,
-                session.settings.leaving_choices,
-            )
+            owners, choices = lambda: self.slot_layer.context.owner_E, session.settings.leaving_choices
+            gate = TopologyAwareTopK(owners, groups.device, groups.topology, leaving_share, choices)
+            install_gate(self.router, gate)
         self._session = session
         # Megatron calls the module; its hooks run as ever, and the slots' experts compute.
         self.experts.forward = self._compute
@@ -123,7 +108,6 @@ class StrategyMoELayer(MoELayer):
         return number if before is None else self.config.num_layers + before + number
 
     def _await_parameters(self) -> None:
-        """Finish the all-gathers of this layer's expert Parameters that DDP overlaps."""
         if self._index is None:
             gradient_sync.await_parameters(self.experts)
         else:
@@ -144,12 +128,7 @@ class StrategyMoELayer(MoELayer):
             raise
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
-        """Run the gate, on this rank's part of the tokens where tensor-parallel ranks have the same ones.
-
-        Args:
-            hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
-            padding_mask: Mask of padding tokens, bool ``[sequence, batch]``.
-        """
+        """Run the gate, on this rank's part of the tokens where tensor-parallel ranks have the same ones."""
         if not self._divides_tokens or is_graph_capturing():
             return super().route(hidden_states, padding_mask)
         return self._dispatchers.route(hidden_states, padding_mask)

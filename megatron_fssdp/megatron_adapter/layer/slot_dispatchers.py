@@ -23,27 +23,17 @@ from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 
 
 class OneRank:
-    """Replaces the process group that Megatron asks how many ranks have a layer's tokens.
-
-    Megatron refuses more than one rank without sequence parallelism. Our layer supports it.
-    """
+    """The process group of tokens that Megatron sees; it refuses more ranks without sequence parallelism."""
 
     def size(self) -> int:
-        """Always 1."""
+        """Return 1."""
         return 1
 
 
 class SlotDispatchers:
-    """Makes a layer's dispatcher for the slots of a pass, once for each number of slots and kind.
+    """Makes a built layer's dispatcher for the slots of a pass, once for each number of slots and kind.
 
-    Args:
-        layer: The layer, as Megatron built it.
-        session: Session of the strategy.
-        groups: Process groups of the layer.
-        pg_collection: Megatron's process groups.
-
-    Attributes:
-        divides_tokens: Whether tensor-parallel ranks have the same tokens, which :meth:`route` divides.
+    ``divides_tokens`` says whether tensor-parallel ranks have the same tokens, which :meth:`route` divides.
     """
 
     def __init__(
@@ -86,13 +76,9 @@ class SlotDispatchers:
 
     def of(self, one: SlotPass) -> Any:
         """The dispatcher of a pass."""
-        alone = self._groups.num_devices == 1
-        if one.plan.in_steps and not alone:
-            kind = "smart_schedule"
-        elif one.plan.deduplicated and not alone:
-            kind = "deduplicated"
-        else:
-            kind = "megatron" if self._selector is None else "parm"
+        kind = "megatron" if self._selector is None else "parm"
+        if self._groups.num_devices > 1 and (one.plan.in_steps or one.plan.deduplicated):
+            kind = "smart_schedule" if one.plan.in_steps else "deduplicated"
         key = kind, one.slots.slots_per_device
         if key not in self._made:
             self._made[key] = self._make(*key)
@@ -104,9 +90,7 @@ class SlotDispatchers:
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> Any:
         """Run the gate where tensor-parallel ranks have the same tokens, on those that this rank dispatches.
 
-        Args:
-            hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
-            padding_mask: Mask of padding tokens, bool ``[sequence, batch]``.
+        The input of the layer is ``[sequence, batch, M]``, the mask of padding tokens ``[sequence, batch]``.
         """
         slot_layer = self._layer.slot_layer
         slot_layer.plan_iteration()
@@ -120,11 +104,7 @@ class SlotDispatchers:
         return tuple(routed)
 
     def own_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The tokens that this rank dispatches.
-
-        Args:
-            hidden_states: Input of the MoE layer, ``[sequence, batch, M]``.
-        """
+        """The tokens that this rank dispatches, of the layer's input ``[sequence, batch, M]``."""
         if self._own_tokens is None:
             return hidden_states
         own, self._own_tokens = self._own_tokens, None

@@ -18,14 +18,10 @@ from megatron_fssdp.megatron_adapter.layer.transfer_group import (
     create_transfer_group,
     has_one_queue,
 )
-from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import check_gate
 from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_dispatch, needs_fixed_slots
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
-from megatron_fssdp.megatron_adapter.support.supported_features import (
-    RESIDENT_REFUSALS,
-    check_supported,
-    refuse,
-)
+from megatron_fssdp.megatron_adapter.support.supported_features import check_supported, value_of
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
@@ -35,18 +31,13 @@ from megatron_fssdp.strategies.registry import build_strategy
 class StrategySession:
     """One strategy for one model, with its settings and the runtime that all layers share.
 
-    Layer specs carry it to the layers.
-
-    Args:
-        strategy_name: Name of a placement strategy. The strategy ``none`` has no session.
-        settings: Validated settings of the strategy.
-        timeout: Time-out of the process groups that the session creates; torch's default if ``None``.
-        communicators: Megatron's NCCL options by the short names of groups (:mod:`.transfer_group`).
+    Layer specs carry it to the layers. The time-out and the NCCL options are those of the process groups that
+    the session creates (:mod:`.transfer_group`). The strategy ``none`` has no session.
 
     Attributes:
         strategy: The strategy.
         runtime: The layers' runtime.
-        slots: The experts of the pipeline stage, in the slots of this rank.
+        slots: The stage's experts in slots of this rank.
         selectors: Selectors of Parm's schedules, by the name of the layers' group.
         numbers_of_slots: Numbers of slots for which dispatchers were built.
     """
@@ -61,11 +52,8 @@ class StrategySession:
         self.strategy_name, self.settings = strategy_name, settings
         self.timeout, self.communicators = timeout, communicators
         self.strategy = build_strategy(strategy_name, settings)
-        self.runtime = MoERuntime(
-            self.strategy,
-            measure=settings.record_dir is not None,
-            check_plans=settings.check_plans,
-        )
+        is_recorded = settings.record_dir is not None
+        self.runtime = MoERuntime(self.strategy, measure=is_recorded, check_plans=settings.check_plans)
         self.slots = ExpertSlots()
         self.selectors: dict[str, ScheduleSelector] = {}
         self.numbers_of_slots: set[int] = set()
@@ -83,11 +71,8 @@ class StrategySession:
     ) -> ExpertGroups:
         """Return the process groups of a layer. The first call for a group is collective over its ranks.
 
-        Args:
-            expert_parallel: Expert-parallel group: the ranks that share the layer's experts.
-            expert_tensor_parallel: Group of the ranks that share each expert. It has one rank if experts are
-                whole.
-            everyone: Group of all ranks in the expert-parallel groups of all expert-tensor-parallel peers.
+        ``expert_tensor_parallel`` has the ranks that share each expert, and ``everyone`` all ranks in the
+        expert-parallel groups of these ranks.
         """
         if expert_parallel.group_name in self._groups:
             return self._groups[expert_parallel.group_name]
@@ -116,67 +101,22 @@ class StrategySession:
         return groups
 
     def least_slots(self, config: Any) -> int:
-        """Replica slots that a layer has from the start: all that were given if their number must not change.
-
-        Args:
-            config: Megatron's ``TransformerConfig``.
-        """
+        """Replica slots that a layer has from the start: all that were given if their number is fixed."""
         return (getattr(self.settings, "slots", None) or 0) if needs_fixed_slots(config) else 0
 
     def check_model(self, config: Any) -> None:
-        """Refuse a model that the strategy does not support, or settings that do not fit the model.
-
-        Args:
-            config: Megatron's parsed arguments or a ``TransformerConfig``.
-
-        Raises:
-            ConfigurationError: The model or a setting is refused.
-        """
+        """Refuse, by a ConfigurationError, a model of Megatron's arguments or of a ``TransformerConfig``."""
         check_supported(self.strategy_name, config)
         check_dispatch(self.strategy_name, self.strategy, config)
-        if self.strategy.resident_slots:
-            refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
         if self.settings.router == "topology_aware":
             check_gate(config)
-        n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
-        if n_mp > 1 and not getattr(config, "sequence_parallel", False):
-            self._check_equal_tokens(config, n_mp)
-        n_esp = getattr(config, "expert_tensor_parallel_size", None) or n_mp
-        num_devices = getattr(config, "expert_model_parallel_size", 1) or 1
-        if self.strategy.smart_schedule and num_devices > 1 and n_esp > 1:
-            raise ConfigurationError(
-                f"smart_schedule: got {str(self.strategy.smart_schedule).lower()} with expert tensor "
-                f"parallelism over {n_esp} ranks, wanted whole experts; use smart_schedule=false or "
-                "--expert-tensor-parallel-size 1"
-            )
-        num_experts = getattr(config, "num_moe_experts", None) or config.num_experts
+        value = value_of(config)
+        num_devices = value("expert_model_parallel_size") or 1
+        num_experts = value("num_moe_experts") or value("num_experts")
         try:  # The nodes of the devices are not known yet.
             self.strategy.check_sizes(num_experts, Topology.uniform(num_devices, 1))
         except ValueError as error:
             raise ConfigurationError(f"--moe-strategy {self.strategy_name}: {error}") from None
-
-    def _check_equal_tokens(self, config: Any, n_mp: int) -> None:
-        """Refuse features that fail if tensor-parallel ranks have the same tokens."""
-        schedule = self.strategy.collective_schedule.name
-        if getattr(config, "moe_latent_size", None):
-            raise ConfigurationError(
-                f"--moe-latent-size: got it with {n_mp} tensor-parallel ranks without sequence parallelism, "
-                "where its projections get only a part of the tokens; add --sequence-parallel"
-            )
-        if self.settings.router == "topology_aware" and schedule not in ("s1", "megatron"):
-            raise ConfigurationError(
-                f"router topology_aware with schedule {schedule}: tensor-parallel ranks have to select "
-                "the same experts, and this gate selects by the rank's node; use schedule=s1 or "
-                "--sequence-parallel"
-            )
-        seq_length = getattr(config, "seq_length", None) or 0
-        tokens = seq_length // (getattr(config, "context_parallel_size", 1) or 1)
-        if schedule in ("s1", "megatron") and tokens % n_mp:
-            raise ConfigurationError(
-                f"--seq-length {seq_length}: got {tokens} tokens of a sequence, wanted a multiple of {n_mp}, "
-                "the number of tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
-                "--moe-strategy-set schedule=s2"
-            )
 
 
 @dataclass(frozen=True)

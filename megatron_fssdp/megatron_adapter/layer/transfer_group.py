@@ -32,20 +32,13 @@ DEFAULT_OPTIONS: CommunicatorOptions = {SHORT_NAME: {"is_high_priority_stream": 
 
 
 def communicator_options(args: Any) -> CommunicatorOptions:
-    """Return the NCCL options that Megatron's arguments request for the transfer group.
-
-    The file of ``--nccl-communicator-config-path`` and ``--high-priority-stream-groups`` name the group
-    ``fssdp``.
-
-    Args:
-        args: Megatron's arguments.
+    """Return the NCCL options that Megatron's arguments request for the transfer group, ``fssdp``.
 
     Raises:
         ConfigurationError: The file of NCCL options cannot be read, or its entry for the group is no mapping.
     """
     options = dict(DEFAULT_OPTIONS[SHORT_NAME])
-    path = getattr(args, "nccl_communicator_config_path", None)
-    if path is not None:
+    if (path := getattr(args, "nccl_communicator_config_path", None)) is not None:
         what = f"--nccl-communicator-config-path {path}"
         try:
             data = parse_yaml(Path(path).read_text(encoding="utf-8"), what)
@@ -69,12 +62,7 @@ def create_transfer_group(
     """Create a second process group of the expert-parallel ranks; collective over these ranks.
 
     Megatron's function creates it, because Megatron may change the time-outs of all groups that it has
-    created.
-
-    Args:
-        expert_parallel: Expert-parallel group.
-        timeout: Time-out of the group; torch's default if ``None``.
-        communicators: NCCL options by the short names of groups.
+    created. Without a time-out, the group has torch's default.
     """
     on_nccl = dist.get_backend(expert_parallel) == "nccl"
     group: dist.ProcessGroup = parallel_state.create_group(

@@ -1,13 +1,112 @@
-"""FasterMoE's topology-aware gate, which limits how many tokens leave their node (FasterMoE, §4.3).
+"""FasterMoE's topology-aware gate in Megatron's router (FasterMoE, §4.3).
+
+For debugging, Megatron's router can take the experts of each token from a recorded routing. The gate uses
+this extension point (``router_replay``). Scores, probabilities, auxiliary losses, capacities and expert
+biases therefore stay Megatron's own.
 
 Shape letters: T tokens, E experts, K choices per token.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.support.supported_features import (
+    Refusal,
+    asks_any,
+    captured_modules,
+    refuse,
+)
+from megatron_fssdp.planning.placement.topology import Topology
+
 LeavingChoices = Literal["each", "one"]
+
+_REFUSALS: tuple[Refusal, ...] = (
+    ("a fused router", asks_any("moe_router_fusion"), "remove --moe-router-fusion"),
+    (
+        "CUDA graphs of the router",
+        lambda value: "moe_router" in captured_modules(value),
+        "remove moe_router from --cuda-graph-modules",
+    ),
+    ("replayed routings", asks_any("moe_enable_routing_replay"), "remove --moe-enable-routing-replay"),
+    (
+        "group-limited routing",
+        asks_any("moe_router_group_topk"),
+        "remove --moe-router-num-groups and --moe-router-group-topk",
+    ),
+    (
+        "routing by Sinkhorn or by quantiles",
+        lambda value: value("moe_router_load_balancing_type") in ("sinkhorn", "quantile_balancing"),
+        "use --moe-router-load-balancing-type none or aux_loss",
+    ),
+)
+
+
+def check_gate(config: Any) -> None:
+    """Refuse, by a ConfigurationError, settings whose router selects experts in a way of its own."""
+    refuse("router: topology_aware (router=stock does)", _REFUSALS, config)
+
+
+@dataclass
+class TopologyAwareTopK:
+    """Selects the experts of each token instead of the router's top-k.
+
+    Scores that are logits are compared after a softmax, because those of different tokens are not comparable.
+    """
+
+    owner_E: Callable[[], np.ndarray]  # returns the current owner of every expert, int64 [E]
+    device: int  # this rank in its expert-parallel group
+    topology: Topology  # nodes of that group
+    leaving_share: float  # of this rank's tokens, 0 to 1, that may leave the node
+    leaving_choices: LeavingChoices = "each"  # what the limit is about (select_experts)
+    scores_are_logits: bool = False
+    layer_number: int | None = None  # Megatron's router sets it.
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, *_groups: Any, **_more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores ``[T, K]`` and indices, int64 ``[T, K]``, of each token's experts for the router.
+
+        It gives the scores by which it selects, ``[T, E]``, and the number of experts per token, K.
+        """
+        node_D = np.asarray(self.topology.node_of_device)
+        is_near_E = torch.from_numpy(node_D[self.owner_E()] == node_D[self.device]).to(scores.device)
+        fit = scores.detach().float()
+        if self.scores_are_logits:
+            fit = torch.softmax(fit, dim=-1)
+        most_leaving = int(self.leaving_share * scores.shape[0])
+        indices = select_experts(fit, topk, is_near_E, most_leaving, self.leaving_choices)
+        return scores.gather(1, indices), indices
+
+
+def install_gate(router: Any, gate: TopologyAwareTopK) -> None:
+    """Install the topology-aware gate in a router: Megatron's ``TopKRouter`` of one layer.
+
+    Raises:
+        ConfigurationError: The router has no attribute ``router_replay``, or the experts of a node are
+            fewer than the experts of a token.
+    """
+    if not hasattr(router, "router_replay"):
+        raise ConfigurationError(
+            f"router: got {type(router).__name__} without the attribute router_replay, wanted Megatron's "
+            "TopKRouter of megatron-core 0.19 or newer; use router=stock"
+        )
+    config = router.config
+    node_D = np.asarray(gate.topology.node_of_device)
+    per_node = np.bincount(node_D[gate.owner_E()], minlength=gate.topology.num_nodes)
+    if per_node.min() < config.moe_router_topk:
+        raise ConfigurationError(
+            f"router: got topology_aware with {per_node.min()} experts in a node, wanted at least "
+            f"{config.moe_router_topk}, the number of experts per token; use fewer nodes, more experts, or "
+            "router=stock"
+        )
+    is_softmax = config.moe_router_score_function == "softmax"
+    gate.scores_are_logits = is_softmax and not config.moe_router_pre_softmax
+    router.router_replay = gate
 
 
 @torch.no_grad()
@@ -24,12 +123,11 @@ def select_experts(
     the highest fit leave. Ties go to the lower expert and the lower token.
 
     * ``each``: the K experts of a token are selected one after another, and the limit holds for each of these
-      selections. A token that may not leave takes the best expert of this rank's node that it has not
-      selected yet.
+      selections. A token that may not leave takes the best expert of this rank's node that is left.
     * ``one``: a token that leaves does so with its best expert only. All other experts are the best ones
-      of this rank's node. If no more than ``most_leaving`` tokens want to leave, nothing is limited.
-      This is the gate that the authors published (``fmoe/gates/faster_gate.py`` of github.com/laekov/fastmoe)
-      for K = 2.
+      of this rank's node. If no more than ``most_leaving`` tokens want to leave, nothing is limited. With
+      K = 2, this is the gate that the authors published (``fmoe/gates/faster_gate.py`` of
+      github.com/laekov/fastmoe).
 
     Args:
         fit_TE: How well every expert fits every token, ``[T, E]``; comparable between tokens.
@@ -91,10 +189,8 @@ def _highest_leaving(
 
 
 def _best_experts(fit_TE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The K best experts of each token, the best first, int64 ``[T, K]``.
-
-    The sort is stable, because ``argmax`` and ``topk`` do not define which of equal values they return.
-    """
+    """The K best experts of each token, the best first, int64 ``[T, K]``."""
+    # The sort is stable, because argmax and topk do not define which of equal values they return.
     return torch.sort(fit_TE, dim=1, descending=True, stable=True).indices[:, :top_k]
 
 

@@ -1,8 +1,7 @@
 """Recognizes optional packages that are installed, but whose import stops Megatron.
 
 Megatron detects Transformer Engine and Apex by importing them, and expects an ``ImportError`` if they are
-missing. Their incomplete installations raise other errors (Transformer Engine: ``RuntimeError`` without its
-torch extension, ``FileNotFoundError`` without its core library). Such an error ends every import of Megatron.
+missing. Their incomplete installations raise other errors, which end every import of Megatron.
 """
 
 from dataclasses import dataclass
@@ -17,10 +16,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class BrokenPackage:
-    """An optional package whose import ended an import of Megatron: its name in prose and for pip.
-
-    ``error`` has the type and the first line of the error that the import raised.
-    """
+    """An optional package whose import ended an import of Megatron: its name, for pip too, and the error."""
 
     name: str
     distribution: str
@@ -35,17 +31,21 @@ class BrokenPackage:
         )
 
 
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def broken_package(error: BaseException) -> BrokenPackage | None:
     """Return the optional package that caused an error of importing Megatron; ``None`` if no such one did.
 
     A package is the cause if its own code raised the error, or if only an empty folder of it is left, so that
     Megatron finds neither its version nor its metadata.
     """
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     raised_in = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
     sought_in = getattr(getattr(error, "obj", None), "__name__", "")  # the module without the attribute
     for source in (*raised_in, str(getattr(error, "name", "")), sought_in):
         if name := _NAMES.get(source.partition(".")[0].replace("-", "_")):
-            return BrokenPackage(name, name.lower().replace(" ", "-"), text)
+            return BrokenPackage(name, name.lower().replace(" ", "-"), one_line(error))
     return None

@@ -1,8 +1,7 @@
 """Checks that the installed Megatron has the seams that the plugin attaches to.
 
-A seam is a class, function or attribute of Megatron that the plugin uses, wraps or subclasses. The check
-looks for these names and ignores the version number. A fork or a nightly build that has all of them works. A
-release that lacks one is refused before anything runs.
+The check looks for names and ignores the version number. A fork or a nightly build that has all of them
+works. A release that lacks one is refused before anything runs.
 """
 
 import importlib
@@ -21,6 +20,7 @@ class Seam(NamedTuple):
     path: str  # in the module, for example MoELayer.route
     purpose: str  # completes a sentence "the plugin ..."
     needed_by: str  # runs, strategies or options that do not work without it
+    is_optional: bool = False  # a single feature needs it, which checks it when it is requested
 
 
 _NEEDED_BY = {
@@ -36,6 +36,7 @@ _NEEDED_BY = {
     "topology": "router=topology_aware",
     "bert": "BERT with --num-experts",
 }
+_OPTIONAL = ("topology", "bert")
 
 
 def _seams(table: str) -> tuple[Seam, ...]:
@@ -44,13 +45,13 @@ def _seams(table: str) -> tuple[Seam, ...]:
     for line in table.strip().splitlines():
         path, *rest = (cell.strip() for cell in line.split("|"))
         if rest:
-            seams.append(Seam(module, path, rest[0], _NEEDED_BY[rest[1]]))
+            seams.append(Seam(module, path, rest[0], _NEEDED_BY[rest[1]], rest[1] in _OPTIONAL))
         else:
             module = path
     return tuple(seams)
 
 
-_SEAMS = _seams(
+SEAMS = _seams(
     """
     megatron.core.models.gpt.moe_module_specs
       MoELayer | replaces it by the strategy's layer in Megatron's layer specs | placement
@@ -73,11 +74,6 @@ _SEAMS = _seams(
       TransformerBlock.sharded_state_dict | names experts by layer and number | checkpoints
     megatron.core.models.hybrid.hybrid_block
       HybridStack.sharded_state_dict | names experts of hybrid models likewise | checkpoints
-    """
-)
-
-_TRAINING_SEAMS = _seams(
-    """
     megatron.training.arguments
       add_megatron_arguments | adds its command-line arguments | every
       parse_args | checks that its arguments were parsed | every
@@ -108,32 +104,13 @@ _TRAINING_SEAMS = _seams(
       generate_state_dict | saves the owner map | resharding
       dist_checkpointing.load_content_metadata | loads the owner map | resharding
       dist_checkpointing.save | prevents that an incomplete checkpoint is loaded | placement
-    """
-)
-
-_OPTIONAL_SEAMS = _seams(
-    """
     megatron.core.transformer.moe.router
       TopKRouter.router_replay | selects experts by the nodes of their owners | topology
     megatron.core.models.bert.bert_model
       BertModel | adds experts to its layers | bert
     """
 )
-
-
-def training_seams() -> tuple[Seam, ...]:
-    """Return all seams that :func:`check_training` looks for."""
-    return _SEAMS + _TRAINING_SEAMS
-
-
-def optional_seams() -> tuple[Seam, ...]:
-    """Return the seams that only single features need, which check them when they are requested."""
-    return _OPTIONAL_SEAMS
-
-
-def check_training() -> None:
-    """As :func:`check_core`, for all seams that a training run from the command line needs."""
-    check_core(training_seams())
+"""All seams, those of single features last."""
 
 
 def absence(seam: Seam) -> Exception | None:
@@ -147,13 +124,15 @@ def absence(seam: Seam) -> Exception | None:
     return None
 
 
-def check_core(seams: tuple[Seam, ...] = _SEAMS) -> None:
-    """Raise unless megatron-core has all seams that the strategy's layer needs.
+def check_seams(*, for_training: bool) -> None:
+    """Raise unless Megatron has all seams: those of megatron-core, and those of its training loop.
 
     Raises:
         ConfigurationError: A seam is missing, or megatron-core is not installed.
     """
-    for seam in seams:
+    for seam in SEAMS:
+        if seam.is_optional or not (for_training or seam.module.startswith("megatron.core.")):
+            continue
         if (error := absence(seam)) is not None:
             try:
                 found = f"megatron-core {importlib.metadata.version('megatron-core')}"

@@ -1,4 +1,4 @@
-"""Limits of Megatron's dispatchers and of CUDA graphs that matter because experts are in slots."""
+"""Settings of Megatron that do not fit some strategies, or the slots that experts are in."""
 
 import math
 import os
@@ -21,6 +21,7 @@ from megatron_fssdp.strategies.strategy import Strategy
 
 _NODE_RANKS = 8  # DeepEP's number of ranks in a node, a constant of its kernels.
 _MOST_IN_NODE, _MOST_OF_NODE = 128, 512  # Threads of its kernels that count tokens, one for each expert.
+_DIVIDING = ("s1", "megatron")  # Schedules under which tensor-parallel ranks divide the same tokens evenly.
 _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 Rule = tuple[str, Callable[[Strategy, Value], bool], str]
@@ -119,20 +120,51 @@ RULES: tuple[Rule, ...] = (
         lambda strategy, value: _back_end(value) == "ncclep" and not _has_fixed_slots(strategy),
         "NCCL EP has one number of experts in a process: set slots, or use another back end",
     ),
+    (
+        "--moe-latent-size under tensor parallelism without sequence parallelism",
+        lambda _, value: _has_equal_tokens(value) and bool(value("moe_latent_size")),
+        "there its projections get only a part of the tokens: add --sequence-parallel",
+    ),
+    (
+        "router=topology_aware with schedule=s2, baseline or auto without sequence parallelism",
+        lambda strategy, value: (
+            _has_equal_tokens(value)
+            and strategy.settings.router == "topology_aware"
+            and strategy.collective_schedule.name not in _DIVIDING
+        ),
+        "tensor-parallel ranks have to select the same experts, and this gate selects by the node: use "
+        "schedule=s1 or --sequence-parallel",
+    ),
+    (
+        "smart_schedule with expert tensor parallelism",
+        lambda strategy, value: (
+            bool(strategy.smart_schedule)
+            and expert_parts(value) > 1
+            and (value("expert_model_parallel_size") or 1) > 1
+        ),
+        "it needs whole experts: use smart_schedule=false or --expert-tensor-parallel-size 1",
+    ),
+    (
+        "fp16 with resident replicas (flexmoe)",
+        lambda strategy, value: bool(strategy.resident_slots and value("fp16")),
+        "its loss scale may skip an optimizer step, and replicas have their own: use --bf16 or fp32",
+    ),
 )
 
 
 def check_dispatch(name: str, strategy: Strategy, settings: Any) -> None:
-    """Refuse dispatchers and CUDA graphs that the strategy's slots do not fit, before a model is built.
-
-    The settings are Megatron's parsed arguments or a ``TransformerConfig``.
-
-    Raises:
-        ConfigurationError: They do not fit.
-    """
+    """Refuse, by a ConfigurationError, settings that do not fit the strategy or the slots that it has."""
     refusals = [(what, partial(is_refused, strategy), advice) for what, is_refused, advice in RULES]
     refuse(f"--moe-strategy {name}", refusals, settings)
     value = value_of(settings)
+    n_mp, seq_length = tensor_parallel(value), value("seq_length") or 0
+    tokens = seq_length // (value("context_parallel_size") or 1)
+    if _has_equal_tokens(value) and strategy.collective_schedule.name in _DIVIDING and tokens % n_mp:
+        raise ConfigurationError(
+            f"--seq-length {seq_length}: got {tokens} tokens of a sequence, wanted a multiple of {n_mp}, "
+            "the number of tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
+            "--moe-strategy-set schedule=s2"
+        )
     num_devices = value("expert_model_parallel_size") or 1
     num_experts = value("num_moe_experts") or value("num_experts")
     if (slots := getattr(strategy.settings, "slots", None)) is not None:
@@ -140,13 +172,9 @@ def check_dispatch(name: str, strategy: Strategy, settings: Any) -> None:
 
 
 def check_slots(config: Any, num_slots: int, num_devices: int, others: Collection[int] = ()) -> None:
-    """Refuse a number of slots with which the back end of Megatron's flex dispatcher would fail.
+    """Refuse a device's number of slots with which the back end of Megatron's flex dispatcher would fail.
 
-    Args:
-        config: Megatron's parsed arguments or a ``TransformerConfig``.
-        num_slots: Number of slots of a device.
-        num_devices: Number of devices.
-        others: Numbers of slots with which other dispatchers of the process were built.
+    ``others`` are the numbers of slots with which other dispatchers of the process were built.
 
     Raises:
         ConfigurationError: The back end cannot have so many slots.
@@ -170,10 +198,6 @@ def slot_multiple(config: Any, num_devices: int) -> int:
     """Return the number of which a device's slots must be a multiple for the flex dispatcher's back end.
 
     HybridEP sends a token's probabilities for all slots of an NVLink domain in units of 16 bytes, 4 numbers.
-
-    Args:
-        config: Megatron's parsed arguments or a ``TransformerConfig``.
-        num_devices: Number of devices, D.
     """
     value = value_of(config)
     if _back_end(value) != "hybridep":

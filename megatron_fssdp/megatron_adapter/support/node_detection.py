@@ -12,14 +12,10 @@ from megatron_fssdp.planning.placement.topology import Topology
 def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Topology:
     """Return the nodes of a process group's ranks.
 
-    Without a declared number of nodes, the variables that torchrun sets on each node decide, and host names
-    if they are not set. Both are gathered by a collective over the group, because nodes may have different
-    numbers of ranks, and then no rank alone knows the nodes of the others.
-
-    Args:
-        group: Expert-parallel group.
-        declared_nodes: Number of equal nodes into which all ranks are divided, in rank order. Four ranks on
-            one machine can be treated as two nodes. ``None`` detects the nodes.
+    ``declared_nodes`` equal nodes divide all ranks in rank order, so that four ranks on one machine can be
+    treated as two nodes. Otherwise, the variables that torchrun sets on each node decide, and host names if
+    they are not set. A collective over the group gathers them, because nodes may have different numbers of
+    ranks, and then no rank alone knows the nodes of the others.
 
     Raises:
         ConfigurationError: The number of ranks is not a multiple of ``declared_nodes``.
@@ -40,11 +36,7 @@ def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Top
 
 
 def check_declared_nodes(declared_nodes: int, world_size: int) -> None:
-    """Raise unless all ranks can be divided into that many equal nodes.
-
-    Raises:
-        ConfigurationError: The number of ranks is not a multiple of ``declared_nodes``.
-    """
+    """Raise a ConfigurationError unless all ranks can be divided into that many equal nodes."""
     if world_size % declared_nodes:
         raise ConfigurationError(
             f"nodes: got {declared_nodes}, wanted a divisor of the {world_size} ranks; "

@@ -141,23 +141,10 @@ REFUSALS: tuple[Refusal, ...] = (
 """Features that no placement strategy supports."""
 
 
-RESIDENT_REFUSALS: tuple[Refusal, ...] = (
-    (
-        "fp16, whose loss scale may skip an optimizer step",
-        asks_any("fp16"),
-        "its resident replicas have an optimizer step of their own: use --bf16 or fp32",
-    ),
-)
-"""Features that strategies with resident replicas do not support either."""
-
-
 def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
     """Raise for the first refused feature that Megatron's arguments or a ``TransformerConfig`` ask for.
 
-    ``who`` starts the message: the strategy or setting that does not support the feature.
-
-    Raises:
-        ConfigurationError: The settings ask for a refused feature.
+    ``who`` starts the message of the ConfigurationError: what does not support the feature.
     """
     for what, is_refused, advice in refusals:
         if is_refused(value_of(settings)):
@@ -166,8 +153,6 @@ def refuse(who: str, refusals: Iterable[Refusal], settings: Any) -> None:
 
 def check_supported(strategy: str, settings: Any) -> None:
     """Refuse settings under which the layer of the strategy would fail or compute wrong results.
-
-    They are Megatron's parsed arguments or a ``TransformerConfig``.
 
     Raises:
         ConfigurationError: The settings ask for a refused feature, the model has no experts or fewer than a

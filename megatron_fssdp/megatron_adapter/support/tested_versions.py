@@ -18,8 +18,7 @@ TESTED_VERSIONS = {
 def is_tested(distribution: str, version: str) -> bool | None:
     """Whether a version lies in the tested range; ``None`` if the text is not a version number.
 
-    Suffixes are ignored: ``2.6.0a0+git``, as in NVIDIA's containers, counts as 2.6.0, and ``0.21.0rc0``
-    counts as 0.21.0.
+    Suffixes are ignored: ``2.6.0a0+git``, as in NVIDIA's containers, counts as 2.6.0.
     """
     try:
         base = Version(version).base_version

@@ -18,21 +18,13 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.planning.compiled_form import source_digest
 
-_COMPARED = (
-    "num_experts",
-    "num_layers",
-    "hidden_size",
-    "seq_length",
-    "micro_batch_size",
-    "global_batch_size",
-)
+_SIZES = ("num_experts", "num_layers", "hidden_size", "seq_length")
+_COMPARED = (*_SIZES, "micro_batch_size", "global_batch_size")
 
 
 @contextmanager
 def refused_together() -> Iterator[None]:
     """Raise on all ranks what some of them raise inside. Collective: all ranks of the training enter it.
-
-    Without it, the other ranks would end with the traceback of a lost connection, or wait.
 
     Raises:
         ConfigurationError: A rank raised it inside. Each rank that raised none gets the message of the lowest
@@ -57,12 +49,7 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 def check_equal_settings(requested: RequestedStrategy, args: Any, *, to_boards: bool) -> None:
-    """Refuse ranks with different settings. Collective: all ranks of the training call it.
-
-    Args:
-        requested: Strategy of this rank's command line.
-        args: Megatron's parsed arguments of this rank.
-        to_boards: Whether this rank's command line requests a board.
+    """Refuse ranks with different settings, and whether boards are requested. All ranks call it.
 
     Raises:
         ConfigurationError: Some ranks differ in the strategy, its settings, the described cluster, this

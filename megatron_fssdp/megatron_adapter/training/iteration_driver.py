@@ -17,19 +17,17 @@ import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.training.finite_watch import FiniteWatch
 from megatron_fssdp.megatron_adapter.training.memory_report import (
     expert_optimizer,
     held_replicas,
     report_memory,
     reports_for_stage,
 )
-from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite
+from megatron_fssdp.megatron_adapter.training.stopped_training import FiniteWatch
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory.materialization_limits import held_replicas_bytes
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
@@ -52,31 +50,23 @@ class IterationDriver:
     :meth:`end`, after the optimizer step, collects what each layer did. The replicas' sums of gradients are
     reset wherever Megatron resets those of its model chunks.
 
-    Args:
-        session: The strategy's session.
-        model: Model chunks of this rank, wrapped in Megatron's DDP.
-        optimizer: Megatron's optimizer.
-        args: Megatron's arguments.
-
     Attributes:
         runtime: Runtime of the model's MoE layers.
         held: How many replicas exist at the same time on this rank.
-        reshard: What was moved before the running iteration; ``None`` if nothing was.
-        selection: What ``auto`` selected before the running iteration; ``None`` if it did not reconsider.
+        reshard: What was moved before the running iteration, if anything was.
+        selection: What ``auto`` selected before the running iteration, if it reconsidered.
 
     Raises:
-        ConfigurationError: The strategy moves owners or keeps resident replicas, and the slots cannot be
-            exchanged.
+        ConfigurationError: Owners shall move or replicas be resident, and slots cannot be exchanged.
     """
 
     def __init__(self, session: StrategySession, model: Sequence[Any], optimizer: Any, args: Any) -> None:
-        self._session, self._model, self._optimizer, self._args = session, model, optimizer, args
+        self._session, self._optimizer, self._args = session, optimizer, args
         self.runtime = session.runtime
         self.held = held_replicas(session, model, args)
         self.reshard: ReshardReport | None = None
         self.selection: SelectionReport | None = None
-        self._iterations_to_measure = 0
-        self._measured_replicas_bytes = 0
+        self._iterations_to_measure = self._measured_replicas_bytes = 0
         self._began_s = 0.0
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
@@ -85,45 +75,30 @@ class IterationDriver:
             chunk.zero_grad_buffer = self._resetting(chunk.zero_grad_buffer)
         # Megatron turns this check off for fp16, where loss scaling makes non-finite numbers normal.
         self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
-        layers = self.runtime.layers
-        if session.strategy.resident_slots and args.expert_model_parallel_size > 1:
-            self._residents = ResidentExperts(
-                session.slots,
-                session.strategy.resident_slots,
-                model,
-                optimizer,
-                parallel_state.get_expert_data_parallel_group(),
-            )
+        layers, strategy = self.runtime.layers, session.strategy
+        copies = parallel_state.get_expert_data_parallel_group()
+        if strategy.resident_slots and args.expert_model_parallel_size > 1:
+            slots = strategy.resident_slots
+            self._residents = ResidentExperts(session.slots, slots, model, optimizer, copies)
         if not layers or layers[0].context.num_devices == 1:
             return
-        if session.strategy.moves_owners:
-            self._resharding = ExpertResharding(
-                session.slots.parameters,
-                self._expert_parallel,
-                parallel_state.get_expert_data_parallel_group(),
-                model,
-                optimizer,
-            )
-            # This call only checks that slots can be exchanged. A run should fail now and not at its first
-            # re-shard.
-            self._resharding.quantities()
-        if session.strategy.selects and session.slots.layers:
-            self._selector = StrategySelector(session.strategy, self._groups_of_owners, self._device)
-        self._iterations_to_measure = session.strategy.profile_iterations
+        if strategy.moves_owners:
+            owned, devices = session.slots.parameters, layers[0].groups.expert_parallel
+            self._resharding = ExpertResharding(owned, devices, copies, model, optimizer)
+            self._resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
+        if strategy.selects and session.slots.layers:
+            self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
+        self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
                 layer.stopwatch = LayerStopwatch()
         report_memory(session, args, self.held)
 
     @property
-    def _expert_parallel(self) -> dist.ProcessGroup:
-        return self.runtime.layers[0].groups.expert_parallel
-
-    @property
     def _groups_of_owners(self) -> list[dist.ProcessGroup]:
         """The groups over which ranks agree if they must have equal plans or share owners."""
         return [
-            self._expert_parallel,
+            self.runtime.layers[0].groups.expert_parallel,
             parallel_state.get_expert_tensor_parallel_group(),
             parallel_state.get_expert_data_parallel_group(),
         ]
@@ -201,10 +176,8 @@ class IterationDriver:
         """Bytes that an iteration's replicas took on this rank."""
         first = self.runtime.layers[0]
         layout, device = first.experts.layout(), first.groups.device
-        placements = [placement for load in loads for placement in load.placements]
-        replicas_L = [int(placement.replicas_per_device_D[device]) for placement in placements]
         return held_replicas_bytes(
-            replicas_L,
+            [int(one.replicas_per_device_D[device]) for load in loads for one in load.placements],
             expert_bytes=layout.num_bytes,
             gradient_bytes_per_expert=layout.numel * FP32_BYTES,
             held=self.held,
@@ -212,16 +185,8 @@ class IterationDriver:
 
     def report_non_finite(self) -> None:
         """Log where NaN or infinity appeared first, if Megatron ends the run because of them."""
-        if self._watch is None:
-            return
-        finding = self._watch.finding()
-        if finding is None and get_rerun_state_machine().rerun_requested:
-            finding = (
-                "Megatron refused a loss or gradient of this rank, but all its MoE layers made finite hidden "
-                "states and gradients: check the loss and the other layers, beginning with the last"
-            )
-        if finding is not None:
-            report_non_finite(self._args, finding)
+        if self._watch is not None:
+            self._watch.report(self._args)
 
     def _profile(self, num_micro_batches: int) -> None:
         layers = self.runtime.layers
@@ -263,10 +228,8 @@ class IterationDriver:
             return None
         old, load_LE = slots.owners, self._mean_loads().sum(axis=1)
         new = self._session.strategy.reshard(self._contexts_of_copies(), load_LE, old)
-        if not old.moves_to(new):
-            return None
-        report = self._resharding.execute(old, new)
-        slots.adopt(new)
+        if (report := self._resharding.execute(old, new)) is not None:
+            slots.adopt(new)
         return report
 
     def _replicate(self, iteration: int) -> ReshardReport | None:
@@ -285,11 +248,11 @@ class IterationDriver:
             )
         return report
 
-    def _mean_loads(self) -> np.ndarray:
-        """Return the mean loads per iteration over the expert-data-parallel copies, ``[L, D, E]``.
+    # Expert-parallel groups with copies of the same experts must decide alike. All their loads count, and
+    # they plan with the topology of the first one and the latest jump of any.
 
-        Expert-parallel groups with copies of the same experts must decide alike, so all their loads count.
-        """
+    def _mean_loads(self) -> np.ndarray:
+        """Return the mean loads per iteration over the expert-data-parallel copies, ``[L, D, E]``."""
         copies, layers = parallel_state.get_expert_data_parallel_group(), self._session.slots.layers
         total = torch.from_numpy(np.stack([layer.history.total_DE() for layer in layers])).to(self._device)
         dist.all_reduce(total, group=copies)
@@ -297,11 +260,7 @@ class IterationDriver:
         return mean_LDE
 
     def _contexts_of_copies(self) -> list[LayerContext]:
-        """Return the contexts of all layers with the topology of the first expert-data-parallel copy.
-
-        Expert-parallel groups with copies of the same experts must decide alike, so all of them plan with
-        the same topology, and with the latest jump of the loads of any of them.
-        """
+        """Return the contexts of all layers, equal on all expert-data-parallel copies."""
         layers = self._session.slots.layers
         copies = parallel_state.get_expert_data_parallel_group()
         nodes = torch.tensor(layers[0].context.topology.node_of_device, device=self._device)
@@ -318,10 +277,7 @@ class IterationDriver:
 
 
 def _free_bytes(replicas_bytes: int) -> int:
-    """Return the bytes of memory that are free at the peak of an iteration without replicas.
-
-    In the measured iterations, ``replicas_bytes`` are a part of the peak.
-    """
+    """Return the free bytes at the peak of an iteration, which has ``replicas_bytes``, without replicas."""
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         peak = torch.cuda.max_memory_allocated() - replicas_bytes

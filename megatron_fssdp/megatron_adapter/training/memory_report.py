@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 def reports_for_stage() -> bool:
     """Whether this rank logs for its pipeline stage."""
-    return (
-        parallel_state.get_expert_model_parallel_rank() == 0
-        and parallel_state.get_expert_data_parallel_rank() == 0
-        and parallel_state.get_expert_tensor_parallel_rank() == 0
+    return not (
+        parallel_state.get_expert_model_parallel_rank()
+        or parallel_state.get_expert_data_parallel_rank()
+        or parallel_state.get_expert_tensor_parallel_rank()
     )
 
 
@@ -33,10 +33,7 @@ def report_memory(session: StrategySession, args: Any, held: HeldReplicas) -> No
 
 
 def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> ExpertMemory:
-    """Return the bytes of this rank's experts under the current limits of the strategy.
-
-    The session must have a layer, and ``held`` says how many replicas exist at the same time.
-    """
+    """Return the bytes of this rank's experts under the strategy's limits; there must be a layer."""
     layers = session.runtime.layers
     first = layers[0]
     layout, context = first.experts.layout(), first.context
@@ -72,10 +69,7 @@ def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> 
 
 
 def _most_micro_batches(args: Any) -> int:
-    """Return the largest number of micro-batches of an iteration to come.
-
-    Batches may grow during the training (``--step-batch-size-schedule``).
-    """
+    """Return the largest number of micro-batches to come; ``--step-batch-size-schedule`` lets them grow."""
     now = int(num_microbatches_calculator.get_num_microbatches())
     if (schedule := getattr(args, "step_batch_size_schedule", None)) is None:
         return now

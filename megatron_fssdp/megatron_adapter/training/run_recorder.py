@@ -45,8 +45,7 @@ _EQUAL_FIELDS = (
 class RunRecorder:
     """Writes a run's records while Megatron trains: to files, and to the boards that Megatron has open.
 
-    Loads are gathered over the expert-data-parallel ranks first and then over the pipeline stages. The
-    devices of all expert-data-parallel ranks are put side by side, so D counts all devices of a pipeline
+    The devices of all expert-data-parallel ranks are put side by side, so D counts all devices of a pipeline
     stage. Expert-tensor-parallel peers count as one device, because they have the same loads. Seconds of
     transfers and of re-shards are those of device 0 of every expert-parallel group.
 
@@ -59,18 +58,10 @@ class RunRecorder:
     """
 
     def __init__(
-        self,
-        record_dir: Path | None,
-        strategy: str,
-        operations: Callable[[Any, int], float],
-        *,
-        to_boards: bool = False,
+        self, record_dir: Path | None, strategy: str, operations: Callable[[Any, int], float], to_boards: bool
     ) -> None:
-        self._operations = operations
-        self._strategy = strategy
-        self._has_begun = False
-        self._record_dir = record_dir
-        self._to_boards = to_boards
+        self._record_dir, self._strategy, self._operations = record_dir, strategy, operations
+        self._to_boards, self._has_begun = to_boards, False
         self._last_load_E: dict[int, np.ndarray] = {}
         # Global rank 0 writes files. Those of arrays are opened with the first iteration that has MoE layers.
         self._metrics: MetricsWriter | None = None
@@ -91,8 +82,8 @@ class RunRecorder:
         loads: list[LayerLoad],
         iteration_s: float,
         passes_s: float,
-        reshard: ReshardReport | None = None,
-        selection: SelectionReport | None = None,
+        reshard: ReshardReport | None,
+        selection: SelectionReport | None,
     ) -> None:
         """Record one iteration. Collective: all ranks call it if :attr:`wants_iteration` is true.
 
@@ -100,9 +91,9 @@ class RunRecorder:
             step_result: Result of Megatron's ``train_step``.
             loads: Loads of this rank's layers.
             iteration_s: Wall time of the iteration on this rank.
-            passes_s: Part of it that forward passes, backward passes and the reduction of gradients take.
-            reshard: What was re-sharded before the step; ``None`` if nothing was.
-            selection: What ``auto`` selected before the step; ``None`` if it did not reconsider.
+            passes_s: Part of it in forward passes, backward passes and the reduction of gradients.
+            reshard: What was re-sharded before the step, if anything was.
+            selection: What ``auto`` selected before the step, if it reconsidered.
         """
         args = get_args()
         iteration, is_logged = args.curr_iteration + 1, _is_logged()
@@ -143,13 +134,12 @@ class RunRecorder:
             write_to_boards(metrics, all_loads)
 
     def _write(self, metrics: IterationMetrics, loads: list[LayerLoad]) -> None:
-        if self._metrics is None:
+        if self._metrics is None or self._record_dir is None:
             return
         self._metrics.append(metrics)
         if not loads:
             return
         if self._arrays is None:
-            assert self._record_dir is not None
             numbers = [load.layer for load in loads]
             self._arrays = LoadsWriter(self._record_dir, numbers), PlacementsWriter(self._record_dir, numbers)
         counts, placements = self._arrays
@@ -221,12 +211,9 @@ def _selection_metrics(report: SelectionReport | None) -> SelectionMetrics | Non
     if report is None:
         return None
     seen, stage = report.seen, parallel_state.get_pipeline_model_parallel_rank()
-    return SelectionMetrics(
-        stage,
-        tuple(change.layer for change in report.changes),
-        report.saving_s,
-        None if report.measured is None else report.measured.median_s,
-        None
-        if seen is None
-        else SeenGain(seen.predicted_s, seen.before.median_s, seen.after.median_s, seen.is_slower),
-    )
+    changed = tuple(change.layer for change in report.changes)
+    median_s = report.measured.median_s if report.measured else None
+    gain = None
+    if seen is not None:
+        gain = SeenGain(seen.predicted_s, seen.before.median_s, seen.after.median_s, seen.is_slower)
+    return SelectionMetrics(stage, changed, report.saving_s, median_s, gain)

@@ -17,19 +17,12 @@ from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 
 @dataclass(frozen=True, eq=False)
 class StageRecord:
-    """What one rank reports of an iteration for its pipeline stage.
+    """What one rank reports of an iteration for its pipeline stage."""
 
-    Attributes:
-        loss: Loss of the language model; ``None`` on stages that do not compute it.
-        loads: Loads of the stage's layers.
-        reshard: What was re-sharded before the iteration.
-        selection: What ``auto`` selected before the iteration; ``None`` if it did not reconsider.
-    """
-
-    loss: float | None
+    loss: float | None  # of the language model; None on stages that do not compute it
     loads: list[LayerLoad]
-    reshard: ReshardReport
-    selection: SelectionMetrics | None = None
+    reshard: ReshardReport  # before the iteration
+    selection: SelectionMetrics | None = None  # of auto before the iteration; None if it did not reconsider
 
 
 def gather_stages(own: StageRecord) -> list[StageRecord]:
@@ -52,27 +45,20 @@ def gather_stages(own: StageRecord) -> list[StageRecord]:
     )
     if not copies:
         return []
-    num_peers = parallel_state.get_expert_tensor_parallel_world_size()
-    first = copies[0]
     # Every expert-data-parallel copy moves the same experts, and every expert-tensor-parallel peer moves its
     # part of them.
-    moved_bytes = num_peers * sum(copy.reshard.bytes_moved for copy in copies)
-    stage = StageRecord(
-        first.loss,
-        [_side_by_side(loads) for loads in zip(*(copy.loads for copy in copies), strict=True)],
-        ReshardReport(first.reshard.experts_moved, moved_bytes, max(copy.reshard.seconds for copy in copies)),
-        first.selection,
+    moved_bytes = _num_peers() * sum(copy.reshard.bytes_moved for copy in copies)
+    seconds = max(copy.reshard.seconds for copy in copies)
+    stage = replace(
+        copies[0],
+        loads=[_side_by_side(loads) for loads in zip(*(copy.loads for copy in copies), strict=True)],
+        reshard=ReshardReport(own.reshard.experts_moved, moved_bytes, seconds),
     )
     return gather(stage, parallel_state.get_pipeline_model_parallel_group())
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks on the group's first rank, and an empty list on other ranks.
-
-    Args:
-        value: Value of this rank, which can be pickled.
-        group: Group of ranks; ``None`` for all ranks of the training.
-    """
+    """Return the values of a group (``None``: all ranks) on its first rank, and an empty list elsewhere."""
     group = group or dist.group.WORLD
     assert group is not None  # training has begun
     if group.size() == 1:
@@ -96,8 +82,6 @@ def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
     def of_all(name: str) -> list[Any]:
         return [getattr(load, name) for load in loads]
 
-    # Only one of the expert-tensor-parallel peers reports, and all of them move equally large parts.
-    num_peers = parallel_state.get_expert_tensor_parallel_world_size()
     combined: dict[str, Any] = {"placements": sum(of_all("placements"), ())}
     for name in ("counts_DE", "owner_D", "device_D"):
         combined[name] = np.concatenate(of_all(name))
@@ -106,12 +90,17 @@ def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
     for name in ("num_replicas", "cross_node_tokens"):
         combined[name] = sum(of_all(name))
     for name in ("spag_bytes", "sprs_bytes"):
-        combined[name] = num_peers * sum(of_all(name))
+        # Only one of the expert-tensor-parallel peers reports, and all of them move equally large parts.
+        combined[name] = _num_peers() * sum(of_all(name))
     for name in ("spag_s", "spag_exposed_s", "sprs_s", "sprs_exposed_s"):
         combined[name] = sum(of_all(name)) / len(loads)
     for name in ("forward", "backward"):
         combined[name] = PassSeconds.combined(of_all(name))
     return replace(loads[0], **combined)
+
+
+def _num_peers() -> int:
+    return int(parallel_state.get_expert_tensor_parallel_world_size())
 
 
 def _summed(histograms: list[np.ndarray]) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Writes what happens in MoE layers to the boards that Megatron uses: TensorBoard and Weights & Biases.
 
-Megatron opens both on its last global rank. This module opens no board. It writes nothing if the user did not
-request a board from Megatron.
+Megatron opens both on its last global rank, if the user requests them.
 
 Shape letters: E experts.
 """
@@ -39,11 +38,9 @@ def boards_are_asked_for() -> bool:
 
 
 def write_to_boards(metrics: IterationMetrics | None, loads: Sequence[LayerLoad]) -> None:
-    """Send an iteration from global rank 0 to the last rank, and write it there. All ranks call it.
+    """Send an iteration's metrics and loads from global rank 0, which alone has them, to the last rank.
 
-    Args:
-        metrics: Metrics of the iteration on global rank 0; ``None`` on other ranks.
-        loads: Loads of the layers on global rank 0; empty on other ranks.
+    The last rank writes them. All ranks call this function.
     """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     entry: list[Any] = [metrics and (metrics, [load.counts_DE.sum(axis=0) for load in loads])]

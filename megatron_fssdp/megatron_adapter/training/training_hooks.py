@@ -1,16 +1,19 @@
 """Wraps Megatron's training loop: begins and ends iterations, checks the built model, records iterations."""
 
+import inspect
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import log_single_rank
@@ -27,25 +30,20 @@ from megatron_fssdp.megatron_adapter.training.equal_settings import (
     of_all_ranks,
     refused_together,
 )
-from megatron_fssdp.megatron_adapter.training.evaluation_records import wrap_evaluation
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
+from megatron_fssdp.megatron_adapter.training.stage_records import gather
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.compiled_form import kernel_form
+from megatron_fssdp.reporting.records.evaluations import Evaluation, append_evaluation
 from megatron_fssdp.reporting.records.recorded_settings import write_recorded_settings
 
 logger = logging.getLogger(__name__)
 
 
 def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
-    """Wrap the functions of Megatron's training loop.
-
-    Args:
-        training: The module ``megatron.training.training``. Megatron looks up its functions there at call
-            time.
-        requested_strategy: Function that returns the strategy of the parsed command line.
-    """
+    """Wrap the training loop of ``megatron.training.training``, for the strategy of the command line."""
     setup, step, train = training.setup_model_and_optimizer, training.train_step, training.train
     get_schedule = training.get_forward_backward_func
     # Both exist when the model is built, if the run needs them.
@@ -76,7 +74,7 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
                 if record_dir is not None and dist.get_rank() == 0:
                     _describe_run(record_dir, model, requested)
-                recorder = RunRecorder(record_dir, requested.name, operations, to_boards=to_boards)
+                recorder = RunRecorder(record_dir, requested.name, operations, to_boards)
         return built
 
     @wraps(step)
@@ -103,8 +101,7 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             recorder.record(result, loads, time.perf_counter() - started_s, passes_s, moved, selected)
         return result
 
-    # Megatron's rerun state machine may repeat an iteration's passes inside train_step, so the beginning of
-    # passes is detected here.
+    # Megatron's rerun state machine may repeat passes inside train_step, so their beginning is detected here.
     @wraps(get_schedule)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         schedule = get_schedule(*args, **kwargs)
@@ -139,15 +136,52 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
         with nullcontext() if driver is None else reporting_stop(get_args()):
             return train(*args, **kwargs)
 
-    def record_dir() -> Path | None:
-        requested = requested_strategy()
-        return None if requested is None else requested.settings.record_dir
-
-    wrap_evaluation(training, record_dir)
+    _wrap_evaluation(training, requested_strategy)
     training.setup_model_and_optimizer = setup_model_and_optimizer
     training.train_step = train_step
     training.get_forward_backward_func = get_forward_backward_func
     training.train = train_reporting_stop
+
+
+def _wrap_evaluation(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
+    """Wrap Megatron's evaluation, so that its losses go to the run's records."""
+    evaluate, evaluate_all = training.evaluate, training.evaluate_and_print_results
+    signature, iteration, names = inspect.signature(evaluate_all), 0, _names("validation")
+
+    @wraps(evaluate_all)
+    def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
+        nonlocal iteration, names
+        given = signature.bind(*args, **kwargs).arguments
+        # Megatron names the data only in the text that it prints.
+        names = _names("test" if "test set" in given["prefix"] else "validation")
+        iteration = int(given["iteration"])
+        return evaluate_all(*args, **kwargs)
+
+    @wraps(evaluate)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        requested, (losses, _, has_stopped) = requested_strategy(), result
+        folder = None if requested is None else requested.settings.record_dir
+        if folder is not None and not has_stopped:
+            # The last pipeline stage has the losses, and global rank 0 writes them.
+            own = {name: float(loss) for name, loss in losses.items()}
+            of_stages = gather(own, parallel_state.get_pipeline_model_parallel_group())
+            data, known = next(names), next((found for found in reversed(of_stages) if found), None)
+            if dist.get_rank() == 0 and known is not None:
+                append_evaluation(folder, Evaluation(iteration, data, known))
+        return result
+
+    training.evaluate, training.evaluate_and_print_results = recorded, evaluate_and_print_results
+
+
+def _names(data: str) -> Iterator[str]:
+    """Yield the names of the data sets that Megatron evaluates one after another."""
+    for number in count():
+        args = get_args()
+        if not getattr(args, "multiple_validation_sets", False):
+            yield data
+        else:
+            yield f"{data} {args.validation_set_names[number] if args.validation_set_names else number}"
 
 
 def _describe_run(record_dir: Path, model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
@@ -156,12 +190,10 @@ def _describe_run(record_dir: Path, model: list[torch.nn.Module], requested: Req
     settings = requested.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
     strategy = {"name": requested.name, "settings": settings}
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    on_cpu = not torch.cuda.is_available()
+    where = ranks_per_node, not torch.cuda.is_available()
     run: RunConfig | None = None
     try:
-        run = run_config_from_arguments(
-            get_args(), "bert" if is_bert else "gpt", ranks_per_node, on_cpu, strategy
-        )
+        run = run_config_from_arguments(get_args(), "bert" if is_bert else "gpt", *where, strategy)
     except ConfigurationError as error:
         logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
     write_recorded_settings(record_dir, run, strategy)
@@ -169,8 +201,6 @@ def _describe_run(record_dir: Path, model: list[torch.nn.Module], requested: Req
 
 def _report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
     """Check that the model has the strategy's layers, and log one line about them. Collective.
-
-    With a wrong ``--spec``, Megatron builds its default model without a warning.
 
     Raises:
         ConfigurationError: The model has no MoE layer, or an MoE layer is not the strategy's.

@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import check_checkpoint_arguments
-from megatron_fssdp.megatron_adapter.support.replaced_settings import (
-    CHECKPOINT_REPLACEMENTS,
-    replace_settings,
-)
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
 
 SAFE = {
     "save": "folder",
@@ -38,7 +34,7 @@ SAFE = {
 )
 def test_unsafe_checkpoint_arguments_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match) as refusal:
-        check_checkpoint_arguments(SimpleNamespace(**{**SAFE, **options}))
+        fit_checkpoint_arguments("fssdp", SimpleNamespace(**{**SAFE, **options}))
     assert "reshard_interval=0" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -53,8 +49,11 @@ def test_unsafe_checkpoint_arguments_are_refused(options: dict[str, Any], match:
         {"non_persistent_ckpt_type": "global", "non_persistent_save_interval": 5},
     ],
 )
-def test_safe_checkpoint_arguments_are_accepted(options: dict[str, Any]) -> None:
-    check_checkpoint_arguments(SimpleNamespace(**{**SAFE, **options}))
+def test_safe_checkpoint_arguments_are_accepted(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    fit_checkpoint_arguments("fssdp", SimpleNamespace(**{**SAFE, **options}))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -70,10 +69,9 @@ def test_formats_that_cannot_hold_moved_experts_are_replaced(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     args = SimpleNamespace(**{**SAFE, **options})
-    check_checkpoint_arguments(args)
-    replace_settings("--moe-strategy fssdp", CHECKPOINT_REPLACEMENTS, args)
+    fit_checkpoint_arguments("--moe-strategy fssdp", args)
     assert args.dist_ckpt_optim_fully_reshardable == ("ckpt_assume_constant_structure" not in options)
     assert not args.ckpt_assume_constant_structure
     assert len(caplog.messages) == 1
-    replace_settings("--moe-strategy fssdp", CHECKPOINT_REPLACEMENTS, args)
+    fit_checkpoint_arguments("--moe-strategy fssdp", args)
     assert len(caplog.messages) == 1

@@ -1,6 +1,7 @@
 """The owner map in a checkpoint is used where it fits; test_resumed_owners.py trains with it."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,12 @@ def _gather(rank: int, world_size: int) -> Any:
     stage = _stages()[parallel_state.get_pipeline_model_parallel_rank()]
     mine = stage if stage.layer_numbers == (3, 4) else even_stage(stage)
     adopted: list[OwnerMap] = []
-    hints = [OwnerHint(lambda one=one: one, adopted.append).gather() for one in (mine, even_stage(stage))]
-    OwnerHint(lambda: stage, adopted.append).take({"stages": [None]}, {})
+
+    def hint(one: StageOwners) -> OwnerHint:
+        slots: Any = SimpleNamespace(stage_owners=lambda: one, adopt=adopted.append)
+        return OwnerHint(slots)
+
+    hints = [hint(one).gather() for one in (mine, even_stage(stage))]
+    hint(stage).take({"stages": [None]}, {})
     assert not adopted
     return *hints, lines

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fssdp.megatron_adapter.diagnosis import devices, examination, packages, plugin_checks
+from megatron_fssdp.megatron_adapter.diagnosis import devices, examination, packages
 from megatron_fssdp.megatron_adapter.diagnosis.devices import Gpus
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, Verdict
 from megatron_fssdp.megatron_adapter.diagnosis.packages import InstalledPackage
@@ -50,7 +50,7 @@ def pose(
     monkeypatch.setattr(examination.platform, "python_version", lambda: python)
     monkeypatch.setattr(devices, "usable_cores", lambda: num_cores)
     monkeypatch.setattr(packages, "check_apex", lambda: Finding("Apex", ""))
-    monkeypatch.setattr(plugin_checks, "check_kernels", lambda: Finding("planning kernels", ""))
+    monkeypatch.setattr(packages, "check_kernels", lambda: Finding("planning kernels", ""))
     for name in ("MEGATRON_FSSDP_DEVICE", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in dict(variables).items():

@@ -11,7 +11,7 @@ import torch
 
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, BrokenStrategy
-from megatron_fssdp.megatron_adapter.diagnosis import checkpoint_folder, devices, plugin_checks
+from megatron_fssdp.megatron_adapter.diagnosis import checkpoint_folder, devices, packages
 from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import check_folder
 from megatron_fssdp.megatron_adapter.diagnosis.devices import Gpus, check_devices, look_at_gpus
 from megatron_fssdp.megatron_adapter.diagnosis.examination import examine_machine
@@ -179,8 +179,8 @@ def test_a_package_that_fails_on_import_is_reported(tmp_path: Path, monkeypatch:
         "__version__ = '1.0'\nraise OSError('libfoo.so.1:\\nnot found')"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    package = look_for("broken_thing", "broken-thing")
-    assert (package.location, package.error, package.works) == (tmp_path, "OSError: libfoo.so.1:", False)
+    found = look_for("broken_thing", "broken-thing")
+    assert (found.location, found.error, found.works) == (tmp_path, "OSError: libfoo.so.1:", False)
     assert look_for("no_such_parent.child", "no-such-thing") == InstalledPackage()
     assert look_for("json", "no-such-thing").works
 
@@ -189,13 +189,13 @@ def test_a_package_that_fails_on_import_is_reported(tmp_path: Path, monkeypatch:
 
 
 def test_seams_are_found_and_missed_in_the_installed_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    (whole,) = plugin_checks.check_seams(True)
+    (whole,) = packages.check_seams(True)
     assert int(whole.found.split()[1]) == int(whole.found.split()[3]) > 20
 
-    gone = capabilities.Seam("megatron.core.gone", "X", "does something", "something")
-    monkeypatch.setattr(capabilities, "_OPTIONAL_SEAMS", (gone,))
-    monkeypatch.setattr(capabilities, "_SEAMS", (gone._replace(path="Layer.route", needed_by="every run"),))
-    _, needed, optional = plugin_checks.check_seams(True)
+    gone = capabilities.Seam("megatron.core.gone", "X", "does something", "something", is_optional=True)
+    route = capabilities.Seam("megatron.core.gone", "Layer.route", "does something", "every run")
+    monkeypatch.setattr(capabilities, "SEAMS", (route, gone))
+    _, needed, optional = packages.check_seams(True)
     assert (needed.name, needed.verdict) == ("seam Layer.route", PROBLEM)
     assert "not in megatron.core.gone (ModuleNotFoundError" in needed.found
     assert "does something, for every run" in needed.advice
@@ -208,7 +208,7 @@ def test_a_module_of_megatron_that_raises_is_a_missing_seam(monkeypatch: pytest.
         raise RuntimeError("broken kernel")
 
     monkeypatch.setattr(capabilities.importlib, "import_module", fail)
-    count, *missing = plugin_checks.check_seams(True)
+    count, *missing = packages.check_seams(True)
     assert count.found.startswith(f"found 0 of {len(missing)} ")
     assert "RuntimeError: broken kernel" in missing[0].found
 
@@ -218,8 +218,8 @@ def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes(
 ) -> None:
     entries = {"ep": STRATEGIES["ep"], "mine": replace(STRATEGIES["ep"], name="mine", package="my-package")}
     found = type("Found", (dict,), {"broken": {"lost": BrokenStrategy("lost", "brittle", "no module")}})
-    monkeypatch.setattr(plugin_checks, "STRATEGIES", found(entries))
-    usable, broken = plugin_checks.check_strategies()
+    monkeypatch.setattr(packages, "STRATEGIES", found(entries))
+    usable, broken = packages.check_strategies()
     assert usable == Finding("strategies", "1 from megatron-fssdp, mine from my-package")
     assert broken.verdict is NOTE
     assert "brittle, cannot be used: no module" in broken.found
@@ -227,8 +227,8 @@ def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes(
 
 
 def test_plain_kernels_are_a_note_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin_checks, "kernel_form", lambda: "plain Python (not compiled)")
-    plain = plugin_checks.check_kernels()
+    monkeypatch.setattr(packages, "kernel_form", lambda: "plain Python (not compiled)")
+    plain = packages.check_kernels()
     assert (plain.verdict, plain.found) == (NOTE, "plain Python (not compiled)")
     assert "install a C compiler" in plain.advice
 

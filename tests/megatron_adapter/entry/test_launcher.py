@@ -57,11 +57,7 @@ PARTS = "--expert-tensor-parallel-size 2 --disable-bias-linear"
         ("ep", SEQUENCE, "--disable-bias-linear"),
         ("ep", f"{SEQUENCE} --expert-tensor-parallel-size 1", "biases of experts under sequence parallelism"),
         ("ep", "--moe-paged-stash", "--moe-paged-stash"),
-        (
-            "ep smart_schedule=by_price",
-            PARTS,
-            "wanted whole experts; use smart_schedule=false or",
-        ),
+        ("ep smart_schedule=by_price", PARTS, "it needs whole experts: use smart_schedule=false or"),
         ("ep smart_schedule=true group_size=3", "", "wanted a divisor of the 2 expert-parallel ranks"),
         (
             "smartmoe",

@@ -191,7 +191,8 @@ def compare_in_training() -> None:
     def end_and_compare(driver: Any) -> Any:
         loads = end(driver)
         residents, slots = driver._residents, driver._session.slots
-        device = dist.get_rank(driver._expert_parallel)
+        expert_parallel = residents._contents.expert_parallel
+        device = expert_parallel.rank()
         owners, per_layer = slots.owners, residents._map.slots
         places: dict[tuple[str, int, int], int] = {}
         for layer in range(owners.num_layers):
@@ -206,8 +207,8 @@ def compare_in_training() -> None:
             quantity.read(list(places.values()), 0, rows)
             for key, row in zip(places, rows, strict=True):
                 here[key].append(row)
-        everywhere: list[Any] = [None] * dist.get_world_size(driver._expert_parallel)
-        dist.all_gather_object(everywhere, here, group=driver._expert_parallel)
+        everywhere: list[Any] = [None] * expert_parallel.size()
+        dist.all_gather_object(everywhere, here, group=expert_parallel)
         owned = {key[1:]: rows for held in everywhere for key, rows in held.items() if key[0] == "owned"}
         for (kind, *expert), rows in here.items():
             if kind == "replica":
@@ -222,7 +223,7 @@ def compare_in_training() -> None:
             "parameters": sum(p.numel() * p.element_size() for p in parameters),
             "optimizer": _of_all_copies(driver, _state_bytes(residents._resident_optimizer)),
         }
-        copies = driver._args.data_parallel_size // dist.get_world_size(driver._expert_parallel)
+        copies = driver._args.data_parallel_size // expert_parallel.size()
         found["accounted"] = {
             "parameters": memory.replica_parameters_bytes,
             "optimizer": copies * memory.replica_optimizer_bytes,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.routing.topology_aware_router import (
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import (
     TopologyAwareTopK,
     check_gate,
     install_gate,
@@ -63,9 +63,9 @@ def test_nodes_with_too_few_experts_and_foreign_routers_are_refused() -> None:
     config = SimpleNamespace(moe_router_topk=5)
     router = SimpleNamespace(router_replay=None, config=config)
     with pytest.raises(ConfigurationError, match=r"4 experts in a node, wanted at least 5"):
-        install_gate(router, lambda: OWNERS, 0, TWO_NODES, 0.1)
+        install_gate(router, TopologyAwareTopK(lambda: OWNERS, 0, TWO_NODES, 0.1))
     with pytest.raises(ConfigurationError, match="without the attribute router_replay"):
-        install_gate(SimpleNamespace(config=config), lambda: OWNERS, 0, TWO_NODES, 0.1)
+        install_gate(SimpleNamespace(config=config), TopologyAwareTopK(lambda: OWNERS, 0, TWO_NODES, 0.1))
 
 
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -104,13 +104,13 @@ def _check_router(options: dict[str, Any]) -> None:
         return probs.detach(), routing_map, router.weight.grad.clone()
 
     probs, stock_map, stock_gradient = routed()
-    install_gate(router, lambda: OWNERS, 0, TWO_NODES, 1.0)
+    install_gate(router, TopologyAwareTopK(lambda: OWNERS, 0, TWO_NODES, 1.0))
     router.set_layer_number(1)
     all_may_leave = routed()
     assert torch.equal(all_may_leave[0], probs)
     assert torch.equal(all_may_leave[1], stock_map)
 
-    install_gate(router, lambda: OWNERS, 0, TWO_NODES, 0.1)
+    install_gate(router, TopologyAwareTopK(lambda: OWNERS, 0, TWO_NODES, 0.1))
     probs, routing_map, gradient = routed()
     assert (routing_map.sum(dim=1) == config.moe_router_topk).all()
     assert routing_map[:, 4:].sum() <= 4 * config.moe_router_topk < stock_map[:, 4:].sum()
@@ -119,7 +119,7 @@ def _check_router(options: dict[str, Any]) -> None:
     # Megatron's auxiliary loss uses the gate's own scores, which are unchanged.
     torch.testing.assert_close(gradient, stock_gradient)
 
-    install_gate(router, lambda: OWNERS, 0, TWO_NODES, 0.1, "one")
+    install_gate(router, TopologyAwareTopK(lambda: OWNERS, 0, TWO_NODES, 0.1, "one"))
     _, routing_map, _ = routed()
     assert (routing_map.sum(dim=1) == config.moe_router_topk).all()
     assert routing_map[:, 4:].sum() == 4, "with one choice each, 4 of 40 tokens leave"

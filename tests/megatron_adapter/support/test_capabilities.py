@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_installed_megatron_has_all_seams() -> None:
-    from megatron_fssdp.megatron_adapter.support.capabilities import check_training
+    from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 
-    check_training()
+    check_seams(for_training=True)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_a_missing_seam_is_named(module: str, path: str, monkeypatch: pytest.Mon
     from megatron_fssdp.megatron_adapter.support import capabilities
 
     seam = capabilities.Seam(module, path, "does something", "every run")
-    monkeypatch.setattr(capabilities, "_TRAINING_SEAMS", (seam,))
+    monkeypatch.setattr(capabilities, "SEAMS", (seam,))
     with pytest.raises(ConfigurationError, match=path) as refusal:
-        capabilities.check_training()
+        capabilities.check_seams(for_training=True)
     assert requirement_of("megatron-core") in str(refusal.value)
 
 

@@ -8,17 +8,17 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.megatron_adapter.routing.topology_aware_router import check_gate
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import (
+    CHECKPOINT_REPLACEMENTS,
+    fit_checkpoint_arguments,
+)
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import check_gate
 from megatron_fssdp.megatron_adapter.support.dispatch_limits import (
     RULES,
     check_dispatch,
     check_slots,
     keeps_flex,
     slot_multiple,
-)
-from megatron_fssdp.megatron_adapter.support.replaced_settings import (
-    CHECKPOINT_REPLACEMENTS,
-    replace_settings,
 )
 from megatron_fssdp.megatron_adapter.support.supported_features import REFUSALS, check_supported
 from megatron_fssdp.strategies.registry import build_strategy
@@ -95,6 +95,7 @@ DELAYED = {"delay_wgrad_compute": True}
 DIVIDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PREPROCESS = {**TE_GRAPHS, "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
 PADDING = {"moe_router_padding_for_quantization": True}
+GATE = {"router": "topology_aware", "leaving_share": 0.5}
 KEPT = {"slots": 2, "reshard_interval": 0, "dispatch_policy": "even"}
 
 
@@ -117,6 +118,9 @@ def strategy_of(name: str, keys: dict[str, Any]) -> Any:
         ("flexmoe", {}, PREPROCESS),
         ("parm", {}, {**PREPROCESS, **PADDING}),
         ("parm", {"schedule": "s2"}, {**PADDING, **DIVIDED}),
+        ("parm", {**GATE, "schedule": "s1"}, {**EQUAL, "seq_length": 8}),
+        ("parm", {"schedule": "s2"}, {**EQUAL, "seq_length": 9}),
+        ("fssdp", {"smart_schedule": True}, {**DIVIDED, "expert_tensor_parallel_size": 1}),
     ],
 )
 def test_dispatchers_and_graphs_that_fit_the_slots_are_accepted(
@@ -148,6 +152,11 @@ def test_dispatchers_and_graphs_that_fit_the_slots_are_accepted(
         ("fastermoe", {"slots": 1}, PREPROCESS, "after the gate"),
         ("ep", {}, {**PREPROCESS, "moe_expert_capacity_factor": 1.0}, "capacity"),
         ("fssdp", {"slots": 125}, FLEX, "slots: got 129"),
+        ("ep", {}, {**EQUAL, "moe_latent_size": 8}, "add --sequence-parallel"),
+        ("parm", {**GATE, "schedule": "s2"}, EQUAL, "use schedule=s1 or --sequence-parallel"),
+        ("ep", {}, {**EQUAL, "seq_length": 9}, "got 9 tokens of a sequence, wanted a multiple of 2"),
+        ("fssdp", {"smart_schedule": True}, DIVIDED, "--expert-tensor-parallel-size 1"),
+        ("flexmoe", {}, {"fp16": True}, "use --bf16"),
     ],
 )
 def test_others_are_refused_before_a_model_is_built(
@@ -206,7 +215,7 @@ def test_only_rank_0_logs_replacements(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    args = SimpleNamespace(save="x", ckpt_assume_constant_structure=True)
-    replace_settings("fssdp", CHECKPOINT_REPLACEMENTS, args)
+    args = SimpleNamespace(save="x", ckpt_format="torch_dist", ckpt_assume_constant_structure=True)
+    fit_checkpoint_arguments("fssdp", args)
     assert not args.ckpt_assume_constant_structure
     assert not caplog.messages

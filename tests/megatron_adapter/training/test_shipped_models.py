@@ -104,22 +104,21 @@ def _elements(job: Job) -> int:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
-    from megatron_fssdp.megatron_adapter.entry.arguments import add_strategy_arguments, resolve_arguments
-    from megatron_fssdp.megatron_adapter.support.supported_features import (
-        RESIDENT_REFUSALS,
-        check_supported,
-        refuse,
-    )
+    from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+    from megatron_fssdp.megatron_adapter.entry.registration import add_strategy_arguments
+    from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_dispatch
+    from megatron_fssdp.megatron_adapter.support.supported_features import check_supported
+    from megatron_fssdp.strategies.registry import build_strategy
 
     sys.argv = [f"pretrain_{job.family}.py", *job.words]
     args = parse_args(add_strategy_arguments)
     args.world_size = job.num_ranks
     validate_args(args)
-    assert resolve_arguments(args)[0] == job.strategy
-    if job.strategy != "none":
-        check_supported(job.strategy, args)
-    if job.strategy == "flexmoe":
-        refuse(job.strategy, RESIDENT_REFUSALS, args)
+    name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
+    assert name == job.strategy
+    if name != "none":
+        check_supported(name, args)
+        check_dispatch(name, build_strategy(name, settings), args)
 
     config = core_transformer_config_from_args(args)
     # One rank holds the whole model.
