@@ -9,9 +9,9 @@ Shape letters: E experts, D devices, P pairs of expert and device, X expert-tens
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import checked_counts
 from megatron_fssdp.planning.dispatch.quota_dispatch import QuotaDispatch
 from megatron_fssdp.planning.kernels import quota_search
-from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.topology import Topology
 

@@ -36,10 +36,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import checked_load
 from megatron_fssdp.planning.balanced.search_costs import SearchCosts
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.kernels import replica_search
-from megatron_fssdp.planning.loads.checked_loads import checked_load
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology

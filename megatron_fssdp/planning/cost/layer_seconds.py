@@ -44,9 +44,9 @@ from megatron_fssdp.planning.cost.layer_traffic import (
 from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkSet, LinkTimes, plain_links
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import (
     FixedMessages,
     MessageRule,

@@ -15,10 +15,10 @@ import numpy as np
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import moving_seconds, placement_seconds
 from megatron_fssdp.planning.dispatch.even_dispatch import expected_device_load_D
-from megatron_fssdp.planning.loads.load_statistics import max_over_mean
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 
 
 @dataclass(frozen=True, eq=False)

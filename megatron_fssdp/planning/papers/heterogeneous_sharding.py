@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from megatron_fssdp.planning.loads.checked_loads import checked_load
+from megatron_fssdp.planning.arrays import checked_load
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 

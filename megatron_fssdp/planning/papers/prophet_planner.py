@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import checked_counts
 from megatron_fssdp.planning.kernels import prophet_search
-from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.native.kernel import Kernel
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement

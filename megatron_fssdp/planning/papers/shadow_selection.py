@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import checked_counts
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS
-from megatron_fssdp.planning.loads.checked_loads import checked_counts
 
 AUTHORS_COMPUTE = 4
 """Factor on compute in the authors' scripts (:meth:`ShadowingCosts.of_the_authors`)."""

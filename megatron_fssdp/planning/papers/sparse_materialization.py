@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
-from megatron_fssdp.planning.loads.checked_loads import checked_load
+from megatron_fssdp.planning.arrays import checked_load
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 

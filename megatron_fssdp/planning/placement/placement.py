@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_fssdp.planning.placement.array_freezing import frozen_array
+from megatron_fssdp.planning.arrays import frozen_array
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +52,7 @@ class ExpertPlacement:
             raise ValueError(f"present_ED has dtype {present.dtype}: wanted bool")
         object.__setattr__(self, "owner_E", frozen_array(owner, np.int64))
         object.__setattr__(self, "present_ED", frozen_array(present, np.bool_))
-        self._check_owners()
-        if self.slots is not None:
-            self._check_slots(self.slots)
-
-    def _check_owners(self) -> None:
-        """Raise ValueError if an owner is out of range or does not have its expert."""
-        num_experts, num_devices = self.present_ED.shape
+        num_experts, num_devices = present.shape
         # A negative device number, viewed as unsigned, is larger than any device number.
         if int(self.owner_E.view(np.uint64).max()) >= num_devices:
             expert = int(np.flatnonzero((self.owner_E < 0) | (self.owner_E >= num_devices))[0])
@@ -73,17 +67,18 @@ class ExpertPlacement:
                 f"expert {expert} is not present on its owner, device {int(self.owner_E[expert])}: wanted "
                 "present_ED[e, owner_E[e]] to be true for every expert"
             )
-
-    def _check_slots(self, slots: int) -> None:
-        """Raise ValueError if a device holds more replicas than ``slots``."""
-        if slots < 0:
-            raise ValueError(f"slots is {slots}: wanted a limit of 0 or more replicas on each device")
-        # This first comparison is cheap. If all devices together are within the limit, every device is.
-        if self.num_replicas > slots and int(self.replicas_per_device_D.max()) > slots:
-            device = int(np.flatnonzero(self.replicas_per_device_D > slots)[0])
+        if self.slots is not None and self.slots < 0:
+            raise ValueError(f"slots is {self.slots}: wanted a limit of 0 or more replicas on each device")
+        # The first comparison is cheap. If all devices together are within the limit, every device is.
+        if (
+            self.slots is not None
+            and self.num_replicas > self.slots
+            and int(self.replicas_per_device_D.max()) > self.slots
+        ):
+            device = int(np.flatnonzero(self.replicas_per_device_D > self.slots)[0])
             raise ValueError(
                 f"device {device} holds {int(self.replicas_per_device_D[device])} replicas: wanted at most "
-                f"slots = {slots}; plan fewer replicas or raise slots"
+                f"slots = {self.slots}; plan fewer replicas or raise slots"
             )
 
     @classmethod
@@ -145,13 +140,9 @@ class ExpertPlacement:
         """The devices on which an expert is present (owner and replicas), ascending."""
         return tuple(np.flatnonzero(self.present_ED[expert]).tolist())
 
-    def experts_on_G(self, device: int) -> np.ndarray:
-        """The experts that are present on a device, ascending, int64 ``[G]``."""
-        return np.flatnonzero(self.present_ED[:, device])
-
     def experts_on(self, device: int) -> tuple[int, ...]:
         """The experts that are present on a device, owned ones and replicas, ascending."""
-        return tuple(self.experts_on_G(device).tolist())
+        return tuple(np.flatnonzero(self.present_ED[:, device]).tolist())
 
     def digest(self) -> bytes:
         """A 16-byte hash of owners and presence. Equal placements have equal hashes on all ranks."""
@@ -174,13 +165,8 @@ class ExpertPlacement:
 def even_owners(num_experts: int, num_devices: int) -> np.ndarray:
     """The owners with which a training starts.
 
-    If every device owns equally many experts, these are Megatron's owners, ``owner_E[e] = e // (E / D)``. If
-    there are fewer experts than devices, which Megatron does not support, every expert is on a device of its
-    own, and the owners are spread evenly over the devices: ``owner_E[e] = floor(e D / E)``.
-
-    Args:
-        num_experts: Number of experts, E.
-        num_devices: Number of devices, D.
+    Expert e is on device ``floor(e D / E)``. If every device owns equally many experts, these are Megatron's
+    owners. Megatron does not support fewer experts than devices. Then every expert is on a device of its own.
 
     Returns:
         Owner of every expert, int64 ``[E]``.

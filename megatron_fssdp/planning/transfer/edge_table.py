@@ -6,7 +6,7 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from megatron_fssdp.planning.placement.array_freezing import frozen_array
+from megatron_fssdp.planning.arrays import frozen_array
 
 
 class TransferEdge(NamedTuple):

@@ -10,13 +10,13 @@ from megatron_fssdp.planning.cost.layer_seconds import LayerWork, counts_seconds
 from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, two_level_traffic
 from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
-from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.papers.calibration import doubling
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
 from megatron_fssdp.planning.papers.prophet_planner import PlannedLayers, plan_layers
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.replica_limits import MeasuredReplicas

@@ -1,9 +1,12 @@
-"""How long replicas stay on a device, and for how many layers a device holds replicas at the same time."""
+"""How long replicas stay on a device, and for how many layers a device holds replicas at the same time.
+
+Shape letters: V model chunks of a pipeline stage.
+"""
 
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+import numpy as np
 
 
 class ReplicaLife(Enum):
@@ -32,14 +35,71 @@ class ReplicaLife(Enum):
 
         Otherwise each micro-batch sends its gradients to the owners, in the parameters' data type. Then no
         gradient is kept after its layer's backward pass.
-
-        Args:
-            num_micro_batches: Number of micro-batches in an iteration.
         """
-        return num_micro_batches > 1 and self in _SUMMING
+        return num_micro_batches > 1 and self not in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
 
 
-_SUMMING = (ReplicaLife.ITERATION, ReplicaLife.SELECTED, ReplicaLife.RESIDENT)
+@dataclass(frozen=True)
+class PipelineStage:
+    """One rank's pipeline stage, with the order of passes of Megatron's schedules (1F1B).
+
+    Attributes:
+        layers_of_chunk: Number of MoE layers in each of the stage's model chunks. Several chunks mean an
+            interleaved pipeline.
+        num_stages: Number of pipeline stages; 1 without pipelining.
+        stage: Number of this stage, from 0.
+        group_size: Number of micro-batches that a chunk runs one after another before the next chunk starts
+            (``--microbatch-group-size-per-virtual-pipeline-stage``). ``None`` is Megatron's default: the
+            number of stages.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    layers_of_chunk: tuple[int, ...]
+    num_stages: int = 1
+    stage: int = 0
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers_of_chunk or min(self.layers_of_chunk) < 0:
+            raise ValueError(
+                f"layers_of_chunk is {self.layers_of_chunk}: wanted at least one chunk, and 0 or more layers "
+                "in each"
+            )
+        if not 0 <= self.stage < self.num_stages:
+            raise ValueError(
+                f"stage is {self.stage}: wanted 0 or more, and less than the {self.num_stages} stages"
+            )
+        if self.group_size is not None and self.group_size < 1:
+            raise ValueError(f"group_size is {self.group_size}: wanted 1 or more")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of MoE layers of the pipeline stage, L."""
+        return sum(self.layers_of_chunk)
+
+    def layers_in_flight(self, num_micro_batches: int) -> int:
+        """Largest number of (layer, micro-batch) pairs that have run forward and not yet backward.
+
+        With one model chunk, they are the layers of ``min(num_micro_batches, num_stages - stage)``
+        micro-batches. The order of passes is that of Megatron's ``get_schedule_table`` and
+        ``get_pp_rank_microbatches``.
+        """
+        layers_V, group = np.array(self.layers_of_chunk), self.group_size or self.num_stages
+        starts = range(0, num_micro_batches, group)
+        chunk_of_pass = np.concatenate(
+            [np.repeat(np.arange(len(layers_V)), min(group, num_micro_batches - start)) for start in starts]
+        )
+        layers_forward = layers_V[chunk_of_pass].cumsum()
+        # A backward pass goes through the chunks from the last one to the first.
+        layers_backward = layers_V[::-1][chunk_of_pass].cumsum()
+        behind, num_chunks = self.num_stages - self.stage - 1, len(layers_V)
+        num_warmup = behind if num_chunks == 1 else 2 * behind + (num_chunks - 1) * group
+        # After the warm-up passes, each forward pass is followed by a backward pass.
+        num_first = min(num_warmup, len(chunk_of_pass) - 1)
+        done = np.concatenate([[0], layers_backward[: len(chunk_of_pass) - num_first - 1]])
+        return int((layers_forward[num_first:] - done).max())
 
 
 @dataclass(frozen=True)
@@ -75,15 +135,12 @@ class HeldReplicas:
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether replicas sum gradients over micro-batches and send them to the owners once an iteration."""
+        """Whether replicas sum gradients over micro-batches (:meth:`ReplicaLife.sums_gradients`)."""
         return self.life.sums_gradients(self.num_micro_batches)
 
     @property
     def sends_fp32(self) -> bool:
-        """Whether gradients are sent in fp32.
-
-        Sums over several micro-batches are, and so are the gradients of resident replicas.
-        """
+        """Whether gradients are sent in fp32: sums over micro-batches, and those of resident replicas."""
         return self.sums_gradients or self.life is ReplicaLife.RESIDENT
 
     @property
