@@ -10,7 +10,6 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
     ScheduledLayer,
     best_schedule,
     collectives_of,
-    is_known,
     predicted_seconds,
     rows_of_device,
     schedule_seconds,
@@ -112,6 +111,5 @@ def test_without_start_up_times_the_schedules_beat_the_baseline(layer, beta):
     # S1 gathers all tokens in the end, however few rows there are.
     assume(layer.n_mp == 1 or layer.is_split or layer.num_rows >= layer.num_tokens)
     for schedule in ("s1", "s2"):
-        assert is_known(schedule, layer, costs)
         seconds = schedule_seconds(schedule, layer, costs)
         assert seconds <= schedule_seconds("baseline", layer, costs) * (1 + 1e-9)
