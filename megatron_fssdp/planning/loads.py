@@ -38,14 +38,10 @@ class LoadHistory:
         self._num_settled = 0
         # For each iteration, the shares of load that the mean and the last counts had put on wrong experts.
         self._errors: deque[tuple[float, float]] = deque(maxlen=window)
-        # A running sum of integers is exact, so the mean does not depend on which counts came before.
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
 
     def append(self, counts_DE: np.ndarray) -> None:
-        """Add the counts of one iteration.
-
-        Args:
-            counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
+        """Add the (token, k) pairs of one iteration by source device and expert, integers ``[D, E]``.
 
         Raises:
             ValueError: The shape is wrong, the counts are not integers, or a count is negative.
@@ -65,18 +61,12 @@ class LoadHistory:
                 mean, last = (0.0 if one is None else 1 - one for one in alike)
                 self._errors.append((mean, last))
         self._num_settled = min(self._num_settled + 1, self.window)
-        if len(self._latest) == self.window:
-            self._sum_DE -= self._latest[0]
+        self._sum_DE += kept - (self._latest[0] if len(self._latest) == self.window else 0)
         self._latest.append(kept)
-        self._sum_DE += kept
         self.num_seen += 1
 
     def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
-        """The history that would exist with a shorter window, or some iterations earlier.
-
-        Args:
-            window: Window of the excerpt, at most this history's window.
-            without_latest: Number of latest iterations that the excerpt leaves out.
+        """The history that would exist with a shorter window, or ``without_latest`` iterations earlier.
 
         Raises:
             ValueError: ``without_latest`` is negative or more than the number of iterations kept.
@@ -139,10 +129,7 @@ class LoadHistory:
         return self._sum_DE.copy()
 
     def counts_DE(self, age: int) -> np.ndarray:
-        """Counts of one iteration, int64 ``[D, E]``, read-only.
-
-        Args:
-            age: How many iterations before the latest one; 0 for the latest iteration.
+        """Counts of the iteration ``age`` iterations before the latest one, int64 ``[D, E]``, read-only.
 
         Raises:
             ValueError: That iteration is not kept.
@@ -153,11 +140,7 @@ class LoadHistory:
 
 
 def max_over_mean(load_D: np.ndarray) -> float:
-    """Highest device load divided by the mean device load; 1 if there is no load.
-
-    Args:
-        load_D: Load of every device, ``[D]``, in any unit.
-    """
+    """Highest load of a device divided by the mean of ``load_D``, in any unit; 1 if there is no load."""
     total = load_D.sum()
     return float(load_D.max() * len(load_D) / total) if total else 1.0
 
@@ -165,15 +148,8 @@ def max_over_mean(load_D: np.ndarray) -> float:
 def load_similarity(load_E: np.ndarray, before_E: np.ndarray) -> float | None:
     """Share of the load that is on the same experts as before: ``Σ_e min(p_e, q_e)``, from 0 to 1.
 
-    Pro-Prophet (§II, Fig. 4) calls this the locality of adjacent iterations.
-
-    Args:
-        load_E: (token, k) pairs by expert, ``[E]``.
-        before_E: (token, k) pairs by expert in an earlier iteration, ``[E]``. Batch sizes may differ.
-
-    Returns:
-        1 if the distributions are equal, 0 if the load is on entirely different experts, ``None`` if one of
-        the arrays has no load.
+    Pro-Prophet (§II, Fig. 4) calls this the locality of adjacent iterations. The loads are (token, k) pairs
+    by expert, ``[E]``, of any two batch sizes. The result is ``None`` if one of them is empty.
     """
     total, total_before = float(load_E.sum()), float(before_E.sum())
     if not total or not total_before:
@@ -185,12 +161,8 @@ def has_jumped(load_E: np.ndarray, before_E: np.ndarray) -> bool:
     """Whether more of the load has moved to other experts than slow drift and random sampling explain.
 
     This test is ours. In recorded trainings, 5 to 9 % of a layer's load moves to other experts from one
-    iteration to the next, and at most 25 %. The random sampling of tokens explains a third of that.
-
-    Args:
-        load_E: (token, k) pairs by expert, ``[E]``.
-        before_E: (token, k) pairs by expert at an earlier time, ``[E]``. The two arrays may be sums over
-            different numbers of iterations.
+    iteration to the next, and at most 25 %. The random sampling of tokens explains a third of that. The loads
+    are (token, k) pairs by expert, ``[E]``, and may be sums over different numbers of iterations.
     """
     similarity = load_similarity(load_E, before_E)
     if similarity is None:
@@ -205,15 +177,8 @@ def has_jumped(load_E: np.ndarray, before_E: np.ndarray) -> bool:
 def balance_ratio(before_D: np.ndarray, after_D: np.ndarray) -> float | None:
     """How much balancing evens out device loads: the ratio RB of Pro-Prophet (§VI).
 
-    It is the standard deviation of device loads before balancing, divided by the one after balancing.
-
-    Args:
-        before_D: Device loads without replicas, ``[D]``.
-        after_D: Device loads under the placement that was used, ``[D]``.
-
-    Returns:
-        A number above 1 if the loads became more even; ``None`` if they became exactly even; 1 if they were
-        exactly even before and after.
+    It is the standard deviation of device loads (``[D]``) without replicas, divided by the one under the
+    placement that was used: ``None`` if that made them exactly even, 1 if they were so before and after.
     """
     before, after = float(np.std(before_D)), float(np.std(after_D))
     if after == 0.0:

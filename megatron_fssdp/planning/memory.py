@@ -6,11 +6,11 @@ adds: a gradient of an owned expert on its way from autograd into ``main_grad``,
 optimizer's padding. Parameters are padded to multiples of 64 elements. Buckets are padded to multiples of
 some hundred elements, or of 65,536 elements when they are padded for NCCL's bus bandwidth.
 
-These arguments mean the same everywhere:
-
-* ``held``: how long the device holds replicas, and of which layers.
-* ``buffered_bytes``: from the bytes of a gradient as it is sent to the bytes that a device keeps for the
-  messages of one sender (:mod:`megatron_fssdp.planning.transfer.message_size`).
+Arguments that mean the same everywhere: ``held`` says how long the device holds replicas, and of which
+layers. ``expert_bytes`` are the bytes of one expert's parameters or gradient in the parameters' data type,
+and ``gradient_bytes_per_expert`` those of its gradient sum over micro-batches, in fp32. ``buffered_bytes``
+maps the bytes of a gradient as it is sent to the bytes that a device keeps for the messages of one sender
+(:mod:`megatron_fssdp.planning.transfer.message_size`).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +22,13 @@ FP32_BYTES = 4
 """Bytes of one fp32 element: of optimizer states, master weights and gradient sums."""
 
 MAX_CHILDREN = 3
-"""Most devices to which one device sends an expert in a two-level transfer.
-
-One is the leader of the next node and two are in its own node.
-"""
+"""Most devices to which one device sends an expert in a two-level transfer: a leader and two in its node."""
 
 DEFAULT_RESERVE_FRACTION = 0.2
-"""Part of the free memory that replicas do not use.
+"""Part of the free memory that replicas do not use; ours, because the paper gives none.
 
 It is left for fragmentation, for what transfers need for owned experts, and for iterations that need more
-memory than the profiled one. The value is ours, because the paper gives none.
+memory than the profiled one.
 """
 
 
@@ -59,24 +56,20 @@ class ExpertOptimizer:
             raise ValueError(f"num_state_tensors is {self.num_state_tensors}: wanted 0 or more")
 
     def state_bytes(self, num_elements: int, num_copies: int) -> int:
-        """Bytes of a rank's optimizer states and master weights.
+        """Bytes of a rank's optimizer states and master weights for some elements of its parameters.
 
-        A distributed optimizer gives every expert-data-parallel rank an equal part of the elements. The part
-        is rounded up here, and padding is not counted.
-
-        Args:
-            num_elements: Number of elements of the experts' parameters on the rank.
-            num_copies: Expert-data-parallel size: number of expert-parallel groups with the same owners.
+        A distributed optimizer gives each of ``num_copies`` expert-data-parallel ranks an equal part. The
+        part is rounded up here, and padding is not counted.
         """
         part = -(-num_elements // (num_copies if self.is_distributed else 1))
         return part * FP32_BYTES * (self.num_state_tensors + self.has_master_weights)
 
     def owned_bytes(self, num_elements: int, dtype_bytes: int, num_copies: int) -> int:
-        """Bytes on a rank that move when an expert changes its owner: parameters, masters, optimizer states.
+        """Bytes on a rank that move with an owned expert: parameters, masters, optimizer states.
 
         Args:
-            num_elements: Number of elements of the expert's parameters.
-            dtype_bytes: Bytes of one element of the parameters.
+            num_elements: Number of elements of the expert's parameters, of ``dtype_bytes`` each.
+            dtype_bytes: Bytes of one element.
             num_copies: See :meth:`state_bytes`.
         """
         return num_elements * dtype_bytes + self.state_bytes(num_elements, num_copies)
@@ -211,15 +204,10 @@ def expert_memory(
 def _gradient_bytes(expert_bytes: int, sum_bytes: int, held: HeldReplicas) -> int:
     """Bytes of the gradients that one replica of each layer has, without those of resident replicas.
 
-    They are the gradient of one layer as its backward pass makes it, and the sums over micro-batches. The
-    sums of all layers are kept in fp32 until the last micro-batch. If every micro-batch sends its gradients
-    to the owners, there are no such sums, but a backward pass that adds gradients in the matrix product then
-    still needs fp32 memory for one layer.
-
-    Args:
-        expert_bytes: Bytes of one expert's gradient in the parameters' data type.
-        sum_bytes: Bytes of one expert's gradient sum over micro-batches, in fp32.
-        held: See the module's text.
+    They are the gradient of one layer as its backward pass makes it, and the sums over micro-batches of all
+    layers (``sum_bytes`` each). If every micro-batch sends its gradients to the owners, there are no such
+    sums, but a backward pass that adds gradients in the matrix product then still needs fp32 memory for one
+    layer.
     """
     adds_to_own_sums = held.fuses_gradients and not held.layers_with_sums
     made_bytes = max(expert_bytes, sum_bytes) if adds_to_own_sums else expert_bytes
@@ -229,14 +217,7 @@ def _gradient_bytes(expert_bytes: int, sum_bytes: int, held: HeldReplicas) -> in
 def held_replicas_bytes(
     replicas_L: Sequence[int], *, expert_bytes: int, gradient_bytes_per_expert: int, held: HeldReplicas
 ) -> int:
-    """Bytes that given replicas take on a device at the peak of an iteration, without transfers' buffers.
-
-    Args:
-        replicas_L: Number of replicas of each layer on the device.
-        expert_bytes: Bytes of the parameters of one expert.
-        gradient_bytes_per_expert: Bytes of one expert's gradient sum over micro-batches, in fp32.
-        held: See the module's text.
-    """
+    """Bytes of a device's replicas of each layer at the peak of an iteration, without transfers' buffers."""
     most_first = sorted(replicas_L, reverse=True)
     num_bytes = sum(most_first[: held.layers_with_weights]) * expert_bytes
     return num_bytes + sum(most_first[: held.layers_with_sums]) * gradient_bytes_per_expert
@@ -261,10 +242,10 @@ def memory_capacity(
 
     Args:
         free_bytes: Device memory that is free at the peak of an iteration without replicas.
-        expert_bytes: Bytes of the parameters of one expert.
-        gradient_bytes_per_expert: Bytes of one expert's gradient sum over micro-batches, in fp32.
+        expert_bytes: See the module's text, also for the next argument and ``held``.
+        gradient_bytes_per_expert: See there.
         num_experts: Number of experts of a layer, E.
-        held: See the module's text.
+        held: See there.
         buffered_bytes: See the module's text. Each replica of a layer can pass on the gradients of
             :data:`MAX_CHILDREN` senders. None counts no buffers.
         reserve_fraction: Part of ``free_bytes`` that replicas must not use: at least 0 and less than 1.

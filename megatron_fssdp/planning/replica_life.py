@@ -13,11 +13,7 @@ class ReplicaLife(Enum):
     """How long a replica stays on its device."""
 
     LAYER_PASS = auto()
-    """For one pass of a layer.
-
-    The replica is released after the forward pass and gathered again for the backward pass (Hecate §4.2,
-    re-materialization).
-    """
+    """For one pass of a layer; the backward pass gathers it again (Hecate §4.2, re-materialization)."""
     MICRO_BATCH = auto()
     """For one micro-batch: from the layer's forward pass to the end of its backward pass."""
     ITERATION = auto()
@@ -25,10 +21,7 @@ class ReplicaLife(Enum):
     SELECTED = auto()
     """As long as under the strategy that ``auto`` selects for the layer: a micro-batch or an iteration."""
     RESIDENT = auto()
-    """Until the strategy drops the replica.
-
-    Such a resident replica has a ``main_grad`` and optimizer states of its own (FlexMoE).
-    """
+    """Until the strategy drops it. It has a ``main_grad`` and optimizer states of its own (FlexMoE)."""
 
     def sums_gradients(self, num_micro_batches: int) -> bool:
         """Whether replicas sum gradients over micro-batches and send them to the owners once an iteration.

@@ -20,10 +20,10 @@ from typing import Literal, NamedTuple, get_args
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 
 Schedule = Literal["baseline", "megatron", "s1", "s2"]
-"""Order of a layer's collectives.
+"""Order of a layer's collectives: DeepSpeed-MoE's (``baseline``), Parm's (``s1``, ``s2``) or ours.
 
-``baseline`` is DeepSpeed-MoE's order, ``s1`` and ``s2`` are Parm's. ``megatron`` is ours: it divides tokens
-as ``s1`` does, and runs the collectives that Megatron runs under sequence parallelism.
+Ours, ``megatron``, divides tokens as ``s1`` does, and runs the collectives that Megatron runs under sequence
+parallelism.
 """
 
 LEAST_SLICE_BYTES = 1 << 19

@@ -16,7 +16,6 @@ from megatron_fssdp.planning.cost.layer_seconds import (
     counts_seconds,
     expert_seconds,
     layer_seconds,
-    transfer_seconds,
 )
 from megatron_fssdp.planning.cost.layer_traffic import (
     NO_TRANSFER,
@@ -144,10 +143,8 @@ def calibrated_placement(
     for num_experts in doubling(len(additions)):
         pairs = [pair for of_expert in additions[:num_experts] for pair in of_expert]
         candidate = planned.with_replicas(pairs, slots=slots)
-        added = additional_transfer(planned, candidate, topology)
-        if savable_s - transfer_seconds(added, profile.expert_bytes, topology, profile) <= best_gain_s:
-            continue
-        gain_s = float(price.moe_s - price_of(candidate, transfer_traffic(added, topology)).moe_s)
+        added = transfer_traffic(additional_transfer(planned, candidate, topology), topology)
+        gain_s = float(price.moe_s - price_of(candidate, added).moe_s)
         if gain_s > best_gain_s:
             best, best_gain_s = candidate, gain_s
     return best

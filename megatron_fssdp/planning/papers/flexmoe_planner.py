@@ -74,24 +74,16 @@ def next_resident_placement(
     Returns:
         A placement with the same owners; ``placement`` itself if nothing pays.
     """
-
-    def paying(steps: Iterator[ExpertPlacement]) -> ExpertPlacement | None:
-        """The first step that saves seconds."""
-        return next((step for step in steps if price.saving_s(placement, step) > 0), None)
-
-    for _ in range(most_steps):
-        load_D = expected_device_load_D(price.counts_DE, placement, price.topology)
-        if max_over_mean(load_D) <= threshold:
-            break
-        step = paying(_expansions(placement, price.counts_DE.sum(axis=0), load_D, slots))
-        if step is None:
-            break
-        placement = step
-    for _ in range(most_steps):
-        step = paying(_migrations(placement, price.topology, slots))
-        if step is None:
-            break
-        placement = step
+    for steps_of in (
+        lambda present: _expansions(present, price, threshold, slots),
+        lambda present: _migrations(present, price.topology, slots),
+    ):
+        for _ in range(most_steps):
+            steps = steps_of(placement)
+            step = next((step for step in steps if price.saving_s(placement, step) > 0), None)
+            if step is None:
+                break
+            placement = step
     return placement
 
 
@@ -100,20 +92,19 @@ TRIED = 4
 
 
 def _expansions(
-    placement: ExpertPlacement, load_E: np.ndarray, load_D: np.ndarray, slots: int
+    placement: ExpertPlacement, price: ReplicaPrice, threshold: float, slots: int
 ) -> Iterator[ExpertPlacement]:
     """Placements with one more replica: the highest load per replica and the least loaded device first.
 
-    If the device of the new replica has no free slot, its replica with the lowest load is removed.
-
-    Args:
-        placement: The present placement.
-        load_E: Load of every expert, ``[E]``.
-        load_D: Load of every device, float64 ``[D]``.
-        slots: Most replicas that a device may hold.
+    If the device of the new replica has no free slot, its replica with the lowest load is removed. There are
+    none if the maximum over the mean of the device loads is at most ``threshold``.
     """
     present_ED, owner_E = placement.present_ED, placement.owner_E
-    each_E, devices = load_E / np.count_nonzero(present_ED, axis=1), np.argsort(load_D, kind="stable")
+    load_D = expected_device_load_D(price.counts_DE, placement, price.topology)
+    if max_over_mean(load_D) <= threshold:
+        return
+    devices = np.argsort(load_D, kind="stable")
+    each_E = price.counts_DE.sum(axis=0) / np.count_nonzero(present_ED, axis=1)
     for expert in np.argsort(-each_E, kind="stable")[:TRIED].tolist():
         for device in devices[~present_ED[expert, devices]][:TRIED].tolist():
             grown_ED = present_ED.copy()
@@ -130,12 +121,7 @@ def _migrations(placement: ExpertPlacement, topology: Topology, slots: int) -> I
     """Placements in which one replica has moved to another device, in a node that already holds its expert.
 
     A replica moves only if it is the only holder in its node. Its own node also counts as one that holds the
-    expert.
-
-    Args:
-        placement: The present placement.
-        topology: Nodes of the devices.
-        slots: Most replicas that a device may hold.
+    expert. A device may hold ``slots`` replicas.
     """
     node_D = topology.node_of_device_D
     room_D = slots - placement.replicas_per_device_D

@@ -74,14 +74,9 @@ def heterogeneous_sharding(
 
 
 class _Shards:
-    """The experts placed so far, the free slots of every device, and the load of every layer on every device.
+    """The experts placed so far (-1: not yet), free slots, and the load of every layer on every device.
 
-    The class uses plain lists and floats, because every step touches only one device and one node.
-
-    Attributes:
-        device_LE: New owner of every expert, or -1 before it is placed; nested lists ``[L, E]``.
-        owner_LE: Present owner of every expert, nested lists ``[L, E]``.
-        free_D: Number of free slots of every device.
+    These are plain lists and floats, because every step touches only one device and one node.
     """
 
     def __init__(self, owners: OwnerMap, load_LE: np.ndarray, topology: Topology) -> None:
@@ -99,11 +94,7 @@ class _Shards:
         self.free_D[device] -= 1
 
     def place(self, expert_LH: np.ndarray) -> None:
-        """Place the listed experts that have no slot yet, layer by layer (Alg. 2, lines 9 to 13).
-
-        Args:
-            expert_LH: Experts of every layer in descending load, int64 ``[L, H]``.
-        """
+        """Place those of each layer's experts (in descending load) that have no slot yet (lines 9 to 13)."""
         if expert_LH.shape[1]:
             first_L = [self._load_LE[layer][expert] for layer, expert in enumerate(expert_LH[:, 0].tolist())]
             for layer in sorted(range(len(first_L)), key=lambda layer: -first_L[layer]):

@@ -40,14 +40,11 @@ class ShadowingCosts:
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a positive throughput")
 
     def of_the_authors(self, num_devices: int) -> "ShadowingCosts":
-        """Costs with which these formulas equal those of the authors' scripts.
+        """Costs with which these formulas equal those of the authors' scripts, on D expert-parallel devices.
 
         ``policy_fn`` of ``plotting/fig11.py`` (github.com/laekov/fastermoe-ae), which was copied from their
         system, counts the compute of every token four times (with the bytes of a number) and divides the
         transfers of a shadow by the number of devices.
-
-        Args:
-            num_devices: Number of expert-parallel devices, D.
         """
         return replace(
             self,

@@ -25,16 +25,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 
 @dataclass(frozen=True)
 class SlotMove:
-    """One expert whose content goes to another slot.
-
-    Attributes:
-        layer: Index of the expert's layer in the map.
-        expert: Number of the expert in its layer.
-        source_device: Device from which the content comes.
-        source_slot: Slot of that device.
-        device: Device to which it goes.
-        slot: Slot of that device.
-    """
+    """One expert of a layer (its index in the map) whose content goes from one device's slot to another's."""
 
     layer: int
     expert: int
@@ -63,9 +54,9 @@ class OwnerMap:
     num_devices: int
 
     def __post_init__(self) -> None:
-        device_LE, slot_LE = frozen_array(self.device_LE, np.int64), frozen_array(self.slot_LE, np.int64)
-        object.__setattr__(self, "device_LE", device_LE)
-        object.__setattr__(self, "slot_LE", slot_LE)
+        for name in ("device_LE", "slot_LE"):
+            object.__setattr__(self, name, frozen_array(getattr(self, name), np.int64))
+        device_LE, slot_LE = self.device_LE, self.slot_LE
         if device_LE.ndim != 2 or device_LE.shape != slot_LE.shape:
             raise ValueError(
                 f"owner map: got devices of shape {device_LE.shape} and slots of shape {slot_LE.shape}, "
@@ -135,23 +126,15 @@ class OwnerMap:
         return {int(expert): int(self.slot_LE[layer, expert]) for expert in experts}
 
     def expert_in(self, device: int, slot: int) -> tuple[int, int]:
-        """The (layer, expert) in a slot of a device."""
-        return self._contents[device, slot]
-
-    @cached_property
-    def _contents(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """The (layer, expert) in every slot: (device, slot) -> (layer, expert)."""
-        at = zip(self.device_LE.reshape(-1).tolist(), self.slot_LE.reshape(-1).tolist(), strict=True)
-        return dict(zip(at, np.ndindex(self.device_LE.shape), strict=True))
+        """The (layer, expert) in a slot of a device. The slot may not be free."""
+        ((layer, expert),) = np.argwhere((self.device_LE == device) & (self.slot_LE == slot)).tolist()
+        return layer, expert
 
     def with_owners(self, device_LE: np.ndarray) -> "OwnerMap":
         """A map with new owners in which experts that stay on their device also stay in their slot.
 
         Experts that come to a device take the slots that other experts leave, and free slots, both in
-        ascending order.
-
-        Args:
-            device_LE: New owner of every expert, integers ``[L, E]``.
+        ascending order. ``device_LE`` has the new owner of every expert, integers ``[L, E]``.
 
         Raises:
             ValueError: The shape is not that of this map, or a device gets more experts than it has slots
@@ -183,11 +166,7 @@ class OwnerMap:
         return OwnerMap(device_LE, slots.reshape(device_LE.shape), self.num_devices)
 
     def moves_to(self, target: "OwnerMap") -> tuple[SlotMove, ...]:
-        """The moves that turn this map into ``target``, ordered by layer, then expert.
-
-        Args:
-            target: The wanted map of the same experts and devices.
-        """
+        """The moves that turn this map into another one of the same experts, by layer, then expert."""
         differs = (self.device_LE != target.device_LE) | (self.slot_LE != target.slot_LE)
         maps = (self.device_LE, self.slot_LE, target.device_LE, target.slot_LE)
         return tuple(
@@ -202,17 +181,13 @@ class OwnerMap:
 
     def as_lists(self) -> dict[str, Any]:
         """The map as plain lists and numbers, for a checkpoint. :meth:`from_lists` is the inverse."""
-        return {
-            "device_LE": self.device_LE.tolist(),
-            "slot_LE": self.slot_LE.tolist(),
-            "num_devices": self.num_devices,
-        }
+        arrays = {"device_LE": self.device_LE.tolist(), "slot_LE": self.slot_LE.tolist()}
+        return {**arrays, "num_devices": self.num_devices}
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, Any]) -> "OwnerMap":
         """The map from what :meth:`as_lists` returned."""
-        device_LE, slot_LE = (np.array(lists[name], dtype=np.int64) for name in ("device_LE", "slot_LE"))
-        return cls(device_LE, slot_LE, int(lists["num_devices"]))
+        return cls(lists["device_LE"], lists["slot_LE"], int(lists["num_devices"]))
 
 
 def _rank_among_equal(values: np.ndarray) -> np.ndarray:
@@ -295,12 +270,7 @@ class ResidentMap:
         return ResidentMap(expert_LDW)
 
     def copies_to(self, new: "ResidentMap", owners: OwnerMap) -> list[SlotMove]:
-        """The copies from owners into resident slots that turn this map into ``new``.
-
-        Args:
-            new: The wanted map.
-            owners: Owners and their slots.
-        """
+        """The copies from owners into resident slots that turn this map into ``new``."""
         copies = []
         changed = (new.expert_LDW != self.expert_LDW) & (new.expert_LDW != EMPTY)
         for layer, device, slot in np.argwhere(changed).tolist():

@@ -67,14 +67,12 @@ class ExpertPlacement:
                 f"expert {expert} is not present on its owner, device {int(self.owner_E[expert])}: wanted "
                 "present_ED[e, owner_E[e]] to be true for every expert"
             )
-        if self.slots is not None and self.slots < 0:
+        if self.slots is None:
+            return
+        if self.slots < 0:
             raise ValueError(f"slots is {self.slots}: wanted a limit of 0 or more replicas on each device")
         # The first comparison is cheap. If all devices together are within the limit, every device is.
-        if (
-            self.slots is not None
-            and self.num_replicas > self.slots
-            and int(self.replicas_per_device_D.max()) > self.slots
-        ):
+        if self.num_replicas > self.slots and int(self.replicas_per_device_D.max()) > self.slots:
             device = int(np.flatnonzero(self.replicas_per_device_D > self.slots)[0])
             raise ValueError(
                 f"device {device} holds {int(self.replicas_per_device_D[device])} replicas: wanted at most "
@@ -83,28 +81,14 @@ class ExpertPlacement:
 
     @classmethod
     def owners_only(cls, owner_E: np.ndarray, num_devices: int) -> "ExpertPlacement":
-        """The placement of plain expert parallelism: every expert is present only on its owner.
-
-        Args:
-            owner_E: Owner of every expert, integers ``[E]``.
-            num_devices: Number of devices, D.
-        """
+        """The placement of plain expert parallelism: each expert only on its owner (integers ``[E]``)."""
         owner = np.asarray(owner_E)
-        in_range = owner.ndim == 1 and owner.size > 0 and owner.dtype.kind in "iu"
-        present_ED = np.zeros((owner.shape[0] if owner.ndim else 0, num_devices), dtype=np.bool_)
-        if in_range and int(owner.min()) >= 0 and int(owner.max()) < num_devices:
-            present_ED[np.arange(owner.shape[0]), owner] = True
-        return cls(owner, present_ED, slots=0)
+        return cls(owner, owner[..., None] == np.arange(num_devices), slots=0)
 
     def with_replicas(
         self, replicas: Iterable[tuple[int, int]], *, slots: int | None = None
     ) -> "ExpertPlacement":
-        """A copy of this placement with more replicas.
-
-        Args:
-            replicas: The (expert, device) pairs to add.
-            slots: Most replicas that a device of the copy may hold. None means no limit.
-        """
+        """A copy with more replicas, given as (expert, device) pairs; ``slots`` limits those of a device."""
         present_ED = self.present_ED.copy()
         for expert, device in replicas:
             present_ED[expert, device] = True
@@ -154,22 +138,18 @@ class ExpertPlacement:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ExpertPlacement):
             return NotImplemented
-        return np.array_equal(self.owner_E, other.owner_E) and np.array_equal(
-            self.present_ED, other.present_ED
-        )
+        names = ("owner_E", "present_ED")
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     def __hash__(self) -> int:
         return hash(self.digest())
 
 
 def even_owners(num_experts: int, num_devices: int) -> np.ndarray:
-    """The owners with which a training starts.
+    """The owners with which a training starts: expert e is on device ``floor(e D / E)``, int64 ``[E]``.
 
-    Expert e is on device ``floor(e D / E)``. If every device owns equally many experts, these are Megatron's
-    owners. Megatron does not support fewer experts than devices. Then every expert is on a device of its own.
-
-    Returns:
-        Owner of every expert, int64 ``[E]``.
+    If every device owns equally many experts, these are Megatron's owners. Megatron does not support fewer
+    experts than devices. Then every expert is on a device of its own.
 
     Raises:
         ValueError: A number is not positive, or there are more experts than devices but not a multiple of

@@ -42,11 +42,7 @@ class Topology:
 
     @classmethod
     def uniform(cls, num_devices: int, num_nodes: int) -> "Topology":
-        """A topology of equal nodes, whose devices are contiguous in rank order.
-
-        Args:
-            num_devices: Number of devices, D.
-            num_nodes: Number of nodes, N.
+        """A topology of N equal nodes, whose devices are contiguous in rank order.
 
         Raises:
             ValueError: A number is not positive, or the nodes cannot be of equal size.
@@ -66,11 +62,9 @@ class Topology:
 
     @classmethod
     def from_labels(cls, labels: Sequence[Hashable]) -> "Topology":
-        """A topology from one label for each device.
+        """A topology from the label of every device's node, such as a host name; ``[D]``.
 
-        Args:
-            labels: Label of every device's node, such as a host name; ``[D]``. Devices with equal labels
-                share a node. Nodes are numbered in the order in which their labels first appear.
+        Nodes are numbered in the order in which their labels first appear.
         """
         number_of: dict[Hashable, int] = {}
         return cls(tuple(number_of.setdefault(label, len(number_of)) for label in labels))
@@ -88,10 +82,8 @@ class Topology:
     @cached_property
     def devices_by_node(self) -> tuple[tuple[int, ...], ...]:
         """For each node, its devices in ascending order."""
-        devices: list[list[int]] = [[] for _ in range(self.num_nodes)]
-        for device, node in enumerate(self.node_of_device):
-            devices[node].append(device)
-        return tuple(tuple(members) for members in devices)
+        nodes = range(self.num_nodes)
+        return tuple(tuple(np.flatnonzero(self.node_of_device_D == node).tolist()) for node in nodes)
 
     @cached_property
     def node_of_device_D(self) -> np.ndarray:
@@ -121,29 +113,22 @@ class Topology:
     @cached_property
     def smallest_and_largest_node(self) -> tuple[int, int]:
         """Number of devices of the smallest and of the largest node."""
-        sizes = np.bincount(self.node_of_device_D)
-        return int(sizes.min()), int(sizes.max())
+        sizes = [len(devices) for devices in self.devices_by_node]
+        return min(sizes), max(sizes)
 
     @cached_property
-    def _uniform_size(self) -> int:
-        """Number of devices of a node if nodes are equal and contiguous in rank order, otherwise 0."""
+    def _is_uniform(self) -> bool:
+        """Whether nodes are equal and contiguous in rank order."""
         size = self.num_devices // self.num_nodes
-        return size if np.array_equal(self.node_of_device_D, np.arange(self.num_devices) // size) else 0
+        return np.array_equal(self.node_of_device_D, np.arange(self.num_devices) // size)
 
     def sum_over_nodes(self, values_DE: np.ndarray) -> np.ndarray:
-        """Sum the rows of each node's devices, in ascending device order.
-
-        Args:
-            values_DE: Values by device and expert, ``[D, E]``.
-
-        Returns:
-            Sums by node and expert, ``[N, E]``, of the same data type.
-        """
-        if not self._uniform_size:
+        """Sums of the rows of each node's devices, in ascending device order: ``[D, E]`` to ``[N, E]``."""
+        if not self._is_uniform:
             return np.stack([values_DE[list(devices)].sum(axis=0) for devices in self.devices_by_node])
         # numpy adds row after row in C order. In another order it may add in pairs, and sums would differ.
-        values_NDE = np.ascontiguousarray(values_DE).reshape(self.num_nodes, self._uniform_size, -1)
-        return np.add.reduce(values_NDE, axis=1)
+        shape = (self.num_nodes, self.num_devices // self.num_nodes, values_DE.shape[1])
+        return np.ascontiguousarray(values_DE).reshape(shape).sum(axis=1)
 
 
 @dataclass(frozen=True)
