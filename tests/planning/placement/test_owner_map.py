@@ -58,14 +58,6 @@ def test_a_map_survives_conversion_to_lists(case: tuple[OwnerMap, np.ndarray]) -
     assert again.digest() == old.digest()
 
 
-@given(owner_maps())
-def test_every_device_keeps_its_number_of_slots(case: tuple[OwnerMap, np.ndarray]) -> None:
-    old, _ = case
-    for device in range(old.num_devices):
-        slots = [slot for layer in range(old.num_layers) for slot in old.slots_on(device, layer).values()]
-        assert sorted(slots) == list(range(old.slots_per_device))
-
-
 def test_maps_without_some_expert_are_refused() -> None:
     even = OwnerMap.even(1, 4, 2)
     with pytest.raises(ValueError, match="used twice"):
