@@ -14,7 +14,7 @@ maps the bytes of a gradient as it is sent to the bytes that a device keeps for 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from megatron_fssdp.planning.replica_life import HeldReplicas, ReplicaLife
 
@@ -24,7 +24,7 @@ FP32_BYTES = 4
 MAX_CHILDREN = 3
 """Most devices to which one device sends an expert in a two-level transfer: a leader and two in its node."""
 
-DEFAULT_RESERVE_FRACTION = 0.2
+RESERVE_FRACTION = 0.2
 """Part of the free memory that replicas do not use; ours, because the paper gives none.
 
 It is left for fragmentation, for what transfers need for owned experts, and for iterations that need more
@@ -42,18 +42,11 @@ class ExpertOptimizer:
         has_master_weights: Whether the optimizer keeps an fp32 copy of the parameter, as for half-precision
             models.
         is_distributed: Whether the states and master weights are divided over the expert-data-parallel ranks.
-
-    Raises:
-        ValueError: ``num_state_tensors`` is negative.
     """
 
     num_state_tensors: int = 2
     has_master_weights: bool = False
     is_distributed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_state_tensors < 0:
-            raise ValueError(f"num_state_tensors is {self.num_state_tensors}: wanted 0 or more")
 
     def state_bytes(self, num_elements: int, num_copies: int) -> int:
         """Bytes of a rank's optimizer states and master weights for some elements of its parameters.
@@ -124,15 +117,15 @@ class ExpertMemory:
 
     def describe(self) -> str:
         """One line for the log, with readable units."""
-        return (
-            f"experts {_readable(self.total_bytes)}: parameters {_readable(self.slot_parameters_bytes)}, "
-            f"gradients {_readable(self.slot_gradients_bytes)}, optimizer {_readable(self.optimizer_bytes)}, "
-            f"replicas at most {_readable(self.above_expert_parallelism_bytes)} (parameters "
-            f"{_readable(self.replica_parameters_bytes)}, gradients "
-            f"{_readable(self.replica_gradients_bytes)}, "
-            f"optimizer {_readable(self.replica_optimizer_bytes)}, "
-            f"transfers {_readable(self.transfer_buffers_bytes)})"
+        total, above = _readable(self.total_bytes), _readable(self.above_expert_parallelism_bytes)
+        slots, replicas = (
+            "parameters {}, gradients {}, optimizer {}".format(
+                *map(_readable, astuple(self)[first : first + 3])
+            )
+            for first in (0, 3)
         )
+        transfers = _readable(self.transfer_buffers_bytes)
+        return f"experts {total}: {slots}, replicas at most {above} ({replicas}, transfers {transfers})"
 
 
 def expert_memory(
@@ -161,14 +154,7 @@ def expert_memory(
         optimizer: What the optimizer keeps for every parameter.
         expert_data_parallel_size: Number of ranks that share a distributed optimizer.
         buffered_bytes: See the module's text. None means that a message is a whole gradient.
-
-    Raises:
-        ValueError: A number is too small.
     """
-    counts = {"slots_per_device": slots_per_device, "replicas_per_layer": replicas_per_layer}
-    _check_at_least(0, counts | {"owned_per_layer": owned_per_layer, "expert_elements": expert_elements})
-    sizes = {"dtype_bytes": dtype_bytes, "gradient_bytes": gradient_bytes}
-    _check_at_least(1, sizes | {"expert_data_parallel_size": expert_data_parallel_size})
     expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
     are_resident = held.life is ReplicaLife.RESIDENT
     resident_elements = held.num_layers * replicas_per_layer * expert_elements if are_resident else 0
@@ -231,7 +217,6 @@ def memory_capacity(
     num_experts: int,
     held: HeldReplicas,
     buffered_bytes: Callable[[int], int] | None = None,
-    reserve_fraction: float = DEFAULT_RESERVE_FRACTION,
 ) -> int:
     """Number of replicas that a device can hold for one layer, m (Hecate, §4.2), from 0 to ``num_experts``.
 
@@ -248,22 +233,21 @@ def memory_capacity(
         held: See there.
         buffered_bytes: See the module's text. Each replica of a layer can pass on the gradients of
             :data:`MAX_CHILDREN` senders. None counts no buffers.
-        reserve_fraction: Part of ``free_bytes`` that replicas must not use: at least 0 and less than 1.
 
     Raises:
-        ValueError: A number of bytes, layers or experts or the fraction is out of range.
+        ValueError: A number of bytes, layers or experts is too small.
     """
-    _check_at_least(0, {"free_bytes": free_bytes, "gradient_bytes_per_expert": gradient_bytes_per_expert})
     sizes = {"expert_bytes": expert_bytes, "num_layers": held.num_layers, "num_experts": num_experts}
-    _check_at_least(1, sizes)
-    if not 0 <= reserve_fraction < 1:
-        raise ValueError(f"reserve_fraction is {reserve_fraction}: wanted at least 0 and less than 1")
+    for name, value in {"free_bytes": free_bytes, **sizes}.items():
+        least = 0 if name == "free_bytes" else 1
+        if value < least:
+            raise ValueError(f"{name} is {value}: wanted {least} or more")
     slot_bytes = held.layers_with_weights * expert_bytes
     slot_bytes += _gradient_bytes(expert_bytes, gradient_bytes_per_expert, held)
     if buffered_bytes is not None:
         sent_bytes = gradient_bytes_per_expert if held.sends_fp32 else expert_bytes
         slot_bytes += MAX_CHILDREN * buffered_bytes(sent_bytes)
-    usable_bytes = free_bytes - int(free_bytes * reserve_fraction)
+    usable_bytes = free_bytes - int(free_bytes * RESERVE_FRACTION)
     return min(num_experts, usable_bytes // slot_bytes)
 
 
@@ -275,10 +259,3 @@ def _readable(num_bytes: int) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} TiB"
-
-
-def _check_at_least(least: int, numbers: dict[str, int]) -> None:
-    """Raise ValueError if one of the named numbers is less than ``least``."""
-    for name, value in numbers.items():
-        if value < least:
-            raise ValueError(f"{name} is {value}: wanted {least} or more")

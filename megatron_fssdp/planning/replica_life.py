@@ -44,28 +44,12 @@ class PipelineStage:
         group_size: Number of micro-batches that a chunk runs one after another before the next chunk starts
             (``--microbatch-group-size-per-virtual-pipeline-stage``). ``None`` is Megatron's default: the
             number of stages.
-
-    Raises:
-        ValueError: A number is out of range.
     """
 
     layers_of_chunk: tuple[int, ...]
     num_stages: int = 1
     stage: int = 0
     group_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.layers_of_chunk or min(self.layers_of_chunk) < 0:
-            raise ValueError(
-                f"layers_of_chunk is {self.layers_of_chunk}: wanted at least one chunk, and 0 or more layers "
-                "in each"
-            )
-        if not 0 <= self.stage < self.num_stages:
-            raise ValueError(
-                f"stage is {self.stage}: wanted 0 or more, and less than the {self.num_stages} stages"
-            )
-        if self.group_size is not None and self.group_size < 1:
-            raise ValueError(f"group_size is {self.group_size}: wanted 1 or more")
 
     @property
     def num_layers(self) -> int:
@@ -107,19 +91,12 @@ class HeldReplicas:
         fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums,
             as Transformer Engine's ``fuse_wgrad_accumulation`` does. Otherwise autograd makes gradients in
             the parameters' data type.
-
-    Raises:
-        ValueError: The number of micro-batches is less than 1.
     """
 
     life: ReplicaLife
     stage: PipelineStage
     num_micro_batches: int = 1
     fuses_gradients: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches is {self.num_micro_batches}: wanted 1 or more")
 
     @property
     def num_layers(self) -> int:

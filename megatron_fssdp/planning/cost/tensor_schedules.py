@@ -66,9 +66,6 @@ class ScheduledLayer:
         element_bytes: Bytes of one number of a token's hidden state.
         is_split: Whether the ranks of an MP group already have different tokens, as under sequence
             parallelism.
-
-    Raises:
-        ValueError: A group has no ranks.
     """
 
     num_tokens: float
@@ -79,12 +76,6 @@ class ScheduledLayer:
     n_ep: int = 1
     element_bytes: int = 4
     is_split: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self.n_mp, self.n_esp, self.n_ep) < 1:
-            raise ValueError(
-                f"n_mp is {self.n_mp}, n_esp {self.n_esp}, n_ep {self.n_ep}: wanted groups of 1 rank or more"
-            )
 
     @property
     def tokens_bytes(self) -> float:

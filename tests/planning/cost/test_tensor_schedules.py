@@ -59,11 +59,6 @@ def test_seconds_are_the_sum_of_each_collectives_alpha_and_beta():
     assert best_schedule({"s1": 1.0, "s2": 1.0}) == "s1", "equal seconds select s1 (Alg. 1, line 6)"
 
 
-def test_groups_without_devices_are_refused():
-    with pytest.raises(ValueError, match="n_esp 0"):
-        ScheduledLayer(num_tokens=1, hidden_size=1, num_rows=1, n_esp=0)
-
-
 @st.composite
 def layers_with_all_groups(draw):
     """Layers whose expert-parallel and expert-sharding groups have two or four devices each."""
