@@ -11,8 +11,6 @@ import math
 import time
 
 import numpy as np
-from megatron_fssdp.planning.balanced.replica_planner import LayerSearch
-from megatron_fssdp.planning.balanced.search_costs import SearchCosts
 
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
@@ -20,6 +18,7 @@ from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.search import LayerSearch, SearchCosts
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, HOST_MESSAGES, MessageRule
 
 SLOTS = 2

@@ -19,7 +19,7 @@ ROOT = Path(megatron_fssdp.__file__).parent
 # from elsewhere. The standard library is allowed everywhere except where FORBIDDEN says no.
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "config": (set(), {"pydantic", "pydantic_core", "yaml"}),
-    "planning": ({"config"}, {"numpy"}),
+    "planning": ({"config"}, {"numpy", "cython"}),
     "strategies": ({"planning", "config"}, {"numpy"}),
     "simulation": ({"strategies", "planning", "config"}, {"numpy"}),
     "collectives": ({"planning"}, {"torch"}),
@@ -56,25 +56,17 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),
 }
 
-# Kernels of planning and what runs them.
-KERNELS = {"native", "kernels"}
-
 # The sub-rooms of a room, and which of its other sub-rooms each may import. "" stands for the files that lie
 # directly in the room.
 SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     "planning": {
-        "": set(),
-        "native": {""},
-        "kernels": {"", "native"},
-        "placement": {"", *KERNELS},
-        "memory": {""},
-        "loads": {"", *KERNELS, "placement", "memory"},
-        "transfer": {"", *KERNELS, "placement", "memory"},
-        "dispatch": {"", *KERNELS, "placement", "memory"},
-        "slots": {"", *KERNELS, "placement", "memory", "dispatch"},
-        "cost": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch"},
-        "papers": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost"},
-        "balanced": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost", "papers"},
+        "": {"placement", "transfer", "dispatch", "cost"},
+        "placement": {""},
+        "transfer": {"", "placement"},
+        "dispatch": {"", "placement"},
+        "slots": {"", "placement", "dispatch"},
+        "cost": {"", "placement", "transfer", "dispatch"},
+        "papers": {"", "placement", "transfer", "dispatch", "cost"},
     },
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}, "sweep": {"", "strategy", "run"}},
     "strategies": {"": set(), "papers": {""}, "auto": {""}, "fssdp": {""}},
@@ -262,10 +254,10 @@ def test_the_table_has_no_cycle() -> None:
         (("data", "x.py"), "import torch"),
         (("fresh_package", "x.py"), ""),
         (("planning", "fresh_sub_room", "x.py"), ""),
-        (("planning", "loads", "x.py"), "from megatron_fssdp.planning.cost.cost_model import LinkCost"),
-        (("planning", "loads", "x.py"), "from ..cost import cost_model"),
-        (("planning", "loads", "x.py"), "from megatron_fssdp.planning import cost"),
-        (("planning", "x.py"), "from megatron_fssdp.planning.loads import load_history"),
+        (("planning", "placement", "x.py"), "from megatron_fssdp.planning.cost.cost_model import LinkCost"),
+        (("planning", "placement", "x.py"), "from ..cost import cost_model"),
+        (("planning", "placement", "x.py"), "from megatron_fssdp.planning import cost"),
+        (("planning", "x.py"), "from megatron_fssdp.planning.papers import calibration"),
         (("megatron_adapter", "layer", "x.py"), "def f():\n    from ..training import training_hooks"),
         (("strategies", "fssdp.py"), "from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy"),
     ],

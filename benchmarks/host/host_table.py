@@ -21,7 +21,7 @@ from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.planning.cost import host_seconds
 from megatron_fssdp.planning.cost.host_seconds import SIZES
 from megatron_fssdp.planning.cost.link_seconds import topology_of
-from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.slots.slot_table import SlotTable
 from megatron_fssdp.runtime.layers.slot_pass import source_table

@@ -32,7 +32,7 @@ from benchmarks.host_counts.counted_passes import CountedPasses, most_of
 from benchmarks.planner_time import DEVICES_PER_NODE, PROFILE, cases
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
-from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slots.slot_table import SlotTable

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
-from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
-from megatron_fssdp.planning.placement.resident_map import ResidentMap
+from megatron_fssdp.planning.placement.owner_map import OwnerMap, ResidentMap, SlotMove
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.strategy import Strategy

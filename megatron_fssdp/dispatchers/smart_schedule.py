@@ -45,7 +45,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_fssdp.dispatchers.step_exchange import exchange_in_steps
-from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.planning.placement.topology import GroupRing
 
 Experts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """The forward pass of Megatron's expert module: from rows ``[R, M]`` by slot, the number of rows of each slot

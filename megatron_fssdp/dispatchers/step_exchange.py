@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.messages import start_exchange, wait_for
-from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.planning.placement.topology import GroupRing
 
 Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
 """From the number of a step and its rows, in the order of senders, to result tensors with as many rows."""

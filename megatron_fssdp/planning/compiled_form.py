@@ -6,16 +6,12 @@ extension that is older than a source that somebody has changed must not be used
 
 import importlib
 import importlib.util
-import logging
-import os
 import sys
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
-
-logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.py")
 
@@ -39,18 +35,13 @@ def kernels() -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.REASON = why  # type: ignore[attr-defined]
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            f"[fssdp] planning runs as plain Python, about 100 times slower ({why}); "
-            f"compile it with {REBUILD}"
-        )
     return module
 
 
 def kernel_form() -> str:
     """The form of the kernels in this process, for logs."""
     reason = getattr(kernels(), "REASON", "")
-    return f"plain Python ({reason})" if reason else "compiled"
+    return f"plain Python, about 100 times slower ({reason})" if reason else "compiled"
 
 
 def source_digest() -> int:

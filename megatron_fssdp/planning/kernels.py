@@ -11,7 +11,7 @@ Callers pass memoryviews of numpy arrays in C order: int64 for whole numbers, fl
 is told not to check indexes, so indexes are never negative here. Sums are added in a fixed order, and the
 compiler may not contract ``a * b + c``: all ranks, in both forms, must find the same placements.
 
-Shape letters: E experts, D devices, N nodes, P replicas.
+Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
 
 import cython

@@ -9,8 +9,8 @@ Shape letters: E experts, D devices.
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import checked_counts
 from megatron_fssdp.planning.compiled_form import kernels
-from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.placement.topology import Topology
 
 CEILING_TOLERANCE = 0.005

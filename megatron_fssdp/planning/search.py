@@ -28,13 +28,13 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import checked_load
 from megatron_fssdp.planning.compiled_form import kernels
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, LinkCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import tokens_per_pair
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import DISPATCH_STARTS, PROB_BYTES, counts_seconds
 from megatron_fssdp.planning.cost.link_seconds import plain_links
-from megatron_fssdp.planning.loads.checked_loads import checked_load
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import gather_stages, num_batches, reduction_stages

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
-from megatron_fssdp.planning.memory.memory_accounting import (
+from megatron_fssdp.planning.memory import (
     ExpertMemory,
     expert_memory,
-    optimizer_state_bytes,
 )
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
 from megatron_fssdp.simulation.moe_job import MoeJob
 
@@ -79,8 +78,7 @@ def device_memory(
         expert_data_parallel_size=job.expert_data_parallel_size,
         buffered_bytes=job.messages.buffered_bytes,
     )
-    dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes) + optimizer_state_bytes(
-        job.dense_elements, job.optimizer, expert_data_parallel_size=job.data_parallel_size
-    )
+    dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes)
+    dense_bytes += job.optimizer.state_bytes(job.dense_elements, job.data_parallel_size)
     activation_bytes = job.activation_bytes + job.activation_bytes_per_pair * pairs / job.num_micro_batches
     return DeviceMemory(experts, dense_bytes, int(activation_bytes), cluster.memory_bytes)

@@ -18,8 +18,8 @@ from megatron_fssdp.planning.cost.layer_seconds import (
 )
 from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
-from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
+from megatron_fssdp.planning.memory import FP32_BYTES
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import gather_stages, num_batches, reduction_stages
 from megatron_fssdp.simulation.layer_ledger import LayerLedger, TransferColumns
 from megatron_fssdp.simulation.moe_job import MoeJob

@@ -10,9 +10,8 @@ from megatron_fssdp.config.run.model_settings import ModelSettings
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.host_seconds import MEASURED, HostCosts
-from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
-from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES, ExpertOptimizer
-from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+from megatron_fssdp.planning.memory import FP32_BYTES, ExpertOptimizer
+from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import MessageRule, message_rule
 from megatron_fssdp.simulation.parameter_count import (
     attention_elements,

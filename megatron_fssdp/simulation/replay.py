@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import frozen_array
 from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_traffic import (
@@ -16,8 +17,7 @@ from megatron_fssdp.planning.cost.layer_traffic import (
     transfer_traffic,
 )
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
-from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.placement.array_freezing import frozen_array
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer

@@ -20,10 +20,9 @@ from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
-from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
-from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
+from megatron_fssdp.planning.memory import FP32_BYTES, memory_capacity
 from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
 from megatron_fssdp.simulation.layer_times import LayerTimes

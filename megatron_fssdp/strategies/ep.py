@@ -1,7 +1,7 @@
 """Plain expert parallelism: every expert stays with its owner."""
 
 from megatron_fssdp.config.strategy.strategy_settings import MeasuringSettings, PlacementSettings
-from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 

@@ -18,9 +18,9 @@ from megatron_fssdp.planning.dispatch.token_dispatch import (
     TokenDispatch,
     plan_dispatch,
 )
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 

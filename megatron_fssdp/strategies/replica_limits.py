@@ -2,8 +2,8 @@
 
 from megatron_fssdp.config.strategy.own_strategy_settings import QuotaSettings
 from megatron_fssdp.config.strategy.paper_strategy_settings import FastermoeSettings, ProphetSettings
-from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds
 from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
-from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.priced_exchange import is_deduplicated, with_exchange
 from megatron_fssdp.strategies.strategy import Strategy

@@ -16,12 +16,11 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     SmartScheduleUse,
     SteppedSettings,
 )
-from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
-from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
-from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.placement.topology import GroupRing, Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.iteration_spread import IterationSpread
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.selection_report import SelectionReport

@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron_fssdp.cli.analysis.simulate_command import SimulateRequest, run_simulation
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.reporting.units import format_memory
 from megatron_fssdp.simulation.break_even import BreakEven

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.planning.placement.group_ring import GroupRing
-from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.placement.topology import GroupRing, Topology
 from megatron_fssdp.testing.parallel_state import megatron_parallel_state
 from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, run_ranks
 

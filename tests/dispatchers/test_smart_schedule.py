@@ -7,7 +7,7 @@ import torch
 
 from megatron_fssdp.dispatchers import step_exchange
 from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher, _Pass
-from megatron_fssdp.planning.placement.group_ring import GroupRing
+from megatron_fssdp.planning.placement.topology import GroupRing
 
 from .slot_layers import (
     BF16,

@@ -94,9 +94,9 @@ def test_without_an_extension_of_the_present_source_planning_is_plain_python(tmp
     package = tmp_path / "megatron_fssdp"
     shutil.copytree(root / "megatron_fssdp", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "pyproject.toml").write_text("")
-    assert form_of(tmp_path) == "plain Python (not compiled)"
+    assert form_of(tmp_path) == "plain Python, about 100 times slower (not compiled)"
     extension = package / "planning" / f"kernels{compiled_form.EXTENSION_SUFFIXES[0]}"
     extension.write_bytes(b"not an extension")
-    assert "plain Python (the compiled kernels cannot be loaded" in form_of(tmp_path)
+    assert "plain Python, about 100 times slower (the compiled kernels cannot be loaded" in form_of(tmp_path)
     os.utime(extension, (0, 0))
-    assert form_of(tmp_path) == "plain Python (not compiled from the present source)"
+    assert form_of(tmp_path) == "plain Python, about 100 times slower (not compiled from the present source)"

@@ -11,13 +11,13 @@ from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import doubling
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
 from megatron_fssdp.planning.papers.prophet_planner import plan_layers
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search, plan_materialization
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages
 from tests.drawn_examples import examples

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.replica_life import ReplicaLife
 
 MODEL_DIM, FFN_DIM = 5, 6
 

@@ -21,8 +21,8 @@ from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, transfer_seconds
 from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
 from megatron_fssdp.simulation.layer_times import LayerTimes

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.planning.cost.layer_traffic import moves_traffic, transfer_traffic
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.simulation.simulator import StrategyOutcome, layer_profile, simulate
 from megatron_fssdp.simulation.timeline.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER

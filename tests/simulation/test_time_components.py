@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.memory.memory_accounting import ExpertOptimizer
+from megatron_fssdp.planning.memory import ExpertOptimizer
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.simulation.simulator import StrategyOutcome, balanced_counts, ceiling_s, simulate
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.papers.setting import PROFILED, Model, Setting
-from megatron_fssdp.planning.loads.load_statistics import balance_ratio
+from megatron_fssdp.planning.loads import balance_ratio
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 SHAPES = {  # Table III: layers, embedding; hidden is twice the embedding

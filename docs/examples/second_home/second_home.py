@@ -11,7 +11,7 @@ from pydantic import Field
 
 import megatron_fssdp
 from megatron_fssdp.config.strategy.strategy_settings import ScheduleSettings
-from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan

@@ -25,8 +25,8 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.slot_states import is_layer_wise, members_of
+from megatron_fssdp.planning.placement.owner_map import ResidentMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.resident_map import ResidentMap
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 

@@ -16,7 +16,7 @@ from megatron_fssdp.megatron_adapter.support.supported_features import (
     tensor_parallel,
     value_of,
 )
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.strategy import Strategy
 
 _NODE_RANKS = 8  # DeepEP's number of ranks in a node, a constant of its kernels.

@@ -29,8 +29,7 @@ from megatron_fssdp.megatron_adapter.training.memory_report import (
 )
 from megatron_fssdp.megatron_adapter.training.stopped_training import FiniteWatch
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.memory.materialization_limits import held_replicas_bytes
-from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
+from megatron_fssdp.planning.memory import FP32_BYTES, held_replicas_bytes
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad

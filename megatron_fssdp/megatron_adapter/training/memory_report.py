@@ -9,9 +9,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.planning.memory.held_replicas import HeldReplicas
-from megatron_fssdp.planning.memory.memory_accounting import ExpertMemory, ExpertOptimizer, expert_memory
-from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+from megatron_fssdp.planning.memory import ExpertMemory, ExpertOptimizer, expert_memory
+from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage
 from megatron_fssdp.planning.transfer.message_size import message_rule
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from megatron_fssdp.megatron_adapter.training.stage_records import (
     gather_stages,
 )
 from megatron_fssdp.megatron_adapter.training.training_boards import write_to_boards
-from megatron_fssdp.planning.loads.load_statistics import balance_ratio, load_similarity, max_over_mean
+from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.reporting.records.arrays.load_records import LoadsWriter
 from megatron_fssdp.reporting.records.arrays.placement_records import PlacementsWriter
 from megatron_fssdp.reporting.records.pass_metrics import PassMetrics

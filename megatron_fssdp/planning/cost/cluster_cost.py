@@ -13,11 +13,7 @@ from megatron_fssdp.planning.cost.tensor_schedules import Group, Kind, ScheduleC
 
 
 def cluster_cost(cluster: ClusterDescription) -> ClusterCost:
-    """Costs of a cluster's links and its throughput on experts, as strategies get them.
-
-    Args:
-        cluster: Description of the cluster.
-    """
+    """Costs of a cluster's links and its throughput on experts, as strategies get them."""
     return ClusterCost(
         intra=link_cost(cluster.intra_node),
         inter=link_cost(cluster.inter_node),
@@ -39,13 +35,7 @@ def link_cost(link: LinkDescription, num_sharing: int = 1) -> LinkCost:
 def collective_link(
     cluster: ClusterDescription, collective: CollectiveName, link_class: LinkClass
 ) -> LinkDescription | None:
-    """Measured costs of a collective on one class of links; ``None`` if it was not measured.
-
-    Args:
-        cluster: Description of the cluster.
-        collective: Name of the collective.
-        link_class: Links inside a node or between nodes.
-    """
+    """Measured costs of a collective in a node or between nodes; ``None`` if it was not measured."""
     return cluster.collectives.get(collective, {}).get(link_class)
 
 
@@ -66,33 +56,21 @@ def schedule_costs(cluster: ClusterDescription, ranks: Mapping[Group, tuple[int,
         "all_gather": ("all_gather", ("esp", "mp")),
         "reduce_scatter": ("reduce_scatter", ("esp",)),
     }
+
+    def cost_of(collective: CollectiveName, num_ranks: int, num_near: int) -> LinkCost:
+        """Cost as a function of the whole tensor's bytes, of which a rank sends a part to each other rank."""
+        num_far = num_ranks - 1 - num_near
+        link = collective_link(cluster, collective, "inter_node" if num_far else "intra_node")
+        sharers = 1
+        if link is None:
+            link = cluster.inter_node if num_far else cluster.intra_node
+            sharers = cluster.devices_per_node if num_far else 1
+        sent_share = (num_far or num_ranks - 1) / num_ranks
+        return LinkCost(link.alpha_s, sent_share * sharers / link.bandwidth_bytes_per_s)
+
     return {
-        (kind, group): _whole_tensor_cost(cluster, collective, *ranks[group])
+        (kind, group): cost_of(collective, *ranks[group])
         for kind, (collective, groups) in kinds.items()
         for group in groups
         if group in ranks and ranks[group][0] > 1
     }
-
-
-def _whole_tensor_cost(
-    cluster: ClusterDescription, collective: CollectiveName, num_ranks: int, num_near: int
-) -> LinkCost:
-    """Cost of a collective as a function of the whole tensor's bytes. A rank sends a part to each other rank.
-
-    Args:
-        cluster: Description of the cluster.
-        collective: Name of the collective.
-        num_ranks: Number of ranks of the group.
-        num_near: Number of other ranks of the group in a rank's own node.
-    """
-    num_far = num_ranks - 1 - num_near
-    link_class: LinkClass = "inter_node" if num_far else "intra_node"
-    link = collective_link(cluster, collective, link_class)
-    if link is None:
-        plain = cluster.inter_node if num_far else cluster.intra_node
-        sharers = cluster.devices_per_node if num_far else 1
-        cost = LinkCost(plain.alpha_s, sharers / plain.bandwidth_bytes_per_s)
-    else:
-        cost = link_cost(link)
-    counted = num_far or num_ranks - 1
-    return LinkCost(cost.alpha_s, cost.beta_s_per_byte * counted / num_ranks)

@@ -1,6 +1,6 @@
 """Traffic of a layer's transfers on the busiest device, link and NIC.
 
-Shape letters: P transfers from device to device.
+Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
 from dataclasses import dataclass

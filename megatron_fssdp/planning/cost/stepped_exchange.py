@@ -21,8 +21,7 @@ import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
-from megatron_fssdp.planning.placement.group_ring import GroupRing
-from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.placement.topology import GroupRing, Topology
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ all-to-all everything that one rank sends, with its own part.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 
 Schedule = Literal["baseline", "megatron", "s1", "s2"]
-"""Order of a layer's collectives.
+"""Order of a layer's collectives: DeepSpeed-MoE's (``baseline``), Parm's (``s1``, ``s2``) or ours.
 
-``baseline`` is DeepSpeed-MoE's order, ``s1`` and ``s2`` are Parm's. ``megatron`` is ours: it divides tokens
-as ``s1`` does, and runs the collectives that Megatron runs under sequence parallelism.
+Ours, ``megatron``, divides tokens as ``s1`` does, and runs the collectives that Megatron runs under sequence
+parallelism.
 """
 
 LEAST_SLICE_BYTES = 1 << 19
@@ -44,15 +44,8 @@ SAA).
 """
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a forward pass.
-
-    Attributes:
-        kind: Kind of the collective.
-        over: Group of ranks that take part.
-        num_bytes: Bytes of the whole tensor.
-    """
+class Collective(NamedTuple):
+    """One collective of a forward pass: its kind, the group that takes part, and the whole tensor's bytes."""
 
     kind: Kind
     over: Group
@@ -73,9 +66,6 @@ class ScheduledLayer:
         element_bytes: Bytes of one number of a token's hidden state.
         is_split: Whether the ranks of an MP group already have different tokens, as under sequence
             parallelism.
-
-    Raises:
-        ValueError: A group has no ranks.
     """
 
     num_tokens: float
@@ -86,12 +76,6 @@ class ScheduledLayer:
     n_ep: int = 1
     element_bytes: int = 4
     is_split: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self.n_mp, self.n_esp, self.n_ep) < 1:
-            raise ValueError(
-                f"n_mp is {self.n_mp}, n_esp {self.n_esp}, n_ep {self.n_ep}: wanted groups of 1 rank or more"
-            )
 
     @property
     def tokens_bytes(self) -> float:
@@ -119,47 +103,30 @@ def collectives_of(schedule: Schedule, layer: ScheduledLayer) -> tuple[Collectiv
 
     A backward pass has their transposes with the same sizes: it gathers where the forward pass splits, and
     the reverse.
-
-    Args:
-        schedule: Order of the layer's collectives.
-        layer: Sizes of the layer and of its groups.
     """
-    own = layer.dumped_bytes / layer.n_mp
+    own, rows_bytes = layer.dumped_bytes / layer.n_mp, layer.rows_bytes
     leaving = () if layer.is_split else (Collective("all_gather", "mp", layer.tokens_bytes),)
     if schedule == "baseline":
         # Parm, Eq. 1. Under sequence parallelism each rank has only 1 / N_MP of the tokens.
         share = layer.n_mp if layer.is_split else 1
-        found: tuple[Collective, ...] = (
-            Collective("all_gather", "esp", layer.tokens_bytes * layer.n_esp / share),
-            Collective("all_to_all", "ep", layer.dumped_bytes / share),
-            Collective("all_reduce", "esp", layer.dumped_bytes / share),
-            Collective("all_to_all", "ep", layer.dumped_bytes / share),
-        )
+        exchange = Collective("all_to_all", "ep", layer.dumped_bytes / share)
+        entering = Collective("all_gather", "esp", layer.tokens_bytes * layer.n_esp / share)
+        summing = Collective("all_reduce", "esp", layer.dumped_bytes / share)
+        found: tuple[Collective, ...] = (entering, exchange, summing, exchange)
     elif schedule == "megatron":
-        found = (
-            Collective("all_to_all", "ep", layer.rows_bytes / layer.n_mp),
-            Collective("all_gather", "esp", own),
-            Collective("reduce_scatter", "esp", own),
-            Collective("all_to_all", "ep", layer.rows_bytes / layer.n_mp),
-            *leaving,
-        )
+        exchange = Collective("all_to_all", "ep", rows_bytes / layer.n_mp)
+        of_parts = (Collective("all_gather", "esp", own), Collective("reduce_scatter", "esp", own))
+        found = (exchange, *of_parts, exchange, *leaving)
     elif schedule == "s1" or layer.is_split or layer.n_mp == 1:
-        # If tokens are split before the gate, or if MP has a single rank, S2 is the same as S1.
+        # Eq. 11, or Eq. 2. If tokens are split before the gate, or if MP has one rank, S2 is the same as S1.
         exchange = Collective("all_to_all", "ep_esp", own)
-        found = (exchange, exchange, *leaving)  # Eq. 11, or Eq. 2
+        found = (exchange, exchange, *leaving)
     else:
         # Eq. 14, with N_ESP as in Eq. 7.
-        found = (
-            Collective("all_to_all", "ep_esp", own),
-            Collective("overlapped_all_to_all", "ep_esp", own),
-            Collective("all_gather", "mp", layer.rows_bytes),
-        )
-    sizes = {
-        "mp": layer.n_mp,
-        "esp": layer.n_esp,
-        "ep": layer.n_ep,
-        "ep_esp": layer.n_ep * layer.n_esp,
-    }
+        kinds: tuple[Kind, ...] = ("all_to_all", "overlapped_all_to_all")
+        exchanges = (Collective(kind, "ep_esp", own) for kind in kinds)
+        found = (*exchanges, Collective("all_gather", "mp", rows_bytes))
+    sizes = {"mp": layer.n_mp, "esp": layer.n_esp, "ep": layer.n_ep, "ep_esp": layer.n_ep * layer.n_esp}
     return tuple(collective for collective in found if sizes[collective.over] > 1)
 
 
@@ -167,10 +134,6 @@ def rows_of_device(schedule: Schedule, layer: ScheduledLayer) -> float:
     """Number of rows for which a device computes its part of an expert, if loads are even.
 
     Only ``baseline`` computes every row N_MP times if the MP ranks have the same tokens (Parm, §III-A).
-
-    Args:
-        schedule: Order of the layer's collectives.
-        layer: Sizes of the layer and of its groups.
     """
     is_repeated = schedule == "baseline" and not layer.is_split
     return layer.num_rows * layer.n_esp / (1 if is_repeated else layer.n_mp)
@@ -183,54 +146,26 @@ ScheduleCosts = Mapping[tuple[Kind, Group], LinkCost]
 def schedule_seconds(schedule: Schedule, layer: ScheduledLayer, costs: ScheduleCosts) -> float:
     """Seconds of the collectives of a forward pass (Parm, Eq. 1, 11 and 14).
 
-    Args:
-        schedule: Order of the layer's collectives.
-        layer: Sizes of the layer and of its groups.
-        costs: Costs of all collectives of the schedule.
-
     Raises:
         KeyError: The cost of a collective is missing.
     """
-    return math.fsum(
-        costs[collective.kind, collective.over].time_s(collective.num_bytes)
-        for collective in collectives_of(schedule, layer)
-    )
-
-
-def is_known(schedule: Schedule, layer: ScheduledLayer, costs: ScheduleCosts) -> bool:
-    """Whether the costs of all collectives of a schedule are known.
-
-    Args:
-        schedule: Order of the layer's collectives.
-        layer: Sizes of the layer and of its groups.
-        costs: The known costs.
-    """
-    return all((found.kind, found.over) in costs for found in collectives_of(schedule, layer))
+    return math.fsum(costs[kind, over].time_s(size) for kind, over, size in collectives_of(schedule, layer))
 
 
 def predicted_seconds(
     layer: ScheduledLayer, costs: ScheduleCosts, among: tuple[Schedule, ...]
 ) -> dict[Schedule, float]:
-    """Modelled seconds of a forward pass's collectives, for each schedule whose costs are known.
-
-    Args:
-        layer: Sizes of the layer and of its groups.
-        costs: The known costs.
-        among: The schedules to compare.
-    """
+    """:func:`schedule_seconds` of each schedule of ``among`` whose costs are all known, in the same order."""
     return {
         schedule: schedule_seconds(schedule, layer, costs)
         for schedule in among
-        if is_known(schedule, layer, costs)
+        if all((kind, over) in costs for kind, over, _ in collectives_of(schedule, layer))
     }
 
 
 def best_schedule(predicted: Mapping[Schedule, float]) -> Schedule:
-    """The schedule with the fewest modelled seconds.
+    """The schedule with the fewest of the predicted seconds, of which there is at least one.
 
     Of schedules with equal seconds it is the first one (Parm, Alg. 1, prefers S1 to S2).
-
-    Args:
-        predicted: Modelled seconds of each candidate, in order of preference. At least one candidate.
     """
     return min(predicted, key=lambda schedule: predicted[schedule])

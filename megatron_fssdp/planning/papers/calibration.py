@@ -3,10 +3,11 @@
 Shape letters: E experts, D devices.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import checked_counts
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import (
@@ -15,7 +16,6 @@ from megatron_fssdp.planning.cost.layer_seconds import (
     counts_seconds,
     expert_seconds,
     layer_seconds,
-    transfer_seconds,
 )
 from megatron_fssdp.planning.cost.layer_traffic import (
     NO_TRANSFER,
@@ -23,44 +23,23 @@ from megatron_fssdp.planning.cost.layer_traffic import (
     transfer_traffic,
 )
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, plan_dispatch
-from megatron_fssdp.planning.loads.checked_loads import checked_counts
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 
+MaterializationPlanner = Callable[..., ExpertPlacement]
+"""A planner of one layer: ``(owner_E, load_DE, topology, *, overlap_degree, slots)`` to a placement.
 
-class MaterializationPlanner(Protocol):
-    """A planner of one layer that gets loads by source and expert, such as ``plan_materialization``."""
-
-    def __call__(
-        self, owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
-    ) -> ExpertPlacement:
-        """Plan a placement of one layer.
-
-        Args:
-            owner_E: Owner of every expert, integers ``[E]``.
-            load_DE: Load by source device and expert, ``[D, E]``.
-            topology: Nodes of the devices.
-            overlap_degree: Most experts that may be replicated, t.
-            slots: Most replicas that a device may hold, m.
-        """
-        ...
+Its arguments are those of :func:`sparse_materialization`, but for the loads, which are by source device too.
+"""
 
 
 def sparse_materialization_by_source(
     owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
 ) -> ExpertPlacement:
-    """Hecate's Alg. 1 as a :class:`MaterializationPlanner`. It uses only the sums of the loads over sources.
-
-    Args:
-        owner_E: Owner of every expert, integers ``[E]``.
-        load_DE: Load by source device and expert, ``[D, E]``.
-        topology: Nodes of the devices.
-        overlap_degree: Most experts that may be replicated, t.
-        slots: Most replicas that a device may hold, m.
-    """
+    """Hecate's Alg. 1 as a :data:`MaterializationPlanner`; it sums ``load_DE`` over the sources."""
     load_E = np.asarray(load_DE).sum(axis=0)
     return sparse_materialization(owner_E, load_E, topology, overlap_degree=overlap_degree, slots=slots)
 
@@ -88,18 +67,16 @@ def calibrated_placement(
     The paper leaves some points open. We solve them as follows:
 
     * The planner runs again with the same overlap degree. So at most ``overlap_degree`` experts get more
-    replicas,
-      and the layer may then have up to twice as many replicated experts.
-    * Replicas that are there stay, even if the counts do not need them, because their transfer is already
-    paid. * The additions of the most loaded 1, 2, 4, ... experts and of all experts are compared, because the
-    additions
-      of one expert may pay off when those of all do not.
+      replicas, and the layer may then have up to twice as many replicated experts.
+    * Replicas that are there stay, even if the counts do not need them: their transfer is already paid.
+    * The additions of the most loaded 1, 2, 4, ... experts and of all experts are compared, because the
+      additions of one expert may pay off when those of all do not.
 
-    The gain of a candidate is the difference of two prices of :func:`layer_seconds` with the exact dispatch.
-    All micro-batches are assumed to have the counts of this one. The candidate pays for the gather of its
-    additions, which nothing hides. It also pays for the part of the longer reduction that compute does not
-    hide. With re-materialization it pays for the longer gathers of all later passes, too. The host's time for
-    this search is not counted.
+    The gain of a candidate is the difference of two prices of :func:`layer_seconds` with the exact dispatch,
+    as if all micro-batches had these counts. The candidate pays for the gather of its additions, which
+    nothing hides, and for the part of the longer reduction that compute does not hide. With
+    re-materialization it also pays for the longer gathers of all later passes. The host's time for this
+    search is not counted.
 
     Args:
         planned: The placement whose replicas are on their devices or are being gathered.
@@ -133,11 +110,10 @@ def calibrated_placement(
     counts_s = counts_seconds(profile, topology, planned.num_experts)
     gather = transfer_traffic(two_level_transfer(planned, topology), topology)
 
-    def price_of(
-        placement: ExpertPlacement, replicas: TransferTraffic, addition: TransferTraffic
-    ) -> LayerPrice:
-        """Price of the layer under a placement, all of whose replicas have the traffic ``replicas``."""
+    def price_of(placement: ExpertPlacement, addition: TransferTraffic) -> LayerPrice:
+        """Price of the layer under a placement."""
         dispatch = plan_dispatch(dispatch_policy, num_micro_batches * counts, placement, topology)
+        replicas = transfer_traffic(two_level_transfer(placement, topology), topology)
         return layer_seconds(
             LayerWork(float(dispatch.device_tokens_D.max()), dispatch.busiest, gather, replicas, addition),
             profile,
@@ -147,21 +123,18 @@ def calibrated_placement(
             hides=hides,
         )
 
-    price = price_of(planned, gather, NO_TRANSFER)
+    price = price_of(planned, NO_TRANSFER)
     cluster = profile.cluster
     mean_tokens = num_micro_batches * float(counts.sum()) / planned.num_devices
-    ideal_s = (
-        (1 + BACKWARD_PER_FORWARD)
-        * num_micro_batches
-        * expert_seconds(mean_tokens, profile.flops_per_token, cluster.expert_flops_per_s, num_micro_batches)
+    forward_s = expert_seconds(
+        mean_tokens, profile.flops_per_token, cluster.expert_flops_per_s, num_micro_batches
     )
     # No candidate is faster than a balanced layer without any traffic. If even that would save less than the
     # transfer of one expert costs, the planner does not have to run.
-    savable_s = float(price.moe_s) - num_micro_batches * counts_s - ideal_s
+    savable_s = float(price.moe_s) - num_micro_batches * (counts_s + (1 + BACKWARD_PER_FORWARD) * forward_s)
     if life is ReplicaLife.ITERATION:
         savable_s -= float(price.gather_s)  # The replicas of ``planned`` are gathered in any case.
-    one_way_s = min(link.time_s(profile.expert_bytes) for link in (cluster.intra, cluster.inter))
-    if savable_s <= one_way_s:
+    if savable_s <= min(link.time_s(profile.expert_bytes) for link in (cluster.intra, cluster.inter)):
         return None
     wanted = planner(planned.owner_E, counts, topology, overlap_degree=overlap_degree, slots=slots)
     additions = _additions(planned, wanted, counts.sum(axis=0), slots)
@@ -169,27 +142,17 @@ def calibrated_placement(
     for num_experts in doubling(len(additions)):
         pairs = [pair for of_expert in additions[:num_experts] for pair in of_expert]
         candidate = planned.with_replicas(pairs, slots=slots)
-        added = additional_transfer(planned, candidate, topology)
-        if savable_s - transfer_seconds(added, profile.expert_bytes, topology, profile) <= best_gain_s:
-            continue
-        replicas = transfer_traffic(two_level_transfer(candidate, topology), topology)
-        gain_s = price.moe_s - price_of(candidate, replicas, transfer_traffic(added, topology)).moe_s
+        added = transfer_traffic(additional_transfer(planned, candidate, topology), topology)
+        gain_s = float(price.moe_s - price_of(candidate, added).moe_s)
         if gain_s > best_gain_s:
-            best, best_gain_s = candidate, float(gain_s)
+            best, best_gain_s = candidate, gain_s
     return best
 
 
 def _additions(
     planned: ExpertPlacement, wanted: ExpertPlacement, load_E: np.ndarray, slots: int
 ) -> list[list[tuple[int, int]]]:
-    """The replicas to add: for each expert, in descending load, its (expert, device) pairs with free slots.
-
-    Args:
-        planned: The placement with the replicas that are there.
-        wanted: The placement that the planner wants.
-        load_E: Load of every expert, ``[E]``.
-        slots: Most replicas that a device may hold.
-    """
+    """The wanted (expert, device) pairs with free slots, by expert in descending load."""
     missing_ED = wanted.present_ED & ~planned.present_ED
     left_D = slots - planned.replicas_per_device_D
     additions = []

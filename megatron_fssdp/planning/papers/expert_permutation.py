@@ -27,32 +27,23 @@ def permuted_owners(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -
         ValueError: The experts cannot be exchanged (:func:`check_exchangeable`).
     """
     per_device = check_exchangeable(owner_E, num_devices)
-    owner = np.asarray(owner_E, dtype=np.int64)
-    load_D = np.zeros(num_devices)
-    room_D = np.full(num_devices, per_device)
-    new_E = np.empty_like(owner)
+    load_D, room_D = np.zeros(num_devices), np.full(num_devices, per_device)
+    new_E = np.array(owner_E, dtype=np.int64)
     for expert in np.argsort(-np.asarray(load_E, dtype=float), kind="stable").tolist():
-        open_load_D = np.where(room_D > 0, load_D, np.inf)
-        least = open_load_D.min()
-        present = int(owner[expert])
-        device = present if open_load_D[present] == least else int(open_load_D.argmin())
-        new_E[expert] = device
-        load_D[device] += load_E[expert]
-        room_D[device] -= 1
+        open_load_D, present = np.where(room_D > 0, load_D, np.inf), new_E[expert]
+        if open_load_D[present] > open_load_D.min():
+            new_E[expert] = open_load_D.argmin()
+        load_D[new_E[expert]] += load_E[expert]
+        room_D[new_E[expert]] -= 1
     return new_E
 
 
 def check_exchangeable(owner_E: np.ndarray, num_devices: int) -> int:
-    """Check that an exchange of experts is possible and useful.
-
-    A group of one device passes the check, although it has nothing to exchange.
+    """Number of experts that each device owns, if an exchange is possible and useful, or on one device.
 
     Args:
         owner_E: Present owner of every expert, integers ``[E]``.
         num_devices: Number of devices, D.
-
-    Returns:
-        Number of experts that each device owns.
 
     Raises:
         ValueError: The devices own different numbers of experts, or every device owns only one. In the latter

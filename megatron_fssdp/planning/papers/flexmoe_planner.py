@@ -8,17 +8,16 @@ Shape letters: E experts, D devices, N nodes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import moving_seconds, placement_seconds
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
-from megatron_fssdp.planning.loads.load_statistics import max_over_mean
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +39,9 @@ class ReplicaPrice:
     weighs_moves: bool = True
 
     def iteration_s(self, placement: ExpertPlacement) -> float:
-        """Seconds of the layer in an iteration under a placement.
-
-        They contain the all-to-alls, the experts, and the exposed seconds of the all-reduce of gradients
-        among the holders of an expert.
-        """
+        """Seconds of an iteration: all-to-alls, experts, and what is exposed of the gradients' all-reduce."""
         life = ReplicaLife.RESIDENT
-        price = placement_seconds(self.counts_DE, placement, self.topology, self.profile, life)
-        return float(price.moe_s)
+        return float(placement_seconds(self.counts_DE, placement, self.topology, self.profile, life).moe_s)
 
     def move_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
         """Seconds in which owners send parameters, masters and optimizer states to new replicas."""
@@ -80,27 +74,17 @@ def next_resident_placement(
     Returns:
         A placement with the same owners; ``placement`` itself if nothing pays.
     """
-    for _ in range(most_steps):
-        load_D = plan_dispatch("even", price.counts_DE, placement, price.topology).device_tokens_D
-        if max_over_mean(load_D) <= threshold:
-            break
-        step = next(_paying(placement, _expansions(placement, price, load_D, slots), price), None)
-        if step is None:
-            break
-        placement = step
-    for _ in range(most_steps):
-        step = next(_paying(placement, _migrations(placement, price.topology, slots), price), None)
-        if step is None:
-            break
-        placement = step
+    for steps_of in (
+        lambda present: _expansions(present, price, threshold, slots),
+        lambda present: _migrations(present, price.topology, slots),
+    ):
+        for _ in range(most_steps):
+            steps = steps_of(placement)
+            step = next((step for step in steps if price.saving_s(placement, step) > 0), None)
+            if step is None:
+                break
+            placement = step
     return placement
-
-
-def _paying(
-    placement: ExpertPlacement, steps: Iterator[ExpertPlacement], price: ReplicaPrice
-) -> Iterator[ExpertPlacement]:
-    """The steps that save seconds."""
-    return (step for step in steps if price.saving_s(placement, step) > 0)
 
 
 TRIED = 4
@@ -108,56 +92,38 @@ TRIED = 4
 
 
 def _expansions(
-    placement: ExpertPlacement, price: ReplicaPrice, load_D: np.ndarray, slots: int
+    placement: ExpertPlacement, price: ReplicaPrice, threshold: float, slots: int
 ) -> Iterator[ExpertPlacement]:
-    """Placements with one more replica, the most promising first.
+    """Placements with one more replica: the highest load per replica and the least loaded device first.
 
-    If the device of the new replica has no free slot, its replica with the lowest load is removed.
-
-    Args:
-        placement: The present placement.
-        price: Modelled seconds, with the counts.
-        load_D: Load of every device, float64 ``[D]``.
-        slots: Most replicas that a device may hold.
+    If the device of the new replica has no free slot, its replica with the lowest load is removed. There are
+    none if the maximum over the mean of the device loads is at most ``threshold``.
     """
     present_ED, owner_E = placement.present_ED, placement.owner_E
-    load_E = price.counts_DE.sum(axis=0)
-    each_E = load_E / np.count_nonzero(present_ED, axis=1)
+    load_D = plan_dispatch("even", price.counts_DE, placement, price.topology).device_tokens_D
+    if max_over_mean(load_D) <= threshold:
+        return
+    devices = np.argsort(load_D, kind="stable")
+    each_E = price.counts_DE.sum(axis=0) / np.count_nonzero(present_ED, axis=1)
     for expert in np.argsort(-each_E, kind="stable")[:TRIED].tolist():
-        for device in islice(_candidates(present_ED[expert], load_D), TRIED):
+        for device in devices[~present_ED[expert, devices]][:TRIED].tolist():
             grown_ED = present_ED.copy()
             grown_ED[expert, device] = True
-            here_E = present_ED[:, device] & (owner_E != device)
-            if np.count_nonzero(here_E) >= slots:
-                replicas = np.flatnonzero(here_E)
-                if not slots or not len(replicas):
+            replicas = np.flatnonzero(present_ED[:, device] & (owner_E != device))
+            if len(replicas) >= slots:
+                if not slots:
                     continue
                 grown_ED[replicas[np.argmin(each_E[replicas])], device] = False
             yield ExpertPlacement(owner_E, grown_ED, slots=slots)
-
-
-def _candidates(present_D: np.ndarray, load_D: np.ndarray) -> Iterator[int]:
-    """The devices that do not have an expert, the least loaded device first.
-
-    Args:
-        present_D: Whether each device has the expert, bool ``[D]``.
-        load_D: Load of every device, float64 ``[D]``.
-    """
-    return (device for device in np.argsort(load_D, kind="stable").tolist() if not present_D[device])
 
 
 def _migrations(placement: ExpertPlacement, topology: Topology, slots: int) -> Iterator[ExpertPlacement]:
     """Placements in which one replica has moved to another device, in a node that already holds its expert.
 
     A replica moves only if it is the only holder in its node. Its own node also counts as one that holds the
-    expert.
-
-    Args:
-        placement: The present placement.
-        topology: Nodes of the devices.
-        slots: Most replicas that a device may hold.
+    expert. A device may hold ``slots`` replicas.
     """
-    node_D = np.asarray(topology.node_of_device)
+    node_D = topology.node_of_device_D
     room_D = slots - placement.replicas_per_device_D
     for expert in range(placement.num_experts):
         holders = placement.holders(expert)

@@ -3,12 +3,9 @@
 Shape letters: L MoE layers, E experts, D devices, N nodes, H selected experts of a layer.
 """
 
-from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
-
 import numpy as np
 
-from megatron_fssdp.planning.loads.checked_loads import checked_load
+from megatron_fssdp.planning.arrays import checked_load
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -22,17 +19,15 @@ def heterogeneous_sharding(
     layers share, so memory stays even.
 
     1. The t = ``overlap_degree`` most loaded experts of each layer are set aside, because they will be
-    replicated
-       anyway.
+       replicated anyway.
     2. The other experts are placed layer by layer. Layers are ordered by the load of their most loaded
-    remaining
-       expert, the highest first. Within a layer, experts are placed in descending load. Each goes to the
-       least loaded node that has a free slot, and there to the least loaded device that has one. The load is
-       that of the experts of this layer that have been placed so far. Among equally loaded nodes or devices,
-       the one with fewer free slots comes first.
+       remaining expert, the highest first. Within a layer, experts are placed in descending load. Each goes
+       to the least loaded node that has a free slot, and there to the least loaded device that has one. The
+       load is that of the experts of this layer that have been placed so far. Among equally loaded nodes or
+       devices, the one with fewer free slots comes first.
     3. The experts that were set aside fill the remaining slots. In descending load over all layers, each
-    stays
-       with its present owner if that has a free slot. The others are then placed layer by layer as in step 2.
+       stays with its present owner if that has a free slot. The others are then placed layer by layer as in
+       step 2.
 
     The paper leaves some points open. We solve them as follows. Nodes of different sizes are compared by load
     for each device and by free slots for each device. Remaining ties go to the present owner (its node, then
@@ -67,139 +62,79 @@ def heterogeneous_sharding(
     order_LE = np.argsort(-load, axis=1, kind="stable")
     set_aside_LH, remaining_LH = order_LE[:, :overlap_degree], order_LE[:, overlap_degree:]
     shards = _Shards(owners, load, topology)
-    for layer in _by_first_load(load, remaining_LH):
-        shards.place(layer, remaining_LH[layer].tolist())
-    moving = shards.keep(_by_load(load, set_aside_LH))
-    for layer in _by_first_load(load, set_aside_LH):
-        shards.place(layer, [expert for expert in set_aside_LH[layer].tolist() if (layer, expert) in moving])
+    shards.place(remaining_LH)
+    layers, experts = np.repeat(np.arange(len(load)), set_aside_LH.shape[1]), set_aside_LH.reshape(-1)
+    by_load = np.lexsort((experts, layers, -load[layers, experts]))
+    for layer, expert in zip(layers[by_load].tolist(), experts[by_load].tolist(), strict=True):
+        owner = shards.owner_LE[layer][expert]
+        if shards.free_D[owner]:
+            shards.assign(layer, expert, owner)
+    shards.place(set_aside_LH)
     return owners.with_owners(np.array(shards.device_LE, dtype=np.int64).reshape(load.shape))
 
 
-def _by_first_load(load_LE: np.ndarray, expert_LH: np.ndarray) -> list[int]:
-    """The layers in descending order of the load of their first listed expert; empty if no expert is listed.
-
-    Args:
-        load_LE: Load of every expert, float64 ``[L, E]``.
-        expert_LH: Listed experts of every layer, int64 ``[L, H]``.
-    """
-    if not expert_LH.shape[1]:
-        return []
-    first_L = np.take_along_axis(load_LE, expert_LH[:, :1], axis=1)[:, 0]
-    return np.argsort(-first_L, kind="stable").tolist()
-
-
-def _by_load(load_LE: np.ndarray, expert_LH: np.ndarray) -> list[tuple[int, int]]:
-    """The listed experts of all layers as (layer, expert), in descending load; ties by layer, then expert.
-
-    Args:
-        load_LE: Load of every expert, float64 ``[L, E]``.
-        expert_LH: Listed experts of every layer, int64 ``[L, H]``.
-    """
-    layers = np.repeat(np.arange(load_LE.shape[0]), expert_LH.shape[1])
-    experts = expert_LH.reshape(-1)
-    order = np.lexsort((experts, layers, -load_LE[layers, experts]))
-    return list(zip(layers[order].tolist(), experts[order].tolist(), strict=True))
-
-
 class _Shards:
-    """The experts placed so far, the free slots of every device, and the load of every layer on every device.
+    """The experts placed so far (-1: not yet), free slots, and the load of every layer on every device.
 
-    The class uses plain lists and floats, because every step touches only one device and one node.
-
-    Attributes:
-        device_LE: New owner of every expert, or -1 before it is placed; nested lists ``[L, E]``.
+    These are plain lists and floats, because every step touches only one device and one node.
     """
 
     def __init__(self, owners: OwnerMap, load_LE: np.ndarray, topology: Topology) -> None:
-        self.device_LE = np.full(load_LE.shape, -1).tolist()
-        self._owner_LE = owners.device_LE.tolist()
-        self._load_LE = load_LE.tolist()
-        self._load_LD = np.zeros((owners.num_layers, owners.num_devices)).tolist()
-        self._free_D = [owners.slots_per_device] * owners.num_devices
-        self._devices_N = topology.devices_by_node
-        self._node_D = topology.node_of_device
+        self.device_LE: list[list[int]] = np.full(load_LE.shape, -1).tolist()
+        self.owner_LE: list[list[int]] = owners.device_LE.tolist()
+        self.free_D = [owners.slots_per_device] * owners.num_devices
+        self._load_LE: list[list[float]] = load_LE.tolist()
+        self._load_LD = [[0.0] * owners.num_devices for _ in load_LE]
+        self._topology = topology
 
-    def keep(self, experts: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Let experts stay with their present owners as long as these have free slots.
-
-        Args:
-            experts: (layer, expert) pairs in the order in which they get slots.
-
-        Returns:
-            The (layer, expert) pairs that did not get a slot.
-        """
-        without_slot = set()
-        for layer, expert in experts:
-            device = self._owner_LE[layer][expert]
-            if self._free_D[device]:
-                self._assign(layer, expert, device)
-            else:
-                without_slot.add((layer, expert))
-        return without_slot
-
-    def place(self, layer: int, experts: list[int]) -> None:
-        """Place experts of one layer, each on the least loaded node and device (Alg. 2, lines 9 to 13).
-
-        Args:
-            layer: The layer.
-            experts: Experts of the layer in the order in which they are placed.
-        """
-        if not experts:
-            return
-        loads, free = self._load_LD[layer], self._free_D
-        node_load = [sum([loads[device] for device in devices]) for devices in self._devices_N]
-        node_free = [sum([free[device] for device in devices]) for devices in self._devices_N]
-        sizes = [len(devices) for devices in self._devices_N]
-        nodes = _LeastLoaded(
-            (load / size, num_free / size, node)
-            for node, (load, num_free, size) in enumerate(zip(node_load, node_free, sizes, strict=True))
-        )
-        devices_in = [
-            _LeastLoaded((loads[device], free[device], device) for device in devices)
-            for devices in self._devices_N
-        ]
-        for expert in experts:
-            owner = self._owner_LE[layer][expert]
-            node = nodes.least(self._node_D[owner])
-            device = devices_in[node].least(owner)
-            self._assign(layer, expert, device)
-            node_load[node] += self._load_LE[layer][expert]
-            node_free[node] -= 1
-            devices_in[node].change(loads[device], free[device], device)
-            nodes.change(node_load[node] / sizes[node], node_free[node] / sizes[node], node)
-
-    def _assign(self, layer: int, expert: int, device: int) -> None:
+    def assign(self, layer: int, expert: int, device: int) -> None:
         """Give an expert of a layer a slot on a device."""
         self.device_LE[layer][expert] = device
         self._load_LD[layer][device] += self._load_LE[layer][expert]
-        self._free_D[device] -= 1
+        self.free_D[device] -= 1
+
+    def place(self, expert_LH: np.ndarray) -> None:
+        """Place those of each layer's experts (in descending load) that have no slot yet (lines 9 to 13)."""
+        if expert_LH.shape[1]:
+            first_L = [self._load_LE[layer][expert] for layer, expert in enumerate(expert_LH[:, 0].tolist())]
+            for layer in sorted(range(len(first_L)), key=lambda layer: -first_L[layer]):
+                self._place_layer(layer, expert_LH[layer].tolist())
+
+    def _place_layer(self, layer: int, experts: list[int]) -> None:
+        """Place experts of one layer in the given order, each on the least loaded node and device."""
+        load_D, free_D, members_N = self._load_LD[layer], self.free_D, self._topology.devices_by_node
+        in_node = [_OpenPlaces() for _ in members_N]
+        nodes = _OpenPlaces()
+        node_load = [sum([load_D[device] for device in devices]) for devices in members_N]
+        node_free = [sum([free_D[device] for device in devices]) for devices in members_N]
+        for node, devices in enumerate(members_N):
+            nodes.update_place(node, node_load[node] / len(devices), node_free[node] / len(devices))
+            for device in devices:
+                in_node[node].update_place(device, load_D[device], free_D[device])
+        for expert in experts:
+            if self.device_LE[layer][expert] >= 0:
+                continue
+            owner = self.owner_LE[layer][expert]
+            node = nodes.least_loaded(self._topology.node_of_device[owner])
+            device, size = in_node[node].least_loaded(owner), len(members_N[node])
+            self.assign(layer, expert, device)
+            node_load[node] += self._load_LE[layer][expert]
+            node_free[node] -= 1
+            in_node[node].update_place(device, load_D[device], free_D[device])
+            nodes.update_place(node, node_load[node] / size, node_free[node] / size)
 
 
-class _LeastLoaded:
-    """A queue of the nodes or devices that have a free slot, the lowest (load, free slots, number) first.
+class _OpenPlaces(dict[int, tuple[float, float, int]]):
+    """The nodes or devices that have a free slot: number -> (load, free slots, number)."""
 
-    Args:
-        entries: (load, free slots, number) of every node or device.
-    """
-
-    def __init__(self, entries: Iterable[tuple[float, float, int]]) -> None:
-        self._heap = [entry for entry in entries if entry[1]]
-        heapify(self._heap)
-        self._current = {number: (load, free) for load, free, number in self._heap}
-
-    def least(self, preferred: int) -> int:
-        """Number of the first node or device; ``preferred`` if it has the same load and free slots."""
-        heap, current = self._heap, self._current
-        # Free slots only become fewer, so an outdated entry of the heap never becomes valid again.
-        while current.get(heap[0][2]) != heap[0][:2]:
-            heappop(heap)
-        load, free, first = heap[0]
-        return preferred if current.get(preferred) == (load, free) else first
-
-    def change(self, load: float, free: float, number: int) -> None:
-        """Update the load and the number of free slots of one node or device."""
+    def update_place(self, number: int, load: float, free: float) -> None:
+        """Set the load and the free slots of one place."""
         if free:
-            self._current[number] = (load, free)
-            heappush(self._heap, (load, free, number))
+            self[number] = (load, free, number)
         else:
-            del self._current[number]
+            self.pop(number, None)
+
+    def least_loaded(self, preferred: int) -> int:
+        """The first place by load, then free slots; ``preferred`` if it equals the first one in both."""
+        first = min(self.values())
+        return preferred if self.get(preferred, ())[:2] == first[:2] else first[2]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import checked_counts
 from megatron_fssdp.planning.compiled_form import kernels
-from megatron_fssdp.planning.loads.checked_loads import checked_counts
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 

@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import checked_counts
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS
-from megatron_fssdp.planning.loads.checked_loads import checked_counts
-
-AUTHORS_COMPUTE = 4
-"""Factor on compute in the authors' scripts (:meth:`ShadowingCosts.of_the_authors`)."""
 
 
 @dataclass(frozen=True)
@@ -43,53 +40,35 @@ class ShadowingCosts:
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a positive throughput")
 
     def of_the_authors(self, num_devices: int) -> "ShadowingCosts":
-        """Costs with which these formulas equal those of the authors' scripts.
+        """Costs with which these formulas equal those of the authors' scripts, on D expert-parallel devices.
 
         ``policy_fn`` of ``plotting/fig11.py`` (github.com/laekov/fastermoe-ae), which was copied from their
         system, counts the compute of every token four times (with the bytes of a number) and divides the
         transfers of a shadow by the number of devices.
-
-        Args:
-            num_devices: Number of expert-parallel devices, D.
         """
         return replace(
             self,
-            flops_per_token=AUTHORS_COMPUTE * self.flops_per_token,
+            flops_per_token=4 * self.flops_per_token,
             expert_bytes=self.expert_bytes / num_devices,
             gradient_bytes=self.gradient_bytes / num_devices,
         )
 
-    def compute_s(self, num_tokens: float) -> float:
-        """Seconds of expert compute, forward and backward: ``3 · 4·B·αH² / P`` (Eq. 7, 8).
+    # ``num_tokens`` is the paper's ``B``, the tokens of the most loaded device.
 
-        Args:
-            num_tokens: Tokens of the most loaded device, ``B``.
-        """
+    def compute_s(self, num_tokens: float) -> float:
+        """Seconds of expert compute, forward and backward: ``3 · 4·B·αH² / P`` (Eq. 7, 8)."""
         return (1 + BACKWARD_PER_FORWARD) * num_tokens * self.flops_per_token / self.flops_per_s
 
     def exchange_s(self, num_tokens: float) -> float:
-        """Seconds of four all-to-alls of the most loaded device's tokens: ``4 · B·H / W_net`` (Eq. 7).
-
-        Args:
-            num_tokens: Tokens of the most loaded device, ``B``.
-        """
+        """Seconds of the four all-to-alls: ``4 · B·H / W_net`` (Eq. 7)."""
         return NUM_ALL_TO_ALLS * num_tokens * self.token_bytes / self.bytes_per_s
 
     def imbalanced_s(self, num_tokens: float) -> float:
-        """Seconds of a layer without shadows: compute and all-to-alls (Eq. 7).
-
-        Args:
-            num_tokens: Tokens of the most loaded device, ``B``.
-        """
+        """Seconds of a layer without shadows: compute and all-to-alls (Eq. 7)."""
         return self.compute_s(num_tokens) + self.exchange_s(num_tokens)
 
     def shadowed_s(self, num_shadowed: int, num_tokens: float) -> float:
-        """Seconds of a layer with shadows: compute, and for each shadow a broadcast and a reduction (Eq. 8).
-
-        Args:
-            num_shadowed: Number of experts that are replicated on all devices.
-            num_tokens: Tokens of the most loaded device, ``B``.
-        """
+        """Seconds with shadows: compute, and for each shadow a broadcast and a reduction (Eq. 8)."""
         moved_bytes = num_shadowed * (self.expert_bytes + self.gradient_bytes)
         return self.compute_s(num_tokens) + moved_bytes / self.bytes_per_s
 
@@ -124,9 +103,8 @@ def select_shadows(
         ValueError: The counts do not match the owners, or they are not counts.
     """
     counts = checked_counts(counts_DE, len(counts_DE), len(owner_E))
-    num_devices = counts.shape[0]
     load_E = counts.sum(axis=0)
-    tokens_D = np.bincount(owner_E, weights=load_E, minlength=num_devices)
+    tokens_D = np.bincount(owner_E, weights=load_E, minlength=len(counts))
     exchanged_D = tokens_D.copy()
     least_s = costs.imbalanced_s(float(tokens_D.max()))
     shadowed: list[int] = []

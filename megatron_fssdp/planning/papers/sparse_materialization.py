@@ -3,13 +3,9 @@
 Shape letters: E experts, D devices.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
-from heapq import heapify, heappop, heapreplace
-
 import numpy as np
 
-from megatron_fssdp.planning.loads.checked_loads import checked_load
+from megatron_fssdp.planning.arrays import checked_load
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -54,22 +50,20 @@ def sparse_materialization(
             "0 of either means no replicas"
         )
     num_top = min(overlap_degree, placement.num_experts)
-    num_slots = min(slots, num_top)
+    num_slots, num_devices = min(slots, num_top), topology.num_devices
     top = np.argsort(-load, kind="stable")[:num_top]
     top = top[load[top] > 0]
     present_ED = placement.present_ED.copy()
     if num_slots == num_top:
         present_ED[top] = True
     elif num_slots > 0:
-        num_replicas = apportion_replicas(
-            load[top].tolist(), topology.num_devices * num_slots, topology.num_devices - 1
-        )
-        owners = placement.owner_E.tolist()
-        free = _FreeSlots(topology, num_slots)
-        unplaced = 0
-        for expert, wanted in zip(top.tolist(), num_replicas, strict=True):
-            devices = free.take(owners[expert], min(wanted + unplaced, topology.num_devices - 1))
-            unplaced += wanted - len(devices)
+        numbers = apportion_replicas(load[top].tolist(), num_devices * num_slots, num_devices - 1)
+        free_D, unplaced = np.full(num_devices, num_slots), 0
+        for expert, number in zip(top.tolist(), numbers, strict=True):
+            wanted = min(number + unplaced, num_devices - 1)
+            devices = _best_devices(int(placement.owner_E[expert]), free_D, topology)[:wanted]
+            free_D[devices] -= 1
+            unplaced += number - len(devices)
             present_ED[expert, devices] = True
     return ExpertPlacement(placement.owner_E, present_ED, slots=slots)
 
@@ -88,118 +82,42 @@ def apportion_replicas(loads: list[float], total: int, most: int) -> list[int]:
     Returns:
         Number of replicas of every expert, in the order of ``loads``.
     """
-    load_left = [0.0] * (len(loads) + 1)
-    for i in range(len(loads) - 1, -1, -1):
-        load_left[i] = load_left[i + 1] + loads[i]
+    load_left = np.cumsum(loads[::-1])[::-1].tolist()
     num_capped = 0
     while num_capped < len(loads) and total * loads[num_capped] >= most * load_left[num_capped]:
         if total <= most:
             break
         total -= most
         num_capped += 1
-    rest = loads[num_capped:]
-    if not rest:
-        return [most] * num_capped
-    shares = [total * load / load_left[num_capped] for load in rest]
+    shares = [total * load / load_left[num_capped] for load in loads[num_capped:]]
     numbers = [min(int(share), most) for share in shares]
-    rounded_down = [number - share for number, share in zip(numbers, shares, strict=True)]
-    order = sorted(range(len(rest)), key=rounded_down.__getitem__)
     left = total - sum(numbers)
-    for i in order:
-        if left <= 0:
-            break
-        if numbers[i] < most:
+    for i in sorted(range(len(shares)), key=lambda i: numbers[i] - shares[i]):
+        if left > 0 and numbers[i] < most:
             numbers[i] += 1
             left -= 1
     return [most] * num_capped + numbers
 
 
-class _FreeSlots:
-    """The free replica slots of every node and device while one placement is being built.
+def _best_devices(owner: int, free_D: np.ndarray, topology: Topology) -> np.ndarray:
+    """The devices with a free slot other than an expert's owner, in the order in which Alg. 1 takes them.
 
-    Attributes:
-        _devices: For each node, (-free slots, device) of its devices that have a free slot, sorted.
-        _nodes: For each node with a free slot, (-free slots of the node, -free slots, device) of its first
-            device in ``_devices``, sorted.
+    Taking a device gives its node the expert and one free slot less. In a node, devices are taken in a fixed
+    order, so the key of the i-th one is known beforehand, and all of them can be sorted at once.
+
+    Args:
+        owner: Owner of the expert. At first only its node has the expert.
+        free_D: Number of free slots of every device, int64 ``[D]``.
+        topology: Nodes of the devices.
     """
-
-    def __init__(self, topology: Topology, slots_per_device: int) -> None:
-        self._node_of = topology.node_of_device
-        self._free = [slots_per_device] * topology.num_devices
-        self._devices = [
-            [(-slots_per_device, device) for device in devices] for devices in topology.devices_by_node
-        ]
-        self._node_free = [slots_per_device * len(devices) for devices in self._devices]
-        self._nodes = sorted(
-            (-free, *devices[0]) for free, devices in zip(self._node_free, self._devices, strict=True)
-        )
-
-    def take(self, owner: int, wanted: int) -> list[int]:
-        """Take slots for one expert on distinct devices other than its owner, in the order of Alg. 1.
-
-        Args:
-            owner: Owner of the expert.
-            wanted: Number of slots to take at most.
-
-        Returns:
-            The devices of the taken slots.
-        """
-        node_of = self._node_of
-        owner_node = node_of[owner]
-        taken: list[int] = []
-        # At first only the owner's node has the expert. The first device of a node is its best one.
-        for _, _, device in self._nodes:
-            if len(taken) == wanted:
-                break
-            if node_of[device] != owner_node:
-                taken.append(device)
-        if len(taken) < wanted:
-            taken += self._take_again(owner, taken, wanted - len(taken))
-        for device in taken:
-            self._claim(device)
-        return taken
-
-    def _take_again(self, owner: int, taken: list[int], wanted: int) -> list[int]:
-        """More devices for one expert, after every node with a free slot has the expert.
-
-        Args:
-            owner: Owner of the expert.
-            taken: Devices that already get the expert.
-            wanted: Number of more devices at most.
-        """
-        first_on = {self._node_of[device]: device for device in taken}
-        # While this expert is placed, the eligible devices of a node keep their order, because the expert
-        # takes each of them at most once. Only the number of free slots of the node changes.
-        eligible: list[Iterator[tuple[int, int]]] = []
-        heap: list[tuple[int, int, int, int]] = []
-        for node, devices in enumerate(self._devices):
-            first = first_on.get(node, owner)
-            candidates = iter([entry for entry in devices if entry[1] != first])
-            eligible.append(candidates)
-            best = next(candidates, None)
-            if best is not None:
-                heap.append(((node in first_on) - self._node_free[node], *best, node))
-        heapify(heap)
-        more: list[int] = []
-        while heap and len(more) < wanted:
-            node_key, _, device, node = heap[0]
-            more.append(device)
-            best = next(eligible[node], None)
-            if best is None:
-                heappop(heap)
-            else:
-                heapreplace(heap, (node_key + 1, *best, node))
-        return more
-
-    def _claim(self, device: int) -> None:
-        """Take one slot of a device, and keep the sorted lists up to date."""
-        node = self._node_of[device]
-        devices, free = self._devices[node], self._free[device]
-        del self._nodes[bisect_left(self._nodes, (-self._node_free[node], *devices[0]))]
-        del devices[bisect_left(devices, (-free, device))]
-        self._free[device] = free - 1
-        self._node_free[node] -= 1
-        if free > 1:
-            insort(devices, (1 - free, device))
-        if devices:
-            insort(self._nodes, (-self._node_free[node], *devices[0]))
+    node_D = topology.node_of_device_D
+    node_free_N = np.bincount(node_D, weights=free_D).astype(np.int64)
+    can_D = free_D > 0
+    can_D[owner] = False
+    devices = np.flatnonzero(can_D)
+    devices = devices[np.lexsort((-free_D[devices], node_D[devices]))]
+    nodes = node_D[devices]
+    taken_before = np.arange(len(nodes)) - np.searchsorted(nodes, nodes)
+    has_expert = (nodes == node_D[owner]) | (taken_before > 0)
+    order = np.lexsort((devices, -free_D[devices], taken_before - node_free_N[nodes], has_expert))
+    return devices[order]

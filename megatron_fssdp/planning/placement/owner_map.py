@@ -1,14 +1,17 @@
-"""The owner map: which device keeps each expert of each layer, and in which of the device's slots.
+"""Which slot of which device holds each expert: owned slots of all layers, and slots of resident replicas.
 
 A slot holds the parameters and the optimizer state of one expert. A device has ``S = L*E/D`` slots over all
 MoE layers of its pipeline stage together. A device may therefore own any number of one layer's experts, and
 all devices still use the same memory (Hecate §4.3). If there are fewer experts of a layer than devices, a
 device owns none of most layers. ``S`` is then rounded up, and some slots may be free.
 
-Shape letters: L MoE layers, E experts, D devices.
+Resident replicas (FlexMoE) outlive iterations and have Parameters and optimizer states of their own. Every
+device has W resident slots for each layer. They are numbered after its owned slots, layer by layer.
+
+Shape letters: L MoE layers of a pipeline stage, E experts, D devices, W slots, P pairs of expert and device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -16,21 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.planning.placement.array_freezing import frozen_array
+from megatron_fssdp.planning.arrays import frozen_array
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 
 
 @dataclass(frozen=True)
 class SlotMove:
-    """One expert that changes its slot.
-
-    Attributes:
-        layer: Index of the expert's layer in the owner map.
-        expert: Number of the expert in its layer.
-        source_device: Device that has the expert before the move.
-        source_slot: Slot of that device in which the expert is.
-        device: Device that has the expert after the move.
-        slot: Slot of that device into which the expert goes.
-    """
+    """One expert of a layer (its index in the map) whose content goes from one device's slot to another's."""
 
     layer: int
     expert: int
@@ -59,9 +54,9 @@ class OwnerMap:
     num_devices: int
 
     def __post_init__(self) -> None:
-        device_LE, slot_LE = frozen_array(self.device_LE, np.int64), frozen_array(self.slot_LE, np.int64)
-        object.__setattr__(self, "device_LE", device_LE)
-        object.__setattr__(self, "slot_LE", slot_LE)
+        for name in ("device_LE", "slot_LE"):
+            object.__setattr__(self, name, frozen_array(getattr(self, name), np.int64))
+        device_LE, slot_LE = self.device_LE, self.slot_LE
         if device_LE.ndim != 2 or device_LE.shape != slot_LE.shape:
             raise ValueError(
                 f"owner map: got devices of shape {device_LE.shape} and slots of shape {slot_LE.shape}, "
@@ -73,11 +68,10 @@ class OwnerMap:
                 f"owner map: got {device_LE.size} experts on {self.num_devices} devices, wanted the same "
                 "number of slots on every device; use a number of experts that the devices can share evenly"
             )
-        places = self._places
         in_range = ((slot_LE >= 0) & (slot_LE < self.slots_per_device)).all()
         in_range &= ((device_LE >= 0) & (device_LE < self.num_devices)).all()
         # As many experts as slots that use no slot twice fill all of them.
-        if not in_range or len(np.unique(places)) != len(places):
+        if not in_range or len(np.unique(self._places)) != device_LE.size:
             raise ValueError(
                 f"owner map: got slots that are missing or used twice, wanted every one of the "
                 f"{self.slots_per_device} slots of all {self.num_devices} devices used once"
@@ -86,34 +80,20 @@ class OwnerMap:
 
     @classmethod
     def even(cls, num_layers: int, num_experts: int, num_devices: int) -> "OwnerMap":
-        """The map with which a training starts: each device owns E/D consecutive experts of every layer.
+        """The map with which a training starts: every layer's experts as in :func:`even_owners`.
 
-        This is Megatron's own map. Slots are numbered layer by layer. Megatron does not support fewer experts
-        than devices. Then every expert of a layer is on another device, and a layer's owners are those of the
-        layer before, each one device further. So every device owns equally many experts of all layers
-        together, or one less.
-
-        Args:
-            num_layers: Number of MoE layers of the pipeline stage, L.
-            num_experts: Number of experts of a layer, E.
-            num_devices: Number of devices of the expert-parallel group, D.
+        With equal numbers of experts this is Megatron's own map. With fewer experts than devices, a layer's
+        owners are those of the layer before, each one device further. So every device owns equally many
+        experts of all layers together, or one less. Slots are numbered layer by layer.
 
         Raises:
             ValueError: There are more experts than devices, but not a multiple of them.
         """
-        if num_devices < 1 or (num_experts > num_devices and num_experts % num_devices):
-            raise ValueError(
-                f"num_experts is {num_experts}: wanted a multiple of the {num_devices} devices of the "
-                "expert-parallel group, or fewer experts than devices"
-            )
-        layer_L1, expert = np.arange(num_layers)[:, None], np.arange(num_experts)
+        device_LE = np.tile(even_owners(num_experts, num_devices), (num_layers, 1))
         if num_experts < num_devices:
-            device_LE = (expert * num_devices // max(num_experts, 1) + layer_L1) % num_devices
-            slots = _rank_among_equal(device_LE.reshape(-1))
-            return cls(device_LE, slots.reshape(device_LE.shape), num_devices)
-        local = num_experts // num_devices
-        device_LE = np.tile(expert // local, (num_layers, 1))
-        return cls(device_LE, layer_L1 * local + expert % local, num_devices)
+            device_LE = (device_LE + np.arange(num_layers)[:, None]) % num_devices
+        slots = _rank_among_equal(device_LE.reshape(-1))
+        return cls(device_LE, slots.reshape(device_LE.shape), num_devices)
 
     @property
     def num_layers(self) -> int:
@@ -138,8 +118,7 @@ class OwnerMap:
     @property
     def is_even(self) -> bool:
         """Whether this is Megatron's own map, with all experts in Megatron's order."""
-        even = OwnerMap.even(self.num_layers, self.num_experts, self.num_devices)
-        return np.array_equal(self.device_LE, even.device_LE) and np.array_equal(self.slot_LE, even.slot_LE)
+        return not self.moves_to(OwnerMap.even(self.num_layers, self.num_experts, self.num_devices))
 
     def slots_on(self, device: int, layer: int) -> dict[int, int]:
         """Slots of the experts of one layer that a device owns: expert -> slot, ascending by expert."""
@@ -147,26 +126,15 @@ class OwnerMap:
         return {int(expert): int(self.slot_LE[layer, expert]) for expert in experts}
 
     def expert_in(self, device: int, slot: int) -> tuple[int, int]:
-        """The (layer, expert) in a slot of a device."""
-        return self._contents[device, slot]
-
-    @cached_property
-    def _contents(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """The (layer, expert) in every slot: (device, slot) -> (layer, expert)."""
-        return {
-            (int(self.device_LE[layer, expert]), int(self.slot_LE[layer, expert])): (layer, expert)
-            for layer in range(self.num_layers)
-            for expert in range(self.num_experts)
-        }
+        """The (layer, expert) in a slot of a device. The slot may not be free."""
+        ((layer, expert),) = np.argwhere((self.device_LE == device) & (self.slot_LE == slot)).tolist()
+        return layer, expert
 
     def with_owners(self, device_LE: np.ndarray) -> "OwnerMap":
         """A map with new owners in which experts that stay on their device also stay in their slot.
 
         Experts that come to a device take the slots that other experts leave, and free slots, both in
-        ascending order.
-
-        Args:
-            device_LE: New owner of every expert, integers ``[L, E]``.
+        ascending order. ``device_LE`` has the new owner of every expert, integers ``[L, E]``.
 
         Raises:
             ValueError: The shape is not that of this map, or a device gets more experts than it has slots
@@ -193,66 +161,121 @@ class OwnerMap:
                 f"device {device} gets {int(got_D[device])} experts and has {int(room_D[device])} slots for "
                 "them: wanted at most as many experts as slots, of which every device keeps its number"
             )
-        first_D = np.cumsum(room_D) - room_D
-        slots[comes] = np.flatnonzero(is_open)[first_D[to] + _rank_among_equal(to)] % max(
-            self.slots_per_device, 1
-        )
-        slot_LE = slots.reshape(device_LE.shape)
-        return OwnerMap(device_LE, slot_LE, self.num_devices)
+        place = np.flatnonzero(is_open)[(np.cumsum(room_D) - room_D)[to] + _rank_among_equal(to)]
+        slots[comes] = place % max(self.slots_per_device, 1)
+        return OwnerMap(device_LE, slots.reshape(device_LE.shape), self.num_devices)
 
     def moves_to(self, target: "OwnerMap") -> tuple[SlotMove, ...]:
-        """The moves that turn this map into ``target``, ordered by layer, then expert.
-
-        Args:
-            target: The wanted map of the same experts and devices.
-        """
+        """The moves that turn this map into another one of the same experts, by layer, then expert."""
         differs = (self.device_LE != target.device_LE) | (self.slot_LE != target.slot_LE)
+        maps = (self.device_LE, self.slot_LE, target.device_LE, target.slot_LE)
         return tuple(
-            SlotMove(
-                layer=int(layer),
-                expert=int(expert),
-                source_device=int(self.device_LE[layer, expert]),
-                source_slot=int(self.slot_LE[layer, expert]),
-                device=int(target.device_LE[layer, expert]),
-                slot=int(target.slot_LE[layer, expert]),
-            )
-            for layer, expert in np.argwhere(differs)
+            SlotMove(layer, expert, *(int(one[layer, expert]) for one in maps))
+            for layer, expert in np.argwhere(differs).tolist()
         )
 
     def digest(self) -> bytes:
         """A 16-byte hash by which ranks compare their maps."""
-        return blake2b(
-            self.device_LE.tobytes() + self.slot_LE.tobytes() + bytes([self.num_devices % 256]),
-            digest_size=16,
-        ).digest()
+        content = self.device_LE.tobytes() + self.slot_LE.tobytes() + bytes([self.num_devices % 256])
+        return blake2b(content, digest_size=16).digest()
 
     def as_lists(self) -> dict[str, Any]:
         """The map as plain lists and numbers, for a checkpoint. :meth:`from_lists` is the inverse."""
-        return {
-            "device_LE": self.device_LE.tolist(),
-            "slot_LE": self.slot_LE.tolist(),
-            "num_devices": self.num_devices,
-        }
+        arrays = {"device_LE": self.device_LE.tolist(), "slot_LE": self.slot_LE.tolist()}
+        return {**arrays, "num_devices": self.num_devices}
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, Any]) -> "OwnerMap":
         """The map from what :meth:`as_lists` returned."""
-        return cls(
-            np.array(lists["device_LE"], dtype=np.int64),
-            np.array(lists["slot_LE"], dtype=np.int64),
-            int(lists["num_devices"]),
-        )
+        return cls(lists["device_LE"], lists["slot_LE"], int(lists["num_devices"]))
 
 
 def _rank_among_equal(values: np.ndarray) -> np.ndarray:
-    """How many equal values come before each one, int64 of the same length.
-
-    Args:
-        values: Non-negative integers, one-dimensional.
-    """
+    """How many equal values come before each one, int64, for a one-dimensional array of integers >= 0."""
     order = np.argsort(values, kind="stable")
     number = np.bincount(values)
-    first = np.cumsum(number) - number
     rank = np.empty(len(values), np.int64)
-    rank[order] = np.arange(len(values)) - first[values[order]]
+    rank[order] = np.arange(len(values)) - (np.cumsum(number) - number)[values[order]]
     return rank
+
+
+EMPTY = -1
+"""Stands for an expert's number in a resident slot that holds no expert."""
+
+
+@dataclass(frozen=True, eq=False)
+class ResidentMap:
+    """Map from (layer, device, resident slot) to an expert.
+
+    Attributes:
+        expert_LDW: Expert in every resident slot, or :data:`EMPTY`; int64 ``[L, D, W]``, read-only.
+
+    Raises:
+        ValueError: A device holds the same expert of a layer twice.
+    """
+
+    expert_LDW: np.ndarray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "expert_LDW", frozen_array(self.expert_LDW, np.int64))
+        for layer, device in np.ndindex(self.expert_LDW.shape[:2]):
+            held = [expert for expert in self.expert_LDW[layer, device].tolist() if expert != EMPTY]
+            if len(set(held)) < len(held):
+                raise ValueError(
+                    f"layer {layer}, device {device}: got experts {held} in its resident slots, wanted each "
+                    "once"
+                )
+
+    @classmethod
+    def empty(cls, num_layers: int, num_devices: int, slots: int) -> "ResidentMap":
+        """A map in which all resident slots are empty, ``slots`` of each device for each layer."""
+        return cls(np.full((num_layers, num_devices, slots), EMPTY, np.int64))
+
+    @property
+    def slots(self) -> int:
+        """Number of resident slots of a device for each layer, W."""
+        return self.expert_LDW.shape[2]
+
+    def placement(self, layer: int, owner_E: np.ndarray) -> ExpertPlacement:
+        """The placement of one layer: its owners (integers ``[E]``), and its replicas in resident slots."""
+        expert_DW = self.expert_LDW[layer]
+        device_P, slot_P = np.nonzero(expert_DW != EMPTY)
+        replicas = zip(expert_DW[device_P, slot_P].tolist(), device_P.tolist(), strict=True)
+        return ExpertPlacement.owners_only(owner_E, len(expert_DW)).with_replicas(replicas, slots=self.slots)
+
+    def held_by(self, device: int, layer: int) -> dict[int, int]:
+        """Resident replicas of a device in one layer: expert -> resident slot (from 0), sorted by expert."""
+        experts = self.expert_LDW[layer, device].tolist()
+        return {expert: experts.index(expert) for expert in sorted(experts) if expert != EMPTY}
+
+    def holding(self, placements: Sequence[ExpertPlacement]) -> "ResidentMap":
+        """A map that holds the replicas of other placements, one for every layer.
+
+        Replicas that are already in this map keep their slots. New replicas take the lowest free slots.
+
+        Raises:
+            ValueError: A device gets more replicas of a layer than it has resident slots.
+        """
+        expert_LDW = self.expert_LDW.copy()
+        for layer, device in np.ndindex(expert_LDW.shape[:2]):
+            placement, old = placements[layer], self.expert_LDW[layer, device].tolist()
+            replicas = set(placement.experts_on(device)) - set(np.flatnonzero(placement.owner_E == device))
+            if len(replicas) > self.slots:
+                raise ValueError(
+                    f"layer {layer}, device {device}: got {len(replicas)} replicas, wanted at most "
+                    f"{self.slots}, the number of its resident slots"
+                )
+            new = iter(sorted(replicas - set(old)))
+            expert_LDW[layer, device] = [one if one in replicas else next(new, EMPTY) for one in old]
+        return ResidentMap(expert_LDW)
+
+    def copies_to(self, new: "ResidentMap", owners: OwnerMap) -> list[SlotMove]:
+        """The copies from owners into resident slots that turn this map into ``new``."""
+        copies = []
+        changed = (new.expert_LDW != self.expert_LDW) & (new.expert_LDW != EMPTY)
+        for layer, device, slot in np.argwhere(changed).tolist():
+            expert = int(new.expert_LDW[layer, device, slot])
+            source = int(owners.device_LE[layer, expert]), int(owners.slot_LE[layer, expert])
+            resident_slot = owners.slots_per_device + layer * self.slots + slot
+            copies.append(SlotMove(layer, expert, *source, device, resident_slot))
+        return copies

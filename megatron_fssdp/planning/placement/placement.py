@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_fssdp.planning.placement.array_freezing import frozen_array
+from megatron_fssdp.planning.arrays import frozen_array
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +52,7 @@ class ExpertPlacement:
             raise ValueError(f"present_ED has dtype {present.dtype}: wanted bool")
         object.__setattr__(self, "owner_E", frozen_array(owner, np.int64))
         object.__setattr__(self, "present_ED", frozen_array(present, np.bool_))
-        self._check_owners()
-        if self.slots is not None:
-            self._check_slots(self.slots)
-
-    def _check_owners(self) -> None:
-        """Raise ValueError if an owner is out of range or does not have its expert."""
-        num_experts, num_devices = self.present_ED.shape
+        num_experts, num_devices = present.shape
         # A negative device number, viewed as unsigned, is larger than any device number.
         if int(self.owner_E.view(np.uint64).max()) >= num_devices:
             expert = int(np.flatnonzero((self.owner_E < 0) | (self.owner_E >= num_devices))[0])
@@ -73,43 +67,28 @@ class ExpertPlacement:
                 f"expert {expert} is not present on its owner, device {int(self.owner_E[expert])}: wanted "
                 "present_ED[e, owner_E[e]] to be true for every expert"
             )
-
-    def _check_slots(self, slots: int) -> None:
-        """Raise ValueError if a device holds more replicas than ``slots``."""
-        if slots < 0:
-            raise ValueError(f"slots is {slots}: wanted a limit of 0 or more replicas on each device")
-        # This first comparison is cheap. If all devices together are within the limit, every device is.
-        if self.num_replicas > slots and int(self.replicas_per_device_D.max()) > slots:
-            device = int(np.flatnonzero(self.replicas_per_device_D > slots)[0])
+        if self.slots is None:
+            return
+        if self.slots < 0:
+            raise ValueError(f"slots is {self.slots}: wanted a limit of 0 or more replicas on each device")
+        # The first comparison is cheap. If all devices together are within the limit, every device is.
+        if self.num_replicas > self.slots and int(self.replicas_per_device_D.max()) > self.slots:
+            device = int(np.flatnonzero(self.replicas_per_device_D > self.slots)[0])
             raise ValueError(
                 f"device {device} holds {int(self.replicas_per_device_D[device])} replicas: wanted at most "
-                f"slots = {slots}; plan fewer replicas or raise slots"
+                f"slots = {self.slots}; plan fewer replicas or raise slots"
             )
 
     @classmethod
     def owners_only(cls, owner_E: np.ndarray, num_devices: int) -> "ExpertPlacement":
-        """The placement of plain expert parallelism: every expert is present only on its owner.
-
-        Args:
-            owner_E: Owner of every expert, integers ``[E]``.
-            num_devices: Number of devices, D.
-        """
+        """The placement of plain expert parallelism: each expert only on its owner (integers ``[E]``)."""
         owner = np.asarray(owner_E)
-        in_range = owner.ndim == 1 and owner.size > 0 and owner.dtype.kind in "iu"
-        present_ED = np.zeros((owner.shape[0] if owner.ndim else 0, num_devices), dtype=np.bool_)
-        if in_range and int(owner.min()) >= 0 and int(owner.max()) < num_devices:
-            present_ED[np.arange(owner.shape[0]), owner] = True
-        return cls(owner, present_ED, slots=0)
+        return cls(owner, owner[..., None] == np.arange(num_devices), slots=0)
 
     def with_replicas(
         self, replicas: Iterable[tuple[int, int]], *, slots: int | None = None
     ) -> "ExpertPlacement":
-        """A copy of this placement with more replicas.
-
-        Args:
-            replicas: The (expert, device) pairs to add.
-            slots: Most replicas that a device of the copy may hold. None means no limit.
-        """
+        """A copy with more replicas, given as (expert, device) pairs; ``slots`` limits those of a device."""
         present_ED = self.present_ED.copy()
         for expert, device in replicas:
             present_ED[expert, device] = True
@@ -145,13 +124,9 @@ class ExpertPlacement:
         """The devices on which an expert is present (owner and replicas), ascending."""
         return tuple(np.flatnonzero(self.present_ED[expert]).tolist())
 
-    def experts_on_G(self, device: int) -> np.ndarray:
-        """The experts that are present on a device, ascending, int64 ``[G]``."""
-        return np.flatnonzero(self.present_ED[:, device])
-
     def experts_on(self, device: int) -> tuple[int, ...]:
         """The experts that are present on a device, owned ones and replicas, ascending."""
-        return tuple(self.experts_on_G(device).tolist())
+        return tuple(np.flatnonzero(self.present_ED[:, device]).tolist())
 
     def digest(self) -> bytes:
         """A 16-byte hash of owners and presence. Equal placements have equal hashes on all ranks."""
@@ -163,27 +138,18 @@ class ExpertPlacement:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ExpertPlacement):
             return NotImplemented
-        return np.array_equal(self.owner_E, other.owner_E) and np.array_equal(
-            self.present_ED, other.present_ED
-        )
+        names = ("owner_E", "present_ED")
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     def __hash__(self) -> int:
         return hash(self.digest())
 
 
 def even_owners(num_experts: int, num_devices: int) -> np.ndarray:
-    """The owners with which a training starts.
+    """The owners with which a training starts: expert e is on device ``floor(e D / E)``, int64 ``[E]``.
 
-    If every device owns equally many experts, these are Megatron's owners, ``owner_E[e] = e // (E / D)``. If
-    there are fewer experts than devices, which Megatron does not support, every expert is on a device of its
-    own, and the owners are spread evenly over the devices: ``owner_E[e] = floor(e D / E)``.
-
-    Args:
-        num_experts: Number of experts, E.
-        num_devices: Number of devices, D.
-
-    Returns:
-        Owner of every expert, int64 ``[E]``.
+    If every device owns equally many experts, these are Megatron's owners. Megatron does not support fewer
+    experts than devices. Then every expert is on a device of its own.
 
     Raises:
         ValueError: A number is not positive, or there are more experts than devices but not a multiple of

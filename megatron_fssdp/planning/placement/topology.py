@@ -1,4 +1,4 @@
-"""The nodes of an expert-parallel group: which devices share fast links.
+"""Which devices share fast links, and in which order groups of devices exchange rows.
 
 Shape letters: E experts, D devices, N nodes.
 """
@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_fssdp.planning.placement.array_freezing import frozen_array
+from megatron_fssdp.planning.arrays import frozen_array
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,7 @@ class Topology:
 
     @classmethod
     def uniform(cls, num_devices: int, num_nodes: int) -> "Topology":
-        """A topology of equal nodes, whose devices are contiguous in rank order.
-
-        Args:
-            num_devices: Number of devices, D.
-            num_nodes: Number of nodes, N.
+        """A topology of N equal nodes, whose devices are contiguous in rank order.
 
         Raises:
             ValueError: A number is not positive, or the nodes cannot be of equal size.
@@ -66,11 +62,9 @@ class Topology:
 
     @classmethod
     def from_labels(cls, labels: Sequence[Hashable]) -> "Topology":
-        """A topology from one label for each device.
+        """A topology from the label of every device's node, such as a host name; ``[D]``.
 
-        Args:
-            labels: Label of every device's node, such as a host name; ``[D]``. Devices with equal labels
-                share a node. Nodes are numbered in the order in which their labels first appear.
+        Nodes are numbered in the order in which their labels first appear.
         """
         number_of: dict[Hashable, int] = {}
         return cls(tuple(number_of.setdefault(label, len(number_of)) for label in labels))
@@ -88,10 +82,8 @@ class Topology:
     @cached_property
     def devices_by_node(self) -> tuple[tuple[int, ...], ...]:
         """For each node, its devices in ascending order."""
-        devices: list[list[int]] = [[] for _ in range(self.num_nodes)]
-        for device, node in enumerate(self.node_of_device):
-            devices[node].append(device)
-        return tuple(tuple(members) for members in devices)
+        nodes = range(self.num_nodes)
+        return tuple(tuple(np.flatnonzero(self.node_of_device_D == node).tolist()) for node in nodes)
 
     @cached_property
     def node_of_device_D(self) -> np.ndarray:
@@ -121,31 +113,82 @@ class Topology:
     @cached_property
     def smallest_and_largest_node(self) -> tuple[int, int]:
         """Number of devices of the smallest and of the largest node."""
-        sizes = np.bincount(self.node_of_device_D)
-        return int(sizes.min()), int(sizes.max())
+        sizes = [len(devices) for devices in self.devices_by_node]
+        return min(sizes), max(sizes)
 
     @cached_property
-    def _devices_per_node_if_even(self) -> int:
-        """Number of devices of a node if nodes are equal and contiguous in rank order, otherwise 0."""
+    def _is_uniform(self) -> bool:
+        """Whether nodes are equal and contiguous in rank order."""
         size = self.num_devices // self.num_nodes
-        contiguous = all(node == device // size for device, node in enumerate(self.node_of_device))
-        return size if contiguous and size * self.num_nodes == self.num_devices else 0
+        return np.array_equal(self.node_of_device_D, np.arange(self.num_devices) // size)
 
     def sum_over_nodes(self, values_DE: np.ndarray) -> np.ndarray:
-        """Sum the rows of each node's devices, in ascending device order.
+        """Sums of the rows of each node's devices, in ascending device order: ``[D, E]`` to ``[N, E]``."""
+        if not self._is_uniform:
+            return np.stack([values_DE[list(devices)].sum(axis=0) for devices in self.devices_by_node])
+        # numpy adds row after row in C order. In another order it may add in pairs, and sums would differ.
+        shape = (self.num_nodes, self.num_devices // self.num_nodes, values_DE.shape[1])
+        return np.ascontiguousarray(values_DE).reshape(shape).sum(axis=1)
 
-        Args:
-            values_DE: Values by device and expert, ``[D, E]``.
 
-        Returns:
-            Sums by node and expert, ``[N, E]``, of the same data type.
+@dataclass(frozen=True)
+class GroupRing:
+    """The exchange partners of one rank, step by step, under the smart schedule (FasterMoE, §4.2).
+
+    Consecutive ranks form groups of equal size, and the groups form a ring. In each step the rank sends rows
+    to one group and receives rows from one group.
+
+    Attributes:
+        rank: The rank whose partners this object describes.
+        num_ranks: Number of ranks in all groups together.
+        group_size: Number of ranks in a group. It divides ``num_ranks``.
+        own_last: Whether a rank exchanges with its own group in the last step. Otherwise it does so in the
+            first step. All ranks need the same value.
+
+    Raises:
+        ValueError: The group size does not divide the number of ranks.
+    """
+
+    rank: int
+    num_ranks: int
+    group_size: int
+    own_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 or self.num_ranks % self.group_size:
+            raise ValueError(
+                f"group_size is {self.group_size}: wanted a divisor of the {self.num_ranks} expert-parallel "
+                "ranks; set another group size"
+            )
+
+    @classmethod
+    def of(cls, rank: int, topology: Topology, group_size: int | None = None) -> "GroupRing":
+        """The ring of a rank whose groups have a given size, or are the nodes if no size is given.
+
+        If there is only one node, or if nodes differ in size, each rank is then a group.
+
+        Raises:
+            ValueError: The group size does not divide the number of ranks.
         """
-        size = self._devices_per_node_if_even
-        if size == 1:
-            return np.array(values_DE)
-        if size:
-            # numpy adds row after row in C order. In another order it may add in pairs, and sums would
-            # differ.
-            values = np.ascontiguousarray(values_DE)
-            return np.add.reduce(values.reshape(self.num_nodes, size, values.shape[1]), axis=1)
-        return np.stack([values_DE[list(devices)].sum(axis=0) for devices in self.devices_by_node])
+        if group_size is None:
+            smallest, largest = topology.smallest_and_largest_node
+            group_size = smallest if smallest == largest and topology.num_nodes > 1 else 1
+        return cls(rank, topology.num_devices, group_size)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of groups, and so of exchange steps; the paper's n."""
+        return self.num_ranks // self.group_size
+
+    def receivers(self, step: int) -> range:
+        """The ranks to which this rank sends rows: group ``own − k``, k steps after that of the own group."""
+        return self._group(self.rank // self.group_size - step - self.own_last)
+
+    def senders(self, step: int) -> range:
+        """The ranks whose rows this rank computes: group ``own + k``, k steps after that of the own group."""
+        return self._group(self.rank // self.group_size + step + self.own_last)
+
+    def _group(self, number: int) -> range:
+        """Ranks of a group. The number is taken modulo the number of groups."""
+        first = number % self.num_steps * self.group_size
+        return range(first, first + self.group_size)

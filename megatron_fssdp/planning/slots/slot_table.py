@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_fssdp.planning.placement.array_freezing import frozen_array
+from megatron_fssdp.planning.arrays import frozen_array
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 

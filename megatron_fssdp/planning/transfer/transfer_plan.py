@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import frozen_array
 from megatron_fssdp.planning.compiled_form import kernels
-from megatron_fssdp.planning.placement.array_freezing import frozen_array
 from megatron_fssdp.planning.placement.kept_results import kept_on
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
-from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan

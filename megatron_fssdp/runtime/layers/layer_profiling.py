@@ -10,9 +10,8 @@ from megatron_fssdp.collectives.probes.link_probe import measure_links
 from megatron_fssdp.planning.cost.cost_model import ClusterCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.memory.held_replicas import HeldReplicas
-from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
-from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
+from megatron_fssdp.planning.memory import FP32_BYTES, memory_capacity
+from megatron_fssdp.planning.replica_life import HeldReplicas
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.exact_shares import seconds_of_shares

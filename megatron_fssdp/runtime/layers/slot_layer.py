@@ -36,7 +36,7 @@ import torch
 from megatron_fssdp.collectives.gathered_counts import gather_counts, start_counts
 from megatron_fssdp.collectives.sparse.sparse_transfer import StartedTransfer
 from megatron_fssdp.collectives.stream_lane import advance_transfers
-from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch

@@ -13,9 +13,9 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.own_strategy_settings import AutoSettings
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE
-from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.auto.selection_by_seconds import select_by_seconds
 from megatron_fssdp.strategies.iteration_spread import LEAST_SEEN, IterationSpread
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan

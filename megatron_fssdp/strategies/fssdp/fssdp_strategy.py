@@ -7,8 +7,7 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
-from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.papers.calibration import (
     MaterializationPlanner,
     calibrated_placement,
@@ -17,6 +16,7 @@ from megatron_fssdp.planning.papers.calibration import (
 from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LayerSearch, layer_search, plan_materialization
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.kept_placements import KeptPlacements

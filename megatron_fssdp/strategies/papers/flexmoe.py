@@ -3,10 +3,10 @@
 import numpy as np
 
 from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings
-from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, next_resident_placement
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy

@@ -7,7 +7,7 @@ import numpy as np
 from megatron_fssdp.config.strategy.paper_strategy_settings import ProphetSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
-from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.papers.calibration import doubling
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
 from megatron_fssdp.planning.papers.prophet_planner import plan_layers

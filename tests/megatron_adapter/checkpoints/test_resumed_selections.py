@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.loads.load_history import LoadHistory
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.reporting.records.run_records import read_metrics
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext

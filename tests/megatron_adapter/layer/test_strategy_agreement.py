@@ -18,9 +18,9 @@ from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.slots.share_table import ROWS
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+from megatron_fssdp.planning.replica_life import PipelineStage
 
 PIPELINES = [
     (num_stages, num_chunks, group_size)

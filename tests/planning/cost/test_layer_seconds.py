@@ -20,9 +20,9 @@ from megatron_fssdp.planning.cost.layer_seconds import (
 )
 from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, TransferTraffic
 from megatron_fssdp.planning.cost.link_seconds import plain_links
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.testing.random_placement import plain_transfer

@@ -9,8 +9,7 @@ from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks
 from megatron_fssdp.planning.cost.link_seconds import LinkSet, LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
-from megatron_fssdp.planning.placement.group_ring import GroupRing
-from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.placement.topology import GroupRing, Topology
 
 SECONDS = st.floats(0, 10)
 

@@ -10,7 +10,6 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
     ScheduledLayer,
     best_schedule,
     collectives_of,
-    is_known,
     predicted_seconds,
     rows_of_device,
     schedule_seconds,
@@ -25,39 +24,16 @@ def sizes(schedule, layer):
     return [(found.kind, found.over, found.num_bytes) for found in collectives_of(schedule, layer)]
 
 
-def test_the_baseline_has_the_collectives_of_equation_1():
-    assert sizes("baseline", LAYER) == [
-        ("all_gather", "esp", 8000),
-        ("all_to_all", "ep", 12000),
-        ("all_reduce", "esp", 12000),
-        ("all_to_all", "ep", 12000),
-    ]
-
-
-def test_s1_and_s2_have_the_collectives_of_equations_11_and_14():
-    assert sizes("s1", LAYER) == [
-        ("all_to_all", "ep_esp", 3000),
-        ("all_to_all", "ep_esp", 3000),
-        ("all_gather", "mp", 4000),
-    ]
-    assert sizes("s2", LAYER) == [
-        ("all_to_all", "ep_esp", 3000),
-        ("overlapped_all_to_all", "ep_esp", 3000),
-        ("all_gather", "mp", 6000),
-    ]
-
-
-def test_the_megatron_schedule_exchanges_in_two_steps():
-    assert sizes("megatron", LAYER) == [
-        ("all_to_all", "ep", 1500),
-        ("all_gather", "esp", 3000),
-        ("reduce_scatter", "esp", 3000),
-        ("all_to_all", "ep", 1500),
-        ("all_gather", "mp", 4000),
-    ]
-
-
-def test_sequence_parallelism_needs_no_final_gather():
+def test_schedules_have_the_collectives_of_the_papers_equations():
+    to_experts, to_parts = ("all_to_all", "ep", 12000), ("all_to_all", "ep_esp", 3000)
+    gather, reduce = ("all_gather", "esp", 8000), ("all_reduce", "esp", 12000)
+    assert sizes("baseline", LAYER) == [gather, to_experts, reduce, to_experts]  # Eq. 1
+    assert sizes("s1", LAYER) == [to_parts, to_parts, ("all_gather", "mp", 4000)]  # Eq. 11
+    hidden = ("overlapped_all_to_all", "ep_esp", 3000)
+    assert sizes("s2", LAYER) == [to_parts, hidden, ("all_gather", "mp", 6000)]  # Eq. 14
+    two_steps = [("all_to_all", "ep", 1500), ("all_gather", "esp", 3000), ("reduce_scatter", "esp", 3000)]
+    assert sizes("megatron", LAYER) == [*two_steps, two_steps[0], ("all_gather", "mp", 4000)]
+    # Sequence parallelism needs no final gather.
     assert sizes("s1", SPLIT) == sizes("s2", SPLIT) == sizes("s1", LAYER)[:2]
     assert sizes("megatron", SPLIT) == sizes("megatron", LAYER)[:-1]
     assert [size for *_, size in sizes("baseline", SPLIT)] == [2000, 3000, 3000, 3000]
@@ -81,11 +57,6 @@ def test_seconds_are_the_sum_of_each_collectives_alpha_and_beta():
     assert list(predicted) == ["s1", "s2"], "the other schedules have unknown costs"
     assert best_schedule(predicted) == "s2"
     assert best_schedule({"s1": 1.0, "s2": 1.0}) == "s1", "equal seconds select s1 (Alg. 1, line 6)"
-
-
-def test_groups_without_devices_are_refused():
-    with pytest.raises(ValueError, match="n_esp 0"):
-        ScheduledLayer(num_tokens=1, hidden_size=1, num_rows=1, n_esp=0)
 
 
 @st.composite
@@ -112,6 +83,5 @@ def test_without_start_up_times_the_schedules_beat_the_baseline(layer, beta):
     # S1 gathers all tokens in the end, however few rows there are.
     assume(layer.n_mp == 1 or layer.is_split or layer.num_rows >= layer.num_tokens)
     for schedule in ("s1", "s2"):
-        assert is_known(schedule, layer, costs)
         seconds = schedule_seconds(schedule, layer, costs)
         assert seconds <= schedule_seconds("baseline", layer, costs) * (1 + 1e-9)

@@ -61,25 +61,18 @@ def test_prices_equal_those_worked_out_by_hand() -> None:
     assert of.saving_s(owners_only(), grown) == pytest.approx(10 * (120 - 86) - 20, abs=1e-2)
 
 
-def test_the_hot_expert_gets_a_replica() -> None:
-    found = plan(owners_only(), price(HOT))
-    assert len(found.holders(1)) > 1
-    assert all(len(found.holders(expert)) == 1 for expert in (0, 2, 3))
-
-
 def test_there_are_no_replicas_where_they_cost_too_much_or_have_no_slots() -> None:
     assert plan(owners_only(), price(HOT, owned_bytes=10**6)) == owners_only()
     assert plan(owners_only(), price(HOT, num_iterations=0)) == owners_only()
     assert plan(owners_only(), price(HOT), slots=0) == owners_only()
-
-
-def test_balanced_loads_change_nothing() -> None:
     before = owners_only().with_replicas([(2, 0)])
-    assert plan(before, price(np.full((4, 4), 5)), threshold=1.5) == before
+    assert plan(before, price(np.full((4, 4), 5)), threshold=1.5) == before, "loads are balanced"
 
 
-def test_a_cold_experts_replica_is_removed_to_make_room() -> None:
-    """All slots hold replicas of experts that have become cold."""
+def test_the_hot_expert_gets_a_replica_in_place_of_cold_ones() -> None:
+    """First there is room; then all slots hold replicas of experts that have become cold."""
+    first = plan(owners_only(), price(HOT))
+    assert [len(first.holders(expert)) > 1 for expert in range(4)] == [False, True, False, False]
     before = owners_only().with_replicas([(3, 0), (3, 1), (3, 2), (2, 3)])
     found = plan(before, price(HOT), slots=1)
     assert len(found.holders(1)) > 1

@@ -98,14 +98,6 @@ def test_memory_is_shared_by_the_layers():
     assert [sorted(new.slots_on(device, 0)) for device in (0, 1)] == [[0, 1, 2], [3]]
 
 
-def test_nodes_are_balanced_before_devices():
-    # Devices 0, 1 and 2, 3. The 8 stays on device 0; the 5 goes to node 1, where its owner 2 is; the 4 too
-    # (5 < 8), to device 3; node 0 has 8 of load against 9 for the last.
-    owners = OwnerMap.even(1, 4, 4)
-    new = heterogeneous_sharding(owners, np.array([[8, 4, 5, 1]]), Topology.uniform(4, 2), overlap_degree=0)
-    assert new.device_LE.tolist() == [[0, 3, 2, 1]]
-
-
 def test_nodes_of_different_sizes_share_load_by_their_number_of_devices():
     # Node 0 is device 0, node 1 devices 1 and 2; two slots each. Ones: node 1 takes two for each of node 0.
     owners = OwnerMap.even(1, 6, 3)
@@ -114,16 +106,6 @@ def test_nodes_of_different_sizes_share_load_by_their_number_of_devices():
     assert np.bincount(new.device_LE[0], minlength=3).tolist() == [2, 2, 2]
     new = heterogeneous_sharding(owners, np.array([[6, 3, 3, 0, 0, 0]]), topology, overlap_degree=0)
     assert layer_loads_LD(new, np.array([[6, 3, 3, 0, 0, 0]])).tolist() == [[6, 3, 3]]
-
-
-def test_a_device_can_own_any_number_of_experts_of_a_layer():
-    # The 90 stays on device 1, so all three tens of its layer go to device 0, which has no slot
-    # left but one for the other layer.
-    owners = OwnerMap.even(2, 4, 2)
-    load_LE = np.array([[1, 1, 1, 1], [10, 10, 10, 90]])
-    new = heterogeneous_sharding(owners, load_LE, Topology.uniform(2, 1), overlap_degree=0)
-    assert new.device_LE[1].tolist() == [0, 0, 0, 1]
-    assert np.bincount(new.device_LE[0], minlength=2).tolist() == [1, 3]
 
 
 @examples(300)
@@ -160,31 +142,14 @@ def test_preferring_present_owners_costs_no_balance_on_one_node(case):
     assert np.sort(got, axis=1).tolist() == np.sort(wanted, axis=1).tolist()
 
 
-def test_the_remaining_load_is_better_balanced_than_under_even_sharding():
-    rng = np.random.default_rng(3)
-    topology = Topology.uniform(8, 2)
-    for _ in range(10):
-        load_LE = rng.lognormal(sigma=1.0, size=(6, 64))
-        even = OwnerMap.even(6, 64, 8)
-        new = heterogeneous_sharding(even, load_LE, topology, overlap_degree=4)
-        load_LE[load_LE >= np.sort(load_LE, axis=1)[:, [-4]]] = 0
-        before, after = layer_loads_LD(even, load_LE), layer_loads_LD(new, load_LE)
-        assert after.max(axis=1).mean() < 0.85 * before.max(axis=1).mean()
-        node_before, node_after = (loads.reshape(6, 2, 4).sum(axis=2) for loads in (before, after))
-        assert node_after.max(axis=1).mean() < node_before.max(axis=1).mean()
-
-
 def test_bad_arguments_say_what_was_wanted():
     owners, topology = OwnerMap.even(2, 4, 2), Topology.uniform(2, 1)
     good = np.ones((2, 4))
     with pytest.raises(ValueError, match=r"shape \(4,\): wanted \(2, 4\)"):
         heterogeneous_sharding(owners, good[0], topology, overlap_degree=0)
+    bad = good - 2 * (np.arange(8) == 6).reshape(2, 4)
     with pytest.raises(ValueError, match=r"load_LE\[1, 2\] is -1"):
-        heterogeneous_sharding(
-            owners, good - 2 * (np.arange(8) == 6).reshape(2, 4), topology, overlap_degree=0
-        )
-    with pytest.raises(ValueError, match=r"load_LE\[0, 0\] is nan"):
-        heterogeneous_sharding(owners, good * np.nan, topology, overlap_degree=0)
+        heterogeneous_sharding(owners, bad, topology, overlap_degree=0)
     with pytest.raises(ValueError, match="2 devices and the topology 4"):
         heterogeneous_sharding(owners, good, Topology.uniform(4, 1), overlap_degree=0)
     with pytest.raises(ValueError, match="overlap_degree is -1"):

@@ -21,15 +21,14 @@ def test_latencies_equal_those_worked_out_by_hand() -> None:
     assert COSTS.shadowed_s(1, 6) == 6 + 2 * 2  # Eq. 8
 
 
-def test_the_popular_expert_of_figure_6_is_shadowed() -> None:
-    """Worker 1 has 13 tokens; with its expert everywhere, workers have 6, 4 and 8. More gains nothing."""
-    assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS) == (1,)
-
-
-def test_shadows_that_cost_more_than_they_save_are_not_taken() -> None:
-    heavy = ShadowingCosts(1, 100, 100, 1, 3, 1)
-    assert select_shadows(even_owners(3, 3), FIGURE_6, heavy) == ()
-    assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS, most=0) == ()
+def test_the_shadows_of_figure_6() -> None:
+    owners, heavy = even_owners(3, 3), ShadowingCosts(1, 100, 100, 1, 3, 1)
+    # Worker 1 has 13 tokens; with its expert everywhere, workers have 6, 4 and 8. More gains nothing.
+    assert select_shadows(owners, FIGURE_6, COSTS) == (1,)
+    assert select_shadows(owners, FIGURE_6, heavy) == ()
+    assert select_shadows(owners, FIGURE_6, COSTS, most=0) == ()
+    # Without shadows 13 + 52 s; with expert 1 8 + 4 + 4·3 = 24 s, then 7 + 8 + 4·2 = 23 s, then 6 + 12 s.
+    assert select_shadows(owners, FIGURE_6, COSTS, remaining_exchange=True) == (1, 2, 0)
 
 
 @given(seed=st.integers(0, 10_000), expert_bytes=st.integers(1, 500))
@@ -62,11 +61,6 @@ def test_balanced_loads_get_no_shadows_when_remaining_exchanges_count() -> None:
     costs = ShadowingCosts(1, 20, 20, 1, 3, 1)
     assert select_shadows(even_owners(8, 4), counts_DE, costs) == (0,)
     assert select_shadows(even_owners(8, 4), counts_DE, costs, remaining_exchange=True) == ()
-
-
-def test_figure_6_when_remaining_exchanges_count() -> None:
-    """Without shadows 13 + 52 s; with expert 1 8 + 4 + 4·3 = 24 s, then 7 + 8 + 4·2 = 23 s, then 6 + 12 s."""
-    assert select_shadows(even_owners(3, 3), FIGURE_6, COSTS, remaining_exchange=True) == (1, 2, 0)
 
 
 @given(

@@ -49,12 +49,6 @@ def test_digest_is_stable_across_processes_and_releases():
     assert digest == "b6a4d7d854008faed0083eb73fb08b26"
 
 
-def test_an_owners_only_placement_has_no_replicas():
-    placement = ExpertPlacement.owners_only(np.array([2, 0]), 3)
-    assert placement.num_replicas == 0
-    assert placement.holders(0) == (2,)
-
-
 def test_even_owners_are_contiguous():
     assert even_owners(6, 3).tolist() == [0, 0, 1, 1, 2, 2]
     with pytest.raises(ValueError, match="6 experts cannot be shared evenly by 4 devices"):
@@ -78,6 +72,11 @@ def test_bad_placements_say_what_was_wanted(owner_E, present_ED, slots, message)
         ExpertPlacement(np.array(owner_E), np.array(present_ED), slots=slots)
 
 
-def test_owners_only_names_a_bad_owner():
-    with pytest.raises(ValueError, match="expert 0 is owned by device 5"):
-        ExpertPlacement.owners_only(np.array([5]), 2)
+def test_owners_only_has_no_replicas_and_names_a_bad_owner():
+    placement = ExpertPlacement.owners_only(np.array([2, 0]), 3)
+    assert (placement.num_replicas, placement.holders(0)) == (0, (2,))
+    for owners in ([5], [-1]):
+        with pytest.raises(ValueError, match=f"expert 0 is owned by device {owners[0]}"):
+            ExpertPlacement.owners_only(np.array(owners), 2)
+    with pytest.raises(ValueError, match=r"owner_E has shape \(\)"):
+        ExpertPlacement.owners_only(np.array(1), 2)

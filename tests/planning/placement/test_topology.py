@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.placement.topology import GroupRing, Topology
 
 
 def test_uniform_nodes_are_contiguous_and_equal():
@@ -12,10 +12,6 @@ def test_uniform_nodes_are_contiguous_and_equal():
     assert topology.node_of_device_D.dtype == np.int64
     with pytest.raises(ValueError, match="read-only"):
         topology.node_of_device_D[0] = 1
-
-
-def test_a_single_node_has_all_devices():
-    assert Topology.uniform(3, 1) == Topology((0, 0, 0))
 
 
 def test_labels_are_numbered_by_first_appearance():
@@ -42,3 +38,33 @@ def test_bad_topologies_say_what_was_wanted():
         Topology.uniform(7, 2)
     with pytest.raises(ValueError, match="0 devices"):
         Topology.uniform(0, 1)
+
+
+def test_the_steps_are_those_of_fastermoes_figure_7() -> None:
+    """Three groups, seen from group 0: in step 1 it sends to group 2 and gets rows of group 1."""
+    ring = GroupRing(rank=1, num_ranks=6, group_size=2)
+    assert [list(ring.receivers(step)) for step in range(3)] == [[0, 1], [4, 5], [2, 3]]
+    assert [list(ring.senders(step)) for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("own_last", [False, True])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 6])
+def test_each_send_has_a_receive_in_the_same_step(group_size: int, own_last: bool) -> None:
+    rings = [GroupRing(rank, 6, group_size, own_last) for rank in range(6)]
+    for ring in rings:
+        own_step = ring.num_steps - 1 if own_last else 0
+        assert ring.rank in ring.senders(own_step)
+        assert ring.rank in ring.receivers(own_step)
+    for step in range(rings[0].num_steps):
+        sent = {(ring.rank, peer) for ring in rings for peer in ring.receivers(step)}
+        assert sent == {(peer, ring.rank) for ring in rings for peer in ring.senders(step)}
+    assert sum(len(rings[0].receivers(step)) for step in range(rings[0].num_steps)) == 6
+
+
+def test_groups_are_nodes_unless_a_size_is_given() -> None:
+    assert GroupRing.of(0, Topology.uniform(8, 4)).group_size == 2
+    assert GroupRing.of(0, Topology.uniform(8, 1)).group_size == 1
+    assert GroupRing.of(0, Topology((0, 0, 1))).group_size == 1
+    assert GroupRing.of(0, Topology.uniform(8, 4), 4).group_size == 4
+    with pytest.raises(ValueError, match="group_size is 3: wanted a divisor of the 8"):
+        GroupRing.of(0, Topology.uniform(8, 4), 3)

@@ -6,9 +6,8 @@ import torch.distributed as dist
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.memory.held_replicas import HeldReplicas, ReplicaLife
-from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch, _Passes
 from megatron_fssdp.runtime.layers import layer_profiling
 from megatron_fssdp.testing import run_ranks

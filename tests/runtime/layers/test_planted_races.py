@@ -14,7 +14,7 @@ import torch
 
 from megatron_fssdp.collectives.gathered_counts import CountsOnTheWay
 from megatron_fssdp.collectives.stream_lane import StreamTransfer
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.runtime.layers import pass_maker, slot_layer
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.virtual_cuda import FindingKind

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.testing import RankError
 
 from ..layer_case import LayerCase

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.collectives.stream_lane import StreamTransfer
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
 from megatron_fssdp.runtime.layers import pass_maker
 from megatron_fssdp.runtime.slots.autograd_points import in_backward

@@ -1,20 +1,19 @@
-"""How long replicas stay on a device, and for how many layers a device holds replicas at the same time."""
+"""How long replicas stay on a device, and for how many layers a device holds replicas at the same time.
+
+Shape letters: V model chunks of a pipeline stage.
+"""
 
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+import numpy as np
 
 
 class ReplicaLife(Enum):
     """How long a replica stays on its device."""
 
     LAYER_PASS = auto()
-    """For one pass of a layer.
-
-    The replica is released after the forward pass and gathered again for the backward pass (Hecate §4.2,
-    re-materialization).
-    """
+    """For one pass of a layer; the backward pass gathers it again (Hecate §4.2, re-materialization)."""
     MICRO_BATCH = auto()
     """For one micro-batch: from the layer's forward pass to the end of its backward pass."""
     ITERATION = auto()
@@ -22,24 +21,62 @@ class ReplicaLife(Enum):
     SELECTED = auto()
     """As long as under the strategy that ``auto`` selects for the layer: a micro-batch or an iteration."""
     RESIDENT = auto()
-    """Until the strategy drops the replica.
-
-    Such a resident replica has a ``main_grad`` and optimizer states of its own (FlexMoE).
-    """
+    """Until the strategy drops it. It has a ``main_grad`` and optimizer states of its own (FlexMoE)."""
 
     def sums_gradients(self, num_micro_batches: int) -> bool:
         """Whether replicas sum gradients over micro-batches and send them to the owners once an iteration.
 
         Otherwise each micro-batch sends its gradients to the owners, in the parameters' data type. Then no
         gradient is kept after its layer's backward pass.
-
-        Args:
-            num_micro_batches: Number of micro-batches in an iteration.
         """
-        return num_micro_batches > 1 and self in _SUMMING
+        return num_micro_batches > 1 and self not in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
 
 
-_SUMMING = (ReplicaLife.ITERATION, ReplicaLife.SELECTED, ReplicaLife.RESIDENT)
+@dataclass(frozen=True)
+class PipelineStage:
+    """One rank's pipeline stage, with the order of passes of Megatron's schedules (1F1B).
+
+    Attributes:
+        layers_of_chunk: Number of MoE layers in each of the stage's model chunks. Several chunks mean an
+            interleaved pipeline.
+        num_stages: Number of pipeline stages; 1 without pipelining.
+        stage: Number of this stage, from 0.
+        group_size: Number of micro-batches that a chunk runs one after another before the next chunk starts
+            (``--microbatch-group-size-per-virtual-pipeline-stage``). ``None`` is Megatron's default: the
+            number of stages.
+    """
+
+    layers_of_chunk: tuple[int, ...]
+    num_stages: int = 1
+    stage: int = 0
+    group_size: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Number of MoE layers of the pipeline stage, L."""
+        return sum(self.layers_of_chunk)
+
+    def layers_in_flight(self, num_micro_batches: int) -> int:
+        """Largest number of (layer, micro-batch) pairs that have run forward and not yet backward.
+
+        With one model chunk, they are the layers of ``min(num_micro_batches, num_stages - stage)``
+        micro-batches. The order of passes is that of Megatron's ``get_schedule_table`` and
+        ``get_pp_rank_microbatches``.
+        """
+        layers_V, group = np.array(self.layers_of_chunk), self.group_size or self.num_stages
+        starts = range(0, num_micro_batches, group)
+        chunk_of_pass = np.concatenate(
+            [np.repeat(np.arange(len(layers_V)), min(group, num_micro_batches - start)) for start in starts]
+        )
+        layers_forward = layers_V[chunk_of_pass].cumsum()
+        # A backward pass goes through the chunks from the last one to the first.
+        layers_backward = layers_V[::-1][chunk_of_pass].cumsum()
+        behind, num_chunks = self.num_stages - self.stage - 1, len(layers_V)
+        num_warmup = behind if num_chunks == 1 else 2 * behind + (num_chunks - 1) * group
+        # After the warm-up passes, each forward pass is followed by a backward pass.
+        num_first = min(num_warmup, len(chunk_of_pass) - 1)
+        done = np.concatenate([[0], layers_backward[: len(chunk_of_pass) - num_first - 1]])
+        return int((layers_forward[num_first:] - done).max())
 
 
 @dataclass(frozen=True)
@@ -54,19 +91,12 @@ class HeldReplicas:
         fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums,
             as Transformer Engine's ``fuse_wgrad_accumulation`` does. Otherwise autograd makes gradients in
             the parameters' data type.
-
-    Raises:
-        ValueError: The number of micro-batches is less than 1.
     """
 
     life: ReplicaLife
     stage: PipelineStage
     num_micro_batches: int = 1
     fuses_gradients: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches is {self.num_micro_batches}: wanted 1 or more")
 
     @property
     def num_layers(self) -> int:
@@ -75,15 +105,12 @@ class HeldReplicas:
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether replicas sum gradients over micro-batches and send them to the owners once an iteration."""
+        """Whether replicas sum gradients over micro-batches (:meth:`ReplicaLife.sums_gradients`)."""
         return self.life.sums_gradients(self.num_micro_batches)
 
     @property
     def sends_fp32(self) -> bool:
-        """Whether gradients are sent in fp32.
-
-        Sums over several micro-batches are, and so are the gradients of resident replicas.
-        """
+        """Whether gradients are sent in fp32: sums over micro-batches, and those of resident replicas."""
         return self.sums_gradients or self.life is ReplicaLife.RESIDENT
 
     @property

@@ -1,13 +1,30 @@
-"""Checks of the loads and counts that a caller gives to a planner."""
+"""Arrays of plans, which are read-only, and checks of the loads and counts that planners are given."""
+
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
+
+
+def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
+    """Return ``values`` as a read-only, C-ordered array of data type ``dtype``.
+
+    Values are copied, except those of an array that is such an array already and has memory of its own.
+    """
+    if isinstance(values, np.ndarray) and values.base is None:
+        flags = values.flags
+        if values.dtype == dtype and flags.c_contiguous and not flags.writeable:
+            return values
+    array = np.array(values, dtype=dtype, order="C", copy=True)
+    array.setflags(write=False)
+    return array
 
 
 def checked_load(load: np.ndarray, name: str, shape: tuple[int, ...], meaning: str) -> np.ndarray:
     """Check loads and return them as a contiguous float64 array of the same shape.
 
     Args:
-        load: The loads, of any shape and numeric data type.
+        load: The loads, of any numeric data type.
         name: Name of the array, for error messages.
         shape: The wanted shape.
         meaning: What the entries and axes mean, for error messages.
@@ -28,12 +45,7 @@ def checked_load(load: np.ndarray, name: str, shape: tuple[int, ...], meaning: s
 
 
 def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) -> np.ndarray:
-    """Check counts and return them as int64 ``[D, E]``.
-
-    Args:
-        counts_DE: (token, k) pairs by source device and expert, ``[D, E]``.
-        num_devices: Number of devices, D.
-        num_experts: Number of experts, E.
+    """Check (token, k) pairs by source device and expert, and return them as int64 ``[D, E]``.
 
     Raises:
         ValueError: The shape is wrong, the counts are not integers, or a count is negative.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.memory.pipeline_stage import PipelineStage
+from megatron_fssdp.planning.replica_life import PipelineStage
 
 
 @pytest.mark.parametrize(
@@ -47,17 +47,3 @@ def test_layers_in_flight_keep_their_bounds(stage, num_micro_batches):
         num_passes = min(num_micro_batches, stage.num_stages - stage.stage)
         assert most == num_passes * stage.num_layers
         assert most <= stage.layers_in_flight(num_micro_batches + 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((),), "layers_of_chunk is"),
-        (((1, -1),), "layers_of_chunk is"),
-        (((1,), 2, 2), "stage is 2: wanted 0 or more, and less than the 2 stages"),
-        (((1,), 1, 0, 0), "group_size is 0: wanted 1 or more"),
-    ],
-)
-def test_bad_arguments_say_what_was_wanted(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        PipelineStage(*arguments)

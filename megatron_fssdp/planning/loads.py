@@ -1,0 +1,186 @@
+"""The router's counts of one layer in the latest iterations, what they predict, and statistics of loads.
+
+Shape letters: I iterations, E experts, D devices.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from megatron_fssdp.planning.arrays import checked_counts
+
+JUMP = 0.2
+"""Share of the load that must have moved to other experts before this counts as a jump."""
+
+
+class LoadHistory:
+    """Counts of the latest iterations, and forecasts of the next iteration's counts.
+
+    Attributes:
+        window: Most iterations whose counts are kept, w.
+        num_devices: Number of source devices, D.
+        num_experts: Number of experts, E.
+        num_seen: Number of iterations appended so far, also those that are no longer kept.
+
+    Raises:
+        ValueError: The window or a number is less than 1.
+    """
+
+    def __init__(self, window: int, num_devices: int, num_experts: int) -> None:
+        for name, value in (("window", window), ("num_devices", num_devices), ("num_experts", num_experts)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: wanted 1 or more")
+        self.window = window
+        self.num_devices = num_devices
+        self.num_experts = num_experts
+        self.num_seen = 0
+        self._latest: deque[np.ndarray] = deque(maxlen=window)
+        self._num_settled = 0
+        # For each iteration, the shares of load that the mean and the last counts had put on wrong experts.
+        self._errors: deque[tuple[float, float]] = deque(maxlen=window)
+        self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
+
+    def append(self, counts_DE: np.ndarray) -> None:
+        """Add the (token, k) pairs of one iteration by source device and expert, integers ``[D, E]``.
+
+        Raises:
+            ValueError: The shape is wrong, the counts are not integers, or a count is negative.
+        """
+        kept = checked_counts(counts_DE, self.num_devices, self.num_experts)
+        kept.setflags(write=False)
+        load_E = kept.sum(axis=0)
+        # A window of one iteration has one forecast: the last counts.
+        if self._num_settled and self.window > 1:
+            settled_IE = np.stack([one.sum(axis=0) for one in list(self._latest)[-self._num_settled :]])
+            if has_jumped(load_E, settled_IE.sum(axis=0)):
+                # No forecast expects a jump, so the jump tells nothing about them.
+                self._num_settled = 0
+            else:
+                forecasts = settled_IE.sum(axis=0), settled_IE[-1]
+                alike = (load_similarity(load_E, forecast_E) for forecast_E in forecasts)
+                mean, last = (0.0 if one is None else 1 - one for one in alike)
+                self._errors.append((mean, last))
+        self._num_settled = min(self._num_settled + 1, self.window)
+        self._sum_DE += kept - (self._latest[0] if len(self._latest) == self.window else 0)
+        self._latest.append(kept)
+        self.num_seen += 1
+
+    def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
+        """The history that would exist with a shorter window, or ``without_latest`` iterations earlier.
+
+        Raises:
+            ValueError: ``without_latest`` is negative or more than the number of iterations kept.
+        """
+        if not 0 <= without_latest <= len(self._latest):
+            raise ValueError(
+                f"without_latest is {without_latest}: wanted 0 to {len(self._latest)}, the iterations kept"
+            )
+        shorter = LoadHistory(window, self.num_devices, self.num_experts)
+        known = list(self._latest)[: len(self._latest) - without_latest]
+        # Iterations before the window only tell since when the loads have not jumped, and which forecast
+        # would have been best.
+        known = known[-2 * window :]
+        shorter.num_seen = self.num_seen - without_latest - len(known)
+        for counts_DE in known:
+            shorter.append(counts_DE)
+        return shorter
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no iteration has been appended yet."""
+        return not self._latest
+
+    @property
+    def num_since_jump(self) -> int | None:
+        """Number of iterations since the loads jumped; ``None`` if all kept iterations are since then."""
+        return self._num_settled if self._num_settled < len(self._latest) else None
+
+    def mean_DE(self) -> np.ndarray:
+        """Mean counts over the window, float64 ``[D, E]``; Hecate's prediction (§4.2).
+
+        Zeros if no iteration was appended.
+        """
+        return self._sum_DE / max(len(self._latest), 1)
+
+    def forecast_DE(self) -> np.ndarray:
+        """Counts that the next iteration will probably have, float64 ``[D, E]``.
+
+        The forecast is the mean or the last counts: the one that would have been closest to the loads of the
+        last ``window`` iterations. The mean evens out small batches, and the last counts follow a gate that
+        wanders. Counts from before a jump say nothing about the next iteration and are left out of the mean.
+        Both rules are ours and go beyond Hecate §4.2. The result is zeros if no iteration was appended.
+        """
+        mean, last = np.sum(self._errors, axis=0) if self._errors else (0.0, 0.0)
+        if last < mean:
+            return self._latest[-1].astype(np.float64)
+        if self._num_settled == len(self._latest):
+            return self.mean_DE()
+        return np.mean(list(self._latest)[-self._num_settled :], axis=0)
+
+    def mean_E(self) -> np.ndarray:
+        """Mean load of every expert over the window, float64 ``[E]``."""
+        return self._sum_DE.sum(axis=0) / max(len(self._latest), 1)
+
+    def total_DE(self) -> np.ndarray:
+        """Sum of the counts over the window, int64 ``[D, E]``."""
+        return self._sum_DE.copy()
+
+    def counts_DE(self, age: int) -> np.ndarray:
+        """Counts of the iteration ``age`` iterations before the latest one, int64 ``[D, E]``, read-only.
+
+        Raises:
+            ValueError: That iteration is not kept.
+        """
+        if not 0 <= age < len(self._latest):
+            raise ValueError(f"age is {age}: wanted 0 up to {len(self._latest) - 1}, the iterations kept")
+        return self._latest[-1 - age]
+
+
+def max_over_mean(load_D: np.ndarray) -> float:
+    """Highest load of a device divided by the mean of ``load_D``, in any unit; 1 if there is no load."""
+    total = load_D.sum()
+    return float(load_D.max() * len(load_D) / total) if total else 1.0
+
+
+def load_similarity(load_E: np.ndarray, before_E: np.ndarray) -> float | None:
+    """Share of the load that is on the same experts as before: ``Σ_e min(p_e, q_e)``, from 0 to 1.
+
+    Pro-Prophet (§II, Fig. 4) calls this the locality of adjacent iterations. The loads are (token, k) pairs
+    by expert, ``[E]``, of any two batch sizes. The result is ``None`` if one of them is empty.
+    """
+    total, total_before = float(load_E.sum()), float(before_E.sum())
+    if not total or not total_before:
+        return None
+    return float(np.minimum(load_E / total, before_E / total_before).sum())
+
+
+def has_jumped(load_E: np.ndarray, before_E: np.ndarray) -> bool:
+    """Whether more of the load has moved to other experts than slow drift and random sampling explain.
+
+    This test is ours. In recorded trainings, 5 to 9 % of a layer's load moves to other experts from one
+    iteration to the next, and at most 25 %. The random sampling of tokens explains a third of that. The loads
+    are (token, k) pairs by expert, ``[E]``, and may be sums over different numbers of iterations.
+    """
+    similarity = load_similarity(load_E, before_E)
+    if similarity is None:
+        return False
+    total, total_before = float(load_E.sum()), float(before_E.sum())
+    share_E = (load_E + before_E) / (total + total_before)
+    # Expected distance of two samples of the same distribution, with counts assumed to be independent.
+    chance = np.sqrt(share_E * (1 / total + 1 / total_before) * 2 / np.pi).sum() / 2
+    return bool(1 - similarity > JUMP + 2 * chance)
+
+
+def balance_ratio(before_D: np.ndarray, after_D: np.ndarray) -> float | None:
+    """How much balancing evens out device loads: the ratio RB of Pro-Prophet (§VI).
+
+    It is the standard deviation of device loads (``[D]``) without replicas, divided by the one under the
+    placement that was used: ``None`` if that made them exactly even, 1 if they were so before and after.
+    """
+    before, after = float(np.std(before_D)), float(np.std(after_D))
+    if after == 0.0:
+        return 1.0 if before == 0.0 else None
+    return before / after

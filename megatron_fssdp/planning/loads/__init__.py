@@ -1,1 +1,0 @@
-"""How many tokens each expert gets: history of counts, statistics and forecasts."""

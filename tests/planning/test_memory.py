@@ -1,0 +1,258 @@
+"""Bytes of experts, and how many replicas fit: numbers worked out by hand, and relations that always hold."""
+
+from dataclasses import astuple
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.memory import (
+    ExpertMemory,
+    ExpertOptimizer,
+    expert_memory,
+    held_replicas_bytes,
+    memory_capacity,
+)
+from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
+from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages, PipelinedMessages
+
+
+def held(life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=(3,), fuses=False, **place):
+    """Three layers without a pipeline."""
+    return HeldReplicas(life, PipelineStage(layers, **place), num_micro_batches, fuses)
+
+
+# 3 layers, 6 slots (2 experts a layer), 100 elements an expert, bf16 with fp32 gradients.
+HALF = {
+    "held": held(),
+    "slots_per_device": 6,
+    "replicas_per_layer": 4,
+    "owned_per_layer": 2,
+    "expert_elements": 100,
+    "dtype_bytes": 2,
+    "gradient_bytes": 4,
+    "optimizer": ExpertOptimizer(has_master_weights=True),
+}
+SHARED = ExpertOptimizer(has_master_weights=True, is_distributed=True)
+
+
+def test_bytes_of_owned_experts_equal_those_worked_out_by_hand():
+    memory = expert_memory(**HALF)
+    assert (memory.slot_parameters_bytes, memory.slot_gradients_bytes) == (6 * 200, 6 * 400)
+    assert memory.optimizer_bytes == 6 * 1200  # both moments and the master weights
+    assert (memory.transfer_buffers_bytes, memory.expert_parallelism_bytes) == (5200, 10800)
+    assert memory.above_expert_parallelism_bytes == 2400 + 800 + 5200
+    assert memory.total_bytes == 19200
+    full = expert_memory(**{**HALF, "dtype_bytes": 4, "optimizer": ExpertOptimizer()})
+    assert full.slot_parameters_bytes == full.slot_gradients_bytes == 6 * 400
+    assert (full.optimizer_bytes, full.replica_parameters_bytes) == (6 * 800, 3 * 4 * 400)
+
+
+RESIDENT = held(ReplicaLife.RESIDENT, 4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        # Packed are gradients of replicas; the two experts were sent earlier.
+        ({}, (3 * 4 * 200, 4 * 200, 0, 4 * 200, 3 * 6 * 200 + 2 * 400)),
+        # Packed are fp32 gradients of two layers, of owned experts and of replicas.
+        ({"held": RESIDENT}, (2400, 800 + 3 * 4 * 400, 3 * 4 * 1200, 2 * 6 * 400, 3 * 6 * 400 + 800)),
+        (
+            {"held": RESIDENT, "optimizer": SHARED, "expert_data_parallel_size": 2},
+            (2400, 5600, 7200, 4800, 8000),
+        ),
+        # One layer's experts are gathered again while another layer's gradients travel.
+        ({"held": held(ReplicaLife.LAYER_PASS, 8)}, (4 * 200, 4 * 200, 0, (2 + 4) * 200, 4400)),
+        ({"held": held(ReplicaLife.LAYER_PASS, 8, layers=(1,))}, (4 * 200, 4 * 200, 0, 4 * 200, 4400)),
+        # Sums over micro-batches are kept for all layers, sent as they are, and travel in fp32.
+        ({"held": held(num_micro_batches=2)}, (2400, 3 * 4 * 400 + 4 * 200, 0, 2 * 200, 3 * 6 * 400 + 800)),
+        # Gradients that are added in the matrix product are in fp32.
+        ({"held": held(fuses=True)}, (2400, 4 * 400, 0, 800, 4400)),
+        # Several micro-batches have fp32 sums in any case.
+        ({"held": held(num_micro_batches=2, fuses=True)}, (2400, 5600, 0, 400, 8000)),
+        # Gradients return to owners with their micro-batch, as in an iteration with a single micro-batch.
+        ({"held": held(ReplicaLife.MICRO_BATCH, 8)}, (2400, 800, 0, 800, 4400)),
+        # Every micro-batch in flight has replicas of its own, but only one is in its backward pass.
+        ({"held": held(ReplicaLife.MICRO_BATCH, 8, num_stages=4)}, (4 * 2400, 800, 0, 800, 4400)),
+        ({"held": held(ReplicaLife.MICRO_BATCH, 8, num_stages=4, stage=3)}, (2400, 800, 0, 800, 4400)),
+        # Replicas of an iteration are gathered once.
+        ({"held": held(num_micro_batches=8, num_stages=4)}, (2400, 5600, 0, 400, 8000)),
+    ],
+)
+def test_bytes_of_replicas_equal_those_worked_out_by_hand(changed, wanted):
+    """Parameters, gradients, optimizer states, packed experts, buffers of the reduction."""
+    memory = expert_memory(**{**HALF, **changed})
+    assert astuple(memory)[3:] == wanted
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "wanted"),
+    [
+        (ExpertOptimizer(), 4, 8 * 10),
+        (ExpertOptimizer(has_master_weights=True), 4, 12 * 10),
+        (ExpertOptimizer(is_distributed=True), 4, 8 * 3),  # 10 elements over 4 ranks: 3 at most
+        (SHARED, 5, 12 * 2),
+        (ExpertOptimizer(num_state_tensors=0), 1, 0),
+        (ExpertOptimizer(num_state_tensors=1, has_master_weights=True), 1, 8 * 10),
+    ],
+)
+def test_optimizer_state_bytes_follow_the_optimizer_and_its_sharding(optimizer, ranks, wanted):
+    assert optimizer.state_bytes(10, ranks) == wanted
+    assert optimizer.owned_bytes(10, 2, ranks) == wanted + 10 * 2
+
+
+def test_the_messages_of_each_child_bound_reduction_buffers():
+    def buffers(messages):
+        return expert_memory(**HALF, buffered_bytes=messages.buffered_bytes).reduction_buffers_bytes
+
+    assert buffers(FixedMessages(50)) == 3 * 6 * 50 + 2 * 400
+    assert buffers(FixedMessages(50, num_open=2)) == 3 * 6 * 100 + 2 * 400
+    assert buffers(FixedMessages(1000)) == 3 * 6 * 200 + 2 * 400
+    # Two of four messages of 50 bytes, which are aligned to 64 bytes.
+    assert buffers(PipelinedMessages(10, fewest=4, most=4)) == 3 * 6 * 128 + 2 * 400
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "life": st.sampled_from(ReplicaLife),
+            "num_layers": st.integers(0, 6),
+            "num_stages": st.integers(1, 4),
+            "slots_per_device": st.integers(0, 40),
+            "replicas_per_layer": st.integers(0, 20),
+            "owned_per_layer": st.integers(0, 20),
+            "expert_elements": st.integers(0, 10**9),
+            "dtype_bytes": st.sampled_from([2, 4]),
+            "gradient_bytes": st.sampled_from([2, 4]),
+            "optimizer": st.builds(ExpertOptimizer, st.integers(0, 3), st.booleans(), st.booleans()),
+            "expert_data_parallel_size": st.integers(1, 8),
+            "num_micro_batches": st.integers(1, 4),
+            "buffered_bytes": st.sampled_from(
+                [None, FixedMessages(5).buffered_bytes, CUDA_MESSAGES.buffered_bytes]
+            ),
+        }
+    )
+)
+def test_only_replicas_take_memory_beyond_expert_parallelism(arguments):
+    life, num_layers, num_stages, num_micro_batches = (
+        arguments.pop(name) for name in ("life", "num_layers", "num_stages", "num_micro_batches")
+    )
+
+    def living(life, num_layers=num_layers):
+        return held(life, num_micro_batches, layers=(num_layers,), num_stages=num_stages)
+
+    arguments["held"] = living(life)
+    memory = expert_memory(**arguments)
+    parts = astuple(memory)
+    assert all(isinstance(part, int) and part >= 0 for part in parts)
+    assert memory.total_bytes == sum(parts)
+    without = expert_memory(**{**arguments, "replicas_per_layer": 0})
+    assert without.above_expert_parallelism_bytes == 0
+    assert without.total_bytes == memory.expert_parallelism_bytes
+    assert without.optimizer_bytes == memory.optimizer_bytes
+    released = expert_memory(**{**arguments, "held": living(ReplicaLife.LAYER_PASS)})
+    assert released.above_expert_parallelism_bytes <= memory.above_expert_parallelism_bytes
+    one_layer = expert_memory(**{**arguments, "held": living(ReplicaLife.ITERATION, min(num_layers, 1))})
+    assert released.replica_parameters_bytes == one_layer.replica_parameters_bytes
+
+
+def test_the_description_lists_all_bytes():
+    mebibyte = 2**20
+    memory = ExpertMemory(100 * mebibyte, 200 * mebibyte, 900 * mebibyte, 3 * 2**29, 512, 0, 1536, 0)
+    assert memory.describe() == (
+        "experts 2.7 GiB: parameters 100.0 MiB, gradients 200.0 MiB, optimizer 900.0 MiB, "
+        "replicas at most 1.5 GiB (parameters 1.5 GiB, gradients 512 B, optimizer 0 B, transfers 1.5 KiB)"
+    )
+    assert "experts 2.0 TiB" in ExpertMemory(2 * 2**40, 0, 0, 0, 0, 0, 0, 0).describe()
+
+
+def capacity(
+    usable_bytes, life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=3, num_stages=1, **changed
+):
+    arguments = {
+        "expert_bytes": 200,
+        "gradient_bytes_per_expert": 400,
+        "num_experts": 8,
+        "held": held(life, num_micro_batches, layers=(layers,), num_stages=num_stages),
+    }
+    # A fifth of the free bytes is a reserve.
+    sizes = count(usable_bytes * 5 // 4 - 5)
+    free_bytes = next(size for size in sizes if size - int(size * 0.2) >= usable_bytes)
+    return memory_capacity(free_bytes, **{**arguments, **changed})
+
+
+@pytest.mark.parametrize(
+    ("usable_bytes", "changed", "wanted"),
+    [
+        # Three layers' parameters and one layer's gradients: 800 bytes a slot.
+        (799, {}, 0),
+        (1600, {}, 2),
+        (10**9, {}, 8),
+        (0, {}, 0),
+        # One layer's parameters and gradients: 400 bytes a slot.
+        (1600, {"life": ReplicaLife.LAYER_PASS}, 4),
+        (1600, {"life": ReplicaLife.LAYER_PASS, "num_micro_batches": 2}, 4),
+        # In addition three layers' fp32 sums: 2000 bytes a slot.
+        (1999, {"num_micro_batches": 2}, 0),
+        (2000, {"num_micro_batches": 2}, 1),
+        # Buffers for three senders of gradients in the data type of the parameters, 200 bytes.
+        (2 * (800 + 3 * 100), {"buffered_bytes": lambda sent: sent // 2}, 2),
+        (2 * (800 + 3 * 100) - 1, {"buffered_bytes": lambda sent: sent // 2}, 1),
+        # Several micro-batches send fp32 sums, 400 bytes.
+        (2000 + 3 * 400, {"num_micro_batches": 2, "buffered_bytes": lambda sent: sent}, 1),
+        (2000 + 3 * 400 - 1, {"num_micro_batches": 2, "buffered_bytes": lambda sent: sent}, 0),
+        # Replicas of a micro-batch have no sums, as in an iteration of a single micro-batch.
+        (1600, {"life": ReplicaLife.MICRO_BATCH, "num_micro_batches": 8}, 2),
+        # Two micro-batches in flight: twice the parameters, 1400 bytes a slot.
+        (2799, {"life": ReplicaLife.MICRO_BATCH, "num_micro_batches": 8, "num_stages": 2}, 1),
+        (2800, {"life": ReplicaLife.MICRO_BATCH, "num_micro_batches": 8, "num_stages": 2}, 2),
+        (1600, {"life": ReplicaLife.MICRO_BATCH, "num_stages": 2}, 2),
+    ],
+)
+def test_capacities_equal_those_worked_out_by_hand(usable_bytes, changed, wanted):
+    assert capacity(usable_bytes, **changed) == wanted
+
+
+@given(
+    usable_bytes=st.integers(0, 10**6),
+    elements=st.integers(1, 500),
+    num_experts=st.integers(1, 20),
+    life=st.sampled_from([life for life in ReplicaLife if life is not ReplicaLife.RESIDENT]),
+    place=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)),
+)
+def test_the_memory_capacity_fits_and_one_more_slot_would_not(
+    usable_bytes, elements, num_experts, life, place
+):
+    num_layers, num_stages, num_micro_batches = place
+    of = held(life, num_micro_batches, layers=(num_layers,), num_stages=num_stages)
+    sizes = {"expert_bytes": 2 * elements, "gradient_bytes_per_expert": 4 * elements, "held": of}
+    slots = capacity(usable_bytes, num_experts=num_experts, **sizes)
+
+    def replica_bytes(num_replicas):
+        changed = {"held": of, "replicas_per_layer": num_replicas, "expert_elements": elements}
+        memory = expert_memory(**{**HALF, **changed})
+        return memory.replica_parameters_bytes + memory.replica_gradients_bytes
+
+    assert 0 <= slots <= num_experts
+    assert replica_bytes(slots) <= usable_bytes
+    assert slots == num_experts or replica_bytes(slots + 1) > usable_bytes
+
+
+def test_replicas_of_measured_iterations_take_what_they_were_given_room_for():
+    """Layers with 1, 3 and 2 replicas of 10 bytes, whose sums over micro-batches have 40."""
+    for life, num_micro_batches, wanted in (
+        (ReplicaLife.ITERATION, 1, 6 * 10),
+        (ReplicaLife.ITERATION, 2, 6 * (10 + 40)),
+        (ReplicaLife.LAYER_PASS, 2, 3 * 10),
+    ):
+        sizes = {"expert_bytes": 10, "gradient_bytes_per_expert": 40, "held": held(life, num_micro_batches)}
+        assert held_replicas_bytes((1, 3, 2), **sizes) == wanted
+
+
+def test_bad_arguments_say_what_was_wanted():
+    with pytest.raises(ValueError, match="free_bytes is -1"):
+        capacity(-1)
+    with pytest.raises(ValueError, match="num_layers is 0: wanted 1 or more"):
+        capacity(1, layers=0)
