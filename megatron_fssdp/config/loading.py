@@ -8,7 +8,6 @@ import json
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -147,12 +146,19 @@ def checked[ModelT: BaseModel](
     data: Mapping[str, Any],
     origin: Callable[[Sequence[str]], str | None] | None = None,
 ) -> ModelT | list[str]:
-    """Build a settings model as :func:`validate` does, or return its problems as texts of one line each."""
+    """Build a settings model as :func:`validate` does, or return its problems as texts of one line each.
+
+    A model can have ``key_problems``, which yields path and problem of keys that it does not declare.
+    """
+    where = origin or (lambda _: None)
+    find = getattr(model_cls, "key_problems", lambda _: ())
+    problems = [_render(path, text, where(path)) for path, text in find(data)]
     try:
         # JSON mode is strict about types ("4" is not a number), but still reads paths from strings.
-        return model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
+        result = model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        return _render_all(model_cls, error.errors(include_url=False), origin or (lambda _: None))
+        return problems + _render_all(model_cls, error.errors(include_url=False), where)
+    return problems or result
 
 
 def one_line(problems: Sequence[tuple[str, str]]) -> str:
@@ -178,9 +184,15 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
         known: All valid names.
     """
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean '{close[0]}'? " if close else ""
+    near = closest(name, names)
+    hint = f"did you mean '{near}'? " if near else ""
     return f"unknown {kind} '{name}'; {hint}known: {', '.join(names) or '(none)'}"
+
+
+def closest(name: str, known: Sequence[str]) -> str:
+    """Return the known name that is most similar or begins with the name; an empty text without one."""
+    begins = [other for other in known if other.startswith(f"{name}_")]
+    return next(iter((*difflib.get_close_matches(name, known, n=1), *begins)), "")
 
 
 def describe_value(value: Any) -> str:
@@ -224,6 +236,13 @@ def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in data.items()}
 
 
+def _render(path: Sequence[str], text: str, file: str | None) -> str:
+    """Return a problem with its file and key. A text about an unknown key names the key itself."""
+    key = ".".join(path[:-1] if text.startswith("unknown key") else path)
+    is_named = not key or text.startswith(key)
+    return (f"in {file}: " if file is not None else "") + (text if is_named else f"{key}: {text}")
+
+
 def _render_all(
     model_cls: type[BaseModel], errors: list[ErrorDetails], origin: Callable[[Sequence[str]], str | None]
 ) -> list[str]:
@@ -234,34 +253,24 @@ def _render_all(
         for details in errors
     ]
     paths = [".".join(location) for location, _ in located]
-    refused = {
-        path
-        for details, path in zip(errors, paths, strict=True)
-        if isinstance(details.get("ctx", {}).get("error"), ValueError)
-    }
-    for details, (location, owner) in zip(errors, located, strict=True):
+    causes = [details.get("ctx", {}).get("error") for details in errors]
+    refused = {path for cause, path in zip(causes, paths, strict=True) if isinstance(cause, ValueError)}
+    for details, (location, owner), cause, key in zip(errors, located, causes, paths, strict=True):
         file = origin(location)
-        origin_text = f"in {file}: " if file is not None else ""
-        key = ".".join(location)
-        cause = details.get("ctx", {}).get("error")
         if details["type"] == "extra_forbidden":
-            where = f"{'.'.join(location[:-1])}: " if len(location) > 1 else ""
-            unknown = unknown_name("key", location[-1], owner.model_fields if owner else ())
-            problems.append(origin_text + where + unknown)
+            known = owner.model_fields if owner else ()
+            problems.append(_render(location, unknown_name("key", location[-1], known), file))
         elif details["type"] == "missing":
             problems.append(f"{key}: missing; add this key")
         elif isinstance(cause, ValueError):
-            problems.append(origin_text + (str(cause) if str(cause).startswith(key) else f"{key}: {cause}"))
-        else:
+            problems.append(_render(location, str(cause), file))
+        elif key not in refused and not any(key and path.startswith(f"{key}.") for path in paths):
+            # Otherwise another alternative of the union found a more exact problem, or refused the value.
             wanted = _WANTED_BY_ERROR.get(details["type"], details["msg"].removeprefix("Input should be "))
-            if any(key and path.startswith(f"{key}.") for path in paths):
-                continue  # another alternative of the union found a more exact problem inside this mapping
-            where = f"{origin_text}{key or 'top level'}: got {describe_value(details['input'])}"
-            if key in refused:
-                continue  # one alternative's complaint about what another one read and refused
-            mismatches.setdefault(where, []).append(wanted)
+            got = _render([key or "top level"], f"got {describe_value(details['input'])}", file)
+            mismatches.setdefault(got, []).append(wanted)
     return problems + [
-        f"{where}, wanted {' or '.join(dict.fromkeys(wanted))}" for where, wanted in mismatches.items()
+        f"{got}, wanted {' or '.join(dict.fromkeys(wanted))}" for got, wanted in mismatches.items()
     ]
 
 
@@ -296,8 +305,5 @@ def _locate(
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if isinstance(annotation, UnionType) or typing.get_origin(annotation) is not None:
-        for inner in typing.get_args(annotation):
-            if found := _model_in(inner):
-                return found
-    return None
+    inner = (_model_in(one) for one in typing.get_args(annotation))
+    return next((found for found in inner if found), None)

@@ -1,21 +1,21 @@
-"""Combines a run's settings from several YAML files, for example a model, a cluster and a strategy.
+"""Combines a run's settings from several YAML files and options of the command line.
 
 A file lists the files that it builds on under the key ``include``. The command line also accepts several
-files. Files are layered on each other: for each key, the value of the topmost file wins.
+files, for example a model, a cluster and a strategy. Files are layered on each other: for each key, the value
+of the topmost file wins. Options change the result.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import checked, describe_value, load_yaml, one_line
-from megatron_fssdp.config.renamed_settings import is_recorded_run, with_new_spellings
-from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.run.run_options import RunOption, changed, set_options
+from megatron_fssdp.config.loading import apply_overrides, checked, describe_value, load_yaml, one_line
+from megatron_fssdp.config.run import megatron_options
+from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
 from megatron_fssdp.config.shipped_files import closest_run, complete_run, shipped_run
 
 INCLUDE_KEY = "include"
@@ -23,6 +23,19 @@ _SECTIONS_OF_A_RUN = ("model", "training")
 _MOST_FILES = 100
 _MOST_LEVELS = 20
 _ABSENT = object()
+
+
+@dataclass(frozen=True, eq=False)
+class RunOption:
+    """One option of the command line.
+
+    Attributes:
+        text: The option as typed, for example ``--iters 3``. Error messages that it causes start with it.
+        change: Function from the keys and values of a run to the changed ones. It keeps its argument.
+    """
+
+    text: str
+    change: Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -90,18 +103,14 @@ class Composition:
                 f"{source}: is a part of a run, without {' and '.join(absent)}; try {complete}, or combine "
                 "it with other parts, such as models/tiny-mixtral parallelism/cpu training/tiny"
             )
-        causes = {
-            option: self._problems(tuple(other for other in options if other is not option))
-            for option in options
-        }
-        blamed = [
-            (
-                " ".join(option.text for option, left in causes.items() if problem not in left) or source,
-                problem,
-            )
-            for problem in result
+        without = {option: [other for other in options if other is not option] for option in options}
+        left = {option: self._problems(others) for option, others in without.items()}
+        causes = [
+            " ".join(option.text for option in options if problem not in left[option]) for problem in result
         ]
-        raise ConfigurationError(one_line(blamed))
+        raise ConfigurationError(
+            one_line([(cause or source, problem) for cause, problem in zip(causes, result, strict=True)])
+        )
 
     def _problems(self, options: Sequence[RunOption]) -> list[str]:
         data = changed(self.data, options)
@@ -153,13 +162,55 @@ def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunC
         files: Paths of YAML files. Later files are layered on earlier ones and win.
         overrides: ``key=value`` settings that win over all files.
 
-    Returns:
-        The settings of the run.
-
     Raises:
         ConfigurationError: A file cannot be read (see :func:`compose`) or the settings are invalid.
     """
     return compose(files).with_options(set_options(overrides))
+
+
+def set_options(overrides: Iterable[str], flag: str = "--set") -> list[RunOption]:
+    """Return one option for each ``key=value`` with a dotted key. ``flag`` is the option that gives them."""
+    return [
+        RunOption(f"{flag} {text}", partial(apply_overrides, overrides=[text], asked_by=flag))
+        for text in overrides
+    ]
+
+
+def words_option(words: Sequence[str]) -> RunOption:
+    """Return the option ``-- WORDS``: arguments in Megatron's own form, which are settings like all others.
+
+    Args:
+        words: Words that Megatron's parser reads. A wrong word raises a ConfigurationError when the option is
+            applied.
+    """
+    return RunOption(f"-- {' '.join(words)}", partial(_with_words, words))
+
+
+def changed(data: Mapping[str, Any], options: Iterable[RunOption]) -> dict[str, Any]:
+    """Return the keys and values of a run after all options, in order."""
+    result = dict(data)
+    for option in options:
+        result = option.change(result)
+    return result
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys and values of ``after`` that ``before`` lacks or has with another value.
+
+    Layered over ``before`` (:func:`lay_over`), the result gives ``after``. A strategy of another name is
+    returned as a whole, because its settings replace those of the strategy before.
+    """
+    result: dict[str, Any] = {}
+    for key, value in after.items():
+        low = before.get(key)
+        if isinstance(value, Mapping) and isinstance(low, Mapping):
+            renamed = key == "strategy" and value.get("name") != low.get("name")
+            inner = dict(value) if renamed else difference(low, value)
+            if inner:
+                result[key] = inner
+        elif key not in before or low != value:
+            result[key] = value
+    return result
 
 
 def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,13 +219,6 @@ def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     Nested mappings are combined key by key. A ``null`` in place of a whole section changes nothing. If
     ``high`` names another strategy than ``low``, the strategy settings of ``low`` are dropped, because
     settings belong to their strategy.
-
-    Args:
-        low: Keys and values of the lower layer.
-        high: Keys and values of the upper layer.
-
-    Returns:
-        A new mapping with the combined keys and values.
     """
     section, below = high.get("strategy"), low.get("strategy")
     if isinstance(section, Mapping) and isinstance(below, Mapping):
@@ -182,19 +226,6 @@ def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
         if section.get("name", name_below) != name_below:
             low = {**low, "strategy": {}}
     return _merged(low, high)
-
-
-def _asked(path: Path) -> Path:
-    """Find the file for a path or for the name of a shipped file."""
-    file = path if path.exists() else shipped_run(path) or path
-    if file.suffix or file.exists():
-        return file
-    close = closest_run(path)
-    hint = f"did you mean '{close}'? " if close else ""
-    raise ConfigurationError(
-        f"{path}: no such file, and the package has no config of that name; {hint}"
-        "`megatron-fssdp configs` lists all names"
-    )
 
 
 def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,6 +239,35 @@ def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             result[key] = value
     return result
+
+
+def _with_words(words: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(data)
+    try:
+        given = megatron_options.parsed(words)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"-- {' '.join(words)}: {error}") from None
+    for name, value in given.items():
+        homes = [section for section, model in SECTIONS.items() if name in model.model_fields]
+        homes += [section for section in SECTIONS if name in (result.get(section) or {})]
+        section = (*homes, megatron_options.section_of(name))[0]
+        before = result.get(section) or {}
+        if isinstance(before, Mapping):  # validation reports a wrong type
+            result[section] = {**before, name: value}
+    return result
+
+
+def _asked(path: Path) -> Path:
+    """Find the file for a path or for the name of a shipped file."""
+    file = path if path.exists() else shipped_run(path) or path
+    if file.suffix or file.exists():
+        return file
+    close = closest_run(path)
+    hint = f"did you mean '{close}'? " if close else ""
+    raise ConfigurationError(
+        f"{path}: no such file, and the package has no config of that name; {hint}"
+        "`megatron-fssdp configs` lists all names"
+    )
 
 
 def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
@@ -230,8 +290,6 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
         data = load_yaml(file)
     except ConfigurationError as error:
         raise ConfigurationError(f"{above[-1]}: include: {error}" if above else str(error)) from None
-    if is_recorded_run(file):
-        data = with_new_spellings(data)
     for name in _included(data, file):
         beside = Path(os.path.normpath(file.parent / name))
         yield from _layers(beside if beside.exists() else shipped_run(name) or beside, (*above, file))

@@ -11,8 +11,8 @@ from megatron_fssdp.config.loading import load_yaml, validate
 _OWN_KEYS = {
     "strategy": "list strategies and their settings under strategies",
     "training.seed": "list seeds under seeds",
-    "training.iterations": "give the number under iterations",
-    "training.checkpoint_dir": "every run keeps its checkpoints in its own folder",
+    "training.train_iters": "give the number under iterations",
+    "training.save": "every run keeps its checkpoints in its own folder",
 }
 """Settings that a sweep gives in another place, by their dotted key."""
 

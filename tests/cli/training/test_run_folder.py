@@ -3,9 +3,8 @@ import shutil
 from megatron_fssdp.cli.training.run_folder import RunFolder
 from megatron_fssdp.cli.training.train_request import TrainRequest
 from megatron_fssdp.config.loading import load_yaml, validate
-from megatron_fssdp.config.run.composition import lay_over, load_run
+from megatron_fssdp.config.run.composition import difference, lay_over, load_run
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.run.run_options import difference
 
 from .tiny_run import TINY, fake_data, words_of
 

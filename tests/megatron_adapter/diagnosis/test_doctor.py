@@ -47,7 +47,7 @@ def a_run(device: str = "auto", **parallelism: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8},
-            "training": {"iterations": 1, "global_batch_size": 48, "device": device},
+            "training": {"train_iters": 1, "global_batch_size": 48, "device": device},
             "parallelism": parallelism,
         }
     )
