@@ -29,32 +29,24 @@ _TYPE_NAMES: dict[type, str] = {
     type(None): "nothing",
 }
 
-_WANTED_BY_ERROR: dict[str, str] = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "a string",
-    "path_type": "a path",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "dict_type": "a mapping of keys to values",
-    "model_type": "a mapping of keys to values",
-    "model_attributes_type": "a mapping of keys to values",
+_WANTED: dict[str, str] = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+    "path": "a path",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping of keys to values",
+    "model": "a mapping of keys to values",
 }
+"""What is wanted, by the beginning of the name of pydantic's error."""
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:
     """Read a YAML file that holds one mapping of keys to values.
 
-    Args:
-        path: Path of the file. An empty file counts as an empty mapping.
-
-    Returns:
-        The mapping, with plain Python values.
+    An empty file counts as an empty mapping.
 
     Raises:
         ConfigurationError: The file cannot be read, is larger than a settings file can be, is not valid YAML,
@@ -74,16 +66,13 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 def apply_overrides(
     data: Mapping[str, Any], overrides: Iterable[str], asked_by: str = "override"
 ) -> dict[str, Any]:
-    """Apply ``key=value`` overrides to a mapping.
+    """Return a mapping with ``key=value`` overrides applied; the argument is left unchanged.
 
     Args:
-        data: The mapping. It is not changed.
-        overrides: Texts ``key=value``. The key can be dotted (``training.iterations=5``). The value is read
+        data: The mapping.
+        overrides: Texts ``key=value``. The key can be dotted (``training.train_iters=5``). The value is read
             as YAML (``2``, ``1e-4``, ``true``, ``null``, ``[a, b]``). Later overrides win.
         asked_by: The option that gives the overrides. Error messages start with it.
-
-    Returns:
-        A new mapping with the overrides applied.
 
     Raises:
         ConfigurationError: An override is not ``key=value``, or its dotted key goes through a value that is
@@ -95,7 +84,7 @@ def apply_overrides(
         path = key.strip().split(".")
         if not separator or not all(path):
             raise ConfigurationError(
-                f"{asked_by} '{override}': wanted key=value, such as slots=2 or training.iterations=50"
+                f"{asked_by} '{override}': wanted key=value, such as slots=2 or training.train_iters=50"
             )
         value = parse_yaml(text, f"{asked_by} '{override}'")
         target = result
@@ -113,29 +102,19 @@ def apply_overrides(
     return result
 
 
-def validate[ModelT: BaseModel](
-    model_cls: type[ModelT],
-    data: Mapping[str, Any],
-    source: str,
-    origin: Callable[[Sequence[str]], str | None] | None = None,
-) -> ModelT:
+def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any], source: str) -> ModelT:
     """Build a settings model from plain values, without converting types.
 
     Args:
         model_cls: Pydantic model class of the settings.
         data: Plain values, as YAML gives them.
         source: Name of the file or option that the values come from. Error messages start with it.
-        origin: Function that takes a key path and returns the file that set its value, or None if ``source``
-            already names this file.
-
-    Returns:
-        The settings.
 
     Raises:
         ConfigurationError: The values are invalid. The message is one line. For each problem it gives the key
             path, the value that was got, and what is wanted.
     """
-    result = checked(model_cls, data, origin)
+    result = checked(model_cls, data)
     if isinstance(result, list):
         raise ConfigurationError(one_line([(source, problem) for problem in result]))
     return result
@@ -149,6 +128,7 @@ def checked[ModelT: BaseModel](
     """Build a settings model as :func:`validate` does, or return its problems as texts of one line each.
 
     A model can have ``key_problems``, which yields path and problem of keys that it does not declare.
+    ``origin`` takes a key path and returns the file that set its value, if the problem has to name it.
     """
     where = origin or (lambda _: None)
     find = getattr(model_cls, "key_problems", lambda _: ())
@@ -162,11 +142,7 @@ def checked[ModelT: BaseModel](
 
 
 def one_line(problems: Sequence[tuple[str, str]]) -> str:
-    """Join problems into one line. A source stands before its first problem; the last ones are counted.
-
-    Args:
-        problems: Pairs of a source (name of a file or option) and a problem that it causes.
-    """
+    """Join pairs of source and problem into one line. Of many problems, the last ones are only counted."""
     shown, last = "", ""
     for source, problem in problems[:_MAX_ERRORS_SHOWN]:
         shown += "; " * bool(shown) + (f"{source}: " if source != last else "") + problem
@@ -176,13 +152,7 @@ def one_line(problems: Sequence[tuple[str, str]]) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown name: the closest match and all known names.
-
-    Args:
-        kind: What the name names, for example ``"cluster"`` or ``"key"``.
-        name: The unknown name.
-        known: All valid names.
-    """
+    """Return the message for an unknown name of a kind (``"key"``): the closest match and all known names."""
     names = list(known)
     near = closest(name, names)
     hint = f"did you mean '{near}'? " if near else ""
@@ -266,7 +236,9 @@ def _render_all(
             problems.append(_render(location, str(cause), file))
         elif key not in refused and not any(key and path.startswith(f"{key}.") for path in paths):
             # Otherwise another alternative of the union found a more exact problem, or refused the value.
-            wanted = _WANTED_BY_ERROR.get(details["type"], details["msg"].removeprefix("Input should be "))
+            kind, _, error = details["type"].partition("_")
+            is_type = error in ("type", "parsing", "from_float", "attributes_type")
+            wanted = _WANTED.get(kind, "") if is_type else details["msg"].removeprefix("Input should be ")
             got = _render([key or "top level"], f"got {describe_value(details['input'])}", file)
             mismatches.setdefault(got, []).append(wanted)
     return problems + [

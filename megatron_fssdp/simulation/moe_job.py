@@ -178,12 +178,13 @@ def job_of_run(run: RunConfig) -> MoeJob:
     model, cut, training = run.model, run.parallelism, run.training
     if model.num_experts is None:
         raise ConfigurationError("simulate: the model has no experts; set model.num_experts")
-    for name in ("tensor_model", "pipeline_model", "context", "expert_tensor"):
-        size = getattr(cut, f"{name}_parallel_size") or 1
+    for kind in ("tensor_model", "pipeline_model", "context", "expert_tensor"):
+        name = f"{kind}_parallel_size"
+        size = getattr(cut, name) or 1
         if size > 1:
             raise ConfigurationError(
-                f"simulate: parallelism.{name}_parallel_size is {size}, wanted 1, because only data "
-                "and expert parallelism are simulated; describe the part of one stage or shard as a separate model"
+                f"simulate: parallelism.{name} is {size}, wanted 1, because only data and expert "
+                "parallelism are simulated; describe the part of one stage or shard as a separate model"
             )
     if training.recompute_granularity == "full":
         raise ConfigurationError(

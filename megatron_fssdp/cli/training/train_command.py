@@ -18,7 +18,8 @@ from megatron_fssdp.config.run.megatron_arguments import (
     megatron_arguments,
     trace_folder,
 )
-from megatron_fssdp.config.run.run_config import RunConfig, no_context_on_cpu
+from megatron_fssdp.config.run.rules import NO_CONTEXT_ON_CPU, shown_keys
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import DataSettings
 from megatron_fssdp.config.written_files import refuse_non_folder
 from megatron_fssdp.data.corpus import default_corpus
@@ -178,9 +179,8 @@ def _reached(progress: "TrainingProgress") -> int:
 
 def _command(config: RunConfig, data: TokenizedData | None, out_dir: Path, resume: bool) -> RankCommand:
     on_cpu = _runs_on_cpu(config.training.device)
-    context = config.parallelism.context_parallel_size
-    if on_cpu and context > 1:
-        raise ConfigurationError(no_context_on_cpu(context))
+    if on_cpu and config.parallelism.context_parallel_size > 1:
+        raise ConfigurationError(NO_CONTEXT_ON_CPU.format_map(shown_keys(config)))
     has_te = not on_cpu and _has_transformer_engine(config.training.transformer_engine)
     installation = Installation(on_cpu=on_cpu, has_transformer_engine=has_te)
     return RankCommand(config, megatron_arguments(config, data, installation, out_dir, resume), on_cpu)

@@ -8,7 +8,8 @@ of the topmost file wins. Options change the result.
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,9 @@ _ABSENT = object()
 
 @dataclass(frozen=True, eq=False)
 class RunOption:
-    """One option of the command line.
+    """An option of the command line: the ``text`` as typed, and what it changes in a run's keys and values.
 
-    Attributes:
-        text: The option as typed, for example ``--iters 3``. Error messages that it causes start with it.
-        change: Function from the keys and values of a run to the changed ones. It keeps its argument.
+    Error messages that the option causes start with the text. ``change`` keeps its argument.
     """
 
     text: str
@@ -40,12 +39,7 @@ class RunOption:
 
 @dataclass(frozen=True)
 class Layer:
-    """The contents of one file, without the files that it includes.
-
-    Attributes:
-        file: Path of the file.
-        data: The file's own keys and values, without ``include``.
-    """
+    """The keys and values of one file, without ``include`` and without the files that it includes."""
 
     file: Path
     data: Mapping[str, Any]
@@ -66,33 +60,23 @@ class Composition:
     @property
     def data(self) -> dict[str, Any]:
         """The combined keys and values of all layers."""
-        data: dict[str, Any] = {}
-        for layer in self.layers:
-            data = lay_over(data, layer.data)
-        return data
+        return reduce(lay_over, (layer.data for layer in self.layers), {})
 
     def with_file(self, file: Path) -> "Composition":
         """Return these layers with one more file on top, which includes nothing."""
         return Composition(self.files, (*self.layers, Layer(file, load_yaml(file))))
 
     def with_options(self, options: Sequence[RunOption] = ()) -> RunConfig:
-        """Build validated run settings from these files and options of the command line.
-
-        Args:
-            options: Options that change the combined keys and values (:attr:`data`), in order.
-
-        Returns:
-            The settings of the run.
+        """Build validated run settings from these files and options, which change :attr:`data` in order.
 
         Raises:
             ConfigurationError: The settings are invalid. One line names every problem and its cause: the
                 options without which the problem does not exist, or else the file that holds the wrong value.
         """
-        data = changed(self.data, options)
-        result = checked(RunConfig, data, partial(self._origin, data))
+        result = self._checked(options)
         if isinstance(result, RunConfig):
             return result
-        source = " + ".join(map(str, self.files))
+        data, source = changed(self.data, options), " + ".join(map(str, self.files))
         if "run" in data and "strategies" in data:
             raise ConfigurationError(
                 f"{source}: got a sweep, wanted a run; `megatron-fssdp sweep {source}` trains all its runs"
@@ -103,19 +87,16 @@ class Composition:
                 f"{source}: is a part of a run, without {' and '.join(absent)}; try {complete}, or combine "
                 "it with other parts, such as models/tiny-mixtral parallelism/cpu training/tiny"
             )
-        without = {option: [other for other in options if other is not option] for option in options}
-        left = {option: self._problems(others) for option, others in without.items()}
-        causes = [
-            " ".join(option.text for option in options if problem not in left[option]) for problem in result
-        ]
-        raise ConfigurationError(
-            one_line([(cause or source, problem) for cause, problem in zip(causes, result, strict=True)])
-        )
+        causes: dict[str, list[str]] = {problem: [] for problem in result}
+        for option in options:
+            left = self._checked([other for other in options if other is not option])
+            for problem in set(result).difference(left if isinstance(left, list) else ()):
+                causes[problem].append(option.text)
+        raise ConfigurationError(one_line([(" ".join(causes[one]) or source, one) for one in result]))
 
-    def _problems(self, options: Sequence[RunOption]) -> list[str]:
+    def _checked(self, options: Sequence[RunOption]) -> RunConfig | list[str]:
         data = changed(self.data, options)
-        result = checked(RunConfig, data, partial(self._origin, data))
-        return [] if isinstance(result, RunConfig) else result
+        return checked(RunConfig, data, partial(self._origin, data))
 
     def _origin(self, data: Mapping[str, Any], key_path: Sequence[str]) -> str | None:
         """Return the file that set the value of a key, or None if the user named only this file."""
@@ -127,16 +108,10 @@ class Composition:
 
 
 def compose(files: Iterable[Path | str]) -> Composition:
-    """Read settings files and all files that they include.
+    """Read settings files, of which later ones win, and all files that they include.
 
     A path in ``include`` is relative to the folder of the file that includes it. If no file exists at a path,
     the path is the name of a file that comes with the package (``shipped_files.shipped_run``).
-
-    Args:
-        files: Paths of YAML files. Later files are layered on earlier ones and win.
-
-    Returns:
-        The files and their layers.
 
     Raises:
         ConfigurationError: A file cannot be read, a file includes itself directly or through others, or there
@@ -144,23 +119,17 @@ def compose(files: Iterable[Path | str]) -> Composition:
     """
     asked = tuple(_asked(Path(file)) for file in files)
     layers: list[Layer] = []
-    for file in asked:
-        for layer in _layers(file, ()):
-            layers.append(layer)
-            if len(layers) > _MOST_FILES:
-                raise ConfigurationError(
-                    f"{file}: this file and the files it includes are more than {_MOST_FILES} files; include "
-                    "fewer"
-                )
+    for layer in chain.from_iterable(_layers(file, ()) for file in asked):
+        layers.append(layer)
+        if len(layers) > _MOST_FILES:
+            raise ConfigurationError(
+                f"{layer.file}: more than {_MOST_FILES} files are combined or included; include fewer"
+            )
     return Composition(asked, tuple(layers))
 
 
 def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunConfig:
-    """Read the validated settings of a run.
-
-    Args:
-        files: Paths of YAML files. Later files are layered on earlier ones and win.
-        overrides: ``key=value`` settings that win over all files.
+    """Read the validated settings of a run: files, of which later ones win, then ``key=value`` overrides.
 
     Raises:
         ConfigurationError: A file cannot be read (see :func:`compose`) or the settings are invalid.
@@ -179,9 +148,7 @@ def set_options(overrides: Iterable[str], flag: str = "--set") -> list[RunOption
 def words_option(words: Sequence[str]) -> RunOption:
     """Return the option ``-- WORDS``: arguments in Megatron's own form, which are settings like all others.
 
-    Args:
-        words: Words that Megatron's parser reads. A wrong word raises a ConfigurationError when the option is
-            applied.
+    Where Megatron's parser refuses a word, the option raises a ConfigurationError when it is applied.
     """
     return RunOption(f"-- {' '.join(words)}", partial(_with_words, words))
 
@@ -271,12 +238,7 @@ def _asked(path: Path) -> Path:
 
 
 def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
-    """Yield the layers of a file, from bottom to top: the included files first, then the file itself.
-
-    Args:
-        file: Path of the file.
-        above: The chain of files that led to this file. Each file includes the next one.
-    """
+    """Yield the layers of a file, from bottom to top. ``above`` is the chain of files that include it."""
     if len(above) > _MOST_LEVELS:
         raise ConfigurationError(
             f"{above[0]}: includes are nested more than {_MOST_LEVELS} levels deep; use fewer"

@@ -32,14 +32,13 @@ _ON_CPU = {
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Location of tokenized data and the facts that Megatron needs about its tokenizer.
+    """Tokenized data, and the facts that Megatron needs about its tokenizer.
 
     Attributes:
         prefix: Path of the ``.bin`` and ``.idx`` files, without suffix.
         vocab_size: Number of token ids, end-of-document included.
         eod_id: Token id that ends a document.
-        num_documents: Number of documents, or None if it is unknown. Whole documents are split into training,
-            validation and test data.
+        num_documents: Number of documents, which are split as a whole, or None if it is unknown.
         cache_dir: Folder for Megatron's index caches.
     """
 
@@ -52,12 +51,7 @@ class TokenizedData:
 
 @dataclass(frozen=True)
 class Installation:
-    """Hardware and libraries that the ranks of a run have.
-
-    Attributes:
-        on_cpu: Whether the ranks run on CPUs and communicate over gloo.
-        has_transformer_engine: Whether Transformer Engine can be imported.
-    """
+    """Whether the ranks run on CPUs, and otherwise whether they can import Transformer Engine."""
 
     on_cpu: bool
     has_transformer_engine: bool
@@ -68,17 +62,14 @@ def megatron_arguments(
 ) -> list[str]:
     """Return the arguments of a Megatron pretraining script for a run.
 
+    What the run gives under Megatron's names wins over what is derived here, and null removes it.
+
     Args:
         config: Settings of the run.
-        data: The tokenized training data. None if ``data.external`` is set and Megatron's own arguments name
-            the data.
+        data: The tokenized training data. None if Megatron's own arguments name it (``data.external``).
         installation: Hardware and libraries of the ranks.
         out_dir: Output folder of the run.
         resume: Whether the run continues from its own checkpoints.
-
-    Returns:
-        The arguments, strategy flags included. What the run gives under Megatron's names wins over what is
-        derived here; null removes it.
 
     Raises:
         ConfigurationError: The data has too few documents for its split, or Megatron lacks an argument.
@@ -107,12 +98,7 @@ def strategy_arguments(config: RunConfig, out_dir: Path) -> list[str]:
 
 
 def trace_folder(training: TrainingArguments, out_dir: Path) -> Path:
-    """Return the folder to which Megatron writes the profiler's traces: ``torch_profile`` beside the board.
-
-    Args:
-        training: Training settings of the run.
-        out_dir: Output folder of the run.
-    """
+    """Return the folder to which Megatron writes the profiler's traces, beside that of the board."""
     return (training.tensorboard_dir or out_dir / "tensorboard").parent / "torch_profile"
 
 

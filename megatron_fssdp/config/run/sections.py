@@ -6,14 +6,15 @@ those that this package computes with. Any other argument of Megatron can stand 
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 _Size = Annotated[int, Field(ge=1)]
 _Share = Annotated[float, Field(ge=0, lt=1)]
 _NonNegative = Annotated[float, Field(ge=0)]
 _Positive = Annotated[float, Field(gt=0)]
+_Positions = Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"]
 
 
 class Section(BaseModel):
@@ -34,13 +35,6 @@ class Section(BaseModel):
         return {**values, **(self.model_extra or {})}
 
 
-def refuse(*checks: tuple[object, str]) -> None:
-    """Raise a ValueError with the text of the first check that is true."""
-    for is_wrong, text in checks:
-        if is_wrong:
-            raise ValueError(text)
-
-
 class ModelArguments(Section):
     """Architecture of a GPT or BERT model, dense or with mixture-of-experts layers."""
 
@@ -57,9 +51,7 @@ class ModelArguments(Section):
     num_query_groups: _Size = 1
     kv_channels: _Size | None = None
     seq_length: Annotated[int, Field(ge=2)]
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = (
-        "learned_absolute"
-    )
+    position_embedding_type: _Positions = "learned_absolute"
     rotary_base: _Size = 10000
     rope_type: Literal["rope", "yarn"] | None = None
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
@@ -103,138 +95,6 @@ class ModelArguments(Section):
     moe_router_topk_scaling_factor: _Positive | None = None
     mtp_num_layers: Annotated[int, Field(ge=1, le=100)] | None = None
     mtp_loss_scaling_factor: _NonNegative = 0.1
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        heads, groups = self.num_attention_heads, self.num_query_groups
-        refuse(
-            (
-                self.kv_channels is None and not self.multi_latent_attention and self.hidden_size % heads,
-                f"model.num_attention_heads {heads} does not divide model.hidden_size {self.hidden_size}; "
-                "change one of the two, or set kv_channels, the width of a head",
-            ),
-            (
-                groups > 1 and not self.group_query_attention,
-                f"model.num_query_groups {groups} has no effect without model.group_query_attention; set it "
-                "to true",
-            ),
-            (
-                heads % self.num_key_heads,
-                f"model.num_query_groups {groups} does not divide model.num_attention_heads {heads}; change "
-                "one of the two",
-            ),
-            (
-                self.window_attn_skip_freq is not None and self.window_size is None,
-                f"model.window_attn_skip_freq {self.window_attn_skip_freq} has no effect without "
-                "model.window_size; set both or neither",
-            ),
-        )
-        if self.family == "bert":
-            self._check_bert()
-        if self.multi_latent_attention:
-            self._check_latent_attention()
-        self._check_experts()
-        return self
-
-    def _check_bert(self) -> None:
-        has = "Megatron's BERT"
-        refuse(
-            (
-                self.rotary_base != 10000,
-                f"model.rotary_base {self.rotary_base}: {has} supports only 10000; remove the key",
-            ),
-            (
-                self.position_embedding_type not in ("learned_absolute", "rope"),
-                f"model.position_embedding_type {self.position_embedding_type}: {has} supports only "
-                "learned_absolute or rope; set one of these",
-            ),
-            (
-                self.qk_layernorm,
-                f"model.qk_layernorm: {has} does not normalize queries and keys; set it to false",
-            ),
-            (
-                self.multi_latent_attention or self.window_size is not None,
-                f"model.multi_latent_attention and model.window_size: {has} does not have them; remove the "
-                "keys",
-            ),
-            (
-                self.mtp_num_layers is not None,
-                f"model.mtp_num_layers: {has} does not predict later tokens; remove the key",
-            ),
-        )
-
-    def _check_latent_attention(self) -> None:
-        refuse(
-            (
-                self.group_query_attention or self.kv_channels is not None,
-                "model.multi_latent_attention and model.group_query_attention or model.kv_channels exclude "
-                "each other: latent attention has widths of its own; remove these keys",
-            ),
-            (
-                self.position_embedding_type != "rope",
-                f"model.position_embedding_type {self.position_embedding_type}: multi_latent_attention "
-                "supports only rope; set it to rope",
-            ),
-            (
-                self.add_bias_linear,
-                "model.add_bias_linear: multi_latent_attention has no biases; set it to false",
-            ),
-        )
-
-    def _check_experts(self) -> None:
-        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
-        layers, shared = self.moe_layer_freq, self.moe_shared_expert_intermediate_size
-        num_listed = len(layers) if isinstance(layers, tuple) else self.num_layers
-        refuse(
-            (
-                self.num_experts is not None and self.moe_router_topk > self.num_experts,
-                f"model.moe_router_topk {self.moe_router_topk} is larger than model.num_experts "
-                f"{self.num_experts}; a token cannot go to more experts than exist, so lower moe_router_topk",
-            ),
-            (
-                shared is not None and self.add_bias_linear,
-                f"model.moe_shared_expert_intermediate_size {shared} and model.add_bias_linear exclude each "
-                "other: Megatron has no biases in shared experts; set add_bias_linear to false",
-            ),
-            (
-                self.moe_router_load_balancing_type == "none" and self.moe_aux_loss_coeff,
-                f"model.moe_aux_loss_coeff {self.moe_aux_loss_coeff} has no effect while "
-                "model.moe_router_load_balancing_type is none; set that to aux_loss or the coefficient to 0",
-            ),
-            (
-                num_listed != self.num_layers,
-                f"model.moe_layer_freq lists {num_listed} layers, wanted model.num_layers {self.num_layers}; "
-                "give one 0 or 1 for each layer",
-            ),
-            (
-                isinstance(layers, int) and layers < 1,
-                f"model.moe_layer_freq: got {layers}, wanted 1 or more",
-            ),
-            (
-                self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax",
-                "model.moe_router_enable_expert_bias with model.moe_router_score_function softmax: Megatron "
-                "has biases of experts only with sigmoid; set moe_router_score_function to sigmoid",
-            ),
-            (
-                (groups is None) != (chosen is None),
-                "model.moe_router_num_groups and model.moe_router_group_topk: got only one of them; set both "
-                "or neither",
-            ),
-        )
-        if groups is not None and chosen is not None:
-            refuse(
-                (
-                    (self.num_experts or 0) % groups or chosen > groups,
-                    f"model.moe_router_num_groups {groups}: wanted a divisor of model.num_experts "
-                    f"{self.num_experts} that is at least model.moe_router_group_topk {chosen}",
-                ),
-                (
-                    self.moe_router_topk % chosen,
-                    f"model.moe_router_group_topk {chosen} does not divide model.moe_router_topk "
-                    f"{self.moe_router_topk}; Megatron ranks the groups by their best moe_router_topk / "
-                    "moe_router_group_topk experts",
-                ),
-            )
 
     @property
     def num_key_heads(self) -> int:
@@ -304,9 +164,8 @@ class ParallelismArguments(Section):
     @property
     def ranks_of_a_model(self) -> int:
         """Number of ranks that hold a model together: tensor × pipeline × context."""
-        return (
-            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        )
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        return tensor * pipeline * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
@@ -317,53 +176,6 @@ class ParallelismArguments(Section):
     def expert_tensor_size(self) -> int:
         """Tensor parallel size of each expert, by default that of the model."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        world, tensor, pipeline = (
-            self.world_size,
-            self.tensor_model_parallel_size,
-            self.pipeline_model_parallel_size,
-        )
-        ranks = f"{world} ranks ({self.nproc_per_node} × {self.num_nodes} machines)"
-        advice = "change --nproc (nproc_per_node) or the sizes"
-        experts = self.expert_model_parallel_size * self.expert_tensor_size * pipeline
-        refuse(
-            (
-                world % self.ranks_of_a_model,
-                f"parallelism: tensor_model_parallel_size {tensor} × pipeline_model_parallel_size {pipeline} "
-                f"× context_parallel_size {self.context_parallel_size} = {self.ranks_of_a_model} does not "
-                f"divide the {ranks}; {advice}",
-            ),
-            (
-                world % experts,
-                f"parallelism: expert_model_parallel_size {self.expert_model_parallel_size} × "
-                f"expert_tensor_parallel_size {self.expert_tensor_size} × pipeline_model_parallel_size "
-                f"{pipeline} = {experts} does not divide the {ranks}; {advice}",
-            ),
-            (
-                self.num_virtual_stages_per_pipeline_rank is not None and pipeline == 1,
-                "parallelism.num_virtual_stages_per_pipeline_rank needs "
-                "parallelism.pipeline_model_parallel_size of 2 or more; set it",
-            ),
-            (
-                self.sequence_parallel and tensor == 1,
-                "parallelism.sequence_parallel needs parallelism.tensor_model_parallel_size of 2 or more; "
-                "set it",
-            ),
-            (
-                self.overlap_param_gather
-                and not (self.use_distributed_optimizer and self.overlap_grad_reduce),
-                "parallelism.overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce, "
-                "because only sharded parameters are gathered; set both to true",
-            ),
-            (
-                self.declared_nodes is not None and world % self.declared_nodes,
-                f"parallelism.declared_nodes {self.declared_nodes} does not divide the {ranks}; all declared "
-                "nodes have the same number of ranks, so change one of the two",
-            ),
-        )
-        return self
 
 
 class DataSettings(BaseModel):
@@ -463,38 +275,3 @@ class TrainingArguments(Section):
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """Data type of parameters and computation."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        batch, start, end = self.global_batch_size, self.profile_step_start, self.profile_step_end
-        refuse(
-            (
-                batch is not None and batch % self.micro_batch_size,
-                f"training.micro_batch_size {self.micro_batch_size} does not divide "
-                f"training.global_batch_size {batch}; change one of the two",
-            ),
-            (
-                self.lr_warmup_iters >= self.train_iters,
-                f"training.lr_warmup_iters {self.lr_warmup_iters} must be smaller than training.train_iters "
-                f"{self.train_iters}; lower it",
-            ),
-            (
-                self.min_lr > self.lr,
-                f"training.min_lr {self.min_lr} is larger than training.lr {self.lr}; lower min_lr",
-            ),
-            (
-                self.bf16 and self.fp16,
-                "training.bf16 and training.fp16 are both true; set one of them to false",
-            ),
-            (
-                self.profile and end <= start,
-                f"training.profile_step_end {end} is not after training.profile_step_start {start}; raise it",
-            ),
-            (
-                # Megatron writes the traces when the iteration of this number ends.
-                self.profile and end > self.train_iters,
-                f"training.profile_step_end {end} is larger than training.train_iters {self.train_iters}, so "
-                "no trace would be written; lower it, or train longer",
-            ),
-        )
-        return self

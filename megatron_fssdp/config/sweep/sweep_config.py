@@ -104,13 +104,7 @@ class SweepConfig(BaseModel):
 
 
 def load_sweep(file: Path) -> SweepConfig:
-    """Read the YAML of a sweep.
-
-    Args:
-        file: Path of the file.
-
-    Returns:
-        The sweep. Files of the run that lie beside it have the sweep's folder in their paths.
+    """Read the YAML of a sweep. Files of the run that lie beside it get the sweep's folder in their paths.
 
     Raises:
         ConfigurationError: The file cannot be read, or its settings are invalid.

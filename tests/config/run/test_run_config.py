@@ -80,10 +80,13 @@ def test_declared_keys_are_the_packages_own_or_megatrons_arguments_with_its_defa
         ),
         (
             ["model.moe_aux_loss_coeff=0.1"],
-            "has no effect while model.moe_router_load_balancing_type is none",
+            "has no effect with model.moe_router_load_balancing_type none",
         ),
         (["parallelism.nproc_per_node=6"], "does not divide the 6 ranks"),
-        (["parallelism.declared_nodes=3"], "all declared nodes have the same number of ranks"),
+        (
+            ["parallelism.declared_nodes=3"],
+            "does not divide the 4 ranks (4 × 1 machines), but nodes are equal",
+        ),
         (
             ["parallelism.tensor_model_parallel_size=2", *OWN, "strategy={name: none}"],
             "needs parallelism.sequence_parallel: true",
@@ -104,7 +107,7 @@ def test_declared_keys_are_the_packages_own_or_megatrons_arguments_with_its_defa
                 "parallelism.expert_tensor_parallel_size=2",
                 "model.add_bias_linear=true",
             ],
-            "parallelism.expert_tensor_parallel_size 2 and model.add_bias_linear exclude each other",
+            "no biases in experts that are split over ranks (expert_tensor_parallel_size 2)",
         ),
         (
             [
