@@ -11,7 +11,6 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import TrainingArguments
 from megatron_fssdp.config.written_files import refuse_non_folder, written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
-from megatron_fssdp.reporting.records.arrays.array_files import file_of_earlier_versions
 from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE
 from megatron_fssdp.reporting.records.arrays.placement_records import PLACEMENTS_FILE
 from megatron_fssdp.reporting.records.evaluations import EVALUATIONS_FILE
@@ -116,7 +115,6 @@ class RunFolder:
         return [
             *(self.config, self.overrides, self.metrics, self.path / EVALUATIONS_FILE),
             *arrays,
-            *map(file_of_earlier_versions, arrays),
             *(self.log, self.checkpoints, self.path / "tensorboard", self.path / "torch_profile"),
         ]
 

@@ -34,7 +34,7 @@ def test_overwriting_deletes_the_files_of_a_run_and_nothing_else(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "iter_0000002").mkdir(parents=True)
     folder.checkpoints.symlink_to(elsewhere)
-    files = ("metrics.jsonl", "loads.npy", "loads.npz", "placements.npy", "placements.npz", "log.txt")
+    files = ("metrics.jsonl", "loads.npy", "placements.npy", "log.txt")
     for name in (*files, "notes.txt", "report.html"):
         (folder.path / name).touch()
     (folder.path / "tensorboard").mkdir()
