@@ -177,8 +177,15 @@ def schema() -> dict[str, Any]:
             one = {"enum": [_plain(choice) if kinds != (int,) else choice for choice in action.choices]}
         if action.nargs not in (None, 0, "?"):
             one = {"anyOf": [one, {"type": "array", "items": one}]}
-        found[name] = {**one, "description": " ".join((action.help or "").split()) or "Megatron's argument."}
+        found[name] = {**one, "description": description(name)}
     return {"type": "object", "properties": found}
+
+
+def description(name: str) -> str:
+    """Return Megatron's help text of an option, and for a flag that switches something off its name."""
+    action = options()[name]
+    text = " ".join((action.help or "").split()) or "Megatron's argument."
+    return f"false is {action.option_strings[0]}: {text}" if action.const is False else text
 
 
 def _switch(name: str, value: bool) -> list[str]:

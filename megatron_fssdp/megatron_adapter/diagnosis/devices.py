@@ -201,15 +201,15 @@ def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", on_cpu: bool) -> Fin
 
 def _context(context: int, on_cpu: bool, has_engine: bool) -> Finding:
     """Check whether a run can use context parallelism of 2 or more."""
-    name, found = "context parallelism", f"parallelism.context {context}"
+    name, found = "context parallelism", f"parallelism.context_parallel_size {context}"
     if on_cpu:
         advice = (
-            "set parallelism.context to 1, or train on GPUs: context parallelism uses Transformer Engine's "
+            "set context_parallel_size to 1, or train on GPUs: context parallelism uses Transformer Engine's "
             "attention, which needs a GPU"
         )
         return problem(name, f"{found} on the CPU", advice)
     if not has_engine:
-        advice = "install Transformer Engine, whose attention is needed, or set parallelism.context to 1"
+        advice = "install Transformer Engine, whose attention is needed, or set context_parallel_size to 1"
         return problem(name, f"{found} without Transformer Engine", advice)
     return Finding(name, found)
 
