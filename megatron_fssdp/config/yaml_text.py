@@ -16,6 +16,7 @@ _MOST_LEVELS = 100
 """Maximum number of nested brackets. PyYAML's parsing time grows with the square of this number."""
 
 _WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
+_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _DEFAULT_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
@@ -108,11 +109,13 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         return text
     if text in _WORDS or (text.lower() in _WORDS and text in (text.title(), text.upper())):
         return _WORDS[text.lower()]
-    if not _NUMBER.fullmatch(text):
+    if _NOT_FINITE.fullmatch(text):
+        text = "inf"
+    elif not _NUMBER.fullmatch(text):
         return text
     number = int(text) if _WHOLE.fullmatch(text) else float(text)
     if not math.isfinite(number):
-        raise _refusal(node, f"{text} is not a finite number; write a finite one")
+        raise _refusal(node, f"{node.value} is not a finite number; write a finite one")
     if isinstance(number, int) and number.bit_length() > _MOST_INTEGER_BITS:
         raise _refusal(node, "whole number of more than 64 bits; write a smaller one")
     return number

@@ -194,7 +194,7 @@ def job_of_run(run: RunConfig) -> MoeJob:
     tokens = model.seq_length * training.micro_batch_size
     dtype_bytes = FP32_BYTES if training.precision == "fp32" else 2
     inner_of_pair = (2 if model.is_gated else 1) * 2 * model.expert_ffn_size
-    before_layer, before_gate, after_layers = _flops_by_layer(model, run.data.vocab_size, tokens)
+    before_layer, before_gate, after_layers = _flops_by_layer(model, run.vocab_size, tokens)
     hidden_bytes = tokens * model.hidden_size * dtype_bytes
     return MoeJob(
         num_devices=cut.expert_model_parallel_size,
@@ -211,7 +211,7 @@ def job_of_run(run: RunConfig) -> MoeJob:
         before_layer_flops_L=before_layer,
         before_gate_flops_L=before_gate,
         after_layers_flops=after_layers,
-        dense_elements=_dense_elements(model, run.data.vocab_size),
+        dense_elements=_dense_elements(model, run.vocab_size),
         optimizer=ExpertOptimizer(
             num_state_tensors=2 if training.optimizer == "adam" else 1,
             has_master_weights=training.precision != "fp32",

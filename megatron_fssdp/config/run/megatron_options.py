@@ -22,6 +22,7 @@ _KINDS: dict[Any, tuple[str, tuple[type, ...], str]] = {
     int: ("a whole number", (int,), "integer"),
     float: ("a number", (int, float), "number"),
     str: ("a string", (str,), "string"),
+    bool: ("true or false", (bool,), "boolean"),
     None: ("a string or a number", (str, int, float), "string"),
 }
 _MODEL_GROUPS = ("transformer", "network size", "moe", "mla", "regularization", "experimental_attention")
@@ -95,7 +96,7 @@ def problem(name: str, value: Any) -> str:
     takes_list = action.nargs not in (None, "?")
     for item in value if takes_list and isinstance(value, list | tuple) else (value,):
         wanted, kinds, _ = _KINDS.get(action.type, ("", (object,), ""))
-        is_right = isinstance(item, kinds) and not (isinstance(item, bool) and kinds != (object,))
+        is_right = isinstance(item, kinds) and (not isinstance(item, bool) or kinds in ((bool,), (object,)))
         parsed = item
         if is_right and kinds == (object,):
             try:
@@ -206,7 +207,7 @@ def _text(action: argparse.Action, item: Any) -> str:
     if isinstance(item, list | tuple):
         text = ",".join(map(str, item))
         return text if getattr(action.type, "__name__", "") == "tuple_type" else f"[{text}]"
-    return str(item)
+    return "" if item is False else str(item)  # argparse takes every other text for true
 
 
 def _plain(choice: Any) -> str:

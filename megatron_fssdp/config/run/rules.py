@@ -27,6 +27,11 @@ _UNEVEN_STAGES = {
 }
 """Megatron's arguments for pipeline stages with different numbers of layers."""
 
+_OF_DATA = {
+    *("data_path", "split", "mock_data", "vocab_size"),
+    *("tokenizer_type", "tokenizer_model", "null_tokenizer_eod_id"),
+}
+
 
 def problems(run: "RunConfig") -> Iterator[str]:
     """Yield a text of one line for everything in a run that contradicts something else."""
@@ -196,6 +201,8 @@ def _experts(run: "RunConfig") -> Iterator[str]:
 
 def _data(run: "RunConfig") -> Iterator[str]:
     tokenizer, family = run.data.tokenizer, run.model.family
+    for name in () if run.data.external else _OF_DATA.intersection(run.megatron_values()):
+        yield f"{{{name}}} follows from the section data; change that, or set data.external to true"
     is_built = not run.data.external and run.data.path is None  # a folder's data is checked when it is read
     if is_built and (tokenizer == "wordpiece") != (family == "bert"):
         yield (

@@ -92,6 +92,11 @@ class RunConfig(BaseModel):
         return {key: value for section in sections for key, value in section.megatron_values().items()}
 
     @property
+    def vocab_size(self) -> int:
+        """Number of token ids, without padding."""
+        return int(self.megatron_values().get("vocab_size") or self.data.vocab_size)
+
+    @property
     def global_batch_size(self) -> int:
         """Number of samples of an iteration: by default one micro-batch on every data-parallel rank."""
         default = self.training.micro_batch_size * self.parallelism.data_parallel_size

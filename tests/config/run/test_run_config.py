@@ -276,6 +276,8 @@ def test_every_megatron_argument_can_be_given_and_wins_over_what_is_derived():
         ("training.num_workers=1.5", "training.num_workers: got 1.5 (number), wanted a whole number"),
         ("training.moe_grouped_gemm=3", "got 3 (whole number), wanted true or false"),
         ("training.data_path={a: 1}", "training.data_path: got a mapping, wanted a string or a number"),
+        ("training.onnx_safe=1", "training.onnx_safe: got 1 (whole number), wanted true or false"),
+        ("training.vocab_size=300", "training.vocab_size 300 follows from the section data"),
         ("megatron_args=[a]", "unknown key 'megatron_args'; known: model,"),
     ],
 )

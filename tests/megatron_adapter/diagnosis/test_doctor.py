@@ -353,7 +353,7 @@ def test_context_parallelism_needs_transformer_engine_and_gpus(
     monkeypatch: pytest.MonkeyPatch, gpus: Gpus, has_engine: bool, verdict: Verdict
 ) -> None:
     pose(monkeypatch)
-    *_, finding = check_devices(gpus, a_run(nproc_per_node=8, context=2), has_engine)
+    *_, finding = check_devices(gpus, a_run(nproc_per_node=8, context_parallel_size=2), has_engine)
     assert (finding.name, finding.verdict) == ("context parallelism", verdict)
 
 
