@@ -81,7 +81,11 @@ class Compared:
 def run_of(model: str) -> RunConfig:
     """A run of a model on one device; only the sizes of its layers are used."""
     parts = (f"models/{model}", "parallelism/h200", "training/measure")
-    one = ("parallelism.num_nodes=1", "parallelism.nproc_per_node=1", "parallelism.expert=1")
+    one = (
+        "parallelism.num_nodes=1",
+        "parallelism.nproc_per_node=1",
+        "parallelism.expert_model_parallel_size=1",
+    )
     return load_run(
         [Path(part) for part in parts],
         (*one, "training.micro_batch_size=1", "training.global_batch_size=1"),

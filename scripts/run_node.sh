@@ -44,7 +44,7 @@ last_iteration() {
 print_command() {
   RANK="$node" megatron-fssdp train "$config" --out "$out" --dry-run \
     --set "parallelism.num_nodes=$NUM_NODES" --set "parallelism.nproc_per_node=$RANKS_PER_NODE" \
-    --set "training.checkpoint_dir=$checkpoints" "$@"
+    --set "training.save=$checkpoints" "$@"
 }
 
 # Sets command, which continues from the last checkpoint if there is one. Ends the script if the run is finished.

@@ -63,7 +63,7 @@ venv/bin/python -m megatron_fssdp || code=$?
 ((code == 2)) || { echo "got exit code $code, expected 2" >&2 && exit 1; }
 
 step "megatron-fssdp train gpt_moe_tiny, 3 iterations of fssdp"
-venv/bin/megatron-fssdp train gpt_moe_tiny --moe-strategy fssdp --iters 3 --set training.warmup_iterations=0 \
+venv/bin/megatron-fssdp train gpt_moe_tiny --moe-strategy fssdp --iters 3 --set training.lr_warmup_iters=0 \
   --set data.tokenizer=bytes --set data.vocab_size=257 --out run
 (($(wc -l <run/metrics.jsonl) == 3)) || { echo "run/metrics.jsonl does not have 3 iterations" >&2 && exit 1; }
 

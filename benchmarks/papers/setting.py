@@ -183,20 +183,23 @@ def _job(setting: Setting) -> MoeJob:
             "num_attention_heads": model.hidden // 64,
             "seq_length": model.seq_length,
             "num_experts": setting.num_experts,
-            "moe_top_k": setting.top_k,
+            "moe_router_topk": setting.top_k,
+            "add_bias_linear": False,
+            "position_embedding_type": "rope",
         },
         "data": {"vocab_size": 50257},
         "parallelism": {
             "nproc_per_node": min(per_node, setting.num_devices),
             "num_nodes": max(1, setting.num_devices // per_node),
-            "expert": setting.num_devices,
+            "expert_model_parallel_size": setting.num_devices,
             "overlap_grad_reduce": True,
         },
         "training": {
-            "iterations": 1,
+            "train_iters": 1,
             "micro_batch_size": setting.sequences,
             "global_batch_size": setting.sequences * setting.num_devices,
-            "precision": setting.precision,
+            "bf16": setting.precision == "bf16",
+            "fp16": setting.precision == "fp16",
         },
     }
     # The host time of our planners says nothing about the systems that the papers measured.

@@ -58,7 +58,12 @@ def _parser() -> argparse.ArgumentParser:
         help="unmeasured iterations of every workload and variant, which fill the history",
     )
     add("--out", type=Path, required=True, help="folder to write the results to")
-    add("--loads", type=Path, default=LOADS, help="loads.npy or loads.npz that `replay` reads")
+    add(
+        "--loads",
+        type=Path,
+        default=LOADS,
+        help="run, or file with counts_ILDE, that `replay` reads",
+    )
     add("--replay-from", type=int, default=400, help="first iteration of the record to replay")
     add("--layers", type=int, default=4)
     add("--experts", type=int, default=16)
@@ -355,15 +360,10 @@ def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, 
 
 
 def _recorded(path: Path, read_loads: Any) -> Any:
-    """Return the counts of a ``loads.npy`` or ``loads.npz``, which can have any file name."""
-    import shutil
-    import tempfile
+    """Return the counts of a run, or of a file that can have any name: ``loads.npy`` or an archive of it."""
+    import numpy as np
 
-    if path.is_dir():
-        return read_loads(path).counts_ILDE
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(path, Path(folder) / f"loads{path.suffix}")
-        return read_loads(folder).counts_ILDE
+    return read_loads(path).counts_ILDE if path.is_dir() else np.load(path)["counts_ILDE"]
 
 
 def _write(options: argparse.Namespace, name: str, record: dict[str, Any], table: str) -> None:

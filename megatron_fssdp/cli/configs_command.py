@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron_fssdp.config.loading import validate
 from megatron_fssdp.config.run.composition import compose
-from megatron_fssdp.config.run.model_settings import ModelSettings
-from megatron_fssdp.config.run.training_settings import DataSettings
+from megatron_fssdp.config.run.sections import DataSettings, ModelArguments
 from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
 from megatron_fssdp.config.yaml_text import format_yaml
 from megatron_fssdp.simulation.parameter_count import count_parameters
@@ -66,7 +65,7 @@ def _size(name: str) -> str:
     data: Mapping[str, Any] = compose([name]).data
     if "hidden_size" not in data.get("model", {}):
         return ""  # the file has no model, or changes a few values of any model
-    model = validate(ModelSettings, data["model"], name)
+    model = validate(ModelArguments, data["model"], name)
     vocabulary = validate(DataSettings, data.get("data", {}), name).vocab_size
     count = count_parameters(model, vocabulary)
     return f"{_rounded(count.total)} ({_rounded(count.activated)} a token)"

@@ -7,6 +7,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A number of things in a record: 0 or more, and small enough for NumPy's int64."""
 
+
 # Building an adapter takes longer than reading a record.
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 
@@ -14,28 +15,18 @@ _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 def parse_record[RecordT](record_cls: type[RecordT], text: str | bytes) -> RecordT:
     """Read one JSON object into a dataclass, without converting types.
 
-    Args:
-        record_cls: Dataclass of the record. Its annotations can carry pydantic's limits. Keys of the text
-            that the dataclass does not have are ignored.
-        text: The JSON object.
-
-    Returns:
-        The record.
+    The annotations can carry pydantic's limits. Keys that the dataclass does not have are ignored.
 
     Raises:
-        ValueError: The object does not fit the dataclass. The message is one line with the key and the
-            problem.
+        ValueError: The object does not fit the dataclass. The message is one line with key and problem.
     """
+    if record_cls not in _ADAPTERS:
+        _ADAPTERS[record_cls] = TypeAdapter(record_cls)
+    adapter = _ADAPTERS[record_cls]
     try:
-        record: RecordT = _adapter(record_cls).validate_json(text, strict=True)
+        record: RecordT = adapter.validate_json(text, strict=True)
         return record
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from None
-
-
-def _adapter(record_cls: type[Any]) -> TypeAdapter[Any]:
-    if record_cls not in _ADAPTERS:
-        _ADAPTERS[record_cls] = TypeAdapter(record_cls)
-    return _ADAPTERS[record_cls]

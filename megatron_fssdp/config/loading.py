@@ -8,7 +8,6 @@ import json
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -30,32 +29,24 @@ _TYPE_NAMES: dict[type, str] = {
     type(None): "nothing",
 }
 
-_WANTED_BY_ERROR: dict[str, str] = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "a string",
-    "path_type": "a path",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "dict_type": "a mapping of keys to values",
-    "model_type": "a mapping of keys to values",
-    "model_attributes_type": "a mapping of keys to values",
+_WANTED: dict[str, str] = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+    "path": "a path",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping of keys to values",
+    "model": "a mapping of keys to values",
 }
+"""What is wanted, by the beginning of the name of pydantic's error."""
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:
     """Read a YAML file that holds one mapping of keys to values.
 
-    Args:
-        path: Path of the file. An empty file counts as an empty mapping.
-
-    Returns:
-        The mapping, with plain Python values.
+    An empty file counts as an empty mapping.
 
     Raises:
         ConfigurationError: The file cannot be read, is larger than a settings file can be, is not valid YAML,
@@ -75,16 +66,13 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 def apply_overrides(
     data: Mapping[str, Any], overrides: Iterable[str], asked_by: str = "override"
 ) -> dict[str, Any]:
-    """Apply ``key=value`` overrides to a mapping.
+    """Return a mapping with ``key=value`` overrides applied; the argument is left unchanged.
 
     Args:
-        data: The mapping. It is not changed.
-        overrides: Texts ``key=value``. The key can be dotted (``training.iterations=5``). The value is read
+        data: The mapping.
+        overrides: Texts ``key=value``. The key can be dotted (``training.train_iters=5``). The value is read
             as YAML (``2``, ``1e-4``, ``true``, ``null``, ``[a, b]``). Later overrides win.
         asked_by: The option that gives the overrides. Error messages start with it.
-
-    Returns:
-        A new mapping with the overrides applied.
 
     Raises:
         ConfigurationError: An override is not ``key=value``, or its dotted key goes through a value that is
@@ -96,7 +84,7 @@ def apply_overrides(
         path = key.strip().split(".")
         if not separator or not all(path):
             raise ConfigurationError(
-                f"{asked_by} '{override}': wanted key=value, such as slots=2 or training.iterations=50"
+                f"{asked_by} '{override}': wanted key=value, such as slots=2 or training.train_iters=50"
             )
         value = parse_yaml(text, f"{asked_by} '{override}'")
         target = result
@@ -114,29 +102,19 @@ def apply_overrides(
     return result
 
 
-def validate[ModelT: BaseModel](
-    model_cls: type[ModelT],
-    data: Mapping[str, Any],
-    source: str,
-    origin: Callable[[Sequence[str]], str | None] | None = None,
-) -> ModelT:
+def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any], source: str) -> ModelT:
     """Build a settings model from plain values, without converting types.
 
     Args:
         model_cls: Pydantic model class of the settings.
         data: Plain values, as YAML gives them.
         source: Name of the file or option that the values come from. Error messages start with it.
-        origin: Function that takes a key path and returns the file that set its value, or None if ``source``
-            already names this file.
-
-    Returns:
-        The settings.
 
     Raises:
         ConfigurationError: The values are invalid. The message is one line. For each problem it gives the key
             path, the value that was got, and what is wanted.
     """
-    result = checked(model_cls, data, origin)
+    result = checked(model_cls, data)
     if isinstance(result, list):
         raise ConfigurationError(one_line([(source, problem) for problem in result]))
     return result
@@ -147,20 +125,24 @@ def checked[ModelT: BaseModel](
     data: Mapping[str, Any],
     origin: Callable[[Sequence[str]], str | None] | None = None,
 ) -> ModelT | list[str]:
-    """Build a settings model as :func:`validate` does, or return its problems as texts of one line each."""
+    """Build a settings model as :func:`validate` does, or return its problems as texts of one line each.
+
+    A model can have ``key_problems``, which yields path and problem of keys that it does not declare.
+    ``origin`` takes a key path and returns the file that set its value, if the problem has to name it.
+    """
+    where = origin or (lambda _: None)
+    find = getattr(model_cls, "key_problems", lambda _: ())
+    problems = [_render(path, text, where(path)) for path, text in find(data)]
     try:
         # JSON mode is strict about types ("4" is not a number), but still reads paths from strings.
-        return model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
+        result = model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        return _render_all(model_cls, error.errors(include_url=False), origin or (lambda _: None))
+        return problems + _render_all(model_cls, error.errors(include_url=False), where)
+    return problems or result
 
 
 def one_line(problems: Sequence[tuple[str, str]]) -> str:
-    """Join problems into one line. A source stands before its first problem; the last ones are counted.
-
-    Args:
-        problems: Pairs of a source (name of a file or option) and a problem that it causes.
-    """
+    """Join pairs of source and problem into one line. Of many problems, the last ones are only counted."""
     shown, last = "", ""
     for source, problem in problems[:_MAX_ERRORS_SHOWN]:
         shown += "; " * bool(shown) + (f"{source}: " if source != last else "") + problem
@@ -170,17 +152,17 @@ def one_line(problems: Sequence[tuple[str, str]]) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown name: the closest match and all known names.
-
-    Args:
-        kind: What the name names, for example ``"cluster"`` or ``"key"``.
-        name: The unknown name.
-        known: All valid names.
-    """
+    """Return the message for an unknown name of a kind (``"key"``): the closest match and all known names."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean '{close[0]}'? " if close else ""
+    near = closest(name, names)
+    hint = f"did you mean '{near}'? " if near else ""
     return f"unknown {kind} '{name}'; {hint}known: {', '.join(names) or '(none)'}"
+
+
+def closest(name: str, known: Sequence[str]) -> str:
+    """Return the known name that is most similar or begins with the name; an empty text without one."""
+    begins = [other for other in known if other.startswith(f"{name}_")]
+    return next(iter((*difflib.get_close_matches(name, known, n=1), *begins)), "")
 
 
 def describe_value(value: Any) -> str:
@@ -224,6 +206,13 @@ def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in data.items()}
 
 
+def _render(path: Sequence[str], text: str, file: str | None) -> str:
+    """Return a problem with its file and key. A text about an unknown key names the key itself."""
+    key = ".".join(path[:-1] if text.startswith("unknown key") else path)
+    is_named = not key or text.startswith(key)
+    return (f"in {file}: " if file is not None else "") + (text if is_named else f"{key}: {text}")
+
+
 def _render_all(
     model_cls: type[BaseModel], errors: list[ErrorDetails], origin: Callable[[Sequence[str]], str | None]
 ) -> list[str]:
@@ -234,34 +223,26 @@ def _render_all(
         for details in errors
     ]
     paths = [".".join(location) for location, _ in located]
-    refused = {
-        path
-        for details, path in zip(errors, paths, strict=True)
-        if isinstance(details.get("ctx", {}).get("error"), ValueError)
-    }
-    for details, (location, owner) in zip(errors, located, strict=True):
+    causes = [details.get("ctx", {}).get("error") for details in errors]
+    refused = {path for cause, path in zip(causes, paths, strict=True) if isinstance(cause, ValueError)}
+    for details, (location, owner), cause, key in zip(errors, located, causes, paths, strict=True):
         file = origin(location)
-        origin_text = f"in {file}: " if file is not None else ""
-        key = ".".join(location)
-        cause = details.get("ctx", {}).get("error")
         if details["type"] == "extra_forbidden":
-            where = f"{'.'.join(location[:-1])}: " if len(location) > 1 else ""
-            unknown = unknown_name("key", location[-1], owner.model_fields if owner else ())
-            problems.append(origin_text + where + unknown)
+            known = owner.model_fields if owner else ()
+            problems.append(_render(location, unknown_name("key", location[-1], known), file))
         elif details["type"] == "missing":
             problems.append(f"{key}: missing; add this key")
         elif isinstance(cause, ValueError):
-            problems.append(origin_text + (str(cause) if str(cause).startswith(key) else f"{key}: {cause}"))
-        else:
-            wanted = _WANTED_BY_ERROR.get(details["type"], details["msg"].removeprefix("Input should be "))
-            if any(key and path.startswith(f"{key}.") for path in paths):
-                continue  # another alternative of the union found a more exact problem inside this mapping
-            where = f"{origin_text}{key or 'top level'}: got {describe_value(details['input'])}"
-            if key in refused:
-                continue  # one alternative's complaint about what another one read and refused
-            mismatches.setdefault(where, []).append(wanted)
+            problems.append(_render(location, str(cause), file))
+        elif key not in refused and not any(key and path.startswith(f"{key}.") for path in paths):
+            # Otherwise another alternative of the union found a more exact problem, or refused the value.
+            kind, _, error = details["type"].partition("_")
+            is_type = error in ("type", "parsing", "from_float", "attributes_type")
+            wanted = _WANTED.get(kind, "") if is_type else details["msg"].removeprefix("Input should be ")
+            got = _render([key or "top level"], f"got {describe_value(details['input'])}", file)
+            mismatches.setdefault(got, []).append(wanted)
     return problems + [
-        f"{where}, wanted {' or '.join(dict.fromkeys(wanted))}" for where, wanted in mismatches.items()
+        f"{got}, wanted {' or '.join(dict.fromkeys(wanted))}" for got, wanted in mismatches.items()
     ]
 
 
@@ -296,8 +277,5 @@ def _locate(
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if isinstance(annotation, UnionType) or typing.get_origin(annotation) is not None:
-        for inner in typing.get_args(annotation):
-            if found := _model_in(inner):
-                return found
-    return None
+    inner = (_model_in(one) for one in typing.get_args(annotation))
+    return next((found for found in inner if found), None)

@@ -27,14 +27,7 @@ def shipped_runs() -> dict[str, Path]:
 
 
 def shipped_run(name: Path | str) -> Path | None:
-    """Return the shipped file of a run or of a part of a run.
-
-    Args:
-        name: A key of :func:`shipped_runs`. A leading ``configs/`` and a trailing ``.yaml`` are ignored.
-
-    Returns:
-        Path of the file, or None if no file has this name.
-    """
+    """Return the shipped file of this name, with or without ``configs/`` and ``.yaml``, or None."""
     return shipped_runs().get(_bare(name))
 
 
@@ -47,13 +40,9 @@ def shipped_scripts() -> dict[str, Path]:
 
 
 def complete_run(part: Path) -> str | None:
-    """Return the name of a complete shipped run, for a shipped file that is a part of runs.
+    """Return a complete run for a shipped part of runs: the experiment of its name, or ``gpt_moe_tiny``.
 
-    Args:
-        part: Path of a file.
-
-    Returns:
-        An experiment of the same name or ``gpt_moe_tiny``; None if the file did not come with the package.
+    It is None for a file that did not come with the package.
     """
     if not part.resolve().is_relative_to(shipped_folder().resolve()):
         return None
@@ -63,8 +52,7 @@ def complete_run(part: Path) -> str | None:
 
 def closest_run(name: Path | str) -> str | None:
     """Return the name of a shipped run that is most similar to ``name``, or None if no name is similar."""
-    close = difflib.get_close_matches(_bare(name), shipped_runs(), n=1)
-    return close[0] if close else None
+    return next(iter(difflib.get_close_matches(_bare(name), shipped_runs(), n=1)), None)
 
 
 def known_clusters() -> dict[str, Path]:

@@ -1,4 +1,7 @@
-"""Writes files completely or not at all, even if the process is killed while it writes."""
+"""Writes files completely or not at all, even if the process is killed while it writes.
+
+``asked_by`` is the option or setting that names a file or folder; messages start with it.
+"""
 
 import os
 import tempfile
@@ -15,10 +18,6 @@ def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
 
     The files replace those of the same names only after all of them are written. A process that is killed
     leaves at most a folder ``.partial-…`` behind.
-
-    Args:
-        folder: Destination of the files. It is created if it does not exist.
-        asked_by: The option or setting that names the folder. The error message starts with it.
 
     Raises:
         ConfigurationError: A file cannot be written because of missing rights, a full disk, or something of
@@ -42,11 +41,7 @@ def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
 
 @contextmanager
 def written_file(path: Path | str, asked_by: str) -> Iterator[Path]:
-    """Yield the temporary path of one file. When the block ends, the file moves to ``path``.
-
-    Args:
-        path: Destination of the file. Its folder is created if it does not exist.
-        asked_by: The option or setting that names the file. The error message starts with it.
+    """Yield the temporary path of one file, as :func:`written_whole` does for several.
 
     Raises:
         ConfigurationError: The file cannot be written, or ``path`` is no regular file. The latter is found
@@ -59,29 +54,13 @@ def written_file(path: Path | str, asked_by: str) -> Iterator[Path]:
 
 
 def refuse_special_file(path: Path | str, asked_by: str) -> None:
-    """Refuse to replace what is no regular file: a folder, a device such as ``/dev/null``, or a pipe.
-
-    Args:
-        path: The file to write. It does not have to exist.
-        asked_by: The option or setting that names the file. The error message starts with it.
-
-    Raises:
-        ConfigurationError: The path exists and is no regular file.
-    """
+    """Raise a ConfigurationError where a file would replace a folder, a device or a pipe."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigurationError(f"{asked_by} {path}: is {_kind(path)}, wanted a file; give another path")
 
 
 def refuse_non_folder(path: Path | str, asked_by: str) -> None:
-    """Refuse a path that cannot be a folder, because it or a part of it is something else.
-
-    Args:
-        path: The folder. It does not have to exist.
-        asked_by: The option or setting that names the folder. The error message starts with it.
-
-    Raises:
-        ConfigurationError: The path or a part of it exists and is no folder.
-    """
+    """Raise a ConfigurationError for a path of which a part, or all, is something else than a folder."""
     path = Path(path)
     for part in (path, *path.parents):
         if os.path.exists(part) and not os.path.isdir(part):
@@ -91,24 +70,15 @@ def refuse_non_folder(path: Path | str, asked_by: str) -> None:
             )
 
 
-def _kind(path: Path | str) -> str:
-    if os.path.isdir(path):
-        return "a folder"
-    return "a file" if os.path.isfile(path) else "a device or a pipe"
-
-
 def cannot_write(path: Path | str, asked_by: str, error: OSError) -> ConfigurationError:
-    """Make the error for a file or folder that the operating system refuses to write.
-
-    Args:
-        path: The file or folder.
-        asked_by: The option or setting that names it. The error message starts with it.
-        error: The operating system's error.
-
-    Returns:
-        The error to raise.
-    """
+    """Return the error for a file or folder that the operating system refuses to write."""
     reason = error.strerror or str(error) or type(error).__name__
     return ConfigurationError(
         f"{asked_by} {path}: cannot be written ({reason}); free some space or choose another location"
     )
+
+
+def _kind(path: Path | str) -> str:
+    if os.path.isdir(path):
+        return "a folder"
+    return "a file" if os.path.isfile(path) else "a device or a pipe"

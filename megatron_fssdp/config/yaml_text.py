@@ -1,8 +1,10 @@
-"""Reads YAML text strictly: safe values only, no duplicate keys, and only finite numbers."""
+"""Reads YAML text strictly: no tags, no aliases, no duplicate keys, and only finite numbers.
+
+Plain scalars are null, true, false and decimal numbers, as in YAML 1.2. Everything else is text.
+"""
 
 import math
 import re
-from collections.abc import Hashable
 from typing import Any
 
 import yaml
@@ -13,25 +15,29 @@ _MOST_INTEGER_BITS = 63
 _MOST_LEVELS = 100
 """Maximum number of nested brackets. PyYAML's parsing time grows with the square of this number."""
 
+_WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
+_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+_WHOLE = re.compile(r"[-+]?[0-9]+")
+_NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_DEFAULT_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
+
 
 def parse_yaml(text: str, source: str) -> Any:
     """Read YAML text into plain Python values.
-
-    Some things that YAML allows are refused: aliases, duplicate keys, keys that are not strings, numbers that
-    are not finite, and whole numbers of more than 64 bits.
 
     Args:
         text: YAML text.
         source: Name of the file or option that the text comes from. Error messages start with it.
 
     Returns:
-        The values: dictionaries, lists, strings, numbers, booleans, dates or None.
+        The values: dictionaries with text as keys, lists, strings, numbers, booleans or None.
 
     Raises:
         ConfigurationError: The text is invalid. The message has one line with the position and the reason.
     """
     try:
-        return yaml.load(text, Loader=_StrictLoader)
+        node = _Loader(text).get_single_node()
+        return None if node is None else _value(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -50,26 +56,23 @@ def format_yaml(data: Any, width: int | None = None) -> str:
         data: Plain Python values.
         width: Maximum length of a line, or None for PyYAML's default.
     """
-    text = _dump(data, width, allow_unicode=True)
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
     # PyYAML changes Unicode line breaks into others, unless it writes all Unicode characters as escapes.
-    is_folded = any(line_break in text for line_break in "\x85\u2028\u2029")
-    return _dump(data, width, allow_unicode=False) if is_folded else text
-
-
-def _dump(data: Any, width: int | None, *, allow_unicode: bool) -> str:
-    text: str = yaml.dump(
-        data, Dumper=_StrictDumper, sort_keys=False, allow_unicode=allow_unicode, width=width
-    )
+    if any(line_break in text for line_break in "\x85\u2028\u2029"):
+        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=width)
     return text
 
 
-class _StrictDumper(yaml.SafeDumper):
-    """Writer of safe YAML that quotes strings which :class:`_StrictLoader` would read as numbers."""
+class _Dumper(yaml.SafeDumper):
+    """Writer of safe YAML that quotes strings which :func:`parse_yaml` would read as numbers."""
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Loader of safe YAML that refuses aliases and duplicate keys, and reads ``1e-4`` as a number."""
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(f"(?:{_NUMBER.pattern})$"), list("-+.0123456789")
+)
 
+
+class _Loader(yaml.BaseLoader):
     def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
         if self.flow_level >= _MOST_LEVELS:
             raise yaml.scanner.ScannerError(None, None, "nested too deeply; flatten it", self.get_mark())
@@ -77,69 +80,46 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.constructor.ConstructorError(
-                None, None, "aliases (*name) are not accepted; write the value out", event.start_mark
-            )
+            problem = "aliases (*name) are not accepted; write the value out"
+            raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
         return super().compose_node(parent, index)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        if not isinstance(node, yaml.MappingNode):  # the tag !!map can stand before any kind of node
-            raise _refusal(node, "wanted a mapping of keys to values")
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if isinstance(key_node, yaml.ScalarNode) and key in seen:
-                raise _refusal(key_node, f"key '{key}' is given twice; keep one of them")
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key)
-        mapping = super().construct_mapping(node, deep)
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node)
-            if not isinstance(key, str):
-                raise _refusal(key_node, f"the key {key!r} is not a string; put it in quotes")
-        return mapping
 
-    def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Read a whole number of at most 64 bits or a finite number, also after a tag such as ``!!int``."""
-        is_whole = node.tag.endswith(":int")
-        try:
-            number = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
-        except (ValueError, LookupError, ArithmeticError):  # an empty text raises IndexError
-            raise _refusal(node, f"{node.value!r} is not a number") from None
-        if isinstance(number, int) and number.bit_length() > _MOST_INTEGER_BITS:
-            raise _refusal(node, "whole number of more than 64 bits; write a smaller one")
-        if not math.isfinite(number):
-            raise _refusal(node, f"{node.value} is not a finite number; write a finite one")
-        return number
-
-    def construct_tagged(self, node: yaml.ScalarNode) -> Any:
-        """Read a boolean or a date. After a bare tag such as ``!!bool``, PyYAML's own errors are unclear."""
-        construct = self.construct_yaml_bool if node.tag.endswith(":bool") else self.construct_yaml_timestamp
-        try:
-            return construct(node)
-        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            reason = str(error) if isinstance(error, ValueError) else f"not a {node.tag.rpartition(':')[2]}"
-            raise _refusal(node, f"{node.value!r}: {reason}") from None
+def _value(node: yaml.Node) -> Any:
+    if node.tag not in _DEFAULT_TAGS:
+        raise _refusal(node, f"tags ({node.tag}) are not accepted; remove it")
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item) for item in node.value]
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node)
+    result: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = _value(key_node)
+        if not isinstance(key, str):
+            raise _refusal(key_node, f"the key {key!r} is not a string; put it in quotes")
+        if key in result:
+            raise _refusal(key_node, f"key '{key}' is given twice; keep one of them")
+        result[key] = _value(value_node)
+    return result
 
 
-def _refusal(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+def _scalar(node: yaml.ScalarNode) -> Any:
+    text: str = node.value
+    if node.style is not None:  # quoted, or a block
+        return text
+    if text in _WORDS or (text.lower() in _WORDS and text in (text.title(), text.upper())):
+        return _WORDS[text.lower()]
+    if _NOT_FINITE.fullmatch(text):
+        text = "inf"
+    elif not _NUMBER.fullmatch(text):
+        return text
+    number = int(text) if _WHOLE.fullmatch(text) else float(text)
+    if not math.isfinite(number):
+        raise _refusal(node, f"{node.value} is not a finite number; write a finite one")
+    if isinstance(number, int) and number.bit_length() > _MOST_INTEGER_BITS:
+        raise _refusal(node, "whole number of more than 64 bits; write a smaller one")
+    return number
 
 
-for _tag, _construct in {
-    "int": _StrictLoader.construct_number,
-    "float": _StrictLoader.construct_number,
-    "bool": _StrictLoader.construct_tagged,
-    "timestamp": _StrictLoader.construct_tagged,
-}.items():
-    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct)
-
-# YAML 1.1 reads "1.0e-4" as a number, but not "1e-4", which most people write. The dumper must put quotes
-# around strings that the loader reads as numbers.
-for _class in (_StrictLoader, _StrictDumper):
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-        list("-+0123456789"),
-    )
+def _refusal(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, problem, node.start_mark)

@@ -71,8 +71,8 @@ def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, floa
     wanted = job.num_devices
     if max(wanted, num_sources) % min(wanted, num_sources):
         raise ConfigurationError(
-            f"--loads: got a record of {num_sources} devices, but the model has parallelism.expert {wanted}; "
-            "one of them must divide the other, so change parallelism.expert"
+            f"--loads: got a record of {num_sources} devices, but the model has "
+            f"parallelism.expert_model_parallel_size {wanted}; one must divide the other, so change it"
         )
     if wanted < num_sources:
         counts_ILDE = counts_ILDE.reshape(num_iterations, num_layers, wanted, -1, num_experts).sum(axis=3)

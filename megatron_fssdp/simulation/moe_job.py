@@ -6,8 +6,8 @@ Shape letters: L MoE layers.
 from dataclasses import dataclass, field, replace
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run.model_settings import ModelSettings
 from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.host_seconds import MEASURED, HostCosts
 from megatron_fssdp.planning.memory import FP32_BYTES, ExpertOptimizer
@@ -177,29 +177,30 @@ def job_of_run(run: RunConfig) -> MoeJob:
     model, cut, training = run.model, run.parallelism, run.training
     if model.num_experts is None:
         raise ConfigurationError("simulate: the model has no experts; set model.num_experts")
-    for name in ("tensor", "pipeline", "context", "expert_tensor"):
-        size = getattr(cut, name)
+    for kind in ("tensor_model", "pipeline_model", "context", "expert_tensor"):
+        name = f"{kind}_parallel_size"
+        size = getattr(cut, name) or 1
         if size > 1:
             raise ConfigurationError(
-                f"simulate: parallelism.{name} is {size}, wanted 1, because only data and expert parallelism "
-                "are simulated; describe the part of one stage or shard as a separate model"
+                f"simulate: parallelism.{name} is {size}, wanted 1, because only data and expert "
+                "parallelism are simulated; describe the part of one stage or shard as a separate model"
             )
-    if training.recompute == "full":
+    if training.recompute_granularity == "full":
         raise ConfigurationError(
-            "simulate: training.recompute is full, wanted none or selective, because recomputed layers are "
-            "not simulated; change it"
+            "simulate: training.recompute_granularity is full, wanted selective or null, because recomputed "
+            "layers are not simulated; change it"
         )
     tokens = model.seq_length * training.micro_batch_size
     dtype_bytes = FP32_BYTES if training.precision == "fp32" else 2
     inner_of_pair = (2 if model.is_gated else 1) * 2 * model.expert_ffn_size
-    before_layer, before_gate, after_layers = _flops_by_layer(model, run.data.vocab_size, tokens)
+    before_layer, before_gate, after_layers = _flops_by_layer(model, run.vocab_size, tokens)
     hidden_bytes = tokens * model.hidden_size * dtype_bytes
     return MoeJob(
-        num_devices=cut.expert,
+        num_devices=cut.expert_model_parallel_size,
         num_experts=model.num_experts,
-        top_k=model.moe_top_k,
+        top_k=model.moe_router_topk,
         tokens_per_micro_batch=tokens,
-        num_micro_batches=training.global_batch_size // (training.micro_batch_size * cut.data),
+        num_micro_batches=run.global_batch_size // (training.micro_batch_size * cut.data_parallel_size),
         token_bytes=model.hidden_size * dtype_bytes,
         expert_elements=expert_elements(model),
         expert_flops_per_token=2.0 * mlp_matrix_elements(model, model.expert_ffn_size),
@@ -209,15 +210,15 @@ def job_of_run(run: RunConfig) -> MoeJob:
         before_layer_flops_L=before_layer,
         before_gate_flops_L=before_gate,
         after_layers_flops=after_layers,
-        dense_elements=_dense_elements(model, run.data.vocab_size),
+        dense_elements=_dense_elements(model, run.vocab_size),
         optimizer=ExpertOptimizer(
             num_state_tensors=2 if training.optimizer == "adam" else 1,
             has_master_weights=training.precision != "fp32",
-            is_distributed=cut.distributed_optimizer,
+            is_distributed=cut.use_distributed_optimizer,
         ),
-        expert_data_parallel_size=cut.world_size // cut.expert,
-        data_parallel_size=cut.data,
-        reduces_dense_at_end=cut.data > 1 and not cut.overlap_grad_reduce,
+        expert_data_parallel_size=cut.world_size // cut.expert_model_parallel_size,
+        data_parallel_size=cut.data_parallel_size,
+        reduces_dense_at_end=cut.data_parallel_size > 1 and not cut.overlap_grad_reduce,
         activation_bytes=model.num_layers * ACTIVATIONS_PER_HIDDEN * hidden_bytes,
         activation_bytes_per_pair=dtype_bytes * (2 * model.hidden_size + inner_of_pair),
         on_cuda=training.device != "cpu",
@@ -226,7 +227,7 @@ def job_of_run(run: RunConfig) -> MoeJob:
 
 
 def _flops_by_layer(
-    model: ModelSettings, vocab_size: int, tokens: int
+    model: ModelArguments, vocab_size: int, tokens: int
 ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
     """Return FLOPs before each MoE layer's transformer layer, in it up to the dispatch, and at the end."""
     hidden, heads = model.hidden_size, model.num_attention_heads
@@ -237,7 +238,7 @@ def _flops_by_layer(
     scores = 2.0 * model.seq_length * heads * (scores_width + values_width)
     attention = 2.0 * attention_elements(model) + scores
     dense_mlp = 2.0 * mlp_matrix_elements(model, model.dense_ffn_size)
-    shared = 2.0 * mlp_matrix_elements(model, model.moe_shared_expert_size or 0)
+    shared = 2.0 * mlp_matrix_elements(model, model.moe_shared_expert_intermediate_size or 0)
     gate = 2.0 * hidden * (model.num_experts or 0)
     before_layer, before_gate, running = [], [], 0.0
     for is_moe in model.moe_layers:
@@ -252,7 +253,7 @@ def _flops_by_layer(
     return tuple(before_layer), tuple(before_gate), tokens * (running + logits)
 
 
-def _dense_elements(model: ModelSettings, vocab_size: int) -> int:
+def _dense_elements(model: ModelArguments, vocab_size: int) -> int:
     """Return the number of parameter elements outside the routed experts, without biases and norms.
 
     Layers of multi-token prediction are left out, as in the modelled time.

@@ -6,7 +6,7 @@ M model dimension, F ffn dimension, E experts.
 
 from dataclasses import dataclass, fields
 
-from megatron_fssdp.config.run.model_settings import ModelSettings
+from megatron_fssdp.config.run.sections import ModelArguments
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ParameterCount:
         return self.attention + self.dense_mlps + self.routers + experts
 
 
-def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
+def count_parameters(model: ModelArguments, vocab_size: int) -> ParameterCount:
     """Count a model's parameters.
 
     Args:
@@ -94,41 +94,42 @@ def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
     hidden, num_moe_layers = model.hidden_size, sum(model.moe_layers)
     num_dense_layers = model.num_layers - num_moe_layers
     num_experts = model.num_experts or 0
-    positions = model.seq_length if model.position_embedding == "learned_absolute" else 0
-    parts_of_text = 2 if model.family == "bert" and model.order_head else 0
+    positions = model.seq_length if model.position_embedding_type == "learned_absolute" else 0
+    parts_of_text = 2 if model.family == "bert" and model.bert_binary_head else 0
     matrices = mlp_matrix_elements(model, model.expert_ffn_size)
     biases = expert_elements(model) - matrices
-    selected = num_moe_layers * min(model.moe_top_k, num_experts)
+    selected = num_moe_layers * min(model.moe_router_topk, num_experts)
     others = num_moe_layers * num_experts - selected
     return ParameterCount(
         embeddings=(vocab_size + positions + parts_of_text) * hidden,
         attention=model.num_layers * attention_elements(model),
         dense_mlps=num_dense_layers * mlp_matrix_elements(model, model.dense_ffn_size),
         routers=num_moe_layers * hidden * num_experts,
-        shared_experts=num_moe_layers * mlp_matrix_elements(model, model.moe_shared_expert_size or 0),
+        shared_experts=num_moe_layers
+        * mlp_matrix_elements(model, model.moe_shared_expert_intermediate_size or 0),
         selected_experts=selected * matrices,
         other_experts=others * matrices,
         selected_expert_biases=selected * biases,
         other_expert_biases=others * biases,
         norms_and_biases=_norm_elements(model) + _bias_elements(model),
-        output_layer=0 if model.tie_embeddings else vocab_size * hidden,
+        output_layer=vocab_size * hidden if model.untie_embeddings_and_output_weights else 0,
         loss_heads=_loss_head_elements(model, vocab_size),
         multi_token_prediction=(model.mtp_num_layers or 0) * _mtp_layer_elements(model),
     )
 
 
-def expert_elements(model: ModelSettings) -> int:
+def expert_elements(model: ModelArguments) -> int:
     """Return the number of elements of one routed expert, biases included."""
     ffn = model.expert_ffn_size
-    return mlp_matrix_elements(model, ffn) + (_mlp_bias_elements(model, ffn) if model.linear_bias else 0)
+    return mlp_matrix_elements(model, ffn) + (_mlp_bias_elements(model, ffn) if model.add_bias_linear else 0)
 
 
-def mlp_matrix_elements(model: ModelSettings, ffn: int) -> int:
+def mlp_matrix_elements(model: ModelArguments, ffn: int) -> int:
     """Return the number of elements of a feed-forward layer's two or three matrices of M × F elements."""
     return (3 if model.is_gated else 2) * model.hidden_size * ffn
 
 
-def attention_elements(model: ModelSettings) -> int:
+def attention_elements(model: ModelArguments) -> int:
     """Return the number of elements of a layer's projections of queries, keys, values and results."""
     if model.multi_latent_attention:
         heads, hidden, positions = model.num_attention_heads, model.hidden_size, model.qk_pos_emb_head_dim
@@ -141,24 +142,24 @@ def attention_elements(model: ModelSettings) -> int:
     return model.hidden_size * (2 * _query_size(model) + 2 * _key_size(model))
 
 
-def _query_size(model: ModelSettings) -> int:
+def _query_size(model: ModelArguments) -> int:
     return model.num_attention_heads * model.head_width
 
 
-def _key_size(model: ModelSettings) -> int:
-    return (model.num_query_groups or model.num_attention_heads) * model.head_width
+def _key_size(model: ModelArguments) -> int:
+    return model.num_key_heads * model.head_width
 
 
-def _norm_elements(model: ModelSettings) -> int:
+def _norm_elements(model: ModelArguments) -> int:
     """Count the norms of all layers and the final norm."""
     return model.num_layers * _layer_norm_elements(model) + _norm_vectors(model) * model.hidden_size
 
 
-def _norm_vectors(model: ModelSettings) -> int:
+def _norm_vectors(model: ModelArguments) -> int:
     return 2 if model.normalization == "LayerNorm" else 1
 
 
-def _layer_norm_elements(model: ModelSettings) -> int:
+def _layer_norm_elements(model: ModelArguments) -> int:
     """Count a layer's two norms, and its norms of queries and keys or of the latent vectors."""
     inner = 0
     if model.qk_layernorm:
@@ -167,7 +168,7 @@ def _layer_norm_elements(model: ModelSettings) -> int:
     return _norm_vectors(model) * (2 * model.hidden_size + inner)
 
 
-def _mtp_layer_elements(model: ModelSettings) -> int:
+def _mtp_layer_elements(model: ModelArguments) -> int:
     """Count a layer of multi-token prediction.
 
     It has a projection of two hidden states to one, three norms, and a transformer layer like the last one.
@@ -177,40 +178,40 @@ def _mtp_layer_elements(model: ModelSettings) -> int:
     attention = attention_elements(model) + _layer_norm_elements(model) + _attention_extra_elements(model)
     if not is_moe:
         mlp = mlp_matrix_elements(model, model.dense_ffn_size)
-        biases = _mlp_bias_elements(model, model.dense_ffn_size) if model.linear_bias else 0
+        biases = _mlp_bias_elements(model, model.dense_ffn_size) if model.add_bias_linear else 0
         return around + attention + mlp + biases
     experts = model.num_experts or 0
-    gate = experts * (hidden + int(model.linear_bias))
-    shared = mlp_matrix_elements(model, model.moe_shared_expert_size or 0)
+    gate = experts * (hidden + int(model.add_bias_linear))
+    shared = mlp_matrix_elements(model, model.moe_shared_expert_intermediate_size or 0)
     return around + attention + gate + shared + experts * expert_elements(model)
 
 
-def _attention_extra_elements(model: ModelSettings) -> int:
+def _attention_extra_elements(model: ModelArguments) -> int:
     """Count the biases of a layer's attention and its learned numbers in the softmax."""
-    sinks = model.num_attention_heads if model.attention_sinks else 0
-    biases = _query_size(model) + 2 * _key_size(model) + model.hidden_size if model.linear_bias else 0
+    sinks = model.num_attention_heads if model.softmax_type == "learnable" else 0
+    biases = _query_size(model) + 2 * _key_size(model) + model.hidden_size if model.add_bias_linear else 0
     return sinks + biases
 
 
-def _loss_head_elements(model: ModelSettings, vocab_size: int) -> int:
+def _loss_head_elements(model: ModelArguments, vocab_size: int) -> int:
     """Count BERT's heads: a dense layer and a norm before the output layer, and the sentence-order head."""
     if model.family != "bert":
         return 0
     hidden = model.hidden_size
     square = hidden * hidden + hidden
     words = square + (2 if model.normalization == "LayerNorm" else 1) * hidden + vocab_size
-    return words + (square + 2 * hidden + 2 if model.order_head else 0)
+    return words + (square + 2 * hidden + 2 if model.bert_binary_head else 0)
 
 
-def _bias_elements(model: ModelSettings) -> int:
+def _bias_elements(model: ModelArguments) -> int:
     """Count the biases outside the routed experts. Gates have biases, the output layer does not."""
     elements = model.num_layers * _attention_extra_elements(model)
-    if not model.linear_bias:
+    if not model.add_bias_linear:
         return elements
     for is_moe in model.moe_layers:
         elements += (model.num_experts or 0) if is_moe else _mlp_bias_elements(model, model.dense_ffn_size)
     return elements
 
 
-def _mlp_bias_elements(model: ModelSettings, ffn: int) -> int:
+def _mlp_bias_elements(model: ModelArguments, ffn: int) -> int:
     return (2 if model.is_gated else 1) * ffn + model.hidden_size

@@ -160,7 +160,7 @@ JOBS = {
         "h200",
         1,
         256,
-        "parallelism.expert=32",
+        "parallelism.expert_model_parallel_size=32",
         "model.seq_length=2048",
         slots=4,
     ),

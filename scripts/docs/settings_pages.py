@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.run.megatron_options import description
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
@@ -43,7 +44,8 @@ def settings_table(model: type[BaseModel], *, without: type[BaseModel] | None = 
     for name, field in model.model_fields.items():
         if name in known and repr(known[name]) == repr(field):
             continue
-        cells = (f"`{name}`", _kind(field), _default(field), field.description or "")
+        meaning = field.description or description(name)
+        cells = (f"`{name}`", _kind(field), _default(field), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -65,7 +67,8 @@ def _settings_page() -> str:
         "# Settings",
         "This page lists all settings. It is made from the models that validate them "
         "(`megatron_fssdp.config`). How files are combined is described in [configs](../configs.md). "
-        "`megatron-fssdp schema` prints the same settings as a JSON Schema for editors.",
+        "`megatron-fssdp schema` prints the same settings as a JSON Schema for editors. In `model`, "
+        "`parallelism` and `training`, every other argument of Megatron can be given, too.",
     ]
     for section, field in RunConfig.model_fields.items():
         inner = field.annotation
@@ -136,6 +139,8 @@ def _kind(field: FieldInfo) -> str:
 
 def _kind_of(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _kind_of(arguments[0])
     if origin is typing.Literal:
         return ", ".join(
             f"`{json.dumps(value) if not isinstance(value, str) else value}`" for value in arguments

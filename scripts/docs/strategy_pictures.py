@@ -35,7 +35,7 @@ PICTURES = ROOT / "docs" / "pictures"
 PARTS = ("models/hecate-gpt-moe-s", "parallelism/hecate-a", "training/measure")
 JOB = (
     *("model.num_layers=2", "model.num_experts=16", "data.vocab_size=1024"),
-    *("parallelism.num_nodes=2", "parallelism.nproc_per_node=4", "parallelism.expert=8"),
+    *("parallelism.num_nodes=2", "parallelism.nproc_per_node=4", "parallelism.expert_model_parallel_size=8"),
     *("training.micro_batch_size=4", "training.global_batch_size=32"),
 )
 CLUSTER = ("hecate-a", ("num_nodes=2", "devices_per_node=4"))

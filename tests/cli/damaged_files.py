@@ -81,7 +81,9 @@ RUN_FILE: dict[str, Damage] = YAML_FILE | {
     "includes a null byte": _added('include: ["a\\0b"]'),
     "includes a folder": _added("include: [.]"),
     "wrong type": lambda path: path.write_text(path.read_text().replace("num_layers: 4", "num_layers: four")),
-    "no ranks": lambda path: path.write_text(path.read_text().replace("expert: 4", "expert: 0")),
+    "no ranks": lambda path: path.write_text(
+        path.read_text().replace("expert_model_parallel_size: 4", "expert_model_parallel_size: 0")
+    ),
     "negative": lambda path: path.write_text(path.read_text().replace("num_layers: 4", "num_layers: -4")),
 }
 """For the YAML of a run; what is good has four layers and four expert-parallel ranks."""

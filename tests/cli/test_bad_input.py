@@ -123,7 +123,7 @@ def test_a_damaged_strategy_file_is_refused(place: Path, name: str) -> None:
         (train("--nproc", 0), "parallelism.nproc_per_node: got 0"),
         (train("--nproc", -4), "parallelism.nproc_per_node: got -4"),
         (train("--nproc", "four"), "--nproc"),
-        (train("--iters", -1), "training.iterations: got -1"),
+        (train("--iters", -1), "training.train_iters: got -1"),
         (train("--set", "training.lr=.nan"), "not a finite number"),
         (train("--set", "model.num_layers=1000000000000"), "model.num_layers"),
         (train("--set", "model.num_experts=0"), "model.num_experts: got 0"),

@@ -55,13 +55,19 @@ def test_a_mistake_in_an_included_file_is_reported_with_that_file(command, tmp_p
         ),
         (["--set", "model.num_expert=8"], "--set model.num_expert=8: model: unknown key 'num_expert'; did"),
         (["--set", "model.num_layers=four"], "--set model.num_layers=four: model.num_layers: got 'four'"),
-        (["--set", "model.num_experts=6"], "--set model.num_experts=6: parallelism.expert 4 does not divide"),
-        (["--nproc", "6"], "--nproc 6: parallelism: expert 4"),
-        (["--iters", "0"], "--iters 0: training.iterations: got 0 (whole number), wanted"),
+        (
+            ["--set", "model.num_experts=6"],
+            "--set model.num_experts=6: parallelism.expert_model_parallel_size 4 does not divide",
+        ),
+        (["--nproc", "6"], "--nproc 6: parallelism: expert_model_parallel_size 4"),
+        (["--iters", "0"], "--iters 0: training.train_iters: got 0 (whole number), wanted"),
         (["--moe-strategy-set", "slots"], "--moe-strategy-set 'slots': wanted key=value"),
         (["--moe-strategy-set", "slots=two"], "--moe-strategy-set slots=two: strategy"),
         (["--moe-strategy", "none", "--moe-strategy-set", "slots=2"], "no meaning under strategy 'none'"),
-        (["--set", "parallelism.context=2", "--set", "training.global_batch_size=8"], "Transformer Engine"),
+        (
+            ["--set", "parallelism.context_parallel_size=2", "--set", "training.global_batch_size=8"],
+            "Transformer Engine",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message, tmp_path):
@@ -81,7 +87,7 @@ def test_several_mistakes_name_their_options_and_files(command, tmp_path):
     assert code == 2
     for part in (
         "--set model.num_layers=0: model.num_layers: got 0",
-        "--iters -2: training.iterations: got -2",
+        "--iters -2: training.train_iters: got -2",
         f"{tmp_path / 'run.yaml'}: training.clip_grad: got -1",
     ):
         assert part in err

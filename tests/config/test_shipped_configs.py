@@ -53,7 +53,7 @@ def value_of(words: list[str], flag: str) -> str:
         "parallelism": {"parallelism", "training"},
         "strategies": {"strategy"},
         "training": {"training", "model"},
-        "experiments": {"model", "parallelism", "training", "megatron_args"},
+        "experiments": {"model", "parallelism", "training"},
     }.items(),
 )
 def test_every_file_names_the_schema_and_has_its_folders_sections(folder: str, sections: set[str]) -> None:
@@ -76,7 +76,7 @@ def test_every_experiment_is_a_whole_run_of_one_part_of_each_kind(name: str) -> 
     words = arguments(run)
     assert value_of(words, "--num-experts") == str(run.model.num_experts)
     assert value_of(words, "--moe-strategy") == run.strategy.name
-    assert value_of(words, "--expert-model-parallel-size") == str(run.parallelism.expert)
+    assert value_of(words, "--expert-model-parallel-size") == str(run.parallelism.expert_model_parallel_size)
 
 
 # Models of each paper, its clusters with the settings they need, and a batch size.
@@ -119,7 +119,7 @@ def test_every_model_runs_on_its_clusters_under_every_strategy(
     job = reduce(lay_over, (data_of(*part) for part in zip(PARTS, (model, cluster, schedule), strict=True)))
     assert names_in("strategies")
     for strategy in names_in("strategies"):
-        more = ["parallelism.sequence=true"] if (cluster, strategy) == ("parm-b", "none") else []
+        more = ["parallelism.sequence_parallel=true"] if (cluster, strategy) == ("parm-b", "none") else []
         data = lay_over(job, data_of("strategies", strategy))
         run = validate(RunConfig, apply_overrides(data, ["training.global_batch_size=64", *more]), strategy)
         words = arguments(run)

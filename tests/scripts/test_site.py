@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_fssdp.config.run.model_settings import ModelSettings
+from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 from ..browser import WIDTHS, needs_browser, opened_browser
@@ -125,7 +125,7 @@ def test_nothing_overlaps_on_any_page(site: Path) -> None:
 
 def test_every_setting_is_in_the_reference(site: Path) -> None:
     text = (site / "reference" / "settings.html").read_text(encoding="utf-8")
-    keys = set(ModelSettings.model_fields)
+    keys = set(ModelArguments.model_fields)
     for entry in STRATEGIES.values():
         keys |= set(entry.settings.model_fields)
     assert {key for key in keys if f"<code>{key}</code>" not in text} == set()

@@ -18,13 +18,15 @@ UNFINISHED = 75
 RUN = {
     "model": {
         **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4},
-        **{"seq_length": 16, "num_experts": 4, "moe_top_k": 2, "moe_balancing": "none"},
+        **{"seq_length": 16, "num_experts": 4, "moe_router_load_balancing_type": "none"},
     },
     "data": {"external": True},
-    "parallelism": {"expert": 2},
-    "training": {"iterations": 60, "micro_batch_size": 1, "global_batch_size": 4, "device": "cpu"},
+    "parallelism": {"expert_model_parallel_size": 2},
+    "training": {
+        **{"train_iters": 60, "micro_batch_size": 1, "global_batch_size": 4, "device": "cpu"},
+        **{"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 257},
+    },
     "strategy": {"name": "fssdp", "settings": {"slots": 1, "overlap_degree": 2}},
-    "megatron_args": ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"],
 }
 
 

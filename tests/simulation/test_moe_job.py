@@ -38,9 +38,7 @@ def test_the_tiny_config_gives_the_expected_job() -> None:
 
 
 def test_dense_layers_count_before_the_next_moe_layer() -> None:
-    job = job_of_run(
-        run_of("model.moe_layer_freq=[0, 1, 0, 1]", "model.activation=swiglu", "training.precision=bf16")
-    )
+    job = job_of_run(run_of("model.moe_layer_freq=[0, 1, 0, 1]", "model.swiglu=true", "training.bf16=true"))
     assert len(job.before_layer_flops_L) == 2
     attention = 8 * 64 * 64 + 4 * 128 * 64
     assert job.before_layer_flops_L == (512 * (attention + 6 * 64 * 128),) * 2
@@ -51,12 +49,12 @@ def test_dense_layers_count_before_the_next_moe_layer() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.recompute=full", "recompute"),
-        ("parallelism.pipeline=2", "parallelism.pipeline is 2"),
+        ("training.recompute_granularity=full", "recompute_granularity is full"),
+        ("parallelism.pipeline_model_parallel_size=2", "parallelism.pipeline_model_parallel_size is 2"),
     ],
 )
 def test_settings_that_cannot_be_simulated_are_refused(override: str, message: str) -> None:
-    more: tuple[str, ...] = ("parallelism.expert=2",) if "pipeline" in override else ()
+    more: tuple[str, ...] = ("parallelism.expert_model_parallel_size=2",) if "pipeline" in override else ()
     with pytest.raises(ConfigurationError, match=message):
         job_of_run(run_of(override, *more))
 

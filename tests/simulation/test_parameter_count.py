@@ -2,14 +2,22 @@
 
 import pytest
 
-from megatron_fssdp.config.run.model_settings import ModelSettings
+from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.simulation.parameter_count import count_parameters
 
-TINY = ModelSettings(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, num_experts=4)
+TINY = ModelArguments(
+    num_layers=2,
+    hidden_size=8,
+    num_attention_heads=2,
+    seq_length=4,
+    num_experts=4,
+    add_bias_linear=False,
+    position_embedding_type="rope",
+)
 
 
-def changed(**keys: object) -> ModelSettings:
-    return ModelSettings.model_validate({**TINY.model_dump(), **keys})
+def changed(**keys: object) -> ModelArguments:
+    return ModelArguments.model_validate({**TINY.model_dump(), **keys})
 
 
 def test_parameters_of_a_plain_model_are_counted() -> None:
@@ -34,9 +42,9 @@ def test_dense_layers_shared_experts_and_gated_activations_are_counted() -> None
             moe_layer_freq=(0, 1),
             ffn_hidden_size=20,
             moe_ffn_hidden_size=6,
-            moe_shared_expert_size=12,
-            activation="swiglu",
-            tie_embeddings=False,
+            moe_shared_expert_intermediate_size=12,
+            swiglu=True,
+            untie_embeddings_and_output_weights=True,
         ),
         10,
     )
@@ -48,7 +56,7 @@ def test_dense_layers_shared_experts_and_gated_activations_are_counted() -> None
 
 
 def test_grouped_heads_of_another_width_with_norms_are_counted() -> None:
-    keys = {"num_query_groups": 1, "kv_channels": 6, "qk_layernorm": True, "normalization": "RMSNorm"}
+    keys = {"group_query_attention": True, "kv_channels": 6, "qk_layernorm": True, "normalization": "RMSNorm"}
     count = count_parameters(changed(**keys), 10)
     assert count.attention == 2 * 8 * (2 * 12 + 2 * 6)
     assert count.norms_and_biases == 2 * (2 * 8 + 2 * 6) + 8
@@ -56,7 +64,7 @@ def test_grouped_heads_of_another_width_with_norms_are_counted() -> None:
 
 def test_biases_and_positions_are_counted() -> None:
     count = count_parameters(
-        changed(linear_bias=True, position_embedding="learned_absolute", moe_layer_freq=(0, 1)), 10
+        changed(add_bias_linear=True, position_embedding_type="learned_absolute", moe_layer_freq=(0, 1)), 10
     )
     plain = count_parameters(changed(moe_layer_freq=(0, 1)), 10)
     assert count.embeddings == (10 + 4) * 8
@@ -80,7 +88,7 @@ def test_berts_segments_and_two_loss_heads_are_counted() -> None:
     assert bert.embeddings - gpt.embeddings == 2 * 8
     assert bert.loss_heads == words + order
     assert bert.total - gpt.total == 2 * 8 + words + order
-    without = count_parameters(changed(family="bert", order_head=False), 10)
+    without = count_parameters(changed(family="bert", bert_binary_head=False), 10)
     assert without.total - gpt.total == without.loss_heads == words
     assert gpt.loss_heads == 0
 
@@ -104,7 +112,7 @@ def test_the_papers_sizes_count_matrices_with_experts_in_every_layer(
     stated: str, layers: int, hidden: int, experts: int
 ) -> None:
     """BERT's layers have the same matrices as GPT's; one way of counting gives all rows to the last digit."""
-    model = ModelSettings(
+    model = ModelArguments(
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=hidden // 64,

@@ -90,7 +90,7 @@ def _in_large_layers(run: ReportedRun, settings: dict[str, StrategySettings]) ->
         (
             f"model.num_layers={num_layers}",
             f"model.num_experts={num_experts}",
-            f"parallelism.expert={num_devices}",
+            f"parallelism.expert_model_parallel_size={num_devices}",
             f"parallelism.nproc_per_node={num_devices}",
             "parallelism.num_nodes=1",
             "training.micro_batch_size=1",

@@ -24,12 +24,12 @@ ranks the project's tests allow 1e-5 in fp32 and 2e-3 in bf16.
 _SCRIPT = Path(__file__).with_name("parity_training.py")
 _VOCAB_SIZE = 1023
 # Megatron compiles these small functions for a GPU. Virtual devices have no compiler.
-_VIRTUAL_ARGUMENTS = (
-    "--no-bias-gelu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-bias-swiglu-fusion",
-    "--disable-jit-fuser",
-)
+_VIRTUAL_ARGUMENTS = {
+    "bias_gelu_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_swiglu_fusion": False,
+    "disable_jit_fuser": True,
+}
 
 
 @dataclass(frozen=True)
@@ -149,35 +149,39 @@ def run_config(plan: CheckPlan, case: ParityCase, precision: Precision) -> RunCo
             "model": {
                 **size,
                 "num_experts": 2 * ranks if ranks > 3 else 8 * ranks,
-                "moe_top_k": 2,
-                "moe_balancing": "none",
+                "moe_router_topk": 2,
+                "moe_router_load_balancing_type": "none",
+                "position_embedding_type": "rope",
+                "add_bias_linear": False,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
             },
             "data": {"external": True},
-            "parallelism": {"nproc_per_node": ranks, "expert": ranks, "declared_nodes": _nodes(ranks)},
+            "parallelism": {
+                "nproc_per_node": ranks,
+                "expert_model_parallel_size": ranks,
+                "declared_nodes": _nodes(ranks),
+            },
             "training": {
-                "iterations": 6 if plan.is_virtual else 12,
+                "train_iters": 6 if plan.is_virtual else 12,
                 "micro_batch_size": 2,
                 "global_batch_size": 4 * ranks,  # two micro-batches for each rank
                 "lr": 1e-3,
-                "lr_schedule": "constant",
-                "precision": precision.value,
+                "lr_decay_style": "constant",
+                "adam_beta2": 0.95,
+                "bf16": precision is Precision.BF16,
+                "log_interval": 10,
                 "save_checkpoints": False,
                 "device": "cuda",
+                "mock_data": True,
+                "tokenizer_type": "NullTokenizer",
+                "vocab_size": _VOCAB_SIZE,
+                "split": "100,0,0",
+                "data_cache_path": str(plan.work / "data_cache"),
+                "num_workers": 0,
+                **(_VIRTUAL_ARGUMENTS if plan.is_virtual else {}),
             },
             "strategy": {"name": case.strategy, "settings": case.settings},
-            "megatron_args": [
-                "--mock-data",
-                *(
-                    "--tokenizer-type",
-                    "NullTokenizer",
-                    "--vocab-size",
-                    str(_VOCAB_SIZE),
-                    "--split",
-                    "100,0,0",
-                ),
-                *("--data-cache-path", str(plan.work / "data_cache"), "--num-workers", "0"),
-                *(_VIRTUAL_ARGUMENTS if plan.is_virtual else ()),
-            ],
         }
     )
 

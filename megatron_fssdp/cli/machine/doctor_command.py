@@ -59,7 +59,7 @@ class DoctorRequest:
         run = request.resolve()
         if run.training.save_checkpoints:
             default = request.folder.checkpoints
-            folders.append(("training.checkpoint_dir", run.training.checkpoint_dir or default))
+            folders.append(("training.save", run.training.save or default))
         return run, folders
 
 

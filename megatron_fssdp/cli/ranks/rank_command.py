@@ -41,7 +41,8 @@ class RankCommand:
             variables[_DEVICE_VARIABLE] = "cpu"  # the arguments are those of CPU ranks, on every machine
             variables["OMP_NUM_THREADS"] = "1"  # the ranks share the cores
         else:
-            if self.config.parallelism.tensor > 1 or self.config.parallelism.context > 1:
+            cut = self.config.parallelism
+            if cut.tensor_model_parallel_size > 1 or cut.context_parallel_size > 1:
                 variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to order its kernels
             if self.config.strategy.name != "none":
                 # Transfers and dispatch use two communicators at the same time. NCCL's documentation asks

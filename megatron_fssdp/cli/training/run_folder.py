@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.renamed_settings import RECORDED_RUN_HEADER
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.run.training_settings import TrainingSettings
+from megatron_fssdp.config.run.sections import TrainingArguments
 from megatron_fssdp.config.written_files import refuse_non_folder, written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
-from megatron_fssdp.reporting.records.arrays.array_files import file_of_earlier_versions
 from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE
 from megatron_fssdp.reporting.records.arrays.placement_records import PLACEMENTS_FILE
 from megatron_fssdp.reporting.records.evaluations import EVALUATIONS_FILE
 from megatron_fssdp.reporting.records.recorded_run import run_config_of
+from megatron_fssdp.reporting.records.recorded_settings import RECORDED_RUN_HEADER
 from megatron_fssdp.reporting.records.run_log import STOP_MARK
 from megatron_fssdp.reporting.records.run_records import METRICS_FILE
 
 # A checkpoint's optimizer states are valid only with the same values of these keys.
-_FIXED_TRAINING_KEYS = frozenset({"optimizer", "lr", "min_lr", "precision"})
+_FIXED_TRAINING_KEYS = frozenset({"optimizer", "lr", "min_lr", "bf16", "fp16"})
 
 _OVERRIDES_HEADER = "# What options of `megatron-fssdp train` changed in the YAML files; --resume keeps it.\n"
 
@@ -71,7 +70,7 @@ class RunFolder:
         """File with the settings that options changed, in the form of a run's YAML."""
         return self.path / "overrides.yaml"
 
-    def check(self, training: TrainingSettings, resume: bool, overwrite: bool = False) -> None:
+    def check(self, training: TrainingArguments, resume: bool, overwrite: bool = False) -> None:
         """Refuse a folder that cannot hold a new run, or cannot be resumed.
 
         Args:
@@ -90,7 +89,7 @@ class RunFolder:
                 "deletes it; give one of them"
             )
         taken = self.taken()
-        checkpoints = training.checkpoint_dir or self.checkpoints
+        checkpoints = training.save or self.checkpoints
         if not resume and not overwrite and taken:
             next_step = (
                 "continue it with --resume, replace it with --overwrite"
@@ -103,12 +102,12 @@ class RunFolder:
             )
         if resume:
             done = last_checkpoint(checkpoints, "--resume", instead="start the run again with --overwrite")
-            if done >= training.iterations:
+            if done >= training.train_iters:
                 raise ConfigurationError(
                     f"--resume: {self.path} has already finished {done} iterations; ask for more with --iters"
                 )
-        elif training.load_dir is not None:
-            last_checkpoint(training.load_dir, "training.load_dir")
+        elif training.load is not None:
+            last_checkpoint(training.load, "training.load")
 
     @property
     def _files_of_a_run(self) -> list[Path]:
@@ -116,7 +115,6 @@ class RunFolder:
         return [
             *(self.config, self.overrides, self.metrics, self.path / EVALUATIONS_FILE),
             *arrays,
-            *map(file_of_earlier_versions, arrays),
             *(self.log, self.checkpoints, self.path / "tensorboard", self.path / "torch_profile"),
         ]
 
@@ -155,12 +153,13 @@ class RunFolder:
         before = run_config_of(self.path)
         for section in ("model", "training"):
             then, now = getattr(before, section), getattr(config, section)
-            for name in type(now).model_fields:
+            for name in dict.fromkeys((*dict(then), *dict(now))):
                 fixed = section == "model" or name in _FIXED_TRAINING_KEYS
-                if fixed and getattr(then, name) != getattr(now, name):
+                old, new = (getattr(one, name, None) for one in (then, now))
+                if fixed and old != new:
                     raise ConfigurationError(
-                        f"--resume: {section}.{name} is {getattr(now, name)}, but {self.path} was started "
-                        f"with {getattr(then, name)}; use this value, or start a new run"
+                        f"--resume: {section}.{name} is {new}, but {self.path} was started with {old}; use "
+                        "this value, or start a new run"
                     )
 
     def create(self, config: RunConfig, overrides: Mapping[str, Any] | None = None) -> None:

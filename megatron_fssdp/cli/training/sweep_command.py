@@ -115,7 +115,8 @@ def prepare(request: SweepRequest) -> Sweep:
 def _check_own_folder(config: RunConfig) -> None:
     """Refuse settings that make several runs write to the same place."""
     shared = {
-        "training.checkpoint_dir": config.training.checkpoint_dir,
+        "training.save": config.training.save,
+        "training.tensorboard_dir": config.training.tensorboard_dir,
         "strategy.settings.record_dir": config.strategy.settings.get("record_dir"),
     }
     for key, value in shared.items():

@@ -30,7 +30,7 @@ def state_of(request: TrainRequest) -> RunState:
     if not folder.config.exists():
         return "again"
     _check_same(folder, config)
-    wanted, saved = config.training.iterations, _saved_iterations(folder)
+    wanted, saved = config.training.train_iters, _saved_iterations(folder)
     is_saved = saved >= wanted or not config.training.save_checkpoints
     if is_saved and _recorded_iterations(folder) >= wanted:
         return "finished"

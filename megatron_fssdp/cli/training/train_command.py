@@ -18,8 +18,9 @@ from megatron_fssdp.config.run.megatron_arguments import (
     megatron_arguments,
     trace_folder,
 )
+from megatron_fssdp.config.run.rules import NO_CONTEXT_ON_CPU, shown_keys
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.run.training_settings import DataSettings
+from megatron_fssdp.config.run.sections import DataSettings
 from megatron_fssdp.config.written_files import refuse_non_folder
 from megatron_fssdp.data.corpus import default_corpus
 from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
@@ -106,14 +107,14 @@ def train(request: TrainRequest, console: Console) -> int:
         console.print(
             f"settings of earlier options are kept ({folder.overrides})", highlight=False, soft_wrap=True
         )
-    nproc, iterations = config.parallelism.nproc_per_node, config.training.iterations
+    nproc, iterations = config.parallelism.nproc_per_node, config.training.train_iters
     saves = config.training.save_checkpoints
     progress = TrainingProgress(folder.metrics, iterations, nproc, console, saves=saves)
     try:
         with progress:
             code = run_ranks(command, folder.log, progress.update)
     except KeyboardInterrupt as interrupt:
-        checkpoints = config.training.checkpoint_dir or folder.checkpoints
+        checkpoints = config.training.save or folder.checkpoints
         again = (
             "continue with --resume"
             if has_checkpoint(checkpoints)
@@ -163,10 +164,12 @@ def check_startable(config: RunConfig) -> None:
             f"parallelism.num_nodes {config.parallelism.num_nodes}: this command starts the ranks of one "
             "machine; use --dry-run and run the printed command on every machine"
         )
-    if config.training.tensorboard and importlib.util.find_spec("tensorboard") is None:
+    training = config.training
+    key = "tensorboard" if training.tensorboard else "tensorboard_dir"
+    if getattr(training, key) and importlib.util.find_spec("tensorboard") is None:
         raise ConfigurationError(
-            f"training.tensorboard {config.training.tensorboard}: the package tensorboard is not installed; "
-            "install it with `pip install tensorboard`, or set it to false"
+            f"training.{key} {getattr(training, key)}: the package tensorboard is not installed; install it "
+            "with `pip install tensorboard`, or remove the key"
         )
 
 
@@ -176,11 +179,8 @@ def _reached(progress: "TrainingProgress") -> int:
 
 def _command(config: RunConfig, data: TokenizedData | None, out_dir: Path, resume: bool) -> RankCommand:
     on_cpu = _runs_on_cpu(config.training.device)
-    if on_cpu and config.parallelism.context > 1:
-        raise ConfigurationError(
-            f"parallelism.context {config.parallelism.context} needs Transformer Engine's attention, which "
-            "does not run on CPUs; set it to 1 or train on GPUs"
-        )
+    if on_cpu and config.parallelism.context_parallel_size > 1:
+        raise ConfigurationError(NO_CONTEXT_ON_CPU.format_map(shown_keys(config)))
     has_te = not on_cpu and _has_transformer_engine(config.training.transformer_engine)
     installation = Installation(on_cpu=on_cpu, has_transformer_engine=has_te)
     return RankCommand(config, megatron_arguments(config, data, installation, out_dir, resume), on_cpu)

@@ -8,9 +8,17 @@ from typing import Any
 
 from megatron_fssdp.cli.training.run_folder import RunFolder
 from megatron_fssdp.config.loading import apply_overrides
-from megatron_fssdp.config.run.composition import Composition, compose, lay_over
+from megatron_fssdp.config.run.composition import (
+    Composition,
+    RunOption,
+    changed,
+    compose,
+    difference,
+    lay_over,
+    set_options,
+    words_option,
+)
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.run.run_options import RunOption, changed, difference, set_options
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class TrainRequest:
         nproc: Number of ranks on this machine, or None for the number in the files.
         iterations: Number of training iterations, or None for the number in the files.
         out: Output folder. By default a folder in ``runs/`` that is named after the files and the strategy.
-        megatron_words: Arguments for Megatron-LM in addition to those of the files.
+        megatron_words: Settings in the form of Megatron-LM's own arguments.
         resume: Whether to continue the run in the output folder.
         overwrite: Whether to delete an earlier run in the output folder.
     """
@@ -109,17 +117,16 @@ class TrainRequest:
             for text in self.strategy_overrides
         ]
         if self.megatron_words:
-            words = " ".join(self.megatron_words)
-            options.append(RunOption(f"-- {words}", partial(_with_megatron_words, self.megatron_words)))
+            options.append(words_option(self.megatron_words))
         return options
 
 
 def _with_iterations(iterations: int, data: Mapping[str, Any]) -> dict[str, Any]:
     """Set the number of iterations, and let the warm-up of the learning rate end before the last one."""
-    result = apply_overrides(data, [f"training.iterations={iterations}"], "--iters")
-    warm_up = result["training"].get("warmup_iterations")
+    result = apply_overrides(data, [f"training.train_iters={iterations}"], "--iters")
+    warm_up = result["training"].get("lr_warmup_iters")
     if isinstance(warm_up, int) and warm_up >= iterations > 0:
-        result["training"]["warmup_iterations"] = iterations - 1
+        result["training"]["lr_warmup_iters"] = iterations - 1
     return result
 
 
@@ -130,8 +137,3 @@ def _with_strategy_setting(text: str, data: Mapping[str, Any]) -> dict[str, Any]
         return dict(data)  # validation reports the wrong type
     settings = apply_overrides(settings, [text], "--moe-strategy-set")
     return {**data, "strategy": {**section, "settings": settings}}
-
-
-def _with_megatron_words(words: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
-    before = data.get("megatron_args") or []
-    return {**data, "megatron_args": [*before, *words]} if isinstance(before, list) else dict(data)

@@ -1,21 +1,22 @@
-"""Combines a run's settings from several YAML files, for example a model, a cluster and a strategy.
+"""Combines a run's settings from several YAML files and options of the command line.
 
 A file lists the files that it builds on under the key ``include``. The command line also accepts several
-files. Files are layered on each other: for each key, the value of the topmost file wins.
+files, for example a model, a cluster and a strategy. Files are layered on each other: for each key, the value
+of the topmost file wins. Options change the result.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import checked, describe_value, load_yaml, one_line
-from megatron_fssdp.config.renamed_settings import is_recorded_run, with_new_spellings
-from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.run.run_options import RunOption, changed, set_options
+from megatron_fssdp.config.loading import apply_overrides, checked, describe_value, load_yaml, one_line
+from megatron_fssdp.config.run import megatron_options
+from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
 from megatron_fssdp.config.shipped_files import closest_run, complete_run, shipped_run
 
 INCLUDE_KEY = "include"
@@ -25,14 +26,20 @@ _MOST_LEVELS = 20
 _ABSENT = object()
 
 
+@dataclass(frozen=True, eq=False)
+class RunOption:
+    """An option of the command line: the ``text`` as typed, and what it changes in a run's keys and values.
+
+    Error messages that the option causes start with the text. ``change`` keeps its argument.
+    """
+
+    text: str
+    change: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Layer:
-    """The contents of one file, without the files that it includes.
-
-    Attributes:
-        file: Path of the file.
-        data: The file's own keys and values, without ``include``.
-    """
+    """The keys and values of one file, without ``include`` and without the files that it includes."""
 
     file: Path
     data: Mapping[str, Any]
@@ -53,33 +60,23 @@ class Composition:
     @property
     def data(self) -> dict[str, Any]:
         """The combined keys and values of all layers."""
-        data: dict[str, Any] = {}
-        for layer in self.layers:
-            data = lay_over(data, layer.data)
-        return data
+        return reduce(lay_over, (layer.data for layer in self.layers), {})
 
     def with_file(self, file: Path) -> "Composition":
         """Return these layers with one more file on top, which includes nothing."""
         return Composition(self.files, (*self.layers, Layer(file, load_yaml(file))))
 
     def with_options(self, options: Sequence[RunOption] = ()) -> RunConfig:
-        """Build validated run settings from these files and options of the command line.
-
-        Args:
-            options: Options that change the combined keys and values (:attr:`data`), in order.
-
-        Returns:
-            The settings of the run.
+        """Build validated run settings from these files and options, which change :attr:`data` in order.
 
         Raises:
             ConfigurationError: The settings are invalid. One line names every problem and its cause: the
                 options without which the problem does not exist, or else the file that holds the wrong value.
         """
-        data = changed(self.data, options)
-        result = checked(RunConfig, data, partial(self._origin, data))
+        result = self._checked(options)
         if isinstance(result, RunConfig):
             return result
-        source = " + ".join(map(str, self.files))
+        data, source = changed(self.data, options), " + ".join(map(str, self.files))
         if "run" in data and "strategies" in data:
             raise ConfigurationError(
                 f"{source}: got a sweep, wanted a run; `megatron-fssdp sweep {source}` trains all its runs"
@@ -90,23 +87,16 @@ class Composition:
                 f"{source}: is a part of a run, without {' and '.join(absent)}; try {complete}, or combine "
                 "it with other parts, such as models/tiny-mixtral parallelism/cpu training/tiny"
             )
-        causes = {
-            option: self._problems(tuple(other for other in options if other is not option))
-            for option in options
-        }
-        blamed = [
-            (
-                " ".join(option.text for option, left in causes.items() if problem not in left) or source,
-                problem,
-            )
-            for problem in result
-        ]
-        raise ConfigurationError(one_line(blamed))
+        causes: dict[str, list[str]] = {problem: [] for problem in result}
+        for option in options:
+            left = self._checked([other for other in options if other is not option])
+            for problem in set(result).difference(left if isinstance(left, list) else ()):
+                causes[problem].append(option.text)
+        raise ConfigurationError(one_line([(" ".join(causes[one]) or source, one) for one in result]))
 
-    def _problems(self, options: Sequence[RunOption]) -> list[str]:
+    def _checked(self, options: Sequence[RunOption]) -> RunConfig | list[str]:
         data = changed(self.data, options)
-        result = checked(RunConfig, data, partial(self._origin, data))
-        return [] if isinstance(result, RunConfig) else result
+        return checked(RunConfig, data, partial(self._origin, data))
 
     def _origin(self, data: Mapping[str, Any], key_path: Sequence[str]) -> str | None:
         """Return the file that set the value of a key, or None if the user named only this file."""
@@ -118,16 +108,10 @@ class Composition:
 
 
 def compose(files: Iterable[Path | str]) -> Composition:
-    """Read settings files and all files that they include.
+    """Read settings files, of which later ones win, and all files that they include.
 
     A path in ``include`` is relative to the folder of the file that includes it. If no file exists at a path,
     the path is the name of a file that comes with the package (``shipped_files.shipped_run``).
-
-    Args:
-        files: Paths of YAML files. Later files are layered on earlier ones and win.
-
-    Returns:
-        The files and their layers.
 
     Raises:
         ConfigurationError: A file cannot be read, a file includes itself directly or through others, or there
@@ -135,31 +119,65 @@ def compose(files: Iterable[Path | str]) -> Composition:
     """
     asked = tuple(_asked(Path(file)) for file in files)
     layers: list[Layer] = []
-    for file in asked:
-        for layer in _layers(file, ()):
-            layers.append(layer)
-            if len(layers) > _MOST_FILES:
-                raise ConfigurationError(
-                    f"{file}: this file and the files it includes are more than {_MOST_FILES} files; include "
-                    "fewer"
-                )
+    for layer in chain.from_iterable(_layers(file, ()) for file in asked):
+        layers.append(layer)
+        if len(layers) > _MOST_FILES:
+            raise ConfigurationError(
+                f"{layer.file}: more than {_MOST_FILES} files are combined or included; include fewer"
+            )
     return Composition(asked, tuple(layers))
 
 
 def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunConfig:
-    """Read the validated settings of a run.
-
-    Args:
-        files: Paths of YAML files. Later files are layered on earlier ones and win.
-        overrides: ``key=value`` settings that win over all files.
-
-    Returns:
-        The settings of the run.
+    """Read the validated settings of a run: files, of which later ones win, then ``key=value`` overrides.
 
     Raises:
         ConfigurationError: A file cannot be read (see :func:`compose`) or the settings are invalid.
     """
     return compose(files).with_options(set_options(overrides))
+
+
+def set_options(overrides: Iterable[str], flag: str = "--set") -> list[RunOption]:
+    """Return one option for each ``key=value`` with a dotted key. ``flag`` is the option that gives them."""
+    return [
+        RunOption(f"{flag} {text}", partial(apply_overrides, overrides=[text], asked_by=flag))
+        for text in overrides
+    ]
+
+
+def words_option(words: Sequence[str]) -> RunOption:
+    """Return the option ``-- WORDS``: arguments in Megatron's own form, which are settings like all others.
+
+    Where Megatron's parser refuses a word, the option raises a ConfigurationError when it is applied.
+    """
+    return RunOption(f"-- {' '.join(words)}", partial(_with_words, words))
+
+
+def changed(data: Mapping[str, Any], options: Iterable[RunOption]) -> dict[str, Any]:
+    """Return the keys and values of a run after all options, in order."""
+    result = dict(data)
+    for option in options:
+        result = option.change(result)
+    return result
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys and values of ``after`` that ``before`` lacks or has with another value.
+
+    Layered over ``before`` (:func:`lay_over`), the result gives ``after``. A strategy of another name is
+    returned as a whole, because its settings replace those of the strategy before.
+    """
+    result: dict[str, Any] = {}
+    for key, value in after.items():
+        low = before.get(key)
+        if isinstance(value, Mapping) and isinstance(low, Mapping):
+            renamed = key == "strategy" and value.get("name") != low.get("name")
+            inner = dict(value) if renamed else difference(low, value)
+            if inner:
+                result[key] = inner
+        elif key not in before or low != value:
+            result[key] = value
+    return result
 
 
 def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,13 +186,6 @@ def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     Nested mappings are combined key by key. A ``null`` in place of a whole section changes nothing. If
     ``high`` names another strategy than ``low``, the strategy settings of ``low`` are dropped, because
     settings belong to their strategy.
-
-    Args:
-        low: Keys and values of the lower layer.
-        high: Keys and values of the upper layer.
-
-    Returns:
-        A new mapping with the combined keys and values.
     """
     section, below = high.get("strategy"), low.get("strategy")
     if isinstance(section, Mapping) and isinstance(below, Mapping):
@@ -182,19 +193,6 @@ def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
         if section.get("name", name_below) != name_below:
             low = {**low, "strategy": {}}
     return _merged(low, high)
-
-
-def _asked(path: Path) -> Path:
-    """Find the file for a path or for the name of a shipped file."""
-    file = path if path.exists() else shipped_run(path) or path
-    if file.suffix or file.exists():
-        return file
-    close = closest_run(path)
-    hint = f"did you mean '{close}'? " if close else ""
-    raise ConfigurationError(
-        f"{path}: no such file, and the package has no config of that name; {hint}"
-        "`megatron-fssdp configs` lists all names"
-    )
 
 
 def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,13 +208,37 @@ def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
-    """Yield the layers of a file, from bottom to top: the included files first, then the file itself.
+def _with_words(words: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(data)
+    try:
+        given = megatron_options.parsed(words)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"-- {' '.join(words)}: {error}") from None
+    for name, value in given.items():
+        homes = [section for section, model in SECTIONS.items() if name in model.model_fields]
+        homes += [section for section in SECTIONS if name in (result.get(section) or {})]
+        section = (*homes, megatron_options.section_of(name))[0]
+        before = result.get(section) or {}
+        if isinstance(before, Mapping):  # validation reports a wrong type
+            result[section] = {**before, name: value}
+    return result
 
-    Args:
-        file: Path of the file.
-        above: The chain of files that led to this file. Each file includes the next one.
-    """
+
+def _asked(path: Path) -> Path:
+    """Find the file for a path or for the name of a shipped file."""
+    file = path if path.exists() else shipped_run(path) or path
+    if file.suffix or file.exists():
+        return file
+    close = closest_run(path)
+    hint = f"did you mean '{close}'? " if close else ""
+    raise ConfigurationError(
+        f"{path}: no such file, and the package has no config of that name; {hint}"
+        "`megatron-fssdp configs` lists all names"
+    )
+
+
+def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
+    """Yield the layers of a file, from bottom to top. ``above`` is the chain of files that include it."""
     if len(above) > _MOST_LEVELS:
         raise ConfigurationError(
             f"{above[0]}: includes are nested more than {_MOST_LEVELS} levels deep; use fewer"
@@ -230,8 +252,6 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
         data = load_yaml(file)
     except ConfigurationError as error:
         raise ConfigurationError(f"{above[-1]}: include: {error}" if above else str(error)) from None
-    if is_recorded_run(file):
-        data = with_new_spellings(data)
     for name in _included(data, file):
         beside = Path(os.path.normpath(file.parent / name))
         yield from _layers(beside if beside.exists() else shipped_run(name) or beside, (*above, file))

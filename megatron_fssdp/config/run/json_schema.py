@@ -1,15 +1,17 @@
-"""JSON Schema of a run's YAML, so that editors can check and complete it."""
+"""JSON Schemas of a run's YAML and of a sweep's, so that editors can check and complete them."""
 
 import json
 from typing import Any
 
+from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.run.composition import INCLUDE_KEY
-from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 DIALECT = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
 """What stands at the top of a schema."""
 
+_OPTIONS = "MegatronArguments"
 _INCLUDE = {
     "type": "array",
     "items": {"type": "string", "minLength": 1},
@@ -21,26 +23,32 @@ _INCLUDE = {
 
 
 def run_config_schema() -> dict[str, Any]:
-    """Return the JSON Schema of one YAML file of a run.
+    """Return the JSON Schema of one YAML file of a run, with all arguments of the installed Megatron.
 
     ``strategy.name`` decides the schema of ``strategy.settings``. A file can be a part of a run. Therefore
     keys are required only in files that have both ``model`` and ``training`` and include no other file.
     """
-    schema = RunConfig.model_json_schema()
-    schema = {**DIALECT, **schema}
+    schema = {**DIALECT, **RunConfig.model_json_schema()}
     schema["properties"] = {INCLUDE_KEY: _INCLUDE, **schema["properties"]}
     definitions = schema["$defs"]
+    definitions[_OPTIONS] = megatron_options.schema()
+    described = definitions[_OPTIONS]["properties"]
     sections = schema.pop("required")
     schema["if"] = {"required": sections, "not": {"required": [INCLUDE_KEY]}}
     schema["then"] = {"properties": {}}
-    for name in sections:
-        definition = definitions[schema["properties"][name]["$ref"].removeprefix("#/$defs/")]
-        schema["then"]["properties"][name] = {"required": definition.pop("required")}
+    for name, model in SECTIONS.items():
+        definition = definitions[model.__name__]
+        if name in sections:
+            schema["then"]["properties"][name] = {"required": definition.pop("required")}
+        del definition["additionalProperties"]
+        for key, one in definition["properties"].items():
+            one.setdefault("description", described.pop(key, {}).get("description"))
+        definition |= {"allOf": [{"$ref": f"#/$defs/{_OPTIONS}"}], "unevaluatedProperties": False}
     choose_strategy_settings(definitions["StrategySection"])
-    for model in (entry.settings for entry in STRATEGIES.values()):
-        definitions[model.__name__] = model.model_json_schema()
+    for settings in (entry.settings for entry in STRATEGIES.values()):
+        definitions[settings.__name__] = settings.model_json_schema()
         # Nested settings are those of other strategies, which have their own definitions.
-        definitions[model.__name__].pop("$defs", None)
+        definitions[settings.__name__].pop("$defs", None)
     return schema
 
 

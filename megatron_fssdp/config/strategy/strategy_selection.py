@@ -6,7 +6,6 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, unknown_name, validate
-from megatron_fssdp.config.renamed_settings import refuse_renamed_settings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 
@@ -56,7 +55,6 @@ def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategyS
     if name not in STRATEGIES:
         raise ConfigurationError(unknown_name("MoE strategy", name, STRATEGIES))
     model = STRATEGIES[name].settings
-    refuse_renamed_settings(data, source, model.model_fields)
     _refuse_keys_of_other_strategies(name, data, source)
     return validate(model, data, f"{source} (strategy {name})")
 

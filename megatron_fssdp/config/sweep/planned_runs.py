@@ -17,17 +17,10 @@ _MOST_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep.
+    """One run of a sweep: its strategy, and ``key=value`` overrides of the strategy's and the run's settings.
 
-    Attributes:
-        folder: Name of its folder in the sweep's folder. It stays the same if the sweep gets more strategies,
-            values, seeds or repetitions.
-        group: Name of the runs that differ only in seed and repetition.
-        strategy: Name of the strategy.
-        strategy_overrides: ``key=value`` settings of the strategy.
-        overrides: ``key=value`` settings of the run, with dotted keys.
-        seed: Seed of the run.
-        repetition: Number of the repetition, from 1.
+    The name of its ``folder`` stays the same if the sweep grows. Runs of a ``group`` differ only in seed and
+    repetition (from 1).
     """
 
     folder: str

@@ -11,8 +11,8 @@ from megatron_fssdp.config.loading import load_yaml, validate
 _OWN_KEYS = {
     "strategy": "list strategies and their settings under strategies",
     "training.seed": "list seeds under seeds",
-    "training.iterations": "give the number under iterations",
-    "training.checkpoint_dir": "every run keeps its checkpoints in its own folder",
+    "training.train_iters": "give the number under iterations",
+    "training.save": "every run keeps its checkpoints in its own folder",
 }
 """Settings that a sweep gives in another place, by their dotted key."""
 
@@ -104,13 +104,7 @@ class SweepConfig(BaseModel):
 
 
 def load_sweep(file: Path) -> SweepConfig:
-    """Read the YAML of a sweep.
-
-    Args:
-        file: Path of the file.
-
-    Returns:
-        The sweep. Files of the run that lie beside it have the sweep's folder in their paths.
+    """Read the YAML of a sweep. Files of the run that lie beside it get the sweep's folder in their paths.
 
     Raises:
         ConfigurationError: The file cannot be read, or its settings are invalid.

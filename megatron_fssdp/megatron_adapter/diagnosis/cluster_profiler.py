@@ -270,8 +270,8 @@ def _layer_shape(run: RunConfig | None, device: torch.device) -> LayerShape:
     return LayerShape(
         model_dim=model.hidden_size,
         ffn_dim=model.expert_ffn_size,
-        num_experts=max(1, (model.num_experts or 1) // run.parallelism.expert),
-        num_rows=num_samples * model.seq_length * (model.moe_top_k if model.num_experts else 1),
+        num_experts=max(1, (model.num_experts or 1) // run.parallelism.expert_model_parallel_size),
+        num_rows=num_samples * model.seq_length * (model.moe_router_topk if model.num_experts else 1),
         gated=model.is_gated,
         num_heads=model.num_attention_heads,
         seq_length=model.seq_length,

@@ -14,8 +14,8 @@ from megatron_fssdp.megatron_adapter.support.broken_packages import one_line
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
 
 if TYPE_CHECKING:
-    from megatron_fssdp.config.run.parallelism_settings import ParallelismSettings
     from megatron_fssdp.config.run.run_config import RunConfig
+    from megatron_fssdp.config.run.sections import ParallelismArguments
 
 CHECKS = ("gloo", "NCCL", "GPUs", "topology")
 """The checks that need torch, of a machine without a run."""
@@ -59,7 +59,7 @@ def check_devices(gpus: Gpus, run: "RunConfig | None", has_engine: bool) -> list
     """Check back ends, GPUs, nodes, and whether a run, if any, fits. Torch must be importable."""
     findings = [*_backends(bool(gpus.models)), _gpus(gpus), _topology(gpus, run.parallelism if run else None)]
     if run is not None:
-        on_cpu, context = gpus.runs_on_cpu(run.training.device), run.parallelism.context
+        on_cpu, context = gpus.runs_on_cpu(run.training.device), run.parallelism.context_parallel_size
         findings.append(_ranks(gpus, run.parallelism, on_cpu))
         if context > 1:
             findings.append(_context(context, on_cpu, has_engine))
@@ -127,7 +127,7 @@ def _gpus(gpus: Gpus) -> Finding:
     return problem(name, found, f"{advice}; or set {DEVICE_VARIABLE}=cpu to use the CPU")
 
 
-def _topology(gpus: Gpus, parallelism: "ParallelismSettings | None") -> Finding:
+def _topology(gpus: Gpus, parallelism: "ParallelismArguments | None") -> Finding:
     """Check which nodes the strategies plan for."""
     name, started = "topology", _whole_number("WORLD_SIZE")
     if started:
@@ -154,7 +154,7 @@ def _topology(gpus: Gpus, parallelism: "ParallelismSettings | None") -> Finding:
     return note(name, f"{found}; no peer access between GPUs {shown}{more}", advice)
 
 
-def _ranks(gpus: Gpus, parallelism: "ParallelismSettings", on_cpu: bool) -> Finding:
+def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", on_cpu: bool) -> Finding:
     """Check whether a run's ranks fit on this machine."""
     name, num_ranks, started = "ranks", parallelism.nproc_per_node, _whole_number("WORLD_SIZE")
     if started not in (None, parallelism.world_size):
@@ -183,15 +183,15 @@ def _ranks(gpus: Gpus, parallelism: "ParallelismSettings", on_cpu: bool) -> Find
 
 def _context(context: int, on_cpu: bool, has_engine: bool) -> Finding:
     """Check whether a run can use context parallelism of 2 or more."""
-    name, found = "context parallelism", f"parallelism.context {context}"
+    name, found = "context parallelism", f"parallelism.context_parallel_size {context}"
     if on_cpu:
         advice = (
-            "set parallelism.context to 1, or train on GPUs: context parallelism uses Transformer Engine's "
+            "set context_parallel_size to 1, or train on GPUs: context parallelism uses Transformer Engine's "
             "attention, which needs a GPU"
         )
         return problem(name, f"{found} on the CPU", advice)
     if not has_engine:
-        advice = "install Transformer Engine, whose attention is needed, or set parallelism.context to 1"
+        advice = "install Transformer Engine, whose attention is needed, or set context_parallel_size to 1"
         return problem(name, f"{found} without Transformer Engine", advice)
     return Finding(name, found)
 

@@ -20,7 +20,7 @@ from megatron.core.utils import log_single_rank
 from megatron.training.global_vars import get_args
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run.argument_reader import run_config_from_arguments
+from megatron_fssdp.config.run.megatron_arguments import run_config_from_arguments
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer

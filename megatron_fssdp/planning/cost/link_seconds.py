@@ -226,7 +226,7 @@ def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
         raise ValueError(
             f"cluster {cluster.name}: {num_devices} devices of an expert-parallel group do not fit on "
             f"{cluster.num_nodes} nodes of {per_node} devices; wanted at most {cluster.num_devices} devices, "
-            "and whole nodes if there are several; change parallelism.expert or num_nodes (--cluster-set "
-            "num_nodes=…)"
+            "and whole nodes if there are several; change expert_model_parallel_size or num_nodes "
+            "(--cluster-set num_nodes=…)"
         )
     return Topology(tuple(device // per_node for device in range(num_devices)))

@@ -51,8 +51,8 @@ def time_section(runs: Sequence[ReportedRun], what_if: SimulationReport | None =
     ]
     if any(not _has_parts(run) for run in runs):
         notes.append(
-            "At least one run did not measure the parts of its layers: it is of an earlier version, its "
-            "strategy is none, or it ran Megatron's combined 1F1B schedule. There, all passes are one part."
+            "At least one run did not measure the parts of its layers: its strategy is none, or it ran "
+            "Megatron's combined 1F1B schedule. There, all passes are one part."
         )
     if any(not any(record.passes_s for record in run.records.metrics) for run in runs):
         notes.append(

@@ -9,13 +9,10 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import unknown_name
 from megatron_fssdp.planning.cost.link_seconds import topology_of
-from megatron_fssdp.reporting.records.arrays.array_files import file_of_earlier_versions
 from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE, RecordedLoads, read_loads
 from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads, recorded_choices
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.workloads import WORKLOADS
-
-_NAMES_OF_LOADS = (LOADS_FILE, file_of_earlier_versions(Path(LOADS_FILE)).name)
 
 GENERATED_ITERATIONS = 20
 """Default number of iterations of a generated workload."""
@@ -51,7 +48,7 @@ def loads_for_job(
     path = Path(source)
     if not path.exists():
         raise ConfigurationError(unknown_loads(source))
-    if path.is_file() and path.name not in _NAMES_OF_LOADS:
+    if path.is_file() and path.name != LOADS_FILE:
         raise ConfigurationError(
             f"--loads {source}: is a file of another name, wanted the folder of a run or its {LOADS_FILE}"
         )

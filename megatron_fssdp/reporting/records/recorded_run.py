@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
-from megatron_fssdp.config.renamed_settings import with_new_spellings
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.reporting.records.evaluations import Evaluation, read_evaluations
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
@@ -137,7 +136,7 @@ def read_run(path: Path) -> RecordedRun:
         return RecordedRun(path, name, tuple(metrics), asked, evaluations)
     settings = load_yaml(config)
     training = settings.get("training")
-    asked = training.get("iterations") if isinstance(training, dict) else None
+    asked = training.get("train_iters") if isinstance(training, dict) else None
     if session is not None:
         asked = session.iterations
     return RecordedRun(
@@ -169,7 +168,7 @@ def run_config_of(path: Path) -> RunConfig:
         ConfigurationError: The folder has no ``config.yaml``, or the file is damaged.
     """
     config = path / "config.yaml"
-    return validate(RunConfig, with_new_spellings(load_yaml(config)), str(config))
+    return validate(RunConfig, load_yaml(config), str(config))
 
 
 def distinct_names(*runs: RecordedRun) -> list[str]:

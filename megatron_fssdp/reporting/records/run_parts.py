@@ -38,10 +38,7 @@ class RunPart:
 
 
 def parts_of(run: RecordedRun) -> list[RunPart]:
-    """Return the parts of a run in order.
-
-    Runs of earlier versions do not record their starts. They have one part.
-    """
+    """Return the parts of a run in order. A run that does not record its starts has one part."""
     starts = [i for i, record in enumerate(run.metrics) if record.session is not None]
     borders = [0, *(i for i in starts if i > 0), len(run.metrics)]
     parts = []

@@ -169,8 +169,7 @@ def parse_metrics_line(line: str) -> IterationMetrics:
         line: JSON object of one iteration.
 
     Returns:
-        The metrics of the iteration. Unknown keys are ignored. Missing keys, which earlier versions did not
-        write, get their default values.
+        The metrics of the iteration. Unknown keys are ignored, and missing keys get their default values.
 
     Raises:
         ValueError: The line is not the record of an iteration.

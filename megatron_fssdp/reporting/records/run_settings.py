@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.loading import load_yaml
-from megatron_fssdp.config.renamed_settings import with_new_spellings
 from megatron_fssdp.reporting.records.recorded_run import RecordedRun
 
 MOST_NAMED = 4
@@ -14,13 +13,13 @@ MOST_NAMED = 4
 
 _DATA_PATH = "data.path"
 _MANIFEST = "manifest.json"
-_SCHEDULE = ("iterations", "lr", "min_lr", "lr_schedule", "warmup_iterations")
+_SCHEDULE = ("train_iters", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters")
 
 
 def recorded_settings(run: RecordedRun) -> dict[str, Any]:
     """Return the settings in a run's ``config.yaml`` by dotted key. It is empty without this file."""
     config = run.path / "config.yaml"
-    return flat_settings(with_new_spellings(load_yaml(config))) if config.exists() else {}
+    return flat_settings(load_yaml(config)) if config.exists() else {}
 
 
 def differing_settings(runs: Sequence[RecordedRun]) -> dict[str, tuple[str, ...]]:
@@ -71,10 +70,10 @@ def _kind(key: str) -> str:
 
 
 def _differs(key: str, known: Sequence[dict[str, Any]]) -> bool:
-    values = [settings[key] for settings in known if key in settings]
-    # Earlier versions lacked some keys. Only of a strategy's settings, a missing one is a statement.
-    is_missing = key.startswith("strategy.settings.") and len(values) < len(known)
-    return is_missing or any(value != values[0] for value in values)
+    # A missing key stands for a default, unless the whole section is unknown.
+    section = key.partition(".")[0]
+    values = [one.get(key) for one in known if any(name.partition(".")[0] == section for name in one)]
+    return any(value != values[0] for value in values)
 
 
 def _is_same_data(paths: Sequence[Any]) -> bool:

@@ -114,14 +114,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(words, message, run: Path, tmp
 
 def test_losses_of_unlike_runs_are_not_compared(run: Path, tmp_path: Path) -> None:
     other = write_made_run(tmp_path / "other", "fssdp", num_iterations=4, num_layers=4)
-    text = TINY.read_text().replace("iterations: 60", "iterations: 20")
+    text = TINY.read_text().replace("train_iters: 60", "train_iters: 20")
     (other / "config.yaml").write_text(text)
-    with pytest.raises(ConfigurationError, match=r"training\.iterations 60 and 20.*--loads-only") as caught:
+    with pytest.raises(ConfigurationError, match=r"training\.train_iters 60 and 20.*--loads-only") as caught:
         CliRunner().invoke(app, ["compare", str(run), str(other)], catch_exceptions=False)
     assert "\n" not in str(caught.value)
     output = command("compare", run, other, "--loads-only")
     assert "settings that differ" in output
-    assert "training.iterations" in output
+    assert "training.train_iters" in output
     assert "load: mean" in output
     assert "loss: " not in output
     page = PageParts((run / "comparison.html").read_text())

@@ -122,11 +122,21 @@ def test_numbers_are_written_also_where_plots_cannot_be_drawn(
         (("--loads", "W33"), "did you mean 'W3'"),
         (("--cluster", "hecate"), "unknown cluster"),
         (("--strategies", "ep,fsdp"), "did you mean 'fssdp'"),
-        (("--set", "parallelism.expert=1", "--set", "model.num_experts=null"), "num_experts"),
+        (
+            ("--set", "parallelism.expert_model_parallel_size=1", "--set", "model.num_experts=null"),
+            "num_experts",
+        ),
         (("--cluster-set", "num_nodes=1"), "whole nodes"),
         (("--model", "nowhere.yaml"), "nowhere.yaml"),
         (
-            ("--strategies", "ep,smartmoe", "--set", "model.num_experts=4", "--set", "parallelism.expert=4"),
+            (
+                "--strategies",
+                "ep,smartmoe",
+                "--set",
+                "model.num_experts=4",
+                "--set",
+                "parallelism.expert_model_parallel_size=4",
+            ),
             "strategy smartmoe: every device owns one expert",
         ),
     ],
@@ -203,7 +213,7 @@ def test_the_roofline_of_a_recorded_run_is_drawn(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (("--strategies", "fsdp"), "did you mean 'fssdp'"),
-        (("--moe-strategy-set", "exchange=fused"), "--moe-strategy-set: exchange=fused is now schedule=s1"),
+        (("--moe-strategy-set", "exchange=fused"), "exchange: got 'fused' .string., wanted 'megatron', "),
         (("--cluster-set", "num_nodes=1"), "roofline: .*whole nodes"),
         (("--out", "{run}/config.yaml"), "--out .*config.yaml: is not a folder"),
     ],

@@ -80,11 +80,11 @@ def test_a_runs_ranks_and_its_checkpoint_folder_are_checked(
 
     (tmp_path / "file").write_text("")
     config = tmp_path / "run.yaml"
-    config.write_text(TINY.read_text().replace("training:\n", "training:\n  checkpoint_dir: file\n"))
+    config.write_text(TINY.read_text().replace("training:\n", "training:\n  save: file\n"))
     code, out, _ = doctor("--config", config)
     assert code == 1
     assert "is not a folder" in out
-    assert "training.checkpoint_dir" in out
+    assert "training.save" in out
 
     config.write_text(TINY.read_text().replace("training:\n", "training:\n  save_checkpoints: false\n"))
     assert "checkpoint folder" not in doctor("--config", config)[1]

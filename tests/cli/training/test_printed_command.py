@@ -52,7 +52,7 @@ def test_bert_uses_its_own_script_and_sentence_data(command, tmp_path):
     assert words[words.index("--tokenizer-model") + 1] == str(tmp_path / "data-wordpiece-2048")
     assert words[words.index("--null-tokenizer-eod-id") + 1] == "3"
     assert "--bert-no-binary-head" not in words
-    _, out, _ = command("train", bert, "--dry-run", "--set", "model.order_head=false")
+    _, out, _ = command("train", bert, "--dry-run", "--set", "model.bert_binary_head=false")
     assert "--bert-no-binary-head" in words_of(out)
 
 
@@ -62,12 +62,12 @@ def test_bert_uses_its_own_script_and_sentence_data(command, tmp_path):
         ("bert_moe_tiny", ("data.tokenizer=bpe",), "set data.tokenizer to wordpiece"),
         ("gpt_moe_tiny", ("data.tokenizer=wordpiece",), "set data.tokenizer to bpe"),
         ("gpt_moe_tiny", ("model.family=bert",), "set data.tokenizer to wordpiece"),
-        ("bert_moe_tiny", ("model.position_embedding=none",), "learned_absolute or rope"),
+        ("bert_moe_tiny", ("model.position_embedding_type=none",), "learned_absolute or rope"),
         ("bert_moe_tiny", ("model.qk_layernorm=true",), "qk_layernorm"),
         ("bert_moe_tiny", ("model.rotary_base=50000",), "supports only 10000"),
         (
             "bert_moe_tiny",
-            ("parallelism.context=2", "parallelism.nproc_per_node=8"),
+            ("parallelism.context_parallel_size=2", "parallelism.nproc_per_node=8"),
             "no context parallelism",
         ),
         ("bert_moe_tiny", ("data.path={bpe}",), "wanted --tokenizer wordpiece for model.family bert"),
@@ -107,7 +107,7 @@ def test_a_dry_run_prints_the_command_for_a_cluster(command, tmp_path):
         *("--set", "training.global_batch_size=128", "--set", "training.device=cuda"),
         *(
             "--set",
-            "training.precision=bf16",
+            "training.bf16=true",
             "--set",
             f"data.path={fake_data(tmp_path / 'data')}",
             "--dry-run",
@@ -212,18 +212,47 @@ def test_several_files_are_composed(command):
     assert {"planner=hecate", "record_dir=runs/hecate-gpt-moe-s-fssdp"} < set(words)
 
 
-def test_words_after_two_dashes_and_numbers_in_the_file_reach_megatron(command, tmp_path):
-    (tmp_path / "run.yaml").write_text(f"include: [{TINY}]\nmegatron_args: [--num-workers, 2, --alpha, 0.5]")
+def test_words_after_two_dashes_are_settings(command, tmp_path):
     options = ("--out", tmp_path / "x", "--dry-run", "--", "--moe-grouped-gemm", "--seed", "3")
-    code, out, err = command("train", tmp_path / "run.yaml", *options)
+    code, out, err = command("train", TINY, *options, "--moe-layer-freq", "([0]*2+[1]*2)")
     assert (code, err) == (0, "")
     words = words_of(out)
-    expected = ["--num-workers", "2", "--alpha", "0.5", "--moe-grouped-gemm", "--seed", "3"]
-    assert words[-len(expected) :] == expected
+    assert "--moe-grouped-gemm" in words
+    assert words[words.index("--seed") + 1] == "3"
+    assert words[words.index("--moe-layer-freq") + 1] == "[0,0,1,1]"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--hiden-size 3",
+            "-- --hiden-size 3: Megatron has no argument --hiden-size; did you mean --hidden-size?",
+        ),
+        ("--hidden-size x", "-- --hidden-size x: argument --hidden-size: invalid int value: 'x'"),
+        (
+            "--hidden-size 30",
+            "-- --hidden-size 30: model.num_attention_heads 4 does not divide model.hidden_size",
+        ),
+        (
+            "--moe-strategy ep",
+            "Megatron has no argument --moe-strategy; options of megatron-fssdp stand before --",
+        ),
+        (
+            "--moe-layer-freq [a",
+            "-- --moe-layer-freq [a: argument --moe-layer-freq: invalid moe_freq_type value",
+        ),
+    ],
+)
+def test_wrong_words_after_two_dashes_are_refused_in_one_line(command, words, message):
+    code, out, err = command("train", TINY, "--dry-run", "--", *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}") or message in err
+    assert len(err.splitlines()) == 1
 
 
 def test_a_short_run_has_a_short_warm_up(command, tmp_path):
-    (tmp_path / "run.yaml").write_text(f"include: [{TINY}]\ntraining: {{warmup_iterations: 10}}")
+    (tmp_path / "run.yaml").write_text(f"include: [{TINY}]\ntraining: {{lr_warmup_iters: 10}}")
     words = words_of(command("train", tmp_path / "run.yaml", "--iters", 3, "--dry-run")[1])
     assert words[words.index("--lr-warmup-iters") + 1] == "2"
     words = words_of(command("train", tmp_path / "run.yaml", "--iters", 30, "--dry-run")[1])

@@ -1,11 +1,13 @@
 import shutil
 
+import pytest
+
 from megatron_fssdp.cli.training.run_folder import RunFolder
 from megatron_fssdp.cli.training.train_request import TrainRequest
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
-from megatron_fssdp.config.run.composition import lay_over, load_run
+from megatron_fssdp.config.run.composition import difference, lay_over, load_run
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.run.run_options import difference
 
 from .tiny_run import TINY, fake_data, words_of
 
@@ -35,7 +37,7 @@ def test_overwriting_deletes_the_files_of_a_run_and_nothing_else(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "iter_0000002").mkdir(parents=True)
     folder.checkpoints.symlink_to(elsewhere)
-    files = ("metrics.jsonl", "loads.npy", "loads.npz", "placements.npy", "placements.npz", "log.txt")
+    files = ("metrics.jsonl", "loads.npy", "placements.npy", "log.txt")
     for name in (*files, "notes.txt", "report.html"):
         (folder.path / name).touch()
     (folder.path / "tensorboard").mkdir()
@@ -110,3 +112,19 @@ def test_the_written_config_can_be_loaded_again(tmp_path):
     folder = RunFolder(tmp_path / "x")
     folder.create(config)
     assert validate(RunConfig, load_yaml(folder.config), "again") == config
+
+
+def test_words_for_megatron_are_in_the_record_and_are_kept(tmp_path):
+    request = TrainRequest(
+        [TINY], out=tmp_path, megatron_words=["--hidden-size", "128", "--moe-z-loss-coeff", "1e-3"]
+    )
+    run = request.resolve()
+    request.folder.create(run, request.changed_settings())
+    recorded = validate(RunConfig, load_yaml(tmp_path / "config.yaml"), "config.yaml")
+    assert recorded == run
+    assert (recorded.model.hidden_size, recorded.model.moe_z_loss_coeff) == (128, 1e-3)
+    assert TrainRequest([TINY], out=tmp_path, resume=True).resolve() == run
+    with pytest.raises(
+        ConfigurationError, match=r"--resume: model.hidden_size is 64, but .* was started with 128"
+    ):
+        request.folder.check_unchanged(TrainRequest([TINY]).resolve())

@@ -210,7 +210,7 @@ def test_the_listing_has_the_state_and_the_command_of_every_run(sweep, tmp_path:
     [
         (
             ("iterations: 4", "iterations: 5"),
-            "run ep-seed1: .* holds a run with training.iterations 4, wanted 5",
+            "run ep-seed1: .* holds a run with training.train_iters 4, wanted 5",
         ),
         (("gpt_moe_tiny", "gpt_moe_tinny"), "run ep-seed1: gpt_moe_tinny: no such file.* did you mean"),
         (("fssdp]", "fsdp]"), "run fsdp-seed1: .*did you mean 'fssdp'"),
@@ -250,7 +250,8 @@ def test_two_sweeps_in_one_folder_exclude_each_other(sweep) -> None:
 def test_a_small_sweep_really_runs_and_continues(tmp_path: Path) -> None:
     """Two strategies on two ranks; the second start finds all runs finished."""
     small = (
-        "data.tokenizer: bytes, data.vocab_size: 257, parallelism.nproc_per_node: 2, parallelism.expert: 2"
+        "data.tokenizer: bytes, data.vocab_size: 257, parallelism.nproc_per_node: 2, "
+        "parallelism.expert_model_parallel_size: 2"
     )
     text = (SWEEP % "false").replace("settings: {", f"settings: {{{small}, ").replace("[1, 2]", "[1]")
     (tmp_path / "tiny.yaml").write_text(text)

@@ -20,17 +20,17 @@ from megatron_fssdp.reporting.records.recorded_run import read_run
 RUN = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4,
         moe_layer_freq: 2}
-parallelism: {nproc_per_node: 2, expert: 2}
-training: {iterations: 3, global_batch_size: 4, save_checkpoints: false}
+parallelism: {nproc_per_node: 2, expert_model_parallel_size: 2}
+training: {train_iters: 3, global_batch_size: 4, save_checkpoints: false}
 strategy: {name: fssdp, settings: {slots: 1}}
 """
 
 
 BERT = """
 model: {family: bert, num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32,
-        position_embedding: learned_absolute, linear_bias: true, num_experts: 4, moe_layer_freq: 2}
-parallelism: {nproc_per_node: 2, expert: 2}
-training: {iterations: 3, global_batch_size: 4, eval_interval: 2, eval_iterations: 1}
+        num_experts: 4, moe_layer_freq: 2}
+parallelism: {nproc_per_node: 2, expert_model_parallel_size: 2}
+training: {train_iters: 3, global_batch_size: 4, eval_interval: 2, eval_iters: 1}
 data: {split: "50,50,0"}
 strategy: {name: fssdp, settings: {slots: 1}}
 """

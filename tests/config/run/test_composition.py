@@ -8,7 +8,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import compose, lay_over, load_run
 
 MODEL = "model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4}"
-TRAINING = "training: {iterations: 3, global_batch_size: 4}"
+TRAINING = "training: {train_iters: 3, global_batch_size: 4}"
 FSSDP = "strategy: {name: fssdp, settings: {slots: 1, window: 2}}"
 
 
@@ -34,23 +34,25 @@ def test_a_file_overrides_what_it_includes_and_paths_are_relative_to_its_folder(
         parts__training=TRAINING,
         experiments__run=(
             "include: [../models/wide.yaml, ../parts/training.yaml, ../parts/fssdp.yaml]\n"
-            "training: {lr: 1e-4}\nparallelism: {nproc_per_node: 2, expert: 2}"
+            "training: {lr: 1e-4}\nparallelism: {nproc_per_node: 2, expert_model_parallel_size: 2}"
         ),
         parts__fssdp=FSSDP,
     )
     monkeypatch.chdir(tmp_path / "parts")
     run = load_run(["../experiments/run.yaml"])
     assert (run.model.hidden_size, run.model.num_layers) == (64, 2)
-    assert (run.training.lr, run.training.iterations) == (1e-4, 3)
+    assert (run.training.lr, run.training.train_iters) == (1e-4, 3)
     assert run.strategy.settings == {"slots": 1, "window": 2}
     names = [layer.file.name for layer in compose([tmp_path / "experiments" / "run.yaml"]).layers]
     assert names == ["base.yaml", "wide.yaml", "training.yaml", "fssdp.yaml", "run.yaml"]
 
 
 def test_later_files_override_earlier_ones_and_set_options_override_all(tmp_path):
-    write(tmp_path, a=f"{MODEL}\n{TRAINING}", b="training: {iterations: 5, seed: 7}", c="training: {seed: 8}")
+    write(
+        tmp_path, a=f"{MODEL}\n{TRAINING}", b="training: {train_iters: 5, seed: 7}", c="training: {seed: 8}"
+    )
     run = load_run([tmp_path / "a.yaml", tmp_path / "b.yaml", tmp_path / "c.yaml"], ["training.seed=9"])
-    assert (run.training.iterations, run.training.seed) == (5, 9)
+    assert (run.training.train_iters, run.training.seed) == (5, 9)
     # A file that is given again is applied again.
     asked = [tmp_path / f"{name}.yaml" for name in "abcb"]
     assert load_run(asked).training.seed == 7
@@ -102,9 +104,13 @@ def test_a_wrong_override_is_not_blamed_on_a_file(tmp_path):
 
 
 def test_files_that_contradict_each_other_are_refused(tmp_path):
-    write(tmp_path, base=f"{MODEL}\n{TRAINING}", cut="parallelism: {nproc_per_node: 3, expert: 3}")
+    write(
+        tmp_path,
+        base=f"{MODEL}\n{TRAINING}",
+        cut="parallelism: {nproc_per_node: 3, expert_model_parallel_size: 3}",
+    )
     files = tmp_path / "base.yaml", tmp_path / "cut.yaml"
-    assert "parallelism.expert 3 does not divide model.num_experts 4" in refusal(*files)
+    assert "parallelism.expert_model_parallel_size 3 does not divide model.num_experts 4" in refusal(*files)
 
 
 def test_a_part_alone_is_not_a_run(tmp_path):

@@ -46,7 +46,7 @@ def a_run(device: str = "auto", **parallelism: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8},
-            "training": {"iterations": 1, "global_batch_size": 48, "device": device},
+            "training": {"train_iters": 1, "global_batch_size": 48, "device": device},
             "parallelism": parallelism,
         }
     )
@@ -352,7 +352,7 @@ def test_context_parallelism_needs_transformer_engine_and_gpus(
     monkeypatch: pytest.MonkeyPatch, gpus: Gpus, has_engine: bool, verdict: Verdict
 ) -> None:
     pose(monkeypatch)
-    *_, finding = check_devices(gpus, a_run(nproc_per_node=8, context=2), has_engine)
+    *_, finding = check_devices(gpus, a_run(nproc_per_node=8, context_parallel_size=2), has_engine)
     assert (finding.name, finding.verdict) == ("context parallelism", verdict)
 
 

@@ -22,28 +22,36 @@ EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
 # Features that no shipped model has, as overrides of the tiny models.
 BERTS = {
     "BERT every other layer": [],
-    "BERT without a head for the order": ["model.order_head=false", "model.tie_embeddings=false"],
-    "dense BERT": ["model.num_experts=null", "parallelism.expert=1", "strategy={name: none}"],
+    "BERT without a head for the order": [
+        "model.bert_binary_head=false",
+        "model.untie_embeddings_and_output_weights=true",
+    ],
+    "dense BERT": [
+        "model.num_experts=null",
+        "parallelism.expert_model_parallel_size=1",
+        "strategy={name: none}",
+    ],
 }
 OTHERS = {
-    "dense": ["model.num_experts=null", "parallelism.expert=1", "strategy={name: none}"],
+    "dense": ["model.num_experts=null", "parallelism.expert_model_parallel_size=1", "strategy={name: none}"],
     "biases of gated experts behind a dense layer": [
-        "model.linear_bias=true",
-        "model.activation=quick_geglu",
+        "model.add_bias_linear=true",
+        "model.quick_geglu=true",
         "model.moe_layer_freq=[0, 1, 1, 1]",
     ],
     "norms of wide heads": ["model.qk_layernorm=true", "model.kv_channels=24"],
-    "no positions": ["model.position_embedding=none", "model.tie_embeddings=false"],
+    "no positions": ["model.position_embedding_type=none", "model.untie_embeddings_and_output_weights=true"],
     "latent attention without latent queries, two layers of later tokens": [
         "model.multi_latent_attention=true",
+        "model.kv_lora_rank=512",
         "model.qk_head_dim=24",
         "model.mtp_num_layers=2",
     ],
     "sinks, biases and a dense layer of later tokens": [
-        "model.attention_sinks=true",
-        "model.window_size=8",
-        "model.full_attention_freq=2",
-        "model.linear_bias=true",
+        "model.softmax_type=learnable",
+        "model.window_size=[7, 0]",
+        "model.window_attn_skip_freq=2",
+        "model.add_bias_linear=true",
         "model.mtp_num_layers=1",
         "model.moe_layer_freq=[1, 1, 1, 0]",
         "model.normalization=LayerNorm",
@@ -75,9 +83,12 @@ def shallow(path: Path) -> RunConfig:
     if model.num_layers <= 4:
         return load_run([path])
     frequency = [] if isinstance(model.moe_layer_freq, int) else ["model.moe_layer_freq=[0, 1]"]
-    whole = ["parallelism.pipeline=1", "megatron_args=[]"]
+    whole = [
+        "parallelism.pipeline_model_parallel_size=1",
+        "parallelism.decoder_last_pipeline_num_layers=null",
+    ]
     if (model.num_experts or 0) > 16:
-        whole += ["model.num_experts=16", "parallelism.expert=8"]
+        whole += ["model.num_experts=16", "parallelism.expert_model_parallel_size=8"]
     return load_run([path], ["model.num_layers=2", *frequency, *whole])
 
 

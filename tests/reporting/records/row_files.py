@@ -14,7 +14,7 @@ def rows_in(file: Path) -> dict[str, np.ndarray]:
 def save_rows(file: Path, **content: np.ndarray) -> None:
     """Write arrays as rows; their first dimensions must be equal."""
     fields = [(name, array.dtype, array.shape[1:]) for name, array in content.items()]
-    rows = np.zeros(len(next(iter(content.values()))), fields)
+    rows = np.zeros(len(next(iter(content.values()), ())), fields)
     for name, array in content.items():
         rows[name] = array
     np.save(file, rows)

@@ -79,7 +79,7 @@ def test_keys_of_a_later_version_are_ignored():
     assert parse_metrics_line(json.dumps({**full, "layers": [], "new": 1})).tokens_per_s == 2.0
 
 
-def test_keys_that_earlier_versions_did_not_write_are_zero():
+def test_missing_keys_are_zero():
     later = ("resharded_experts", "reshard_bytes", "reshard_s")
     of_layer = ("spag_s", "spag_exposed_s", "sprs_s", "sprs_exposed_s")
     old = dataclasses.asdict(record(1))

@@ -13,7 +13,7 @@ from megatron_fssdp.reporting.records.run_settings import differing_settings, lo
 GPT = """
 model: {family: gpt, hidden_size: 64}
 data: {path: a, vocab_size: 2048}
-training: {iterations: 10, lr: 0.001, seed: 1, device: cpu}
+training: {train_iters: 10, lr: 0.001, seed: 1, device: cpu}
 strategy: {name: ep, settings: {}}
 """
 
@@ -44,11 +44,16 @@ def test_strategies_and_seeds_may_differ_and_are_named(tmp_path: Path) -> None:
     [
         ("gpt", "bert", "different model (model.family gpt and bert)"),
         (
-            "iterations: 10",
-            "iterations: 20",
-            "different learning-rate schedule (training.iterations 10 and 20)",
+            "train_iters: 10",
+            "train_iters: 20",
+            "different learning-rate schedule (training.train_iters 10 and 20)",
         ),
         ("path: a", "path: b", "different data (data.path a and b)"),
+        (
+            "hidden_size: 64",
+            "hidden_size: 64, moe_expert_capacity_factor: 1.5",
+            "different model (model.moe_expert_capacity_factor – and 1.5)",
+        ),
     ],
 )
 def test_other_models_schedules_and_data_are_an_obstacle(

@@ -1,7 +1,4 @@
-"""Reads the array files of a run: ``.npy`` files that :class:`GrowingArrays` writes, and older archives.
-
-Earlier versions wrote an ``.npz`` archive in the place of each ``.npy`` file.
-"""
+"""Reads the array files of a run, which :class:`GrowingArrays` writes."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -33,31 +30,15 @@ class ArrayFormat(NamedTuple):
 _INDEX = ArrayFormat(np.int64, 1)
 
 
-def file_of_earlier_versions(path: Path) -> Path:
-    """Return the path of the ``.npz`` archive that earlier versions wrote instead of a ``.npy`` file."""
-    return path.with_suffix(".npz")
-
-
-def recorded_file(path: Path) -> Path:
-    """Return the file that holds a record: the ``.npy`` file, or the archive of an earlier version.
-
-    Args:
-        path: Path of the ``.npy`` file. It is returned, too, if there is neither of them.
-    """
-    earlier = file_of_earlier_versions(path)
-    return earlier if earlier.exists() and not path.exists() else path
-
-
 def read_arrays(
     path: Path, formats: Mapping[str, ArrayFormat], optional: Collection[str] = ()
 ) -> dict[str, NDArray[Any]]:
     """Read arrays, iteration numbers and layer numbers from a file, without pickle.
 
     Args:
-        path: Path of the ``.npy`` file, or of the ``.npz`` file of an earlier version.
+        path: Path of the ``.npy`` file.
         formats: Wanted format of each array, by name.
-        optional: Names of arrays that earlier versions did not write. The result lacks those that the file
-            lacks.
+        optional: Names of arrays that not every run records. The result lacks those that the file lacks.
 
     Returns:
         The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. The numbers in
@@ -67,7 +48,7 @@ def read_arrays(
         ConfigurationError: The file is missing, damaged or holds something else.
     """
     try:
-        content = _read_rows(path) if path.suffix == ".npy" else _read_archive(path)
+        content = _read_rows(path)
         found = {
             name: _array(content, name, wanted)
             for name, wanted in {**formats, ITERATIONS: _INDEX, LAYERS: _INDEX}.items()
@@ -77,7 +58,7 @@ def read_arrays(
             if found[name][0] < 0 or np.any(found[name][1:] <= found[name][:-1]):
                 raise ValueError(f"{name} are negative or not ascending")
         return found
-    except Exception as error:  # damaged files raise many kinds of errors in zipfile, zlib and numpy
+    except Exception as error:  # damaged files raise many kinds of errors in numpy
         raise unreadable(path, error) from None
 
 
@@ -111,25 +92,6 @@ def _read_rows(path: Path) -> dict[str, NDArray[Any]]:
     return content
 
 
-def _read_archive(path: Path) -> dict[str, Any]:
-    """Return the content of an ``.npz`` file.
-
-    Raises:
-        ValueError: The file is not an archive, or a part of it is damaged.
-    """
-    content = np.load(path, allow_pickle=False)
-    if not isinstance(content, np.lib.npyio.NpzFile):
-        raise ValueError("the file is one array, not an archive of arrays")
-    found: dict[str, Any] = {}
-    with content:
-        for name in content.files:
-            try:
-                found[name] = content[name]
-            except Exception as error:  # damaged files raise many kinds of errors in zipfile, zlib and numpy
-                raise ValueError(f"{name}: {error}") from None
-    return found
-
-
 def _array(content: Mapping[str, Any], name: str, wanted: ArrayFormat) -> NDArray[Any]:
     """Return one array of a file, converted to the wanted data type.
 
@@ -139,8 +101,6 @@ def _array(content: Mapping[str, Any], name: str, wanted: ArrayFormat) -> NDArra
     if name not in content:
         raise ValueError(f"got no array {name}; found: {', '.join(content) or 'no arrays'}")
     array = content[name]
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"{name} is not an array")
     if array.ndim != wanted.num_dimensions or 0 in array.shape:
         raise ValueError(
             f"{name} has shape {array.shape}, wanted {wanted.num_dimensions} dimensions, none of them empty"

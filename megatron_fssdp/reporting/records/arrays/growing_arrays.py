@@ -7,8 +7,6 @@ iterations. An iteration costs one write of its own bytes.
 The file's header has the number of rows. It is raised after a row is complete. A process that is killed while
 it writes therefore loses at most the iteration that it was writing, and other processes can read the file
 while it grows. NumPy leaves space in the header for this (``numpy.lib.format.GROWTH_AXIS_MAX_DIGITS``).
-
-Earlier versions wrote an ``.npz`` archive. It is still read, and a resumed run replaces it.
 """
 
 import io
@@ -24,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import cannot_write, written_file
-from megatron_fssdp.reporting.records.arrays.array_files import ITERATIONS, LAYERS, file_of_earlier_versions
+from megatron_fssdp.reporting.records.arrays.array_files import ITERATIONS, LAYERS
 
 _ASKED_BY = "record_dir"
 
@@ -70,7 +68,7 @@ class GrowingArrays:
         Args:
             iteration: Number of the iteration.
             entry: Arrays of the iteration, by name. Names, shapes and data types must be the same in every
-                iteration. An array that the file of an earlier version lacks has zeros in its iterations.
+                iteration. An array that an existing file lacks has zeros in its iterations.
 
         Raises:
             ConfigurationError: Shapes differ from those of earlier iterations, an array is missing, or the
@@ -130,7 +128,6 @@ class GrowingArrays:
             file.write(row.tobytes())
         self.close()
         self._found.clear()
-        file_of_earlier_versions(self._path).unlink(missing_ok=True)
         return self._path.open("r+b", buffering=0)
 
     def _add(self, file: BinaryIO, row: NDArray[Any], num_kept: int) -> None:

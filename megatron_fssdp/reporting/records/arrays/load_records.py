@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from megatron_fssdp.reporting.records.arrays.array_files import (
     ArrayFormat,
     read_arrays,
-    recorded_file,
     unreadable,
 )
 from megatron_fssdp.reporting.records.arrays.growing_arrays import GrowingArrays
@@ -42,7 +41,7 @@ class RecordedLoads:
         layers: int64 ``[L]``. Megatron's number of each recorded layer.
         by_nodes_ILN: int64 ``[I, L, N]``. Tokens whose experts are on 1, 2, … N nodes, by the experts'
             owners under plain expert parallelism; N counts the nodes of one expert-parallel group. Zeros
-            where it was not recorded. None in files of earlier versions.
+            where it was not recorded. None if no iteration was.
         by_devices_ILD: int64 ``[I, L, D]``. The same for devices; here, D counts the devices of one
             expert-parallel group.
     """
@@ -139,7 +138,7 @@ def has_loads(record_dir: Path | str) -> bool:
     Args:
         record_dir: Folder of the run.
     """
-    return recorded_file(Path(record_dir) / LOADS_FILE).exists()
+    return (Path(record_dir) / LOADS_FILE).exists()
 
 
 def read_loads(record_dir: Path | str) -> RecordedLoads:
@@ -151,7 +150,7 @@ def read_loads(record_dir: Path | str) -> RecordedLoads:
     Raises:
         ConfigurationError: The file is missing or damaged, or does not hold loads.
     """
-    path = recorded_file(Path(record_dir) / LOADS_FILE)
+    path = Path(record_dir) / LOADS_FILE
     arrays = read_arrays(path, _FORMATS, optional=(_BY_NODES, _BY_DEVICES))
     try:
         return RecordedLoads(**arrays)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from megatron_fssdp.reporting.records.arrays.array_files import (
     ArrayFormat,
     read_arrays,
-    recorded_file,
     unreadable,
 )
 from megatron_fssdp.reporting.records.arrays.growing_arrays import GrowingArrays
@@ -88,11 +87,9 @@ class PlacementsWriter:
             record_dir: Folder of the run.
             layers: Megatron's number of each recorded layer, in order.
         """
-        path = recorded_file(Path(record_dir) / PLACEMENTS_FILE)
+        path = Path(record_dir) / PLACEMENTS_FILE
         found = _read_checked(path)[0] if path.exists() else None
-        self._arrays = GrowingArrays(
-            Path(record_dir) / PLACEMENTS_FILE, np.asarray(layers, dtype=np.int64), found
-        )
+        self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
 
     def append(
         self,
@@ -130,7 +127,7 @@ def has_placements(record_dir: Path | str) -> bool:
     Args:
         record_dir: Folder of the run.
     """
-    return recorded_file(Path(record_dir) / PLACEMENTS_FILE).exists()
+    return (Path(record_dir) / PLACEMENTS_FILE).exists()
 
 
 def read_placements(record_dir: Path | str) -> RecordedPlacements:
@@ -142,7 +139,7 @@ def read_placements(record_dir: Path | str) -> RecordedPlacements:
     Raises:
         ConfigurationError: The file is missing or damaged, or does not hold placements.
     """
-    return _read_checked(recorded_file(Path(record_dir) / PLACEMENTS_FILE))[1]
+    return _read_checked(Path(record_dir) / PLACEMENTS_FILE)[1]
 
 
 def _read_checked(path: Path) -> tuple[dict[str, NDArray[Any]], RecordedPlacements]:

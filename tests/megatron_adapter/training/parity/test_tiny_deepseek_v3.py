@@ -16,9 +16,10 @@ from ...training_run import SCRIPT, Model, TrainingRun, relative_difference, tra
 
 EXPERIMENT = Path(__file__).parents[4] / "configs" / "experiments" / "tiny-deepseek-v3.yaml"
 OVERRIDES = """
-    model.seq_length=16 parallelism.nproc_per_node=2 parallelism.declared_nodes=1 parallelism.expert=2
-    training.iterations=3 training.micro_batch_size=2 training.global_batch_size=8
-    training.warmup_iterations=1 training.save_checkpoints=false training.tensorboard=false
+    model.seq_length=16 parallelism.nproc_per_node=2 parallelism.declared_nodes=1
+    parallelism.expert_model_parallel_size=2 training.train_iters=3
+    training.micro_batch_size=2 training.global_batch_size=8
+    training.lr_warmup_iters=1 training.save_checkpoints=false training.tensorboard=false
 """
 BYTES = 257
 
@@ -30,7 +31,7 @@ def test_losses_equal_those_of_stock_megatron(text_data: Path, tmp_path: Path) -
         tmp_path,
         "strategy={name: fssdp, settings: {slots: 2, overlap_degree: 3, reshard_interval: 2}}",
         # The kernels of this dispatcher are stand-ins.
-        "megatron_args=[--moe-token-dispatcher-type, flex, --moe-flex-dispatcher-backend, deepep]",
+        *("model.moe_token_dispatcher_type=flex", "model.moe_flex_dispatcher_backend=deepep"),
     )
     assert any("re-sharded" in message for message in ours.messages)
     assert relative_difference(ours.losses, stock.losses) <= 1e-5

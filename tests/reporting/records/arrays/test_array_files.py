@@ -1,15 +1,13 @@
-"""A run's array files with other content are refused with one clear line, also those of earlier versions."""
+"""A run's array files with other content are refused with one clear line."""
 
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from zipfile import ZipFile
 
 import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.records.arrays.array_files import file_of_earlier_versions
 from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE, LoadsWriter, read_loads
 from megatron_fssdp.reporting.records.arrays.placement_records import (
     PLACEMENTS_FILE,
@@ -50,10 +48,10 @@ ARRAYS = {
     "loads": ("counts_ILDE", "by_nodes_ILN", "by_devices_ILD", "iterations", "layers"),
     "placements": ("owned_bits", "present_bits", "ep_tokens_ILD", "tokens_ILD", "iterations", "layers"),
 }
-OPTIONAL = ("by_nodes_ILN", "by_devices_ILD")  # Earlier versions did not write them.
+OPTIONAL = ("by_nodes_ILN", "by_devices_ILD")  # Not every run records them.
 EACH_ARRAY = [(record, name) for record, names in ARRAYS.items() for name in names]
 
-CHANGES_OF_ROWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "a dimension more": lambda array: array[:, None],
     "floats": lambda array: array.astype(np.float64),
     "not finite": lambda array: np.full(array.shape, np.nan),
@@ -65,24 +63,6 @@ CHANGES_OF_ROWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "records": lambda array: np.zeros(array.shape, [("count", np.int32)]),
     "too large integers": lambda array: array.astype(np.uint64),
 }
-CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = CHANGES_OF_ROWS | {
-    "no dimensions": lambda array: np.array(1, array.dtype),
-    "a dimension less": lambda array: array[0],
-    "a dimension more": lambda array: array[None],
-    "no entries": lambda array: array[:0],
-    "an iteration or layer less": lambda array: array[1:],
-    "objects": lambda array: array.astype(object),
-}
-
-
-def archived(file: Path) -> tuple[Path, dict[str, np.ndarray]]:
-    """Replace a file by the archive of an earlier version; return its path and its arrays."""
-    content = rows_in(file)
-    content["layers"] = content["layers"][0]
-    file.unlink()
-    archive = file_of_earlier_versions(file)
-    np.savez(archive, **content)
-    return archive, content
 
 
 def assert_refused(record: str, file: Path, words: str = "") -> None:
@@ -100,16 +80,6 @@ def assert_refused(record: str, file: Path, words: str = "") -> None:
 
 @pytest.mark.parametrize(("record", "name"), EACH_ARRAY)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_array_of_an_archive_is_refused(
-    tmp_path: Path, record: str, name: str, change: Callable
-) -> None:
-    file, content = archived(RECORDS[record][0](tmp_path))
-    np.savez(file, **{**content, name: change(content[name])})
-    assert_refused(record, file, {"owned_bits": "own", "present_bits": "pres"}.get(name, name))
-
-
-@pytest.mark.parametrize(("record", "name"), EACH_ARRAY)
-@pytest.mark.parametrize("change", CHANGES_OF_ROWS.values(), ids=CHANGES_OF_ROWS)
 def test_a_changed_field_of_rows_is_refused(tmp_path: Path, record: str, name: str, change: Callable) -> None:
     file = RECORDS[record][0](tmp_path)
     content = rows_in(file)
@@ -123,10 +93,6 @@ def test_a_missing_array_is_named(tmp_path: Path, record: str, name: str) -> Non
     content = rows_in(file)
     del content[name]
     save_rows(file, **content)
-    assert_refused(record, file, f"got no array {name}; found: ")
-    file, content = archived(RECORDS[record][0](tmp_path / "archive"))
-    del content[name]
-    np.savez(file, **content)
     assert_refused(record, file, f"got no array {name}; found: ")
 
 
@@ -160,11 +126,8 @@ def test_layers_that_differ_between_iterations_are_refused(tmp_path: Path, recor
 
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("kept", [0, 1, 30, 0.5, 0.99])
-@pytest.mark.parametrize("is_archive", [False, True])
-def test_a_truncated_file_is_refused(tmp_path: Path, record: str, kept: float, is_archive: bool) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path, record: str, kept: float) -> None:
     file = RECORDS[record][0](tmp_path)
-    if is_archive:
-        file, _ = archived(file)
     content = file.read_bytes()
     file.write_bytes(content[: kept if isinstance(kept, int) else round(kept * len(content))])
     assert_refused(record, file)
@@ -184,20 +147,6 @@ def test_another_kind_of_file_is_refused(tmp_path: Path, record: str) -> None:
     assert_refused(record, file)
 
 
-@pytest.mark.parametrize("record", RECORDS)
-def test_another_kind_of_archive_is_refused(tmp_path: Path, record: str) -> None:
-    file, _ = archived(RECORDS[record][0](tmp_path))
-    with ZipFile(file, "w") as archive:
-        for name in ARRAYS[record]:
-            archive.writestr(name, "text")
-    assert_refused(record, file, "is not an array")
-    with file.open("wb") as stream:
-        np.save(stream, np.arange(8))
-    assert_refused(record, file, "not an archive of arrays")
-    file.write_bytes(b"text")
-    assert_refused(record, file)
-
-
 def test_bits_for_another_number_of_devices_are_refused(tmp_path: Path) -> None:
     file = write_placements(tmp_path)
     content = rows_in(file)
@@ -208,20 +157,12 @@ def test_bits_for_another_number_of_devices_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", RECORDS)
-@pytest.mark.parametrize("is_archive", [False, True])
-def test_smaller_integers_and_further_arrays_are_accepted(
-    tmp_path: Path, record: str, is_archive: bool
-) -> None:
+def test_smaller_integers_and_further_arrays_are_accepted(tmp_path: Path, record: str) -> None:
     write, read, _ = RECORDS[record]
     file = write(tmp_path)
     expected = read(tmp_path)
-    if is_archive:
-        file, content = archived(file)
-        smaller = {name: array.astype(np.uint8) for name, array in content.items()}
-        np.savez(file, **smaller, other=np.array("text"))
-    else:
-        smaller = {name: array.astype(np.uint8) for name, array in rows_in(file).items()}
-        save_rows(file, **{**smaller, "other": np.array(["text"] * 2)})
+    smaller = {name: array.astype(np.uint8) for name, array in rows_in(file).items()}
+    save_rows(file, **{**smaller, "other": np.array(["text"] * 2)})
     found = read(tmp_path)
     assert found.iterations.dtype == np.int64
     for name, array in vars(expected).items():

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.records.arrays.array_files import (
-    ArrayFormat,
-    file_of_earlier_versions,
-    read_arrays,
-    recorded_file,
-)
+from megatron_fssdp.reporting.records.arrays.array_files import ArrayFormat, read_arrays
 from megatron_fssdp.reporting.records.arrays.growing_arrays import GrowingArrays
 
 LAYERS = np.array([2, 5])
@@ -28,13 +23,12 @@ def values(iteration: int, num_numbers: int = 3) -> np.ndarray:
 
 def opened(path: Path) -> GrowingArrays:
     """A writer that continues what is there."""
-    stored = recorded_file(path)
-    return GrowingArrays(path, LAYERS, read_arrays(stored, FORMATS) if stored.exists() else None)
+    return GrowingArrays(path, LAYERS, read_arrays(path, FORMATS) if path.exists() else None)
 
 
 def checked(path: Path) -> list[int]:
     """Read the file; every row must be whole. Return the iterations."""
-    found = read_arrays(recorded_file(path), FORMATS)
+    found = read_arrays(path, FORMATS)
     assert np.array_equal(found["layers"], LAYERS)
     wanted = np.broadcast_to(found["iterations"][:, None, None], found["values"].shape)
     assert (found["values"] == wanted).all()
@@ -93,20 +87,6 @@ def test_a_repeated_iteration_replaces_itself_and_all_later_ones(tmp_path: Path,
         writer.append(9, {"values": values(9)})
         writer.close()
         assert checked(path) == [*kept, again_from, 9]
-
-
-def test_a_resumed_run_replaces_the_archive_of_an_earlier_version(tmp_path: Path) -> None:
-    path = tmp_path / "values.npy"
-    archive = file_of_earlier_versions(path)
-    old = np.stack([values(1), values(2), values(3)])
-    np.savez(archive, iterations=[1, 2, 3], layers=LAYERS, values=old)
-    assert checked(path) == [1, 2, 3]
-    with closing(opened(path)) as writer:
-        assert archive.exists()
-        writer.append(3, {"values": values(3)})
-        assert not archive.exists()
-        writer.append(4, {"values": values(4)})
-    assert checked(path) == [1, 2, 3, 4]
 
 
 def test_a_half_written_row_is_ignored(tmp_path: Path) -> None:

@@ -38,10 +38,9 @@ def test_loads_are_there_at_once_and_survive_a_resume(tmp_path):
     np.testing.assert_array_equal(loads.counts_ILDE[2], counts(33))
 
 
-def test_histograms_round_trip_and_continue_an_archive_without_them(tmp_path):
-    np.savez(
-        tmp_path / "loads.npz", counts_ILDE=counts(1)[None].astype(np.int32), iterations=[1], layers=[1, 2]
-    )
+def test_histograms_round_trip_and_continue_a_file_without_them(tmp_path):
+    with closing(LoadsWriter(tmp_path, layers=[1, 2])) as writer:
+        writer.append(1, counts(1))
     assert read_loads(tmp_path).by_nodes_ILN is None
     by_nodes, by_devices = np.arange(4).reshape(2, 2), np.arange(8).reshape(2, 4)
     with closing(LoadsWriter(tmp_path, layers=[1, 2])) as resumed:

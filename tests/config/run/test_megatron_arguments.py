@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run.argument_reader import run_config_from_arguments
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.megatron_arguments import (
+    Installation,
+    TokenizedData,
+    megatron_arguments,
+    run_config_from_arguments,
+)
 from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.config.shipped_files import shipped_runs
 from megatron_fssdp.reporting.records.recorded_settings import SETTINGS_FILE, write_recorded_settings
 from megatron_fssdp.simulation.moe_job import job_of_run
@@ -19,6 +24,7 @@ COMPLETE = [name for name in shipped_runs() if "/" not in name or name.startswit
 TYPICAL = {"gpt_moe_tiny", "bert_moe_tiny", "experiments/deepseek-v3", "experiments/gpt-oss-120b"}
 """Runs that have nearly all settings of models. The others are read in the slow tests."""
 
+MODEL = set(ModelArguments.model_fields)
 STRATEGY = {"name": "ep", "settings": {}}
 
 
@@ -33,7 +39,6 @@ def parsed(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "argv", ["script.py", *words])
     args = parse_args(add_strategy_arguments)
     args.world_size = run.parallelism.world_size
-    args.virtual_pipeline_model_parallel_size = run.parallelism.virtual_pipeline
     return args
 
 
@@ -50,21 +55,28 @@ def test_a_shipped_run_is_read_back_from_its_arguments(name: str, monkeypatch: p
     assert found.strategy == run.strategy
     ignored = {"declared_nodes"}
     assert found.parallelism.model_dump(exclude=ignored) == run.parallelism.model_dump(exclude=ignored)
-    read, wanted = found.model.model_dump(), run.model.model_dump()
-    if wanted["moe_pre_softmax"] is None:
-        wanted["moe_pre_softmax"] = run.model.moe_top_k == 1
-    different = {key: (read[key], wanted[key]) for key in wanted if read[key] != wanted[key]}
-    assert set(different) <= {"order_head", "ffn_hidden_size", "moe_ffn_hidden_size"}, different
-    for key in ("iterations", "global_batch_size", "micro_batch_size", "optimizer", "lr", "precision"):
+    assert found.model.model_dump(include=MODEL) == run.model.model_dump(include=MODEL)
+    for key in ("train_iters", "global_batch_size", "micro_batch_size", "optimizer", "lr", "precision"):
         assert getattr(found.training, key) == getattr(run.training, key)
-    if run.parallelism.pipeline == run.parallelism.tensor == 1:
+    assert (
+        found.megatron_values().items()
+        >= {key: value for key, value in run.megatron_values().items() if key not in ("save", "load")}.items()
+    )
+    if run.parallelism.ranks_of_a_model == 1:
         assert job_of_run(found) == job_of_run(run)
+
+
+def test_other_arguments_are_recorded_under_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(["gpt_moe_tiny"], ["model.moe_expert_capacity_factor=1.5", "training.num_workers=3"])
+    found = run_config_from_arguments(parsed(run, monkeypatch), "gpt", 4, True, STRATEGY)
+    assert found.model.model_extra["moe_expert_capacity_factor"] == 1.5
+    assert found.training.model_extra["num_workers"] == 3
 
 
 def test_what_a_yaml_cannot_describe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = parsed(load_run(["gpt_moe_tiny"]), monkeypatch)
-    args.moe_router_load_balancing_type = ["aux_loss", "seq_aux_loss"]
-    with pytest.raises(ConfigurationError, match=r"model\.moe_balancing: got a list"):
+    args.train_iters = None  # --train-samples
+    with pytest.raises(ConfigurationError, match=r"training\.train_iters: missing"):
         run_config_from_arguments(args, "gpt", 4, True, STRATEGY)
 
 

@@ -1,0 +1,277 @@
+"""The sections ``model``, ``data``, ``parallelism`` and ``training`` of a run's YAML.
+
+Three sections hold arguments of Megatron under their own names, with Megatron's defaults. The models declare
+those that this package computes with. Any other argument of Megatron can stand beside them
+(:mod:`.megatron_options` checks it). The keys with a description are the package's own.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_Size = Annotated[int, Field(ge=1)]
+_Share = Annotated[float, Field(ge=0, lt=1)]
+_NonNegative = Annotated[float, Field(ge=0)]
+_Positive = Annotated[float, Field(gt=0)]
+_Positions = Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"]
+
+
+class Section(BaseModel):
+    """Keys of one section. Keys that are not declared are arguments of Megatron as well."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    @classmethod
+    def own_keys(cls) -> tuple[str, ...]:
+        """Return the keys that are not arguments of Megatron."""
+        return tuple(name for name, field in cls.model_fields.items() if field.description)
+
+    def megatron_values(self) -> dict[str, Any]:
+        """Return the arguments of Megatron that were given, by name. None: to be left out."""
+        given = self.model_fields_set.difference(self.own_keys())
+        declared = {name: getattr(self, name) for name in type(self).model_fields if name in given}
+        values = {name: value for name, value in declared.items() if value is not None}
+        return {**values, **(self.model_extra or {})}
+
+
+class ModelArguments(Section):
+    """Architecture of a GPT or BERT model, dense or with mixture-of-experts layers."""
+
+    family: Literal["gpt", "bert"] = Field(
+        default="gpt",
+        description="gpt predicts the next token. bert predicts masked words and the order of sentences.",
+    )
+    bert_binary_head: bool = True
+    num_layers: Annotated[int, Field(ge=1, le=10_000)]
+    hidden_size: _Size
+    ffn_hidden_size: _Size | None = None
+    num_attention_heads: _Size
+    group_query_attention: bool = False
+    num_query_groups: _Size = 1
+    kv_channels: _Size | None = None
+    seq_length: Annotated[int, Field(ge=2)]
+    position_embedding_type: _Positions = "learned_absolute"
+    rotary_base: _Size = 10000
+    rope_type: Literal["rope", "yarn"] | None = None
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    layernorm_epsilon: _Positive = 1e-5
+    swiglu: bool = False
+    quick_geglu: bool = False
+    openai_gelu: bool = False
+    squared_relu: bool = False
+    activation_func_clamp_value: _Positive | None = None
+    glu_linear_offset: float = 0.0
+    add_bias_linear: bool = True
+    untie_embeddings_and_output_weights: bool = False
+    hidden_dropout: _Share = 0.1
+    attention_dropout: _Share = 0.1
+    init_method_std: _Positive = 0.02
+    qk_layernorm: bool = False
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    window_size: tuple[int, int] | None = None
+    window_attn_skip_freq: int | tuple[Literal[0, 1], ...] | None = None
+    multi_latent_attention: bool = False
+    q_lora_rank: _Size | None = None
+    kv_lora_rank: _Size = 32
+    qk_head_dim: _Size = 128
+    qk_pos_emb_head_dim: Annotated[int, Field(ge=2)] = 64
+    v_head_dim: _Size = 128
+    num_experts: Annotated[int, Field(ge=2, le=100_000)] | None = None
+    moe_layer_freq: int | tuple[Literal[0, 1], ...] = 1
+    moe_ffn_hidden_size: _Size | None = None
+    moe_shared_expert_intermediate_size: _Size | None = None
+    moe_router_topk: _Size = 2
+    moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
+    moe_aux_loss_coeff: _NonNegative | tuple[_NonNegative, ...] = 0.0
+    moe_z_loss_coeff: _NonNegative | None = None
+    moe_router_pre_softmax: bool = False
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    moe_router_score_function: str = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    moe_router_bias_update_rate: _NonNegative = 1e-3
+    moe_router_num_groups: Annotated[int, Field(ge=2)] | None = None
+    moe_router_group_topk: _Size | None = None
+    moe_router_topk_scaling_factor: _Positive | None = None
+    mtp_num_layers: Annotated[int, Field(ge=1, le=100)] | None = None
+    mtp_loss_scaling_factor: _NonNegative = 0.1
+
+    @property
+    def num_key_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def dense_ffn_size(self) -> int:
+        """Inner width of a dense feed-forward layer, with Megatron's default."""
+        default = int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+        return self.ffn_hidden_size or default
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Inner width of an expert."""
+        return self.moe_ffn_hidden_size or self.dense_ffn_size
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a feed-forward layer has two input matrices, where one product gates the other."""
+        return self.swiglu or self.quick_geglu
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Whether each layer is an MoE layer: one boolean for each of the ``num_layers`` layers."""
+        if self.num_experts is None:
+            return (False,) * self.num_layers
+        if isinstance(self.moe_layer_freq, int):
+            return tuple(layer % self.moe_layer_freq == 0 for layer in range(self.num_layers))
+        return tuple(bool(is_moe) for is_moe in self.moe_layer_freq)
+
+
+class ParallelismArguments(Section):
+    """Number of ranks and parallel sizes. The data parallel size follows from the others."""
+
+    nproc_per_node: int = Field(default=1, ge=1, description="Number of ranks on each machine.")
+    num_nodes: int = Field(default=1, ge=1, description="Number of machines that torchrun spans.")
+    declared_nodes: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Number of equal nodes that the placement strategies assume, in the order of the ranks, "
+            "regardless of the real machines. Default: the nodes are detected."
+        ),
+    )
+    tensor_model_parallel_size: _Size = 1
+    pipeline_model_parallel_size: _Size = 1
+    num_virtual_stages_per_pipeline_rank: Annotated[int, Field(ge=2)] | None = None
+    context_parallel_size: _Size = 1
+    expert_model_parallel_size: _Size = 1
+    expert_tensor_parallel_size: _Size | None = None
+    sequence_parallel: bool = False
+    use_distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Total number of ranks."""
+        return self.nproc_per_node * self.num_nodes
+
+    @property
+    def ranks_of_a_model(self) -> int:
+        """Number of ranks that hold a model together: tensor × pipeline × context."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        return tensor * pipeline * self.context_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks divided by the tensor, pipeline and context parallel sizes."""
+        return self.world_size // self.ranks_of_a_model
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Tensor parallel size of each expert, by default that of the model."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+
+class DataSettings(BaseModel):
+    """Training data and tokenizer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path | None = Field(
+        default=None,
+        description=(
+            "Folder written by `megatron-fssdp data build`. Default: the default corpus (the sources of "
+            "Python's standard library), built once beside the output folder."
+        ),
+    )
+    tokenizer: Literal["bpe", "bytes", "wordpiece"] = Field(
+        default="bpe",
+        description=(
+            "Tokenizer of the default corpus if path is not given. bert needs wordpiece, which uses only the "
+            "sentences of docstrings and comments."
+        ),
+    )
+    vocab_size: int = Field(
+        default=4096,
+        ge=257,
+        description="Vocabulary size of the default corpus's tokenizer, special tokens included.",
+    )
+    split: str = Field(
+        default="95,5,0",
+        pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){0,2}$",
+        description=(
+            "Shares of the documents for training, validation and test. Without training.eval_interval, all "
+            "documents are used for training."
+        ),
+    )
+    external: bool = Field(
+        default=False,
+        description=(
+            "Whether arguments of Megatron, such as training.data_path, name data and tokenizer. If true, "
+            "path and tokenizer are ignored."
+        ),
+    )
+
+
+class TrainingArguments(Section):
+    """Batch sizes, optimizer, precision, logs and checkpoints."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Kind of devices. auto: CUDA devices if there are any, else CPUs."
+    )
+    transformer_engine: bool | None = Field(
+        default=None,
+        description=(
+            "Whether the machines with GPUs have Transformer Engine. Default: whether this machine has it; "
+            "for commands that are printed on a machine without GPUs: true."
+        ),
+    )
+    save_checkpoints: bool = Field(
+        default=True,
+        description="Whether the run writes checkpoints: into save, by default checkpoints in its folder.",
+    )
+    tensorboard: bool = Field(
+        default=False,
+        description=(
+            "Whether Megatron writes TensorBoard events into the folder tensorboard in the output folder. "
+            "tensorboard_dir names another folder."
+        ),
+    )
+    train_iters: _Size
+    micro_batch_size: _Size = 1
+    global_batch_size: _Size | None = None
+    optimizer: str = "adam"
+    lr: _Positive = 1e-3
+    min_lr: _NonNegative = 0.0
+    lr_decay_style: str = "linear"
+    lr_warmup_iters: Annotated[int, Field(ge=0)] = 0
+    weight_decay: _NonNegative = 0.01
+    clip_grad: _NonNegative = 1.0
+    adam_beta1: _Share = 0.9
+    adam_beta2: _Share = 0.999
+    seed: Annotated[int, Field(ge=0)] = 1234
+    bf16: bool = False
+    fp16: bool = False
+    recompute_granularity: Literal["full", "selective"] | None = None
+    log_interval: _Size = 100
+    eval_interval: _Size | None = None
+    eval_iters: Annotated[int, Field(ge=0)] = 100
+    save: Path | None = None
+    save_interval: _Size | None = None
+    load: Path | None = None
+    tensorboard_dir: Path | None = None
+    profile: bool = False
+    profile_step_start: Annotated[int, Field(ge=0)] = 10
+    profile_step_end: _Size = 12
+    profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = ()
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Data type of parameters and computation."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
