@@ -111,7 +111,7 @@ def strategy_of(name: str, keys: dict[str, Any]) -> Any:
         ("fssdp", KEPT, NCCL),
         ("smartmoe", {}, NCCL),
         ("fssdp", {"reshard_interval": 0}, DELAYED),
-        ("fssdp", {**KEPT, "smart_schedule": True}, {}),
+        ("fssdp", {**KEPT, "smart_schedule": True}, DIVIDED),
         ("fssdp", KEPT, {**PREPROCESS, **DIVIDED}),
         ("ep", {}, PREPROCESS),
         ("flexmoe", {}, PREPROCESS),
@@ -129,6 +129,8 @@ def test_dispatchers_and_graphs_that_fit_the_slots_are_accepted(
     ("strategy", "keys", "more", "match"),
     [
         ("fssdp", {}, {**FLEX, **EQUAL}, "add --sequence-parallel"),
+        ("ep", {"smart_schedule": True}, EQUAL, "add --sequence-parallel, or remove smart_schedule"),
+        ("fssdp", {"exchange": "by_price"}, EQUAL, "add --sequence-parallel, or remove smart_schedule"),
         ("fssdp", {"smart_schedule": True}, FLEX, "two dispatchers"),
         ("fssdp", {"exchange": "deduplicated"}, FLEX, "two dispatchers"),
         ("parm", {"schedule": "s1"}, {**FLEX, **DIVIDED}, "two dispatchers"),
