@@ -63,11 +63,11 @@ KNOWN_IN_MEGATRON = (
         "megatron/core/transformer/moe/shared_experts.py",
         "the default stream",
         "With --moe-shared-expert-overlap, the default stream reads memory of the shared experts' stream, "
-        "which is given back without record_stream. Their stream can get the memory again only for its next work. "
-        "In a forward pass that work begins with pre_forward_comm, which waits for the default stream; in "
-        "a backward pass autograd waits for the gradient from there. Reads in the backward pass show only "
-        "here, where all of it runs on the default stream: on a GPU autograd runs these operators on the "
-        "shared experts' own stream.",
+        "which is given back without record_stream. Their stream can get the memory again only for its next "
+        "work. In a forward pass that work begins with pre_forward_comm, which waits for the default "
+        "stream; in a backward pass autograd waits for the gradient from there. Reads in the backward pass "
+        "show only here, where all of it runs on the default stream: on a GPU autograd runs these operators "
+        "on the shared experts' own stream.",
         of_stream=True,
     ),
 )
