@@ -70,7 +70,12 @@ def cases() -> list[Case]:
         Case((("slots", 2),), strategy="fssdp", recompute=True),
         Case((("slots", 2), ("schedule", "s1")), strategy="fssdp", sequence_parallel=True),
         *(
-            Case((("smart_schedule", True), ("group_size", 1)), "ep", recompute=True, sequence_parallel=is_split)
+            Case(
+                (("smart_schedule", True), ("group_size", 1)),
+                "ep",
+                recompute=True,
+                sequence_parallel=is_split,
+            )
             for is_split in (False, True)
         ),
         Case((("schedule", "baseline"),), biases=True),

@@ -27,6 +27,7 @@ Module = Enum("Module", "attn mlp moe moe_router moe_preprocess mamba")
 TE_GRAPHS = {"cuda_graph_impl": "transformer_engine", "sequence_parallel": True}
 BOTH = [Module.attn, Module.moe_router]
 EQUAL = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+DIVIDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
 def settings(**more: Any) -> SimpleNamespace:
@@ -67,6 +68,15 @@ def test_settings_that_a_strategy_can_serve_are_accepted(more: dict[str, Any]) -
         ({**TE_GRAPHS, "cuda_graph_modules": BOTH, **EQUAL}, "add --sequence-parallel"),
         ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
+        (
+            {**DIVIDED, "expert_tensor_parallel_size": 1, "add_bias_linear": True},
+            "biases of experts under sequence parallelism",
+        ),
+        (
+            {"expert_tensor_parallel_size": 2, "add_bias_linear": True},
+            "biases of experts under expert tensor",
+        ),
+        ({"moe_paged_stash": True}, "--moe-paged-stash"),
         ({"num_experts": 9}, "--expert-model-parallel-size: got 2"),
         ({"moe_router_topk": 9}, "--moe-router-topk: got 9"),
     ],
@@ -92,7 +102,6 @@ def test_the_topology_aware_gate_refuses_graphs_of_the_router() -> None:
 FLEX = {"moe_token_dispatcher_type": "flex"}
 NCCL = {**FLEX, "moe_flex_dispatcher_backend": "ncclep"}
 DELAYED = {"delay_wgrad_compute": True}
-DIVIDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PREPROCESS = {**TE_GRAPHS, "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
 PADDING = {"moe_router_padding_for_quantization": True}
 KEPT = {"slots": 2, "reshard_interval": 0, "dispatch_policy": "even"}
