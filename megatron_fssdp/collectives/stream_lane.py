@@ -63,7 +63,9 @@ class StreamTransfer:
     """A transfer on a :class:`StreamLane`.
 
     It keeps the caller's tensors alive until the wait. After the wait, the waiting stream is ordered behind
-    the transfer, so memory that belongs to this stream can be given back without ``record_stream``.
+    the transfer, so memory that belongs to this stream can be given back without ``record_stream``. Under
+    Megatron's combined 1F1B schedule, the memory can belong to another stream than the waiting one, on which
+    its use is then recorded.
 
     Args:
         lane: Lane on which the transfer runs.
@@ -85,7 +87,8 @@ class StreamTransfer:
         self.num_issued = 0
         self._lane, self._steps, self._touched = lane, steps, tuple(touched)
         self._num_batches, self._at_once = num_batches, at_once
-        self._ready = torch.cuda.current_stream(lane.device).record_event()
+        self._submitted_on = torch.cuda.current_stream(lane.device)
+        self._ready = self._submitted_on.record_event()
         self._results: Results | None = None
 
     @property
@@ -137,6 +140,9 @@ class StreamTransfer:
         asked.record(stream)
         self.timer.asked = asked
         stream.wait_event(self.timer.done)
+        if {self._submitted_on, stream} != {torch.cuda.default_stream(self._lane.device)}:
+            for tensor in self._touched:
+                tensor.record_stream(stream)
         self._touched = ()
         return self._results
 

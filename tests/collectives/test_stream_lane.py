@@ -41,6 +41,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[FinishedStream]:
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: current[0])
     return current
 
 
@@ -139,6 +140,29 @@ def test_tensors_stay_until_the_wait_and_no_longer(group, transfer) -> None:
     pending.wait()
     assert memory.expired()
     assert timer.timing().busy_s >= timer.timing().exposed_s >= 0
+
+
+class Touched:
+    """A tensor that notes the streams on which its use is recorded."""
+
+    def __init__(self) -> None:
+        self.streams: list[FinishedStream] = []
+
+    def record_stream(self, stream: FinishedStream) -> None:
+        self.streams.append(stream)
+
+
+def test_the_use_of_memory_on_other_streams_than_the_default_one_is_recorded(
+    group, current, transfer
+) -> None:
+    """Megatron's combined 1F1B schedule starts a transfer on one stream and waits for it on another one."""
+    lane, ordinary, combined = stream_lane(group, DEVICE), Touched(), Touched()
+    lane.submit(transfer("a", 0), 0, None, cast(Any, [ordinary])).wait()
+    assert ordinary.streams == []
+    with torch.cuda.stream(FinishedStream()):
+        pending = lane.submit(transfer("b", 0), 0, None, cast(Any, [combined]))
+    pending.wait()
+    assert combined.streams == [current[0]]
 
 
 def test_streams_are_made_once_for_each_use_and_group(group: dist.ProcessGroup, current: Any) -> None:

@@ -6,10 +6,15 @@ import io
 import logging
 import shlex
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
@@ -32,6 +37,49 @@ TINY_GPT_MOE = f"""
     --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type none
     --moe-token-dispatcher-type alltoall --attention-dropout 0 --hidden-dropout 0
 """
+
+
+# Short names of Megatron's arguments. Trainings and tables get them in braces.
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+BATCH16, BATCH32 = "--global-batch-size 16", "--global-batch-size 32"
+DISTRIBUTED = "--use-distributed-optimizer"
+RESHARDABLE = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
+OVERLAPS = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
+BUCKETS = f"{OVERLAPS} --ddp-num-buckets 4"
+NO_BIAS = "--disable-bias-linear"
+GATED = f"--swiglu {NO_BIAS}"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+WHOLE_EXPERTS = "--expert-tensor-parallel-size 1"
+PARTS = f"--tensor-model-parallel-size 2 {NO_BIAS}"
+WHOLE = f"--tensor-model-parallel-size 2 {WHOLE_EXPERTS}"
+PP2 = "--pipeline-model-parallel-size 2"
+INTERLEAVED = f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+EVERY_OTHER = "--num-layers 4 --moe-layer-freq 2"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+RECOMPUTE_MOE = "--recompute-granularity selective --recompute-modules moe"
+TOP1 = "--moe-router-topk 1 --moe-router-pre-softmax"
+AUX_LOSS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+SEQ_AUX_LOSS = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
+Z_LOSS = f"{AUX_LOSS} --moe-z-loss-coeff 1e-3"
+EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+SHARED = "--moe-shared-expert-intermediate-size 32"
+SHARED_OVERLAP = f"{SHARED} --moe-shared-expert-overlap {NO_BIAS}"
+DROPPING = "--moe-expert-capacity-factor 1.0"
+MTP = "--mtp-num-layers 1 --position-embedding-type rope"
+EVALUATES = "--split 90,10,0 --eval-iters 1 --eval-interval 2"
+TORCH_DIST = "--ckpt-format torch_dist"
+SHORT_AVERAGES = "--adam-beta1 0.8 --adam-beta2 0.9"
+NAMES = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, str)}
+
+
+def rows(table: str, **names: str) -> dict[str, list[str]]:
+    """Read a table by the first cells of its rows: ``name | cell | cell``.
+
+    Short names in braces, and more names, are replaced. Lines that are indented more go on with their row.
+    """
+    table = textwrap.dedent(table.format_map({**NAMES, **names})).strip().replace("\n ", " ")
+    cells = ([cell.strip() for cell in row.split("|")] for row in table.splitlines())
+    return {name: others for name, *others in cells}
 
 
 @dataclass(frozen=True)
@@ -61,6 +109,7 @@ class TrainingRun:
         errors: Standard error.
         messages: Messages of the plugin's loggers at level INFO and above.
         other_losses: All further losses of all iterations.
+        notes: What functions on the rank have given to :func:`note`.
     """
 
     losses: tuple[float, ...]
@@ -69,6 +118,12 @@ class TrainingRun:
     errors: str
     messages: tuple[str, ...] = ()
     other_losses: tuple[float, ...] = ()
+    notes: tuple[Any, ...] = ()
+
+    @property
+    def all_losses(self) -> tuple[float, ...]:
+        """The first losses of all iterations, and then their further ones."""
+        return self.losses + self.other_losses
 
 
 def train_on_all_ranks(
@@ -76,6 +131,7 @@ def train_on_all_ranks(
     arguments: str,
     data: Path,
     *,
+    strategy: str | None = None,
     model: Model = GPT,
     script: Path | None = None,
     before: Callable[[], None] | None = None,
@@ -88,8 +144,9 @@ def train_on_all_ranks(
 
     Args:
         world_size: Number of ranks.
-        arguments: Added to the model's.
+        arguments: Added to the model's. Short names in braces are replaced.
         data: Prefix of Megatron's indexed data.
+        strategy: Its name and settings, as in ``fssdp slots=2``.
         model: What is trained.
         script: Another script for it.
         before: Module-level function to call on each rank before the launch.
@@ -98,6 +155,7 @@ def train_on_all_ranks(
         timeout_s: Time limit.
         grace_s: Time for the other ranks to end by themselves when one has failed.
     """
+    arguments = f"{arguments} {flags(strategy)}" if strategy else arguments
     argv = command_line(Model(script or model.script, model.arguments), arguments, data)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
     limits = {"timeout_s": timeout_s, "grace_s": grace_s}
@@ -110,13 +168,53 @@ def train(world_size: int, arguments: str, data: Path, **options: Any) -> Traini
     """As :func:`train_on_all_ranks`, for a training that must succeed.
 
     Returns:
-        What the last rank that had losses saw, with the messages of all ranks.
+        What the last rank that had losses saw, with the messages and notes of all ranks.
     """
     runs = train_on_all_ranks(world_size, arguments, data, **options)
     failed = next((run for run in runs if run.exit_code), None)
     assert failed is None, f"{arguments}: {failed.errors[-3000:]}"
     last = next((run for run in reversed(runs) if run.losses), runs[-1])
-    return replace(last, messages=tuple(message for run in runs for message in run.messages))
+    messages, notes = (tuple(chain(*map(attrgetter(name), runs))) for name in ("messages", "notes"))
+    return replace(last, messages=messages, notes=notes)
+
+
+def slow(names: Iterable[Any]) -> list[Any]:
+    """Parameters of a test that are not part of the default run."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+_notes: list[Any] = []
+
+
+def note(value: Any) -> None:
+    """On a rank, keep something for :attr:`TrainingRun.notes`."""
+    _notes.append(value)
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """On a rank, replace a function or method by ``around``, which also gets the original one, first."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def before_iterations(do: Callable[[int, Any, Any], object]) -> None:
+    """On a rank, call a function with an iteration's number, the model and the optimizer before it.
+
+    The plugin wraps Megatron's ``train_step`` in turn, so that re-sharding is over.
+    """
+    from megatron.training import get_args, training
+
+    def step(
+        original: Any, forward: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        do(get_args().curr_iteration + 1, model, optimizer)
+        return original(forward, data, model, optimizer, *args, **kwargs)
+
+    wrap(training, "train_step", step)
 
 
 def flags(strategy: str, **more: object) -> str:
@@ -132,6 +230,23 @@ def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> fl
     return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
 
 
+def assert_close(
+    run: TrainingRun, to: TrainingRun, losses: float = 1e-5, norms: float = 1e-4, *, since: int = 0
+) -> None:
+    """Check the relative differences of a run from another one, whose first iterations can be left out."""
+    wanted = to.losses[since:] if since else to.all_losses
+    assert relative_difference(run.losses if since else run.all_losses, wanted) <= losses
+    if any(to.grad_norms):  # Megatron computes the norm only for clipping.
+        assert relative_difference(run.grad_norms, to.grad_norms[since:]) <= norms
+
+
+def assert_equal(run: TrainingRun, to: TrainingRun, *, since: int = 0) -> None:
+    """Check that a run has the bits of another one, whose first iterations can be left out."""
+    assert len(run.losses) > 0
+    assert (run.losses, run.grad_norms) == (to.losses[since:], to.grad_norms[since:])
+    assert since or run.other_losses == to.other_losses
+
+
 def command_line(model: Model, arguments: str, data: Path) -> list[str]:
     """Script and arguments of a training, see :func:`train_on_all_ranks`."""
     return [
@@ -139,7 +254,7 @@ def command_line(model: Model, arguments: str, data: Path) -> list[str]:
         *shlex.split(model.arguments),
         *("--data-path", str(data), "--data-cache-path", str(data.parent / "cache")),
         *("--tokenizer-model", str(data.parent)),
-        *shlex.split(arguments),
+        *shlex.split(arguments.format_map(NAMES)),
     ]
 
 
@@ -155,9 +270,8 @@ def train_on_rank(
     from megatron_fssdp.megatron_adapter.entry.launcher import launch
 
     losses, other_losses, grad_norms = list[float](), list[float](), list[float]()
-    step = training.train_step
 
-    def recording_step(*args: Any, **kwargs: Any) -> Any:
+    def recording_step(step: Any, *args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         if result[0]:
             loss, *others = map(float, result[0].values())
@@ -167,7 +281,7 @@ def train_on_rank(
             grad_norms.append(float(result[5]))
         return result
 
-    training.train_step = recording_step
+    wrap(training, "train_step", recording_step)
     # Megatron compiles small functions as it is imported, whatever --disable-jit-fuser says.
     torch.compiler.set_stance("force_eager")
     messages: list[str] = []
@@ -191,5 +305,5 @@ def train_on_rank(
     except SystemExit as exit_request:
         exit_code = exit_request.code if isinstance(exit_request.code, int) else int(bool(exit_request.code))
     atexit._run_exitfuncs()  # a forked rank exits without running them, unlike a real process
-    numbers = tuple(losses), tuple(grad_norms)
-    return TrainingRun(*numbers, exit_code, errors.getvalue(), tuple(messages), tuple(other_losses))
+    seen = tuple(messages), tuple(other_losses), tuple(_notes)
+    return TrainingRun(tuple(losses), tuple(grad_norms), exit_code, errors.getvalue(), *seen)

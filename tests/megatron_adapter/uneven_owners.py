@@ -35,42 +35,50 @@ def expert_modules(model: Sequence[torch.nn.Module]) -> dict[int, Any]:
     return {layer.layer_number: layer.experts for layer in layers}
 
 
-def optimizer_tensors(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    """Master weight and Adam's averages; no averages before the first step."""
+def optimizer_states(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, dict[str, torch.Tensor]]:
+    """What this rank's optimizer keeps for a Parameter: the first element of its part, and tensors by name.
+
+    They are the master weight, which can be the Parameter itself, and after a step states of its size.
+    """
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(member, "model_param_gbuf_map"):
             if parameter in member.model_param_gbuf_map:
-                state = member._get_main_param_and_optimizer_states(parameter)
-                return [state[name] for name in ("param", "exp_avg", "exp_avg_sq") if name in state]
-            continue
-        main = getattr(parameter, "main_param", parameter)
-        if main in member.optimizer.state:
-            state = member.optimizer.state[main]
-            return [main.data, state["exp_avg"], state["exp_avg_sq"]]
-    return []
+                first = member._get_model_param_range_map(parameter)["param"].start
+                states = dict(member._get_main_param_and_optimizer_states(parameter))
+                return first, _of_its_size(master=states.pop("param"), **states)
+        else:
+            master = getattr(parameter, "main_param", parameter)
+            if any(master is other for other in member.get_parameters()):
+                return 0, _of_its_size(master=master, **member.optimizer.state.get(master, {}))
+    return 0, {}
 
 
-def all_slot_tensors(
-    model: Sequence[torch.nn.Module], optimizer: Any, stage: StageOwners
-) -> list[torch.Tensor]:
-    """Parameters and optimizer state of all slots of this device, in the order of the slots."""
-    return [tensor for slot in _slots(model, optimizer, stage) for tensor in slot]
+def _of_its_size(**states: Any) -> dict[str, torch.Tensor]:
+    return {name: one.data for name, one in states.items() if torch.is_tensor(one) and one.dim()}
 
 
-def _slots(model: Sequence[torch.nn.Module], optimizer: Any, stage: StageOwners) -> list[list[torch.Tensor]]:
-    modules = expert_modules(model)
-    experts = [expert for number in stage.layer_numbers for expert in modules[number].local_experts]
-    return [
-        [t for p in expert.parameters() for t in (p.data, *optimizer_tensors(optimizer, p))]
-        for expert in experts
-    ]
+def state_bytes(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> int:
+    """Bytes that this rank's optimizer keeps for Parameters, beside them."""
+    kept = [one for p in parameters for one in optimizer_states(optimizer, p)[1].values()]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    return num_bytes([one for one in kept if one.untyped_storage().data_ptr() not in storages])
+
+
+def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the elements of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @torch.no_grad()
 def permute_contents(model: Sequence[torch.nn.Module], optimizer: Any, stage: StageOwners) -> None:
-    """Move the contents of evenly assigned slots to the slots that ``stage`` assigns."""
-    slots = _slots(model, optimizer, stage)
-    group = expert_modules(model)[stage.layer_numbers[0]].ep_group
+    """Move Parameters and optimizer states of evenly assigned slots to the slots that ``stage`` assigns."""
+    modules = expert_modules(model)
+    experts = [expert for number in stage.layer_numbers for expert in modules[number].local_experts]
+    slots = [
+        [t for p in expert.parameters() for t in (p.data, *optimizer_states(optimizer, p)[1].values())]
+        for expert in experts
+    ]
+    group = modules[stage.layer_numbers[0]].ep_group
     mine = torch.stack([torch.cat([tensor.reshape(-1).double() for tensor in slot]) for slot in slots])
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(parts, mine, group=group)
@@ -78,9 +86,8 @@ def permute_contents(model: Sequence[torch.nn.Module], optimizer: Any, stage: St
         if move.device != group.rank():
             continue
         row = parts[move.source_device][move.source_slot]
-        for tensor, values in zip(
-            slots[move.slot], row.split([t.numel() for t in slots[move.slot]]), strict=True
-        ):
+        sizes = [tensor.numel() for tensor in slots[move.slot]]
+        for tensor, values in zip(slots[move.slot], row.split(sizes), strict=True):
             tensor.copy_(values.view_as(tensor))
 
 

@@ -17,6 +17,7 @@ from tests.megatron_adapter.training_run import (
     train_on_rank,
 )
 
+WORLD_SIZE = 4
 _LIMIT_S = 400.0
 
 # The server imports Megatron without the patches for CPU ranks.
@@ -50,23 +51,23 @@ class VirtualRun:
 
 
 def train_virtually(
-    world_size: int, arguments: str, data: Path, *, before: Callable[[], None] | None = None
+    arguments: str, data: Path, *, before: Callable[[], None] | None = None
 ) -> list[VirtualRun]:
     """As :func:`train_on_all_ranks`, on virtual devices with NCCL as Megatron's backend."""
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MEGATRON_FSSDP_DEVICE": "cuda"}
-    environment["LOCAL_WORLD_SIZE"] = str(world_size)
+    environment["LOCAL_WORLD_SIZE"] = str(WORLD_SIZE)
     argv, options = command_line(VIRTUAL_GPT, arguments, data), {"timeout_s": _LIMIT_S, "preload": _PRELOAD}
-    return run_ranks(_train_on_device, world_size, argv, before, env=environment, **options)
+    return run_ranks(_train_on_device, WORLD_SIZE, argv, before, env=environment, **options)
 
 
-def train_on_cpu(world_size: int, arguments: str, data: Path) -> list[TrainingRun]:
+def train_on_cpu(arguments: str, data: Path) -> list[TrainingRun]:
     """The same training on CPU ranks."""
     arguments = f"{arguments} --distributed-backend gloo"
-    return train_on_all_ranks(world_size, arguments, data, model=VIRTUAL_GPT, timeout_s=_LIMIT_S)
+    return train_on_all_ranks(WORLD_SIZE, arguments, data, model=VIRTUAL_GPT, timeout_s=_LIMIT_S)
 
 
 def assert_same_without_findings(
-    world_size: int, arguments: str, data: Path, *, tolerance: float | None = None
+    arguments: str, data: Path, *, tolerance: float | None = None
 ) -> list[VirtualRun]:
     """Train on virtual devices and on CPU ranks: no findings; equal losses and gradient norms.
 
@@ -75,9 +76,9 @@ def assert_same_without_findings(
     Returns:
         What the ranks with virtual devices saw.
     """
-    runs = train_virtually(world_size, arguments, data)
+    runs = train_virtually(arguments, data)
     assert_clean(runs)
-    wanted = train_on_cpu(world_size, arguments, data)
+    wanted = train_on_cpu(arguments, data)
     assert wanted[-1].losses
     for run, other in zip(runs, wanted, strict=True):
         got = run.training

@@ -79,7 +79,10 @@ class S2Dispatcher(S1Dispatcher):
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_permutation_1", self.tokens_per_expert
         )
-        return hidden_states.view(-1, hidden_states.shape[-1]), probs
+        tokens = hidden_states.view(-1, hidden_states.shape[-1])
+        if self.config.overlap_moe_expert_parallel_comm:  # Megatron frees what is dispatched.
+            return tokens.clone(), probs.clone()
+        return tokens, probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """MP-Split and EP&ESP-AlltoAll; in the backward pass all ranks get the gradients of all rows."""

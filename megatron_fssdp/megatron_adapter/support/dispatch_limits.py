@@ -38,6 +38,14 @@ RULES: tuple[Rule, ...] = (
         "there the strategy divides the tokens and sends them itself: add --sequence-parallel",
     ),
     (
+        "smart_schedule or exchange without sequence parallelism",
+        lambda strategy, value: (
+            (bool(strategy.smart_schedule) or strategy.exchange != "megatron") and _has_equal_tokens(value)
+        ),
+        "there tokens are divided by a schedule of Parm, and each has steps of its own to send them: add "
+        "--sequence-parallel, or remove smart_schedule and exchange",
+    ),
+    (
         "--moe-token-dispatcher-type flex with a schedule, steps or an exchange of the plugin",
         lambda strategy, value: (
             _back_end(value) is not None

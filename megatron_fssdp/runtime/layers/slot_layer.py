@@ -305,7 +305,7 @@ class SlotLayer:
             hidden: Rows before they are dispatched, any shape.
         """
         one = self._in_use
-        if one.is_shared and not (one.has_gradients or self._has_steps(one)):
+        if one.is_shared and not self._has_late_gradients(one):
             return hidden
         one.has_backward = torch.is_grad_enabled()
         return call_in_backward(partial(self.gradients.dispatch_is_over, one), hidden)
@@ -385,7 +385,7 @@ class SlotLayer:
         self.mark(rows, "combine", "experts")
         self.advance_transfers(rows)
         next_splits = self.following is not None and self.following._splits
-        if one.has_gradients or self._has_steps(one) or next_splits:
+        if self._has_late_gradients(one) or next_splits:
             rows = call_in_backward(partial(self._experts_begin_backward, one), rows)
         if one.transfers is not None:
             one.transfers.end_use()
@@ -442,8 +442,7 @@ class SlotLayer:
             assert following._shared is not None
             assert following._shared.transfers is not None
             following._shared.transfers.reduce_rest()
-        # In steps, the gradients of an owned expert arrive in several parts.
-        if one.has_gradients or self._has_steps(one):
+        if self._has_late_gradients(one):
             self.gradients.experts_begin_backward(one)
 
     def _prefetch_before(self) -> None:
@@ -548,8 +547,15 @@ class SlotLayer:
             )
         return self._current
 
-    def _has_steps(self, one: SlotPass) -> bool:
-        return one.plan.in_steps and not self._is_alone
+    def _has_late_gradients(self, one: SlotPass) -> bool:
+        """Whether gradients of owned experts can be incomplete after their backward pass.
+
+        Expert-parallel groups with copies of the same experts plan other replicas. If one of them can have
+        some, all of them count as late: all ranks must start their data-parallel reductions in one order.
+        """
+        # In steps, the gradients of an owned expert arrive in several parts.
+        in_steps = one.plan.in_steps and not self._is_alone
+        return one.has_gradients or in_steps or self.strategy.may_replicate(self.context.layer)
 
     def _use(self, one: SlotPass | None) -> None:
         if one is not None and one is not self._current:

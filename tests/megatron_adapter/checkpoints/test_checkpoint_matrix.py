@@ -2,41 +2,33 @@
 
 Reader and writer are Megatron alone, ``ep``, ``fssdp`` before its first re-shard (``even``) and
 ``fssdp`` that re-shards: a writer before its save, a reader in the iterations after its load
-(``moved``).
-Adam's learning rate is high and its averages are short, so that a wrong state shows in a few
-iterations.
+(``moved``). Adam's learning rate is high and its averages are short, so that a wrong state shows in
+a few iterations.
 
 Megatron itself cannot resume the optimizer between EP 1 and larger EP sizes, because it chains a
 different number of optimizers. In these cases only the model is loaded, and the reference is a run
 of stock Megatron that does the same.
 """
 
+from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
-from ..training_run import TrainingRun, relative_difference, train
+from ..training_run import TrainingRun, assert_close, assert_equal, relative_difference, rows, train
 
-LAYOUT = (
-    "--ckpt-format torch_dist --train-iters 8 --disable-bias-linear --adam-beta1 0.8 --adam-beta2 0.9 "
-    "--lr 5e-3"
-)
+COMMON = "{TORCH_DIST} --train-iters 8 {NO_BIAS} {SHORT_AVERAGES} --lr 5e-3"
 SAVED_AT = 4
-OPTIMIZERS = {"plain": "", "distributed": "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"}
-_FSSDP = (
-    "--moe-strategy fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=2 "
-    "--moe-strategy-set reshard_interval="
-)
+OPTIMIZERS = {"plain": "", "distributed": "{RESHARDABLE}"}
 # A run of 8 iterations re-shards before the 4th and the 7th, or never.
 STRATEGIES = {
-    "none": "",
-    "ep": "--moe-strategy ep",
-    "even": f"{_FSSDP}100",
-    "moved": f"{_FSSDP}3",
+    "none": "none",
+    "ep": "ep",
+    "even": "fssdp slots=2 overlap_degree=2 reshard_interval=100",
+    "moved": "fssdp slots=2 overlap_degree=2 reshard_interval=3",
 }
 STATES = [(name, size) for name in STRATEGIES for size in (1, 2, 4) if (name, size) != ("moved", 1)]
 
@@ -52,46 +44,43 @@ CELLS: list[Cell] = [("distributed", *writer, *reader) for writer in STATES for 
 
 
 class Shelf:
-    """Checkpoints and their reference runs; each is made once."""
+    """Checkpoints of iteration 4 and reference runs; each is made once."""
 
     def __init__(self, folder: Path, data: Path) -> None:
-        self.folder = folder
-        self.data = data
-        self._made: dict[Any, Any] = {}
+        self.folder, self.data = folder, data
+        self._train, self.written = cache(self._train), cache(self.written)
 
     def written(self, optimizer: str, strategy: str, size: int) -> Path:
-        """A checkpoint of iteration 4."""
+        from megatron.core import dist_checkpointing
+
+        from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint
+
         folder = self.folder / f"{optimizer}-{strategy}-{size}"
-        if not folder.exists():
-            arguments = f"--save {folder} --save-interval {SAVED_AT} --exit-interval {SAVED_AT}"
-            self._train(optimizer, strategy, size, arguments)
-            hint = _hint(folder)
-            assert (hint is not None) == (strategy == "moved")
+        saving = f"--save {folder} --save-interval {SAVED_AT} --exit-interval {SAVED_AT}"
+        self._train(optimizer, strategy, size, saving)
+        common = dist_checkpointing.load_common_state_dict(str(folder / f"iter_{SAVED_AT:07d}"))
+        assert (OwnerHint.key in common) == (strategy == "moved")
+        for stage in common.get(OwnerHint.key, {"stages": []})["stages"]:
+            assert not OwnerMap.from_lists(stage).is_even
         return folder
 
     def wanted(self, optimizer: str, written_size: int, read_size: int) -> TrainingRun:
-        """The losses of stock Megatron; from a run without a break where Megatron can resume exactly."""
-        crosses = (written_size == 1) != (read_size == 1)
-        key = (optimizer, written_size, read_size if crosses else None)
-        if key not in self._made:
-            self._made[key] = (
-                self.read((optimizer, "none", written_size, "none", read_size))
-                if crosses
-                else self._train(optimizer, "none", written_size, "")
-            )
-        return self._made[key]
+        """Stock Megatron; from a run without a break where Megatron can resume exactly."""
+        if (written_size == 1) != (read_size == 1):
+            return self.read((optimizer, "none", written_size, "none", read_size))
+        return self._train(optimizer, "none", written_size, "")
 
     def read(self, cell: Cell, more: str = "") -> TrainingRun:
         """Load a checkpoint and continue to iteration 8."""
         optimizer, writer, written_size, reader, size = cell
-        arguments = f"--load {self.written(optimizer, writer, written_size)} {more}"
         if (written_size == 1) != (size == 1):
-            arguments += " --no-load-optim"
-        return self._train(optimizer, reader, size, arguments)
+            more += " --no-load-optim"
+        folder = self.written(optimizer, writer, written_size)
+        return self._train(optimizer, reader, size, f"--load {folder} {more}")
 
     def _train(self, optimizer: str, strategy: str, size: int, arguments: str) -> TrainingRun:
-        layout = f"{LAYOUT} {OPTIMIZERS[optimizer]} --expert-model-parallel-size {size}"
-        return train(size, f"{layout} {STRATEGIES[strategy]} {arguments}", self.data)
+        layout = f"{COMMON} {OPTIMIZERS[optimizer]} --expert-model-parallel-size {size} {arguments}"
+        return train(size, layout, self.data, strategy=STRATEGIES[strategy])
 
 
 @pytest.fixture(scope="session")
@@ -99,27 +88,19 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, text_data: Path) -> Shelf:
     return Shelf(tmp_path_factory.mktemp("shelf"), text_data)
 
 
-def _name(cell: Cell) -> str:
-    optimizer, writer, written_size, reader, size = cell
-    return f"{optimizer}-{writer}_ep{written_size}-{reader}_ep{size}"
-
-
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=[pytest.mark.slow] * (cell not in SHORT)) for cell in CELLS], ids=_name
+    "cell",
+    [pytest.param(cell, marks=[pytest.mark.slow] * (cell not in SHORT)) for cell in CELLS],
+    ids="{0[0]}-{0[1]}_ep{0[2]}-{0[3]}_ep{0[4]}".format,
 )
 def test_training_resumes_with_the_same_losses(cell: Cell, shelf: Shelf) -> None:
     optimizer, _, written_size, _, size = cell
-    wanted = shelf.wanted(optimizer, written_size, size)
-    rest = shelf.read(cell)
+    rest, wanted = shelf.read(cell), shelf.wanted(optimizer, written_size, size)
     assert len(rest.losses) == 8 - SAVED_AT
-    assert relative_difference(rest.losses, wanted.losses[-len(rest.losses) :]) <= 1e-5
-    assert relative_difference(rest.grad_norms, wanted.grad_norms[-len(rest.losses) :]) <= 1e-4
+    assert_close(rest, wanted, since=len(wanted.losses) - len(rest.losses))
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [name if name == "distributed" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
-)
+@pytest.mark.parametrize("optimizer", [pytest.param("plain", marks=pytest.mark.slow), "distributed"])
 def test_the_comparison_detects_a_lost_optimizer_state(optimizer: str, shelf: Shelf) -> None:
     rest = shelf.read((optimizer, "moved", 2, "none", 2), "--no-load-optim")
     wanted = shelf.wanted(optimizer, 2, 2)
@@ -127,53 +108,33 @@ def test_the_comparison_detects_a_lost_optimizer_state(optimizer: str, shelf: Sh
     assert relative_difference(rest.losses, wanted.losses[SAVED_AT:]) > 1e-3
 
 
-def _hint(folder: Path) -> Any:
-    """The owner map in a checkpoint, which is uneven if there is one."""
-    from megatron.core import dist_checkpointing
-
-    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint
-
-    hint = dist_checkpointing.load_common_state_dict(str(folder / f"iter_{SAVED_AT:07d}")).get(OwnerHint.key)
-    if hint is not None:
-        assert any(not OwnerMap.from_lists(stage).is_even for stage in hint["stages"])
-    return hint
-
-
-# name: (ranks, arguments). The default format is dp_reshardable; ranks / EP replicas of each expert.
-DISTRIBUTED_OPTIMIZERS = {
-    "edp1": (2, "--expert-model-parallel-size 2"),
-    "edp2_bf16": (2, "--expert-model-parallel-size 1 --bf16 --disable-bias-linear"),
-    "edp2_of_4_fully_reshardable": (
-        4,
-        "--expert-model-parallel-size 2 --dist-ckpt-optim-fully-reshardable --moe-strategy fssdp",
-    ),
-    "edp1_bf16_fully_reshardable": (
-        2,
-        "--expert-model-parallel-size 2 --dist-ckpt-optim-fully-reshardable --bf16 --moe-strategy ep",
-    ),
-    "padded_buckets_fully_reshardable": (
-        2,
-        "--expert-model-parallel-size 2 --dist-ckpt-optim-fully-reshardable --moe-strategy none "
-        "--overlap-grad-reduce --ddp-bucket-size 5000",
-    ),
-}
+# name | ranks | arguments | strategy. The default format is dp_reshardable; ranks / EP copies of each expert.
+DISTRIBUTED_OPTIMIZERS = rows(
+    """
+    edp1 | 2 | {EP2} {DISTRIBUTED} | none
+    edp2_bf16 | 2 | --bf16 {NO_BIAS} {DISTRIBUTED} | none
+    edp2_of_4_fully_reshardable | 4 | {EP2} {RESHARDABLE} | fssdp
+    edp1_bf16_fully_reshardable | 2 | {EP2} {RESHARDABLE} --bf16 | ep
+    padded_buckets_fully_reshardable | 2 | {EP2} {RESHARDABLE} --overlap-grad-reduce --ddp-bucket-size 5000
+        | none
+    """
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTED_OPTIMIZERS)
 def test_the_distributed_optimizer_resumes_exactly(name: str, text_data: Path, tmp_path: Path) -> None:
-    world_size, layout = DISTRIBUTED_OPTIMIZERS[name]
-    layout = (
-        f"{layout} --use-distributed-optimizer --ckpt-format torch_dist --train-iters 8 "
-        # The learning rate is such that a wrong step count shows in Adam's bias correction.
-        "--adam-beta1 0.8 --adam-beta2 0.9"
+    num_ranks, arguments, strategy = DISTRIBUTED_OPTIMIZERS[name]
+    # The learning rate is such that a wrong step count shows in Adam's bias correction.
+    common = f"{arguments} {{TORCH_DIST}} --train-iters 8 {{SHORT_AVERAGES}}"
+    saving = f"--exit-interval 4 --save {tmp_path} --save-interval 4"
+    whole, begun, rest = (
+        train(int(num_ranks), f"{common} {more}", text_data, strategy=strategy)
+        for more in ("", saving, f"--load {tmp_path}")
     )
-    whole = train(world_size, layout, text_data)
-    begun = train(world_size, f"{layout} --exit-interval 4 --save {tmp_path} --save-interval 4", text_data)
     assert begun.losses == whole.losses[:4]
-    rest = train(world_size, f"{layout} --load {tmp_path}", text_data)
-    # A resumed fssdp has no load history yet and thus no replicas in its first iteration: the sums
-    # of the experts' gradients are formed in another order.
-    tolerance = 1e-6 if "fssdp" in layout else 0.0
-    assert relative_difference(rest.losses, whole.losses[4:]) <= tolerance
-    assert relative_difference(rest.grad_norms, whole.grad_norms[4:]) <= tolerance
+    if strategy != "fssdp":
+        assert_equal(rest, whole, since=4)
+    # A resumed fssdp has no load history yet and thus no replicas in its first iteration: the sums of the
+    # experts' gradients are formed in another order.
+    assert_close(rest, whole, 1e-6, 1e-6, since=4)

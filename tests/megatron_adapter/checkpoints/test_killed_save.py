@@ -1,18 +1,19 @@
 """A run is killed while it saves: the previous checkpoint stays usable."""
 
+import multiprocessing
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_fssdp.testing.ranks import RankError
 
-from ..training_run import train
+from ..training_run import train, wrap
 from .test_uneven_checkpoint import differing_keys, stored_tensors
 
-LAYOUT = (
-    "--expert-model-parallel-size 2 --ckpt-format torch_dist --no-load-rng --no-save-rng --train-iters 4 "
-    "--save-interval 2"
-)
+SAVING = "{EP2} {TORCH_DIST} --no-load-rng --no-save-rng --train-iters 4 --save-interval 2"
 
 
 @pytest.mark.slow
@@ -20,17 +21,17 @@ def test_after_a_killed_save_the_previous_checkpoint_stays_the_latest(
     text_data: Path, tmp_path: Path
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    losses = train(2, f"{LAYOUT} --save {whole}", text_data).losses
+    losses = train(2, f"{SAVING} --save {whole}", text_data).losses
     with pytest.raises(RankError):
-        train(2, f"{LAYOUT} --save {killed}", text_data, before=die_in_second_save)
+        train(2, f"{SAVING} --save {killed}", text_data, before=die_in_second_save)
     half = killed / "iter_0000004"
     assert list(half.glob("*.distcp"))
     assert not (half / ".metadata").exists()
     assert _latest(killed) == "2"
     with pytest.raises(RankError, match=r"unknown checkpoint format in .*iter_0000004"):
-        train(2, f"{LAYOUT} --load {killed} --ckpt-step 4", text_data)
+        train(2, f"{SAVING} --load {killed} --ckpt-step 4", text_data)
 
-    resumed = train(2, f"{LAYOUT} --load {killed} --save {killed}", text_data)
+    resumed = train(2, f"{SAVING} --load {killed} --save {killed}", text_data)
     assert resumed.losses == losses[2:]
     assert _latest(killed) == "4"
     assert differing_keys(stored_tensors(whole, 4), stored_tensors(killed, 4)) == []
@@ -40,24 +41,37 @@ def test_after_a_killed_save_the_previous_checkpoint_stays_the_latest(
 def test_a_checkpoint_that_is_being_overwritten_does_not_count_as_complete(
     text_data: Path, tmp_path: Path
 ) -> None:
-    train(2, f"{LAYOUT} --save {tmp_path}", text_data)
-    again = f"{LAYOUT} --load {tmp_path} --ckpt-step 2 --save {tmp_path}"
+    train(2, f"{SAVING} --save {tmp_path}", text_data)
+    again = f"{SAVING} --load {tmp_path} --ckpt-step 2 --save {tmp_path}"
     with pytest.raises(RankError):
         train(2, again, text_data, before=take_marks_and_die_in_save)
     # Megatron named this checkpoint the latest when it was complete.
     assert _latest(tmp_path) == "4"
     with pytest.raises(RankError, match=r"unknown checkpoint format in .*iter_0000004"):
-        train(2, f"{LAYOUT} --load {tmp_path}", text_data)
-    assert len(train(2, f"{LAYOUT} --load {tmp_path} --ckpt-step 2", text_data).losses) == 2
+        train(2, f"{SAVING} --load {tmp_path}", text_data)
+    assert len(train(2, f"{SAVING} --load {tmp_path} --ckpt-step 2", text_data).losses) == 2
 
 
 def _latest(folder: Path) -> str:
     return (folder / "latest_checkpointed_iteration.txt").read_text()
 
 
-def die_in_second_save() -> None:
+def die_in_second_save(times: int = 2) -> None:
     """Kill rank 1 when it has written its data for the second time."""
-    _die_after_writing(times=2)
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    written: list[object] = []
+
+    def retrieve(results: Any, writer: object) -> object:
+        written.append(results(writer))
+        if len(written) == times:
+            for child in multiprocessing.active_children():  # writer processes would outlive a killed parent
+                child.kill()
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return written[-1]
+
+    wrap(FileSystemWriterAsync, "retrieve_write_results", retrieve)
 
 
 def take_marks_and_die_in_save() -> None:
@@ -67,26 +81,4 @@ def take_marks_and_die_in_save() -> None:
     from megatron_fssdp.megatron_adapter.checkpoints.overwritten_checkpoint import wrap_save
 
     wrap_save(dist_checkpointing)
-    _die_after_writing(times=1)
-
-
-def _die_after_writing(times: int) -> None:
-    import multiprocessing
-    import os
-    import signal
-
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    results = FileSystemWriterAsync.retrieve_write_results
-    written: list[object] = []
-
-    def retrieve_write_results(self: object) -> object:
-        written.append(results(self))
-        if len(written) == times:
-            for child in multiprocessing.active_children():  # writer processes would outlive a killed parent
-                child.kill()
-            if os.environ["RANK"] == "1":
-                os.kill(os.getpid(), signal.SIGKILL)
-        return written[-1]
-
-    FileSystemWriterAsync.retrieve_write_results = retrieve_write_results
+    die_in_second_save(times=1)

@@ -34,33 +34,24 @@ def test_a_hint_of_the_same_layout_gives_the_saved_owner_map() -> None:
     assert fitting_owners({"stages": [None]}, {}, even_stage(stages[0]), 0, 1) is None
 
 
+FIRST, OTHER = _stages()
+BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable"}
+EP4, EXPERTS8 = (StageOwners(OwnerMap.even(*sizes), (1, 2)) for sizes in ((2, 4, 4), (2, 8, 2)))
+TWICE = {"stages": [{**FIRST.as_lists(), "slot_LE": [[0] * 4] * 2}, None]}
+
+
 @pytest.mark.parametrize(
     ("hint", "metadata", "stage", "match"),
     [
-        (_hint(_stages()[:1]), {}, _stages()[0], "1 pipeline stages, wanted 2"),
-        (_hint(_stages()[::-1]), {}, _stages()[0], r"layers \[3, 4\] on stage 0, wanted \[1, 2\]"),
+        (_hint([FIRST]), {}, FIRST, "1 pipeline stages, wanted 2"),
+        (_hint([OTHER, FIRST]), {}, FIRST, r"layers \[3, 4\] on stage 0, wanted \[1, 2\]"),
         (_hint(_stages()), {}, None, "wanted none"),
-        (
-            _hint(_stages()),
-            {},
-            StageOwners(OwnerMap.even(2, 4, 4), (1, 2)),
-            "2 expert-parallel devices, wanted 4",
-        ),
-        (_hint(_stages()), {}, StageOwners(OwnerMap.even(2, 8, 2), (1, 2)), "4 experts of a layer, wanted 8"),
-        (
-            _hint(_stages()),
-            {"distrib_optim_sharding_type": "dp_reshardable"},
-            _stages()[0],
-            "bucket position",
-        ),
-        ([1], {}, _stages()[0], "cannot be read"),
-        ({"stages": [{"layer_numbers": [1]}, None]}, {}, _stages()[0], "cannot be read"),
-        (
-            {"stages": [{**_stages()[0].as_lists(), "slot_LE": [[0] * 4] * 2}, None]},
-            {},
-            _stages()[0],
-            "used twice",
-        ),
+        (_hint(_stages()), {}, EP4, "2 expert-parallel devices, wanted 4"),
+        (_hint(_stages()), {}, EXPERTS8, "4 experts of a layer, wanted 8"),
+        (_hint(_stages()), BUCKETS, FIRST, "bucket position"),
+        ([1], {}, FIRST, "cannot be read"),
+        ({"stages": [{"layer_numbers": [1]}, None]}, {}, FIRST, "cannot be read"),
+        (TWICE, {}, FIRST, "used twice"),
     ],
 )
 def test_hints_of_other_layouts_are_not_used(

@@ -10,13 +10,10 @@ from megatron_fssdp.reporting.records.run_records import read_metrics
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
-from ..training_run import relative_difference, train, train_on_all_ranks
+from ..training_run import TrainingRun, relative_difference, train
 
-KEYS = (
-    "--ckpt-format torch_dist --disable-bias-linear --use-distributed-optimizer "
-    "--dist-ckpt-optim-fully-reshardable --moe-strategy auto --moe-strategy-set profile_iterations=1 "
-    "--moe-strategy-set choice_interval=6 --moe-strategy-set record_dir="
-)
+COMMON = "{TORCH_DIST} {NO_BIAS} {RESHARDABLE} --train-iters 8"
+AUTO = "auto profile_iterations=1 choice_interval=6 record_dir="
 WANTED = {1: "fssdp", 2: "smartmoe"}
 
 
@@ -34,49 +31,41 @@ def each_its_own(
 
 def told_what_to_choose() -> None:
     """Run on every rank before the launch."""
-    AutoStrategy.price = each_its_own  # type: ignore[method-assign]
+    AutoStrategy.price = each_its_own
 
 
-def test_a_resumed_run_keeps_the_selections_of_auto(text_data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    layout = "--expert-model-parallel-size 2"
-    save = f"--save {folder} --save-interval 6 --train-iters 8"
-    runs = train_on_all_ranks(
-        2, f"{layout} {KEYS}{tmp_path / 'whole'} {save}", text_data, before=told_what_to_choose
-    )
-    whole = runs[-1]
+@pytest.fixture
+def whole(text_data: Path, tmp_path: Path) -> TrainingRun:
+    saving = f"{{EP2}} {COMMON} --save {tmp_path / 'checkpoints'} --save-interval 6"
+    return train(2, saving, text_data, strategy=f"{AUTO}{tmp_path / 'whole'}", before=told_what_to_choose)
+
+
+def test_a_resumed_run_keeps_the_selections_of_auto(
+    whole: TrainingRun, text_data: Path, tmp_path: Path
+) -> None:
     metrics = read_metrics(tmp_path / "whole")
     assert [[layer.strategy for layer in one.layers] for one in metrics[4:6]] == [
         ["ep", "ep"],  # five iterations are observed before the first selection
         ["fssdp", "smartmoe"],
     ]
-    chosen = [
-        line
-        for run in runs
-        for line in run.messages
-        if "selected: fssdp in layer 1, smartmoe in layer 2" in line
-    ]
-    assert len(chosen) == 1
-    assert "predicted gain" in chosen[0]
-    load = f"--load {folder} --ckpt-step 6 --train-iters 8"
-    for name, ranks, more in (("again", 2, layout), ("wider", 4, "--expert-model-parallel-size 4")):
-        run = train(ranks, f"{more} {KEYS}{tmp_path / name} {load}", text_data)
-        resumed = read_metrics(tmp_path / name)
+    told = [text for text in whole.messages if "selected: fssdp in layer 1, smartmoe in layer 2" in text]
+    assert len(told) == 1
+    assert "predicted gain" in told[0]
+    for size in (2, 4):
+        records = tmp_path / f"ep{size}"
+        loading = f"--expert-model-parallel-size {size} --load {tmp_path / 'checkpoints'} --ckpt-step 6"
+        run = train(size, f"{COMMON} {loading}", text_data, strategy=f"{AUTO}{records}")
+        resumed = read_metrics(records)
         assert [one.iteration for one in resumed] == [7, 8]
         assert {tuple(layer.strategy for layer in one.layers) for one in resumed} == {("fssdp", "smartmoe")}
-        assert relative_difference(run.losses, whole.losses[6:]) <= 1e-5, name
+        assert relative_difference(run.losses, whole.losses[6:]) <= 1e-5, size
 
 
 @pytest.mark.slow
-def test_stock_megatron_and_other_strategies_load_such_a_checkpoint(text_data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    layout = "--expert-model-parallel-size 2"
-    save = f"--save {folder} --save-interval 6 --train-iters 8"
-    whole = train(2, f"{layout} {KEYS}{tmp_path / 'whole'} {save}", text_data, before=told_what_to_choose)
-    load = (
-        f"--load {folder} --ckpt-step 6 --train-iters 8 --ckpt-format torch_dist --disable-bias-linear "
-        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-    )
-    for strategy in ("none", "ep"):
-        run = train(2, f"{layout} {load} --moe-strategy {strategy}", text_data)
-        assert relative_difference(run.losses, whole.losses[6:]) <= 1e-5, strategy
+@pytest.mark.parametrize("strategy", ["none", "ep"])
+def test_stock_megatron_and_other_strategies_load_such_a_checkpoint(
+    strategy: str, whole: TrainingRun, text_data: Path, tmp_path: Path
+) -> None:
+    loading = f"{{EP2}} {COMMON} --load {tmp_path / 'checkpoints'} --ckpt-step 6"
+    run = train(2, loading, text_data, strategy=strategy)
+    assert relative_difference(run.losses, whole.losses[6:]) <= 1e-5

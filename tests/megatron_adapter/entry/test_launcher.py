@@ -11,16 +11,29 @@ import pytest
 from megatron_fssdp.megatron_adapter.support.tested_versions import requirement_of
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
-from ..training_run import SCRIPT, TINY_GPT_MOE, flags, train, train_on_all_ranks
+from ..training_run import (
+    SCRIPT,
+    TINY_GPT_MOE,
+    TrainingRun,
+    assert_equal,
+    rows,
+    slow,
+    train,
+    train_on_all_ranks,
+    wrap,
+)
 
-EP2 = "--expert-model-parallel-size 2 --train-iters 3"
+SHORT = "{EP2} --train-iters 3"
+
+
+@pytest.fixture(scope="module")
+def fssdp(text_data: Path) -> TrainingRun:
+    return train(2, SHORT, text_data, strategy="fssdp")
 
 
 def test_strategy_none_equals_the_bare_script_bitwise(text_data: Path) -> None:
-    bare = train(2, EP2, text_data, launcher=False)
-    none = train(2, EP2, text_data, before=forbid_the_plugins_layer)
-    assert none.losses == bare.losses
-    assert none.grad_norms == bare.grad_norms
+    bare = train(2, SHORT, text_data, launcher=False)
+    assert_equal(train(2, SHORT, text_data, before=forbid_the_plugins_layer), bare)
 
 
 def forbid_the_plugins_layer() -> None:
@@ -35,43 +48,37 @@ def forbid_the_plugins_layer() -> None:
     gradient_sync._install = refuse
 
 
-SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
-PARTS = "--expert-tensor-parallel-size 2 --disable-bias-linear"
+# Strategy and settings | Megatron's arguments | a part of the message
+BAD_INPUT = """
+    fsdp | | fssdp
+    fssdp slot=2 | | slots
+    fssdp slots=9 | | 8
+    fssdp | --moe-strategy-config /no/such/file.yaml | /no/such/file.yaml
+    fssdp slots=1 overlap_degree=0 | | exclude
+    fssdp nodes=3 | | nodes
+    none slots=2 | | slots
+    ep | {TP2} | --disable-bias-linear
+    ep smart_schedule=by_price | --expert-tensor-parallel-size 2 {NO_BIAS} | it needs whole experts: use smart_schedule=false or
+    ep smart_schedule=true group_size=3 | | wanted a divisor of the 2 expert-parallel ranks
+    smartmoe | --num-experts 2 | --moe-strategy smartmoe: every device owns one expert
+    none | --context-parallel-size 2 | Transformer Engine
+"""
+# Of the same kinds; tests of settings and of supported features have them by default.
+MORE_BAD_INPUT = """
+    fssdp slots=many | | slots
+    ep | --num-experts 7 | 7 experts
+    ep | --cuda-graph-impl transformer_engine --cuda-graph-modules moe | --cuda-graph-modules attn
+    ep | --expert-tensor-parallel-num-weight-shards 2 | remove --expert-tensor-parallel-num-weight
+    ep | {TP2} {WHOLE_EXPERTS} | biases of experts under sequence parallelism
+    ep | --moe-paged-stash | --moe-paged-stash
+"""
 
 
-# Strategy and settings; Megatron's arguments; a part of the message.
-@pytest.mark.parametrize(
-    ("strategy", "arguments", "wanted"),
-    [
-        ("fsdp", "", "fssdp"),
-        ("fssdp slot=2", "", "slots"),
-        ("fssdp slots=many", "", "slots"),
-        ("fssdp slots=9", "", "8"),
-        ("fssdp slots=1 overlap_degree=0", "", "exclude"),
-        ("fssdp", "--moe-strategy-config /no/such/file.yaml", "/no/such/file.yaml"),
-        ("fssdp nodes=3", "", "nodes"),
-        ("none slots=2", "", "slots"),
-        ("ep", "--num-experts 7", "7 experts"),
-        ("ep", "--cuda-graph-impl transformer_engine --cuda-graph-modules moe", "--cuda-graph-modules attn"),
-        ("ep", "--expert-tensor-parallel-num-weight-shards 2", "remove --expert-tensor-parallel-num-weight"),
-        ("ep", SEQUENCE, "--disable-bias-linear"),
-        ("ep", f"{SEQUENCE} --expert-tensor-parallel-size 1", "biases of experts under sequence parallelism"),
-        ("ep", "--moe-paged-stash", "--moe-paged-stash"),
-        ("ep smart_schedule=by_price", PARTS, "it needs whole experts: use smart_schedule=false or"),
-        ("ep smart_schedule=true group_size=3", "", "wanted a divisor of the 2 expert-parallel ranks"),
-        (
-            "smartmoe",
-            "--num-experts 2",
-            "--moe-strategy smartmoe: every device owns one expert",
-        ),
-        ("none", "--context-parallel-size 2", "Transformer Engine"),
-    ],
-)
-def test_bad_input_gives_one_line_before_process_groups_start(
-    strategy: str, arguments: str, wanted: str, text_data: Path
-) -> None:
-    arguments = f"--expert-model-parallel-size 2 {flags(strategy)} {arguments}"
-    (run,) = train_on_all_ranks(1, arguments, text_data, env={"WORLD_SIZE": "2"})
+@pytest.mark.parametrize("row", [*BAD_INPUT.strip().splitlines(), *slow(MORE_BAD_INPUT.strip().splitlines())])
+def test_bad_input_gives_one_line_before_process_groups_start(row: str, text_data: Path) -> None:
+    ((strategy, (arguments, wanted)),) = rows(row).items()
+    options: Any = {"strategy": strategy, "env": {"WORLD_SIZE": "2"}}
+    (run,) = train_on_all_ranks(1, f"{{EP2}} {arguments}", text_data, **options)
     assert run.exit_code == 2
     assert not run.losses
     lines = [line for line in run.errors.splitlines() if "[fssdp]" in line]
@@ -80,31 +87,16 @@ def test_bad_input_gives_one_line_before_process_groups_start(
     assert "Traceback" not in run.errors
 
 
-def test_a_model_without_experts_is_refused(text_data: Path) -> None:
-    (run,) = train_on_all_ranks(1, "--moe-strategy ep", text_data, before=drop_experts)
-    assert run.exit_code == 2
-    assert "--num-experts" in run.errors
-
-
 def drop_experts() -> None:
     """Take the number of experts off the command line."""
     from megatron.training import arguments
 
-    parse = arguments.parse_args
-
-    def parse_args(*args: Any, **kwargs: Any) -> Any:
+    def parse_args(parse: Any, *args: Any, **kwargs: Any) -> Any:
         parsed = parse(*args, **kwargs)
         parsed.num_experts = None
         return parsed
 
-    arguments.parse_args = parse_args
-
-
-def test_an_unsupported_megatron_is_refused_with_the_tested_range(text_data: Path) -> None:
-    (run,) = train_on_all_ranks(1, "--moe-strategy ep", text_data, before=remove_a_seam)
-    assert run.exit_code == 2
-    assert "MoELayer.postprocess" in run.errors
-    assert requirement_of("megatron-core") in run.errors
+    wrap(arguments, "parse_args", parse_args)
 
 
 def remove_a_seam() -> None:
@@ -114,37 +106,46 @@ def remove_a_seam() -> None:
     del MoELayer.postprocess
 
 
-def test_models_without_the_strategys_layers_are_refused(text_data: Path) -> None:
-    runs = train_on_all_ranks(2, f"{EP2} --moe-strategy ep", text_data, before=build_stock_layers)
-    assert [run.exit_code for run in runs] == [2, 2]
-    assert "not the strategy's" in runs[0].errors
-
-
 def build_stock_layers() -> None:
     """Build the model from a spec that holds Megatron's own class, as a fork might."""
     from functools import partial
 
-    from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    stock = moe_module_specs.get_moe_module_spec_for_backend
+    def with_stock_layer(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        return partial(MoELayer, submodules=stock(*args, **kwargs).keywords["submodules"])
 
-    def with_stock_layer(*args: Any, **kwargs: Any) -> Any:
-        built = stock(*args, **kwargs)
-        return partial(MoELayer, submodules=built.keywords["submodules"])
-
-    gpt_layer_specs.get_moe_module_spec_for_backend = with_stock_layer
+    wrap(gpt_layer_specs, "get_moe_module_spec_for_backend", with_stock_layer)
 
 
-def test_the_spec_option_builds_the_strategys_layers(text_data: Path) -> None:
-    plain = train(2, f"{EP2} --moe-strategy fssdp", text_data)
+@pytest.mark.parametrize(
+    ("num_ranks", "before", "messages"),
+    [
+        pytest.param(1, drop_experts, ["--num-experts"], id="a model without experts"),
+        pytest.param(
+            1, remove_a_seam, ["MoELayer.postprocess", requirement_of("megatron-core")], id="other Megatron"
+        ),
+        pytest.param(2, build_stock_layers, ["not the strategy's"], id="foreign layers"),
+    ],
+)
+def test_models_that_a_strategy_cannot_serve_are_refused(
+    num_ranks: int, before: Any, messages: list[str], text_data: Path
+) -> None:
+    arguments = SHORT if num_ranks == 2 else ""
+    runs = train_on_all_ranks(num_ranks, arguments, text_data, strategy="ep", before=before)
+    assert [run.exit_code for run in runs] == [2] * num_ranks
+    assert all(message in runs[0].errors for message in messages)
+
+
+def test_the_spec_option_builds_the_strategys_layers(text_data: Path, fssdp: TrainingRun) -> None:
     spec = "--spec megatron_fssdp get_gpt_decoder_block_spec"
-    assert train(2, f"{EP2} --moe-strategy fssdp {spec}", text_data).losses == plain.losses
+    assert_equal(train(2, f"{SHORT} {spec}", text_data, strategy="fssdp"), fssdp)
 
 
 @pytest.mark.parametrize("launcher", [True, False])
 def test_a_script_can_register_the_plugin_itself_once(
-    launcher: bool, text_data: Path, tmp_path: Path
+    launcher: bool, text_data: Path, tmp_path: Path, fssdp: TrainingRun
 ) -> None:
     script = tmp_path / "pretrain.py"
     script.write_text(
@@ -159,9 +160,8 @@ def test_a_script_can_register_the_plugin_itself_once(
         "from megatron_fssdp.cli.pretraining.pretrain_gpt import main\n"
         "main()\n"
     )
-    arguments = f"{EP2} {flags('fssdp', record_dir=tmp_path)}"
-    own = train(2, arguments, text_data, script=script, launcher=launcher)
-    assert own.losses == train(2, f"{EP2} --moe-strategy fssdp", text_data).losses
+    options: Any = {"strategy": f"fssdp record_dir={tmp_path}", "script": script, "launcher": launcher}
+    assert_equal(train(2, SHORT, text_data, **options), fssdp)
     assert read_metrics(tmp_path)[2].layers[0].num_replicas > 0
 
 

@@ -4,10 +4,9 @@ The trainings use stock layers, which do not know owner maps. An uneven map ther
 until the contents are moved back.
 """
 
-import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,74 +19,69 @@ import torch.distributed as dist
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
-from ..training_run import relative_difference, train
-
-OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-
-# name: (ranks, Megatron's arguments)
-SHORT = ("fp32", "bf16_distributed_in_parts_overlaps")
-LAYOUTS = {
-    "fp32": (2, "--expert-model-parallel-size 2"),
-    "bf16_distributed_in_parts_overlaps": (4, f"--expert-model-parallel-size 2 --bf16 {OVERLAPS}"),
-    "fp32_distributed_interleaved_pipeline_overlaps": (
-        4,
-        "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
-        f"--num-layers-per-virtual-pipeline-stage 1 {OVERLAPS}",
-    ),
-    "bf16": (4, "--expert-model-parallel-size 4 --bf16"),
-    "bf16_distributed": (2, "--expert-model-parallel-size 2 --bf16 --use-distributed-optimizer"),
-    "fp32_distributed_in_parts_overlaps": (4, f"--expert-model-parallel-size 2 {OVERLAPS}"),
-    "fp16_in_copies": (4, "--expert-model-parallel-size 2 --fp16 --initial-loss-scale 1024"),
-    "sgd": (2, "--expert-model-parallel-size 2 --optimizer sgd"),
-    "strategy_layers": (4, f"--expert-model-parallel-size 2 --moe-strategy ep {OVERLAPS}"),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SHORT)) for name in LAYOUTS]
+from ..training_run import (
+    assert_close,
+    assert_equal,
+    before_iterations,
+    relative_difference,
+    rows,
+    slow,
+    train,
 )
+from ..uneven_owners import num_bytes, optimizer_states
+
+# name | ranks | Megatron's arguments
+LAYOUTS = rows(
+    """
+    fp32 | 2 | {EP2}
+    bf16_distributed_in_parts_overlaps | 4 | {EP2} --bf16 {OVERLAPS}
+    fp32_distributed_interleaved_pipeline_overlaps | 4 | {EP2} {INTERLEAVED} {OVERLAPS}
+    bf16 | 4 | {EP4} --bf16
+    bf16_distributed | 2 | {EP2} --bf16 {DISTRIBUTED}
+    fp32_distributed_in_parts_overlaps | 4 | {EP2} {OVERLAPS}
+    fp16_in_copies | 4 | {EP2} --fp16 --initial-loss-scale 1024
+    sgd | 2 | {EP2} --optimizer sgd
+    strategy_layers | 4 | {EP2} {OVERLAPS} --moe-strategy ep
+    """
+)
+FIRST, SECOND, *SLOW = LAYOUTS
+
+
+@pytest.mark.parametrize("name", [FIRST, SECOND, *slow(SLOW)])
 def test_a_reshard_and_its_reverse_restore_all_contents(name: str, text_data: Path) -> None:
     """In iteration 1 there is no optimizer state yet; before iteration 4 there was an earlier re-shard."""
-    world_size, layout = LAYOUTS[name]
-    arguments = f"{layout} --train-iters 5"
+    world_size, arguments = int(LAYOUTS[name][0]), f"{LAYOUTS[name][1]} --train-iters 5"
     undisturbed = train(world_size, arguments, text_data)
-    maps = {"1": [1, "even"], "3": [2, 3, "even"], "4": [4, "even"]}
-    moved = train(
-        world_size, arguments, text_data, before=reshard_in_train_step, env={"RESHARDS": json.dumps(maps)}
-    )
+    before = partial(reshard_before, {1: [1, "even"], 3: [2, 3, "even"], 4: [4, "even"]})
+    moved = train(world_size, arguments, text_data, before=before)
     assert len(moved.losses) == 5
-    assert moved.losses == undisturbed.losses
-    assert moved.grad_norms == undisturbed.grad_norms
+    assert_equal(moved, undisturbed)
 
 
 @pytest.mark.slow
 def test_resharded_training_is_equal_with_and_without_the_distributed_optimizer(text_data: Path) -> None:
     """The permuted model is the same, wherever the optimizer keeps its states."""
-    arguments = "--expert-model-parallel-size 2 --train-iters 6"
-    env = {"RESHARDS": json.dumps({"3": [5], "5": [6]})}
+    arguments, before = "{EP2} --train-iters 6", partial(reshard_before, {3: [5], 5: [6]})
     undisturbed = train(4, arguments, text_data)
-    plain = train(4, arguments, text_data, before=reshard_in_train_step, env=env)
-    overlapped = train(4, f"{arguments} {OVERLAPS}", text_data, before=reshard_in_train_step, env=env)
+    plain = train(4, arguments, text_data, before=before)
+    overlapped = train(4, f"{arguments} {{OVERLAPS}}", text_data, before=before)
     assert relative_difference(plain.losses[2:], undisturbed.losses[2:]) > 1e-5
-    assert relative_difference(overlapped.losses, plain.losses) <= 1e-6
-    assert relative_difference(overlapped.grad_norms, plain.grad_norms) <= 1e-5
+    assert_close(overlapped, plain, 1e-6, 1e-5)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_can_reshard(text_data: Path, tmp_path: Path) -> None:
     """After a resume, Adam's step is still one number for all experts; else the slots would be refused."""
-    layout = (
-        "--expert-model-parallel-size 2 --use-distributed-optimizer --ckpt-format torch_dist --train-iters 5"
-    )
+    layout = "{EP2} {DISTRIBUTED} {TORCH_DIST} --train-iters 5"
     whole = train(4, layout, text_data)
     train(4, f"{layout} --exit-interval 3 --save {tmp_path} --save-interval 3", text_data)
-    env = {"RESHARDS": json.dumps({"1": [1, 2, "even"], "2": [3, "even"]})}  # counted from the resume
-    rest = train(4, f"{layout} --load {tmp_path}", text_data, before=reshard_in_train_step, env=env)
+    before = partial(reshard_before, {4: [1, 2, "even"], 5: [3, "even"]})
+    rest = train(4, f"{layout} --load {tmp_path}", text_data, before=before)
     assert rest.losses == whole.losses[3:]
 
 
 def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data: Path) -> None:
-    arguments = f"--expert-model-parallel-size 2 --train-iters 3 {OVERLAPS}"
+    arguments = "{EP2} --train-iters 3 {OVERLAPS}"
     undisturbed = train(4, arguments, text_data)
     tried = train(4, arguments, text_data, before=try_what_is_refused)
     assert tried.losses == undisturbed.losses, "a refused re-shard moved something"
@@ -96,38 +90,22 @@ def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data: 
 # ---------------------------------------------------------------- on the ranks
 
 
-def reshard_in_train_step() -> None:
-    """Before an iteration, permute the slots by the maps that RESHARDS names for it."""
-    maps = {int(iteration): seeds for iteration, seeds in json.loads(os.environ["RESHARDS"]).items()}
-    iterations = iter(range(1, 1000))
+def reshard_before(maps: dict[int, list[Any]]) -> None:
+    """Before iterations, permute the slots by the maps that are named for them."""
     current: list[OwnerMap] = []
 
-    def before(model: list[Any], optimizer: Any) -> None:
-        for seed in maps.get(next(iterations), []):
+    def reshard(iteration: int, model: Any, optimizer: Any) -> None:
+        for seed in maps.get(iteration, []):
             even = _even_map(model)
             old = current[-1] if current else even
-            new = even if seed == "even" else _random_map(even, seed)
-            _reshard_and_check(model, optimizer, old, new)
-            current.append(new)
+            current.append(even if seed == "even" else _random_map(even, seed))
+            _reshard_and_check(model, optimizer, old, current[-1])
 
-    _call_before_train_step(before)
+    before_iterations(reshard)
 
 
 def try_what_is_refused() -> None:
-    iterations = iter(range(1, 1000))
-    _call_before_train_step(lambda *built: next(iterations) == 2 and _try_what_is_refused(*built))
-
-
-def _call_before_train_step(before: Any) -> None:
-    from megatron.training import training
-
-    step = training.train_step
-
-    def train_step(forward: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before(model, optimizer)
-        return step(forward, data, model, optimizer, *args, **kwargs)
-
-    training.train_step = train_step
+    before_iterations(lambda iteration, *built: iteration == 2 and _try_what_is_refused(*built))
 
 
 def _layers(model: list[Any]) -> list[Any]:
@@ -200,37 +178,26 @@ def _reshard_and_check(model: list[Any], optimizer: Any, old: OwnerMap, new: Own
     check()
 
     assert report.experts_moved == len(moves) > 0
-    slot_bytes = sum(
-        value.numel() * value.element_size()
-        for (layer, expert, position, name), value in wanted.items()
-        # A master of the Parameter's own dtype is the Parameter.
-        if (layer, expert) == (0, 0)
-        and (name != "master" or value.dtype != resharding.slots[0][position].dtype)
+    slot_bytes = num_bytes(
+        [
+            value
+            for (layer, expert, position, name), value in wanted.items()
+            # A master of the Parameter's own dtype is the Parameter.
+            if (layer, expert) == (0, 0)
+            and (name != "master" or value.dtype != resharding.slots[0][position].dtype)
+        ]
     )
     assert report.bytes_moved == slot_bytes * sum(move.source_device != move.device for move in moves)
 
 
 def _held(resharding: Any) -> Iterator[tuple[int, int, str, int, torch.Tensor]]:
     """Everything that this rank holds of the experts: (slot, position, name, first element, flat piece)."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
     for slot, parameters in enumerate(resharding.slots):
         for position, parameter in enumerate(parameters):
             yield slot, position, "weights", 0, parameter.data.view(-1)
-            for member in resharding.optimizer.chained_optimizers:
-                start, tensors = 0, {}
-                if isinstance(member, DistributedOptimizer):
-                    if parameter in member.model_param_gbuf_map:
-                        start = member._get_model_param_range_map(parameter)["param"].start
-                        tensors = member._get_main_param_and_optimizer_states(parameter)
-                        tensors["master"] = tensors.pop("param")
-                else:
-                    master = getattr(parameter, "main_param", parameter)
-                    if any(master is other for other in member.get_parameters()):
-                        tensors = {"master": master, **member.optimizer.state.get(master, {})}
-                for name, tensor in tensors.items():
-                    if torch.is_tensor(tensor) and tensor.dim():
-                        yield slot, position, name, start, tensor.data.view(-1)
+            start, states = optimizer_states(resharding.optimizer, parameter)
+            for name, tensor in states.items():
+                yield slot, position, name, start, tensor.view(-1)
 
 
 def _contents_by_expert(

@@ -1,7 +1,5 @@
 """Resident replicas stay equal to their owners, and checkpoints do not contain them."""
 
-import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,120 +15,86 @@ from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettin
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 
 from ..training.parity.test_strategy_parity import cheap_links
-from ..training_run import relative_difference, train
+from ..training_run import TrainingRun, assert_close, note, relative_difference, rows, slow, train, wrap
+from ..uneven_owners import state_bytes
 
-FLEXMOE = (
-    "--moe-strategy flexmoe --moe-strategy-set slots=2 --moe-strategy-set placement_interval=2 "
-    "--moe-strategy-set window=2 --moe-strategy-set threshold=1.01 --moe-strategy-set profile_iterations=1"
-)
+FLEXMOE = "flexmoe slots=2 placement_interval=2 window=2 threshold=1.01 profile_iterations=1"
 # Learning rate and weight decay change by schedule, and gradients are clipped.
 CHANGING = (
     "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay-incr-style linear --start-weight-decay 0.01 "
-    "--end-weight-decay 0.1 --clip-grad 0.5 --adam-beta1 0.8 --adam-beta2 0.9"
+    "--end-weight-decay 0.1 --clip-grad 0.5 {SHORT_AVERAGES}"
 )
+LAYOUTS = rows(
+    """
+    bf16, distributed | {EP2} --bf16 {DISTRIBUTED} {CHANGING}
+    loss per token | {EP2} --calculate-per-token-loss {BATCH16} {CHANGING}
+    interleaved pipeline | {EP2} --calculate-per-token-loss {DISTRIBUTED} --clip-grad 0 {INTERLEAVED}
+    no copies | {EP4} {CHANGING}
+    bf16 | {EP2} --bf16 {CHANGING}
+    sgd | {EP2} --optimizer sgd
+    """,
+    CHANGING=CHANGING,
+)
+FIRST, SECOND, *SLOW = LAYOUTS
 
 
-def comparisons(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
-    """What each rank measured; there must have been replicas."""
-    of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+def last_notes(run: TrainingRun, num_ranks: int) -> list[dict[str, Any]]:
+    """What each rank measured last; there must have been replicas."""
+    of_ranks = list({found["rank"]: found for found in run.notes}.values())
+    assert len(of_ranks) == num_ranks
     assert sum(found["compared"] for found in of_ranks) > 2 * num_ranks, "there were hardly any replicas"
     return of_ranks
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        f"--expert-model-parallel-size 2 --bf16 --use-distributed-optimizer {CHANGING}",
-        f"--expert-model-parallel-size 2 --calculate-per-token-loss --global-batch-size 16 {CHANGING}",
-        pytest.param(
-            "--expert-model-parallel-size 2 --calculate-per-token-loss --use-distributed-optimizer "
-            "--clip-grad 0 --pipeline-model-parallel-size 2 --num-layers 4 "
-            "--num-layers-per-virtual-pipeline-stage 1",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(f"--expert-model-parallel-size 4 {CHANGING}", marks=pytest.mark.slow),
-        pytest.param(f"--expert-model-parallel-size 2 --bf16 {CHANGING}", marks=pytest.mark.slow),
-        pytest.param("--expert-model-parallel-size 2 --optimizer sgd", marks=pytest.mark.slow),
-    ],
-)
-def test_resident_replicas_stay_equal_to_their_owners(layout: str, text_data: Path, tmp_path: Path) -> None:
-    train(
-        4,
-        f"{layout} --train-iters 8 {FLEXMOE}",
-        text_data,
-        before=compare_in_training,
-        env={"MEASURED": str(tmp_path)},
-    )
-    of_ranks = comparisons(tmp_path, 4)
-    for found in of_ranks:
+@pytest.mark.parametrize("name", [FIRST, SECOND, *slow(SLOW)])
+def test_resident_replicas_stay_equal_to_their_owners(name: str, text_data: Path) -> None:
+    arguments = f"{LAYOUTS[name][0]} --train-iters 8"
+    run = train(4, arguments, text_data, strategy=FLEXMOE, before=compare_in_training)
+    for found in last_notes(run, 4):
         # Sums over data-parallel ranks can be formed in another order for a replica.
-        assert found["difference"] <= (1e-2 if "bf16" in layout else 1e-6)
+        assert found["difference"] <= (1e-2 if "bf16" in arguments else 1e-6)
         assert found["allocated"] == found["accounted"]
 
 
 def test_per_token_losses_equal_plain_expert_parallelism(text_data: Path) -> None:
-    layout = (
-        "--expert-model-parallel-size 2 --calculate-per-token-loss --use-distributed-optimizer "
-        f"--global-batch-size 16 --train-iters 8 {CHANGING}"
-    )
-    wanted = train(4, f"{layout} --moe-strategy ep", text_data)
-    run = train(4, f"{layout} {FLEXMOE}", text_data, before=cheap_links)
-    assert relative_difference(run.losses, wanted.losses) <= 1e-5
-    assert relative_difference(run.grad_norms, wanted.grad_norms) <= 1e-4
+    layout = f"{{EP2}} --calculate-per-token-loss {{DISTRIBUTED}} {{BATCH16}} --train-iters 8 {CHANGING}"
+    wanted = train(4, layout, text_data, strategy="ep")
+    assert_close(train(4, layout, text_data, strategy=FLEXMOE, before=cheap_links), wanted)
 
 
-def test_replicas_count_the_steps_of_their_owners(text_data: Path, tmp_path: Path) -> None:
-    train(
-        2,
-        f"--expert-model-parallel-size 2 {CHANGING} --train-iters 6 {FLEXMOE}",
-        text_data,
-        before=compare_under_adam_of_groups,
-        env={"MEASURED": str(tmp_path)},
-    )
-    assert max(found["difference"] for found in comparisons(tmp_path, 2)) <= 1e-6
+def test_replicas_count_the_steps_of_their_owners(text_data: Path) -> None:
+    arguments = f"{{EP2}} {CHANGING} --train-iters 6"
+    run = train(2, arguments, text_data, strategy=FLEXMOE, before=compare_under_adam_of_groups)
+    assert max(found["difference"] for found in last_notes(run, 2)) <= 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
 def test_checkpoints_hold_each_expert_once(optimizer: str, text_data: Path, tmp_path: Path) -> None:
-    layout = (
-        f"--expert-model-parallel-size 2 {optimizer} --ckpt-format torch_dist --no-load-rng --no-save-rng "
-        f"--train-iters 8 {CHANGING}"
-    )
-    whole = train(2, f"{layout} --moe-strategy ep", text_data)
-    keys = {}
-    for writer, readers in (("ep", [FLEXMOE]), ("flexmoe", ["--moe-strategy ep", FLEXMOE])):
-        folder = tmp_path / writer
-        chosen = FLEXMOE if writer == "flexmoe" else "--moe-strategy ep"
-        begun = train(
-            2,
-            f"{layout} {chosen} --exit-interval 5 --save {folder} --save-interval 5",
-            text_data,
-            before=cheap_links,
-        )
+    layout = f"{{EP2}} {optimizer} {{TORCH_DIST}} --no-load-rng --no-save-rng --train-iters 8 {CHANGING}"
+    whole, keys = train(2, layout, text_data, strategy="ep"), {}
+    for writer, readers in (("ep", [FLEXMOE]), (FLEXMOE, ["ep", FLEXMOE])):
+        folder = tmp_path / writer.split()[0]
+        saving = f"{layout} --exit-interval 5 --save {folder} --save-interval 5"
+        begun = train(2, saving, text_data, strategy=writer, before=cheap_links)
         assert relative_difference(begun.losses, whole.losses[:5]) <= 1e-5
-        metadata = FileSystemReader(folder / "iter_0000005").read_metadata()
-        keys[writer] = {
-            key: getattr(value, "size", None) for key, value in metadata.state_dict_metadata.items()
-        }
+        entries = FileSystemReader(folder / "iter_0000005").read_metadata().state_dict_metadata
+        keys[writer] = {key: getattr(value, "size", None) for key, value in entries.items()}
         for reader in readers:
-            rest = train(2, f"{layout} {reader} --load {folder}", text_data, before=cheap_links)
+            loading = f"{layout} --load {folder}"
+            rest = train(2, loading, text_data, strategy=reader, before=cheap_links)
             assert relative_difference(rest.losses, whole.losses[5:]) <= 1e-5
-    assert keys["flexmoe"] == keys["ep"]
+    assert keys[FLEXMOE] == keys["ep"]
 
 
 def test_fp16_is_refused() -> None:
-    sessions = [
-        StrategySession("flexmoe", FlexmoeSettings()),
-        StrategySession("smartmoe", SmartmoeSettings()),
-    ]
+    resident = StrategySession("flexmoe", FlexmoeSettings())
     model = SimpleNamespace(num_moe_experts=8, expert_model_parallel_size=2)
-    for session in sessions:
-        session.check_model(model)
+    resident.check_model(model)
     model.fp16 = True
     with pytest.raises(ConfigurationError, match="does not support fp16"):
-        sessions[0].check_model(model)
-    sessions[1].check_model(model)
+        resident.check_model(model)
+    StrategySession("smartmoe", SmartmoeSettings()).check_model(model)
 
 
 class LayerWiseDistributedOptimizer:
@@ -181,25 +145,26 @@ def test_states_begin_like_those_of_parameters_with_equal_settings() -> None:
 
 def compare_in_training() -> None:
     """At the end of every iteration, compare the contents of replicas with those of their owners."""
+    from megatron.core import parallel_state
+
     from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
     from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
 
     cheap_links()
-    end = IterationDriver.end
     found: dict[str, Any] = {"compared": 0, "difference": 0.0}
 
-    def end_and_compare(driver: Any) -> Any:
+    def end_and_compare(end: Any, driver: Any) -> Any:
         loads = end(driver)
-        residents, slots = driver._residents, driver._session.slots
-        expert_parallel = residents._contents.expert_parallel
-        device = expert_parallel.rank()
-        owners, per_layer = slots.owners, residents._map.slots
+        residents, owners = driver._residents, driver._session.slots.owners
+        group = residents._contents.expert_parallel
+        device = group.rank()
         places: dict[tuple[str, int, int], int] = {}
         for layer in range(owners.num_layers):
             for expert, slot in owners.slots_on(device, layer).items():
                 places["owned", layer, expert] = slot
             for expert, slot in residents._map.held_by(device, layer).items():
-                places["replica", layer, expert] = owners.slots_per_device + layer * per_layer + slot
+                number = owners.slots_per_device + layer * residents._map.slots + slot
+                places["replica", layer, expert] = number
         here = {key: [] for key in places}
         residents._copy_settings()
         for quantity in residents._contents.quantities():
@@ -207,31 +172,25 @@ def compare_in_training() -> None:
             quantity.read(list(places.values()), 0, rows)
             for key, row in zip(places, rows, strict=True):
                 here[key].append(row)
-        everywhere: list[Any] = [None] * expert_parallel.size()
-        dist.all_gather_object(everywhere, here, group=expert_parallel)
+        everywhere: list[Any] = [None] * group.size()
+        dist.all_gather_object(everywhere, here, group=group)
         owned = {key[1:]: rows for held in everywhere for key, rows in held.items() if key[0] == "owned"}
         for (kind, *expert), rows in here.items():
-            if kind == "replica":
-                found["compared"] += 1
-                for got, wanted in zip(rows, owned[tuple(expert)], strict=True):
-                    scale = float(wanted.abs().max()) or 1.0
-                    difference = float((got.float() - wanted.float()).abs().max()) / scale
-                    found["difference"] = max(found["difference"], difference)
+            for got, wanted in zip(rows, owned[tuple(expert)], strict=True):
+                difference = (got.float() - wanted.float()).abs().max() / (wanted.abs().max() or 1.0)
+                found["difference"] = max(found["difference"], float(difference))
+            found["compared"] += kind == "replica"
         memory = account_memory(driver._session, driver._args, driver.held)
         parameters = [parameter for slot in residents.parameters for parameter in slot]
-        found["allocated"] = {
-            "parameters": sum(p.numel() * p.element_size() for p in parameters),
-            "optimizer": _of_all_copies(driver, _state_bytes(residents._resident_optimizer)),
-        }
-        copies = driver._args.data_parallel_size // expert_parallel.size()
-        found["accounted"] = {
-            "parameters": memory.replica_parameters_bytes,
-            "optimizer": copies * memory.replica_optimizer_bytes,
-        }
-        (Path(os.environ["MEASURED"]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+        kept = torch.tensor(state_bytes(residents._resident_optimizer, parameters))
+        dist.all_reduce(kept, group=parallel_state.get_expert_data_parallel_group())
+        copies = driver._args.data_parallel_size // group.size()
+        allocated = sum(p.numel() * p.element_size() for p in parameters), int(kept)
+        accounted = memory.replica_parameters_bytes, copies * memory.replica_optimizer_bytes
+        note({"rank": dist.get_rank(), **found, "allocated": allocated, "accounted": accounted})
         return loads
 
-    IterationDriver.end = end_and_compare
+    wrap(IterationDriver, "end", end_and_compare)
 
 
 class AdamOfGroups(torch.optim.Optimizer):
@@ -265,25 +224,3 @@ def compare_under_adam_of_groups() -> None:
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = AdamOfGroups, False
     compare_in_training()
-
-
-def _state_bytes(optimizer: Any) -> int:
-    """Optimizer states of the parameters' sizes, and master weights that are not views of the parameters."""
-    total = 0
-    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(member, "is_stub_optimizer", False):
-            continue
-        for group in member.optimizer.param_groups:
-            for master in group["params"]:
-                states = member.optimizer.state.get(master, {}).values()
-                total += sum(4 * s.numel() for s in states if torch.is_tensor(s) and s.dim())
-                total += 4 * master.numel() if member.config.bf16 else 0
-    return total
-
-
-def _of_all_copies(driver: Any, num_bytes: int) -> int:
-    from megatron.core import parallel_state
-
-    total = torch.tensor(num_bytes)
-    dist.all_reduce(total, group=parallel_state.get_expert_data_parallel_group())
-    return int(total)

@@ -69,7 +69,15 @@ def cases() -> list[Case]:
         Case((("schedule", "s1"), ("slots", 2)), strategy="fssdp"),
         Case((("slots", 2),), strategy="fssdp", recompute=True),
         Case((("slots", 2), ("schedule", "s1")), strategy="fssdp", sequence_parallel=True),
-        Case((("smart_schedule", True), ("group_size", 1)), strategy="ep", recompute=True),
+        *(
+            Case(
+                (("smart_schedule", True), ("group_size", 1)),
+                "ep",
+                recompute=True,
+                sequence_parallel=is_split,
+            )
+            for is_split in (False, True)
+        ),
         Case((("schedule", "baseline"),), biases=True),
         Case((("schedule", "s1"),), biases=True),
         Case((("schedule", "s2"),), biases=True, gated=True),
@@ -124,7 +132,8 @@ def compare_cases(
     for case in cases:
         if case.sequence_parallel and mp == 1:
             continue
-        if (case.biases or ("smart_schedule", True) in case.settings) and esp > 1:
+        in_steps = ("smart_schedule", True) in case.settings
+        if ((case.biases or in_steps) and esp > 1) or (in_steps and mp > 1 and not case.sequence_parallel):
             continue  # refused
         if case.biases and ep == 1:
             continue  # Megatron's own experts fail there.

@@ -1,35 +1,28 @@
 """The process groups of a session, and the form of planning kernels on all ranks of a pipeline stage."""
 
-import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..training_run import train_on_all_ranks
+from ..training_run import note, train_on_all_ranks, wrap
 
 
-def tell_timeouts() -> None:
-    """Log the time-outs of the two groups of the same ranks, before each iteration."""
+def note_timeouts() -> None:
+    """Note the time-outs of the two groups of the same ranks, before each iteration."""
     from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
-    begin = MoERuntime.begin_iteration
-
-    def begin_iteration(self: MoERuntime, *args: object) -> None:
+    def begin_iteration(begin: Any, self: MoERuntime, *args: object) -> None:
         groups = self.layers[0].groups
         assert groups.transfers is not None
-        seconds = [
-            int(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-            for group in (groups.expert_parallel, groups.transfers)
-        ]
-        logging.getLogger("megatron_fssdp.testing").warning(f"time-outs {seconds} s")
-        begin(self, *args)  # type: ignore[arg-type]
+        for group in (groups.expert_parallel, groups.transfers):
+            note(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        begin(self, *args)
 
-    MoERuntime.begin_iteration = begin_iteration  # type: ignore[method-assign, assignment]
+    wrap(MoERuntime, "begin_iteration", begin_iteration)
 
 
 def test_process_groups_of_transfers_have_megatrons_timeout(text_data: Path) -> None:
-    arguments = (
-        "--expert-model-parallel-size 2 --train-iters 2 --moe-strategy fssdp --distributed-timeout-minutes 7"
-    )
-    for run in train_on_all_ranks(2, arguments, text_data, before=tell_timeouts):
-        assert [text for text in run.messages if "time-outs" in text] == ["time-outs [420, 420] s"] * 2
+    arguments = "{EP2} --train-iters 2 --distributed-timeout-minutes 7"
+    for run in train_on_all_ranks(2, arguments, text_data, strategy="fssdp", before=note_timeouts):
+        assert run.notes == (420, 420, 420, 420)

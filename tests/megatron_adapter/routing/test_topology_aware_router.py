@@ -19,7 +19,7 @@ from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.reporting.records.run_records import read_metrics
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from ..training_run import flags, relative_difference, train
+from ..training_run import relative_difference, train
 
 TWO_NODES = Topology.uniform(4, 2)
 OWNERS = np.array([0, 0, 1, 1, 2, 2, 3, 3])
@@ -128,23 +128,19 @@ def _check_router(options: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_training_keeps_tokens_in_their_node_and_strategies_agree(text_data: Path, tmp_path: Path) -> None:
     gate = "nodes=2 router=topology_aware leaving_share=0.25"
-    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     losses = {}
     for name, strategy in (
         ("stock", "ep nodes=2"),
         ("ep", f"ep {gate}"),
         ("fssdp", f"fssdp {gate} reshard_interval=0 slots=2 overlap_degree=3"),
     ):
-        chosen = flags(strategy, record_dir=tmp_path / name)
-        arguments = f"--expert-model-parallel-size 4 --train-iters 5 {recompute} {chosen}"
-        losses[name] = train(4, arguments, text_data).losses
+        recorded = f"{strategy} record_dir={tmp_path / name}"
+        losses[name] = train(4, "{EP4} --train-iters 5 {RECOMPUTE}", text_data, strategy=recorded).losses
     assert relative_difference(losses["ep"], losses["fssdp"]) <= 1e-5
     assert relative_difference(losses["ep"], losses["stock"]) > 1e-4
     counts_ILDE = read_loads(tmp_path / "ep").counts_ILDE
     away = counts_ILDE[:, :, :2, 4:].sum() + counts_ILDE[:, :, 2:, :4].sum()
     # A quarter of each rank's tokens, for each of two choices.
     assert 0 < away <= 0.25 * counts_ILDE.sum()
-    assert (
-        sum(layer.cross_node_tokens for entry in read_metrics(tmp_path / "ep") for layer in entry.layers)
-        == away
-    )
+    layers = [layer for entry in read_metrics(tmp_path / "ep") for layer in entry.layers]
+    assert sum(layer.cross_node_tokens for layer in layers) == away

@@ -27,6 +27,7 @@ Module = Enum("Module", "attn mlp moe moe_router moe_preprocess mamba")
 TE_GRAPHS = {"cuda_graph_impl": "transformer_engine", "sequence_parallel": True}
 BOTH = [Module.attn, Module.moe_router]
 EQUAL = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+DIVIDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
 def settings(**more: Any) -> SimpleNamespace:
@@ -67,6 +68,15 @@ def test_settings_that_a_strategy_can_serve_are_accepted(more: dict[str, Any]) -
         ({**TE_GRAPHS, "cuda_graph_modules": BOTH, **EQUAL}, "add --sequence-parallel"),
         ({"expert_tensor_parallel_num_weight_shards": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
+        (
+            {**DIVIDED, "expert_tensor_parallel_size": 1, "add_bias_linear": True},
+            "biases of experts under sequence parallelism",
+        ),
+        (
+            {"expert_tensor_parallel_size": 2, "add_bias_linear": True},
+            "biases of experts under expert tensor",
+        ),
+        ({"moe_paged_stash": True}, "--moe-paged-stash"),
         ({"num_experts": 9}, "--expert-model-parallel-size: got 2"),
         ({"moe_router_topk": 9}, "--moe-router-topk: got 9"),
     ],
@@ -92,7 +102,6 @@ def test_the_topology_aware_gate_refuses_graphs_of_the_router() -> None:
 FLEX = {"moe_token_dispatcher_type": "flex"}
 NCCL = {**FLEX, "moe_flex_dispatcher_backend": "ncclep"}
 DELAYED = {"delay_wgrad_compute": True}
-DIVIDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PREPROCESS = {**TE_GRAPHS, "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
 PADDING = {"moe_router_padding_for_quantization": True}
 GATE = {"router": "topology_aware", "leaving_share": 0.5}
@@ -112,7 +121,7 @@ def strategy_of(name: str, keys: dict[str, Any]) -> Any:
         ("fssdp", KEPT, NCCL),
         ("smartmoe", {}, NCCL),
         ("fssdp", {"reshard_interval": 0}, DELAYED),
-        ("fssdp", {**KEPT, "smart_schedule": True}, {}),
+        ("fssdp", {**KEPT, "smart_schedule": True}, DIVIDED),
         ("fssdp", KEPT, {**PREPROCESS, **DIVIDED}),
         ("ep", {}, PREPROCESS),
         ("flexmoe", {}, PREPROCESS),
@@ -133,6 +142,8 @@ def test_dispatchers_and_graphs_that_fit_the_slots_are_accepted(
     ("strategy", "keys", "more", "match"),
     [
         ("fssdp", {}, {**FLEX, **EQUAL}, "add --sequence-parallel"),
+        ("ep", {"smart_schedule": True}, EQUAL, "add --sequence-parallel, or remove smart_schedule"),
+        ("fssdp", {"exchange": "by_price"}, EQUAL, "add --sequence-parallel, or remove smart_schedule"),
         ("fssdp", {"smart_schedule": True}, FLEX, "two dispatchers"),
         ("fssdp", {"exchange": "deduplicated"}, FLEX, "two dispatchers"),
         ("parm", {"schedule": "s1"}, {**FLEX, **DIVIDED}, "two dispatchers"),

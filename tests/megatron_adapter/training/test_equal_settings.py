@@ -13,9 +13,9 @@ from megatron_fssdp.megatron_adapter.training.equal_settings import refused_toge
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
-from ..training_run import flags, train_on_all_ranks
+from ..training_run import train_on_all_ranks, wrap
 
-TRAINING = "--expert-model-parallel-size 2 --train-iters 2"
+SHORT = "{EP2} --train-iters 2"
 PARM = "--moe-strategy parm --moe-strategy-set cluster=cluster.yaml"
 
 
@@ -54,14 +54,12 @@ def other_routing() -> None:
     """Let each rank's command line ask for another number of experts for a token."""
     from megatron_fssdp.megatron_adapter.training import training_hooks
 
-    get_args = training_hooks.get_args
-
-    def args_of_rank() -> Any:
+    def args_of_rank(get_args: Any) -> Any:
         args = get_args()
         args.moe_router_topk = 1 + int(os.environ["RANK"])
         return args
 
-    training_hooks.get_args = args_of_rank
+    wrap(training_hooks, "get_args", args_of_rank)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +75,8 @@ def other_routing() -> None:
 def test_ranks_with_other_settings_are_refused(
     before: Callable[[], None], more: str, message: str, text_data: Path, tmp_path: Path
 ) -> None:
-    arguments, folder = f"{TRAINING} --moe-strategy fssdp {more}", {"FOLDER": str(tmp_path)}
-    runs = train_on_all_ranks(2, arguments, text_data, before=before, env=folder, timeout_s=120)
+    options: Any = {"before": before, "env": {"FOLDER": str(tmp_path)}, "timeout_s": 120}
+    runs = train_on_all_ranks(2, f"{SHORT} --moe-strategy fssdp {more}", text_data, **options)
     assert [run.exit_code for run in runs] == [2, 2]
     assert all(message in run.errors for run in runs)
 
@@ -110,7 +108,7 @@ def test_all_ranks_refuse_a_folder_of_records_that_rank_0_cannot_write(
     text_data: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    arguments = f"{TRAINING} {flags('ep', record_dir=tmp_path / 'file')}"
-    runs = train_on_all_ranks(2, arguments, text_data, timeout_s=120, grace_s=10)
+    options: Any = {"strategy": f"ep record_dir={tmp_path / 'file'}", "timeout_s": 120, "grace_s": 10}
+    runs = train_on_all_ranks(2, SHORT, text_data, **options)
     assert [run.exit_code for run in runs] == [2, 2]
     assert all("record_dir" in run.errors for run in runs)

@@ -1,11 +1,11 @@
 """The worked example of docs/contributing.md, installed as a user installs it, and used everywhere."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from megatron_fssdp.reporting.records.run_records import read_metrics
 
 from ...reporting.page.made_runs import write_made_run
 from ...reporting.page.page_parts import PageParts
-from ..training_run import relative_difference, train, train_on_all_ranks
+from ..training_run import assert_close, note, train, train_on_all_ranks, wrap
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "docs" / "examples" / "second_home"
@@ -52,46 +52,42 @@ def command(installed: Path, *words: object) -> str:
 
 
 def watch_transfers() -> None:
-    """Log on every rank whether there is a transfer group, and each gather that starts ahead of its layer."""
+    """Note whether there is a transfer group, and each gather that starts ahead of its layer."""
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 
-    say = logging.getLogger("megatron_fssdp.testing").warning
-    launch, gather = SlotLayer.launch, ReplicaTransfers.gather
     launching: list[SlotLayer] = []
 
-    def watched_launch(self: SlotLayer, hidden: torch.Tensor | None = None) -> None:
-        say(f"transfer group: {self.groups.transfers is not None}")
+    def watched_launch(launch: Any, self: SlotLayer, hidden: torch.Tensor | None = None) -> None:
+        note(f"transfer group: {self.groups.transfers is not None}")
         launching.append(self)
         launch(self, hidden)
         launching.pop()
 
-    def watched_gather(self: ReplicaTransfers) -> None:
+    def watched_gather(gather: Any, self: ReplicaTransfers) -> None:
         if launching and not self.is_gathered:
-            say("replicas are on their way before the layer")
+            note("replicas are on their way before the layer")
         gather(self)
 
-    SlotLayer.launch = watched_launch  # type: ignore[method-assign]
-    ReplicaTransfers.gather = watched_gather  # type: ignore[method-assign]
+    wrap(SlotLayer, "launch", watched_launch)
+    wrap(ReplicaTransfers, "gather", watched_gather)
 
 
 # --8<-- [start:training]
 def test_it_trains_with_overlap_and_moved_owners_and_the_losses_of_plain_expert_parallelism(
     installed: Path, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common = "--expert-model-parallel-size 2 --train-iters 6 --moe-strategy"
-    wanted = train(2, f"{common} ep", text_data)
+    wanted = train(2, "{EP2} --train-iters 6", text_data, strategy="ep")
     monkeypatch.syspath_prepend(installed)
-    keys = f"threshold=1 swap_every=3 record_dir={tmp_path}"
-    chosen = " ".join(f"--moe-strategy-set {key}" for key in keys.split())
-    runs = train_on_all_ranks(2, f"{common} {NAME} {chosen}", text_data, before=watch_transfers)
+    strategy = f"{NAME} threshold=1 swap_every=3 record_dir={tmp_path}"
+    options = {"strategy": strategy, "before": watch_transfers}
+    runs = train_on_all_ranks(2, "{EP2} --train-iters 6", text_data, **options)
     assert [run.exit_code for run in runs] == [0, 0], runs[0].errors[-3000:]
-    assert relative_difference(runs[-1].losses, wanted.losses) <= 1e-5
-    assert relative_difference(runs[-1].grad_norms, wanted.grad_norms) <= 1e-5
+    assert_close(runs[-1], wanted, 1e-5, 1e-5)
     for run in runs:
-        assert "transfer group: True" in run.messages
-        assert "transfer group: False" not in run.messages
-        assert run.messages.count("replicas are on their way before the layer") >= 8
+        assert "transfer group: True" in run.notes
+        assert "transfer group: False" not in run.notes
+        assert run.notes.count("replicas are on their way before the layer") >= 8
     metrics = read_metrics(tmp_path)
     replicas = [[layer.num_replicas for layer in entry.layers] for entry in metrics]
     assert replicas[0] == [0, 0]  # nothing was seen yet

@@ -14,13 +14,10 @@ from numpy.testing import assert_allclose
 from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
-from ..training_run import flags, train
+from ..training_run import train
 
-ITERATIONS = 8
-ARGUMENTS = (
-    f"--expert-model-parallel-size 4 --train-iters {ITERATIONS} "
-    "--seq-length 256 --max-position-embeddings 256"
-)
+ITERATIONS = 5
+ARGUMENTS = f"{{EP4}} --train-iters {ITERATIONS} --seq-length 256 --max-position-embeddings 256"
 
 
 def force_hot_expert() -> None:
@@ -50,8 +47,8 @@ def force_hot_expert() -> None:
 def test_fssdp_balances_a_forced_hot_expert(
     settings: str, slots: int, bound: float, text_data: Path, tmp_path: Path
 ) -> None:
-    chosen = flags(f"fssdp {settings}", record_dir=tmp_path)
-    train(4, f"{ARGUMENTS} {chosen}", text_data, before=force_hot_expert)
+    strategy = f"fssdp {settings} record_dir={tmp_path}"
+    train(4, ARGUMENTS, text_data, strategy=strategy, before=force_hot_expert)
     metrics = read_metrics(tmp_path)
     assert len(metrics) == ITERATIONS
     for number, entry in enumerate(metrics):

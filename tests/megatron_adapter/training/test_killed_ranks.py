@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -20,12 +19,10 @@ from megatron_fssdp.testing.ranks import RankError
 
 from ..checkpoints.test_killed_save import die_in_second_save
 from ..checkpoints.test_uneven_checkpoint import differing_keys, stored_tensors
-from ..training_run import SCRIPT, TINY_GPT_MOE, flags, relative_difference, train
+from ..training_run import GPT, command_line, flags, relative_difference, train, wrap
 
-TRAINING = (
-    f"--expert-model-parallel-size 2 {flags('fssdp slots=2 overlap_degree=4 reshard_interval=2')} "
-    "--train-iters 4 --save-interval 2 --no-save-rng --no-load-rng"
-)
+FSSDP = flags("fssdp slots=2 overlap_degree=4 reshard_interval=2")
+TRAINING = f"{{EP2}} --train-iters 4 --save-interval 2 --no-save-rng --no-load-rng {FSSDP}"
 KILLED_IN = 3  # the iteration after the first save and the first re-shard
 NOTICED_S = 60  # a lost connection is noticed at once; the groups' own time-out is 10 minutes
 
@@ -41,16 +38,13 @@ def die_after(owner: str | type, name: str) -> None:
     """Kill rank 1 after the first call of a class's method in an iteration."""
     from megatron.training.global_vars import get_args
 
-    owner = resolve_name(owner) if isinstance(owner, str) else owner
-    method = getattr(owner, name)
-
-    def and_die(*args: Any, **kwargs: Any) -> Any:
+    def and_die(method: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         if os.environ["RANK"] == "1" and get_args().curr_iteration + 1 == KILLED_IN:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(owner, name, and_die)
+    wrap(resolve_name(owner) if isinstance(owner, str) else owner, name, and_die)
 
 
 CARGO = "megatron_fssdp.collectives.sparse.transfer_cargo"
@@ -66,14 +60,12 @@ def die_in_reshard() -> None:
     """Kill rank 1 when the first piece of the moving experts has been exchanged and written."""
     from megatron_fssdp.megatron_adapter.experts import resharding
 
-    exchange = resharding.exchange_slots
-
-    def exchange_slots(group: Any, moves: Any, quantities: Sequence[Any], **options: Any) -> None:
+    def and_die(exchange: Any, group: Any, moves: Any, quantities: Sequence[Any], **options: Any) -> None:
         for kind in {type(quantity) for quantity in quantities}:
             die_after(kind, "write")
         exchange(group, moves, quantities, **options)
 
-    resharding.exchange_slots = exchange_slots
+    wrap(resharding, "exchange_slots", and_die)
 
 
 IN_TURN = "--moe-strategy-set overlap=false"
@@ -122,10 +114,7 @@ def test_a_waiting_process_ends_by_itself_when_its_peer_is_killed(text_data: Pat
         "from megatron_fssdp.megatron_adapter.entry.launcher import launch; "
         "die_in_reduce_scatter(); launch(sys.argv[1:])"
     )
-    arguments = [
-        *shlex.split(f"{SCRIPT} {TINY_GPT_MOE} --data-path {text_data} {TRAINING} --save {tmp_path}"),
-        *("--data-cache-path", str(text_data.parent / "cache")),
-    ]
+    arguments = command_line(GPT, f"{TRAINING} --save {tmp_path}", text_data)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, *arguments],

@@ -12,10 +12,9 @@ from megatron_fssdp.reporting.records.evaluations import read_evaluations
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
 from megatron_fssdp.reporting.records.run_session import RunSession
 
-from ..training_run import flags, relative_difference, train
+from ..training_run import relative_difference, train
 
-STAGES = "--pipeline-model-parallel-size 2 --global-batch-size 16"
-PEERS = "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear"
+STAGES, PEERS = "{PP2} {BATCH16}", "{TP2} {NO_BIAS}"
 
 
 @pytest.mark.parametrize(
@@ -30,8 +29,8 @@ PEERS = "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linea
 def test_all_devices_and_layers_are_recorded(
     layout: str, num_sources: int, text_data: Path, tmp_path: Path
 ) -> None:
-    layout = f"--expert-model-parallel-size 2 {layout}"
-    run = train(4, f"{layout} --train-iters 3 {flags('fssdp', record_dir=tmp_path)}", text_data)
+    strategy = f"fssdp record_dir={tmp_path}"
+    run = train(4, f"{{EP2}} {layout} --train-iters 3", text_data, strategy=strategy)
     metrics, loads = read_metrics(tmp_path), read_loads(tmp_path)
     assert [entry.iteration for entry in metrics] == [1, 2, 3]
     session = RunSession("fssdp", 3, 4, usable_cores(), devices=4, precision="fp32")
@@ -41,7 +40,7 @@ def test_all_devices_and_layers_are_recorded(
     assert all([layer.layer for layer in entry.layers] == [1, 2] for entry in metrics)
     assert loads.layers.tolist() == [1, 2]
     assert loads.counts_ILDE.shape == (3, 2, num_sources, 8)
-    batch = 16 if "pipeline" in layout else 8
+    num_stages, batch = (2, 16) if layout == STAGES else (1, 8)
     assert (loads.counts_ILDE.sum(axis=(2, 3)) == batch * 16 * 2).all()
     assert loads.by_nodes_ILN is not None
     assert loads.by_devices_ILD is not None
@@ -52,7 +51,7 @@ def test_all_devices_and_layers_are_recorded(
     moved = [layer.spag_bytes for entry in metrics[1:] for layer in entry.layers]
     assert any(moved)
     replicas = [layer.num_replicas for entry in metrics[1:] for layer in entry.layers]
-    biases = 0 if "--disable-bias-linear" in layout else 64 + 32
+    biases = 0 if layout == PEERS else 64 + 32
     whole_expert_bytes = 4 * (2 * 32 * 64 + biases)
     assert moved == [number * whole_expert_bytes for number in replicas]
     assert moved == [layer.sprs_bytes for entry in metrics[1:] for layer in entry.layers]
@@ -62,7 +61,7 @@ def test_all_devices_and_layers_are_recorded(
         assert 0 <= layer.spag_exposed_s <= layer.spag_s
         assert 0 <= layer.sprs_exposed_s <= layer.sprs_s
     assert all(0 < entry.passes_s < entry.iteration_s for entry in metrics)
-    check_passes(metrics, num_stages=2 if "pipeline" in layout else 1)
+    check_passes(metrics, num_stages)
     # 6 operations per weight and token, of at least the selected experts.
     least = 6 * batch * 16 * 2 * (2 * 2 * 32 * 64)
     assert all(least < entry.flops < 20 * least for entry in metrics)
@@ -74,8 +73,8 @@ def test_all_devices_and_layers_are_recorded(
 
 
 def test_evaluations_are_recorded_with_their_data(text_data: Path, tmp_path: Path) -> None:
-    evaluating = "--train-iters 3 --split 40,40,20 --eval-interval 2 --eval-iters 1"
-    train(2, f"--expert-model-parallel-size 2 {evaluating} {flags('ep', record_dir=tmp_path)}", text_data)
+    evaluating = "{EP2} --train-iters 3 --split 40,40,20 --eval-interval 2 --eval-iters 1"
+    train(2, evaluating, text_data, strategy=f"ep record_dir={tmp_path}")
     found = read_evaluations(tmp_path)
     assert [(one.iteration, one.data) for one in found] == [(2, "validation"), (3, "validation"), (3, "test")]
     losses = [entry.lm_loss for entry in read_metrics(tmp_path)]
@@ -84,17 +83,14 @@ def test_evaluations_are_recorded_with_their_data(text_data: Path, tmp_path: Pat
 
 
 def test_skipped_training_only_evaluates(text_data: Path, tmp_path: Path) -> None:
-    layout = (
-        "--expert-model-parallel-size 2 --train-iters 4 --split 40,40,20 --eval-interval 100 --eval-iters 1 "
-        "--ckpt-format torch_dist"
-    )
+    layout = "{EP2} --train-iters 4 --split 40,40,20 --eval-interval 100 --eval-iters 1 {TORCH_DIST}"
     moving, folder = "fssdp slots=2 reshard_interval=2", tmp_path / "checkpoints"
-    train(2, f"{layout} {flags(moving)} --save {folder} --save-interval 4", text_data)
+    train(2, f"{layout} --save {folder} --save-interval 4", text_data, strategy=moving)
     losses = []
     for name in ("ep", moving, "flexmoe slots=2"):
         records = tmp_path / name.split()[0]
-        chosen = flags(name, record_dir=records)
-        train(2, f"{layout} {chosen} --skip-train --load {folder}", text_data)
+        skipping = f"{layout} --skip-train --load {folder}"
+        train(2, skipping, text_data, strategy=f"{name} record_dir={records}")
         losses.append([one.losses["lm loss"] for one in read_evaluations(records)])
     assert len(losses[0]) == 2
     assert all(found == pytest.approx(losses[0], rel=1e-6) for found in losses)
@@ -142,8 +138,8 @@ def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devi
 def test_reshards_are_recorded_in_their_iterations(
     layout: str, num_copies: int, text_data: Path, tmp_path: Path
 ) -> None:
-    chosen = flags("fssdp reshard_interval=3 overlap_degree=1 slots=1", record_dir=tmp_path)
-    run = train(4, f"--expert-model-parallel-size 2 {layout} --train-iters 5 {chosen}", text_data)
+    strategy = f"fssdp reshard_interval=3 overlap_degree=1 slots=1 record_dir={tmp_path}"
+    run = train(4, f"{{EP2}} {layout} --train-iters 5", text_data, strategy=strategy)
     metrics = read_metrics(tmp_path)
     assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
     for key in ("resharded_experts", "reshard_bytes"):
@@ -158,8 +154,7 @@ def test_reshards_are_recorded_in_their_iterations(
 
 
 def test_strategy_none_records_losses_without_layers(text_data: Path, tmp_path: Path) -> None:
-    chosen = flags("none", record_dir=tmp_path)
-    run = train(2, f"--expert-model-parallel-size 2 --train-iters 2 {chosen}", text_data)
+    run = train(2, "{EP2} --train-iters 2", text_data, strategy=f"none record_dir={tmp_path}")
     metrics = read_metrics(tmp_path)
     assert relative_difference(tuple(entry.lm_loss for entry in metrics), run.losses) == 0
     assert all(entry.layers == () and entry.tokens_per_s > 0 for entry in metrics)

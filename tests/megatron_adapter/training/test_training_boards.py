@@ -1,7 +1,5 @@
 """Megatron's own boards get the plugin's figures: TensorBoard's files and a stand-in for Weights & Biases."""
 
-import json
-import os
 import sys
 import types
 from pathlib import Path
@@ -14,21 +12,19 @@ from megatron_fssdp.reporting.records.arrays.load_records import read_loads
 from megatron_fssdp.reporting.records.recorded_run import read_run, run_config_of
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
-from ..training_run import train
+from ..training_run import note, train
 
 # Rank 0 gathers the figures and the last rank has the boards; they are on different pipeline stages.
-LAYOUT = (
-    "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 16 --train-iters 4 "
-    "--log-interval 2 --moe-strategy fssdp --moe-strategy-set slots=1 --moe-strategy-set overlap_degree=2"
-)
+LAYOUT, FSSDP = "{EP2} {PP2} {BATCH16} --train-iters 4 --log-interval 2", "fssdp slots=1 overlap_degree=2"
+WANDB = "--wandb-project p --wandb-exp-name e --wandb-save-dir"
 
 
 def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: Path, tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board, records, told = tmp_path / "board", tmp_path / "records", tmp_path / "told.jsonl"
-    recorded = f"{LAYOUT} --tensorboard-dir {board} --moe-strategy-set record_dir={records}"
-    arguments = f"{recorded} {wandb_arguments(tmp_path)}"
-    train(4, arguments, text_data, before=fake_wandb, env={"TOLD": str(told)})
+    board, records = tmp_path / "board", tmp_path / "records"
+    arguments = f"{LAYOUT} --tensorboard-dir {board} {WANDB} {tmp_path}"
+    strategy = f"{FSSDP} record_dir={records}"
+    trained = train(4, arguments, text_data, strategy=strategy, before=fake_wandb)
     events = accumulators.EventAccumulator(str(board), size_guidance={"histograms": 0, "scalars": 0})
     events.Reload()
     metrics = {entry.iteration: entry for entry in read_metrics(records)}
@@ -60,7 +56,7 @@ def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: 
         last = histograms[-1].histogram_value
         assert (last.num, last.sum, last.max) == (8, tokens_E.sum(), tokens_E.max())
     assert "lm loss" in events.Tags()["scalars"]  # written by Megatron itself
-    ours = told_by_us(told)
+    ours = told_by_us(trained.notes)
     assert [step for step, _ in ours] == logged
     for step, values in ours:
         scalars = {name: value for name, value in values.items() if not isinstance(value, list)}
@@ -71,27 +67,20 @@ def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: 
 
 @pytest.mark.slow
 def test_a_training_board_needs_no_record_dir(text_data: Path, tmp_path: Path) -> None:
-    told = tmp_path / "told.jsonl"
-    arguments = f"{LAYOUT} {wandb_arguments(tmp_path)}"
-    train(4, arguments, text_data, before=fake_wandb, env={"TOLD": str(told)})
-    ours = told_by_us(told)
+    arguments = f"{LAYOUT} {WANDB} {tmp_path}"
+    ours = told_by_us(train(4, arguments, text_data, strategy=FSSDP, before=fake_wandb).notes)
     assert [step for step, _ in ours] == [2, 4]
     for _, values in ours:
         assert values["fssdp/seconds"] > values["fssdp/seconds of passes"] > 0
         assert values["fssdp device load, max over mean/layer 2"] >= 1
         # Two groups of two devices route 16 samples of 16 tokens to 2 experts each.
         assert sum(values["fssdp tokens of an expert/layer 1"]) == 16 * 16 * 2
-    assert {path.name for path in tmp_path.iterdir()} <= {told.name, "wandb"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"wandb"}
 
 
-def wandb_arguments(folder: Path) -> str:
-    return f"--wandb-project p --wandb-exp-name e --wandb-save-dir {folder}"
-
-
-def told_by_us(told: Path) -> list[tuple[int, dict[str, Any]]]:
+def told_by_us(told: Any) -> list[tuple[int, dict[str, Any]]]:
     """Steps and values of the plugin's own figures."""
-    lines = map(json.loads, told.read_text().splitlines())
-    return [(step, values) for step, values in lines if any(name.startswith("fssdp") for name in values)]
+    return [(step, values) for step, values in told if any(name.startswith("fssdp") for name in values)]
 
 
 def fake_wandb() -> None:
@@ -99,9 +88,7 @@ def fake_wandb() -> None:
     module: Any = types.ModuleType("wandb")
 
     def log(values: dict[str, Any], step: int | None = None) -> None:
-        with Path(os.environ["TOLD"]).open("a") as file:
-            plain = {name: np.asarray(value).tolist() for name, value in values.items()}
-            file.write(json.dumps([step, plain]) + "\n")
+        note((step, {name: np.asarray(value).tolist() for name, value in values.items()}))
 
     module.init = lambda **_: None
     module.log = log

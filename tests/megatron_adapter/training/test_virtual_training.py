@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_fssdp.testing.virtual_cuda import FindingKind
-from tests.megatron_adapter.training_run import command_line, flags
+from tests.megatron_adapter.training_run import EP2, INTERLEAVED, PP2, command_line, flags, rows, wrap
 from tests.megatron_adapter.virtual_training import (
     VIRTUAL_GPT,
     assert_clean,
@@ -22,36 +21,19 @@ from tests.megatron_adapter.virtual_training import (
     train_virtually,
 )
 
-
-def table(text: str) -> dict[str, str]:
-    """Arguments by name. Lines that are indented more go on with the row before."""
-    rows = textwrap.dedent(text).strip().replace("\n ", " ").splitlines()
-    cells = (map(str.strip, row.split("|")) for row in rows)
-    return {name: f"{arguments} {flags(strategy)}" for name, arguments, strategy in cells}
-
-
-WORLD_SIZE = 4
-EP2 = "--expert-model-parallel-size 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 8000"
-PP2 = f"{EP2} --num-layers 4 --pipeline-model-parallel-size 2"
-INTERLEAVED = f"{PP2} {OVERLAP} --num-layers-per-virtual-pipeline-stage 1"
-TP2 = "--tensor-model-parallel-size 2"
-SEQUENCE = f"{TP2} --sequence-parallel"
-PARTS = f"{SEQUENCE} --expert-tensor-parallel-size 2"
-RECOMPUTE_MOE = "--recompute-granularity selective --recompute-modules moe"
-BESIDE = (
-    f"{EP2} {OVERLAP} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap "
-    "--moe-shared-expert-gate --disable-bias-linear"
-)
+TP_PARTS = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2"
+SEQUENCE_PARTS = f"{TP_PARTS} --sequence-parallel"
+BESIDE = f"{EP2} {OVERLAP} --moe-shared-expert-gate --moe-shared-expert-intermediate-size 32 "
+BESIDE += "--moe-shared-expert-overlap --disable-bias-linear"
 COMBINED = f"{EP2} {OVERLAP} --bf16 --global-batch-size 16 --overlap-moe-expert-parallel-comm"
 # Measured costs would select other replicas in every run.
 FIXED = "fssdp slots=2 overlap_degree=4 reshard_interval=2"
-RESHARD = f"{flags(FIXED)} --train-iters 5"
 ROUNDING = 1e-5
 
 # name | arguments | strategy and its settings
-CASES = table(
-    f"""
+TABLE = rows(
+    """
     none | {EP2} {OVERLAP} | none
     fssdp without overlap | {EP2} | fssdp
     fssdp rematerialized | {EP2} {OVERLAP} | fssdp rematerialize=true
@@ -63,22 +45,22 @@ CASES = table(
     prophet, split transfers | {EP2} {OVERLAP} | prophet
     fastermoe, smart schedule | {EP2} {OVERLAP} | fastermoe smart_schedule=true
     quota, each micro-batch | {EP2} {OVERLAP} | quota
-    pipeline | {PP2} | fssdp
-    pipeline with overlap | {PP2} {OVERLAP} | fssdp
-    interleaved pipeline | {INTERLEAVED} | fssdp
-    interleaved pipeline, split transfers | {INTERLEAVED} | prophet
-    tensor and sequence parallel | {EP2} {SEQUENCE} | fssdp
-    experts' tensor parallel | {EP2} {PARTS} {OVERLAP} | fssdp
-    parm, baseline | {EP2} {PARTS} | parm schedule=baseline
-    parm, megatron | {EP2} {PARTS} | parm schedule=megatron
-    parm, s1 | {EP2} {PARTS} | parm schedule=s1
-    parm, s2 | {EP2} {PARTS} | parm schedule=s2
-    parm, auto | {EP2} {PARTS} | parm schedule=auto
+    pipeline | {EP2} {PP2} --num-layers 4 | fssdp
+    pipeline with overlap | {EP2} {PP2} --num-layers 4 {OVERLAP} | fssdp
+    interleaved pipeline | {EP2} {INTERLEAVED} {OVERLAP} | fssdp
+    interleaved pipeline, split transfers | {EP2} {INTERLEAVED} {OVERLAP} | prophet
+    tensor and sequence parallel | {EP2} {TP2} | fssdp
+    experts' tensor parallel | {EP2} {SEQUENCE_PARTS} {OVERLAP} | fssdp
+    parm, baseline | {EP2} {SEQUENCE_PARTS} | parm schedule=baseline
+    parm, megatron | {EP2} {SEQUENCE_PARTS} | parm schedule=megatron
+    parm, s1 | {EP2} {SEQUENCE_PARTS} | parm schedule=s1
+    parm, s2 | {EP2} {SEQUENCE_PARTS} | parm schedule=s2
+    parm, auto | {EP2} {SEQUENCE_PARTS} | parm schedule=auto
     shared experts beside the exchange | {BESIDE} | fssdp
-    shared experts beside the exchange, sequence parallel | {BESIDE} {SEQUENCE} | fssdp
+    shared experts beside the exchange, sequence parallel | {BESIDE} {TP2} | fssdp
     shared experts beside the deduplicated exchange | {BESIDE} | fssdp exchange=deduplicated nodes=2
-    shared experts beside parm's s1, recomputed | {BESIDE} {PARTS} {RECOMPUTE_MOE} | parm schedule=s1
-    shared experts beside parm's s2 | {BESIDE} {TP2} --expert-tensor-parallel-size 2 | parm schedule=s2
+    shared experts beside parm's s1, recomputed | {BESIDE} {SEQUENCE_PARTS} {RECOMPUTE_MOE} | parm schedule=s1
+    shared experts beside parm's s2 | {BESIDE} {TP_PARTS} | parm schedule=s2
     shared experts beside the smart schedule | {BESIDE} | fastermoe smart_schedule=true
     combined 1F1B schedule, re-shards | {COMBINED} --global-batch-size 32 --train-iters 5 | {FIXED}
     combined 1F1B schedule, rematerialized | {COMBINED} | fssdp rematerialize=true
@@ -87,30 +69,34 @@ CASES = table(
     combined 1F1B schedule, each micro-batch | {COMBINED} | quota
     combined 1F1B schedule, deduplicated exchange | {COMBINED} | fssdp exchange=deduplicated nodes=2
     combined 1F1B schedule, smart schedule | {COMBINED} | fastermoe smart_schedule=true
-    combined 1F1B schedule, parm's s1 | {COMBINED} {PARTS} | parm schedule=s1
-    combined 1F1B schedule, parm's s2 | {COMBINED} {TP2} --expert-tensor-parallel-size 2 | parm schedule=s2
+    combined 1F1B schedule, parm's s1 | {COMBINED} {SEQUENCE_PARTS} | parm schedule=s1
+    combined 1F1B schedule, parm's s2 | {COMBINED} {TP_PARTS} | parm schedule=s2
     deduplicated exchange, MoE layers recomputed | {EP2} {OVERLAP} {RECOMPUTE_MOE}
         | fssdp exchange=deduplicated
-    deduplicated exchange, each micro-batch, pipeline | {PP2} | quota exchange=deduplicated
+    deduplicated exchange, each micro-batch, pipeline | {EP2} {PP2} --num-layers 4
+        | quota exchange=deduplicated
     re-shards | {EP2} --train-iters 5 | {FIXED}
     re-shards with overlap | {EP2} {OVERLAP} --train-iters 5 | {FIXED}
-    re-shards in an interleaved pipeline | {INTERLEAVED} --train-iters 5 | {FIXED}
+    re-shards in an interleaved pipeline | {EP2} {INTERLEAVED} {OVERLAP} --train-iters 5 | {FIXED}
     evaluation | {EP2} {OVERLAP} --log-interval 1 --split 90,10,0 --eval-iters 1 --eval-interval 2 | fssdp
-    tokens divided over tensor-parallel ranks | {EP2} {TP2} {OVERLAP} | fssdp
+    tokens divided over tensor-parallel ranks | {EP2} --tensor-model-parallel-size 2 {OVERLAP} | fssdp
     topology-aware gate | {EP2} {OVERLAP} | fastermoe router=topology_aware leaving_share=0.3 nodes=4
     a loader's own processes and thread | {EP2} --num-workers 1 | fssdp
-    """
+    """,
+    **{"OVERLAP": OVERLAP, "TP_PARTS": TP_PARTS, "SEQUENCE_PARTS": SEQUENCE_PARTS, "BESIDE": BESIDE},
+    **{"COMBINED": COMBINED, "FIXED": FIXED},
 )
+CASES = {name: f"{arguments} {flags(strategy)}" for name, (arguments, strategy) in TABLE.items()}
 # Costs are measured in the first two iterations, and then select placements; the sums of other placements
 # round differently.
 MEASURED = dict.fromkeys(("fssdp", "prophet", "fastermoe", "flexmoe", "smartmoe", "quota", "auto"), EP2)
-MEASURED["flexmoe under pipeline stages"] = PP2
+MEASURED["flexmoe under pipeline stages"] = f"{EP2} {PP2} --num-layers 4"
 
 
 def test_megatron_trains_on_virtual_devices_like_on_cpu_ranks(text_data: Path) -> None:
     """One training with pipeline stages, the distributed optimizer and both overlap flags."""
     arguments = f"{EP2} {OVERLAP} --num-layers 2 --train-iters 2 --moe-strategy prophet"
-    runs = assert_same_without_findings(WORLD_SIZE, arguments, text_data)
+    runs = assert_same_without_findings(arguments, text_data)
     for run in runs:
         assert run.counts["P2P batch"] > 0
         assert run.counts["stream made"] > 1
@@ -127,21 +113,20 @@ def test_megatron_trains_on_virtual_devices_like_on_cpu_ranks(text_data: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_training_has_no_findings_and_the_numbers_of_cpu_ranks(case: str, text_data: Path) -> None:
-    assert_same_without_findings(WORLD_SIZE, CASES[case], text_data)
+    assert_same_without_findings(CASES[case], text_data)
 
 
 @pytest.mark.slow
 def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megatron(text_data: Path) -> None:
     """Megatron's messages between stages use memory of other streams. The strategy must not add findings."""
-    arguments = f"{INTERLEAVED} --bf16 --global-batch-size 16 --overlap-moe-expert-parallel-comm"
+    arguments = f"{COMBINED} {INTERLEAVED}"
     stock, ours = (
-        train_virtually(WORLD_SIZE, f"{arguments} --moe-strategy {strategy}", text_data)
-        for strategy in ("none", "fssdp")
+        train_virtually(f"{arguments} --moe-strategy {strategy}", text_data) for strategy in ("none", "fssdp")
     )
     for run, other in zip(ours, stock, strict=True):
         assert not run.training.exit_code, run.training.errors[-3000:]
         assert set(run.findings) <= set(other.findings)
-    on_cpu = train_on_cpu(WORLD_SIZE, f"{arguments} --moe-strategy fssdp", text_data)
+    on_cpu = train_on_cpu(f"{arguments} --moe-strategy fssdp", text_data)
     assert ours[-1].training.losses == on_cpu[-1].losses
 
 
@@ -150,15 +135,15 @@ def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megat
 def test_training_by_measured_costs_has_no_findings(case: str, text_data: Path) -> None:
     chosen = flags(case.split()[0], profile_iterations=2)
     arguments = f"{MEASURED[case]} {OVERLAP} --train-iters 5 {chosen}"
-    assert_same_without_findings(WORLD_SIZE, arguments, text_data, tolerance=ROUNDING)
+    assert_same_without_findings(arguments, text_data, tolerance=ROUNDING)
 
 
 @pytest.mark.slow
 def test_a_run_is_recorded_with_the_memory_of_the_device(text_data: Path, tmp_path: Path) -> None:
     """The recorder's branches for CUDA: synchronized times and the peak of the device's memory."""
     record = tmp_path / "record"
-    arguments = f"{EP2} {OVERLAP} {RESHARD} --moe-strategy-set record_dir={record}"
-    runs = train_virtually(WORLD_SIZE, arguments, text_data)
+    arguments = f"{EP2} {OVERLAP} --train-iters 5 {flags(FIXED, record_dir=record)}"
+    runs = train_virtually(arguments, text_data)
     assert_clean(runs)
     (path,) = record.glob("metrics.jsonl")
     first = json.loads(path.read_text().splitlines()[0])
@@ -171,18 +156,17 @@ def test_torchrun_trains_through_both_launchers(text_data: Path, tmp_path: Path)
     """Megatron makes its NCCL groups itself, in real processes."""
     argv = command_line(VIRTUAL_GPT, f"{EP2} {OVERLAP} --moe-strategy fssdp", text_data)
     launchers = (
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "megatron_fssdp.testing.virtual_cuda", "--report", str(tmp_path / "report")),
-        *("-m", "megatron_fssdp"),
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_fssdp.testing.virtual_cuda "
     )
+    words = [*launchers.split(), "--report", str(tmp_path / "report"), "-m", "megatron_fssdp", *argv]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launchers, *argv],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, **environment},
-    )
+    options: Any = {
+        "capture_output": True,
+        "text": True,
+        "timeout": 400,
+        "env": {**os.environ, **environment},
+    }
+    done = subprocess.run([sys.executable, *words], **options)
     assert not done.returncode, done.stderr[-3000:]
     for rank in range(2):
         report = json.loads((tmp_path / "report" / f"rank{rank}.json").read_text())
@@ -195,15 +179,15 @@ def test_torchrun_trains_through_both_launchers(text_data: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_a_saved_training_goes_on_with_the_same_numbers(text_data: Path, tmp_path: Path) -> None:
     """Owners moved before the checkpoint. Virtual devices and CPU ranks go on from it alike."""
-    common = f"{EP2} {OVERLAP} {RESHARD} --ckpt-format torch_dist"
+    common = f"{EP2} {OVERLAP} --train-iters 5 {flags(FIXED)} --ckpt-format torch_dist"
     folder = tmp_path / "checkpoint"
-    runs = train_virtually(WORLD_SIZE, f"{common} --save {folder} --save-interval 3", text_data)
+    runs = train_virtually(f"{common} --save {folder} --save-interval 3", text_data)
     assert_clean(runs)
     (folder / "latest_checkpointed_iteration.txt").write_text("3")
-    resumed = train_virtually(WORLD_SIZE, f"{common} --load {folder}", text_data)
+    resumed = train_virtually(f"{common} --load {folder}", text_data)
     assert_clean(resumed)
     assert resumed[-1].training.losses == runs[-1].training.losses[3:]
-    on_cpu = train_on_cpu(WORLD_SIZE, f"{common} --load {folder}", text_data)
+    on_cpu = train_on_cpu(f"{common} --load {folder}", text_data)
     assert on_cpu[-1].losses == resumed[-1].training.losses
 
 
@@ -221,29 +205,23 @@ def wait_for_no(start_name: str, handle_name: str) -> None:
     """DDP starts a collective for the experts' Parameters or gradients, and does not wait for it."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-    start = getattr(_ParamAndGradBucketGroup, start_name)
-
-    def start_only(self: Any, *args: Any, **kwargs: Any) -> None:
+    def start_only(start: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
         handle = getattr(self, handle_name)
         if handle is not None and not getattr(next(iter(self.params)), "allreduce", True):
             setattr(self, handle_name, _Unawaited(handle))
 
-    setattr(_ParamAndGradBucketGroup, start_name, start_only)
+    wrap(_ParamAndGradBucketGroup, start_name, start_only)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
-    [
-        pytest.param(
-            ("start_param_sync", "param_gather_handle"), id="read Parameters that are being gathered"
-        ),
-        pytest.param(("start_grad_sync", "grad_reduce_handle"), id="update experts before the reduction"),
-    ],
+    [("start_param_sync", "param_gather_handle"), ("start_grad_sync", "grad_reduce_handle")],
+    ids=["read Parameters that are being gathered", "update experts before the reduction"],
 )
 def test_a_missing_wait_beside_megatrons_ddp_is_found(what: tuple[str, str], text_data: Path) -> None:
     arguments = f"{EP2} {OVERLAP} --moe-strategy prophet"
-    runs = train_virtually(WORLD_SIZE, arguments, text_data, before=partial(wait_for_no, *what))
+    runs = train_virtually(arguments, text_data, before=partial(wait_for_no, *what))
     races = [finding for run in runs for finding in run.findings if str(FindingKind.RACE) in finding]
     assert any("NCCL" in race for race in races), [run.findings for run in runs]

@@ -63,6 +63,40 @@ def test_a_plan_lasts_an_iteration() -> None:
     run_layer_ranks(plans_last_an_iteration, 2)
 
 
+class OwnersOnly(DrawnPlacements):
+    """A strategy that plans no replicas this time."""
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """Plan without replicas."""
+        return LayerPlan.owners_only(context)
+
+
+class NeverReplicates(OwnersOnly):
+    """A strategy that never plans replicas."""
+
+    def may_replicate(self, layer: int) -> bool:
+        """Never."""
+        return False
+
+
+def are_late(rank: int, world_size: int) -> list[bool]:
+    late = []
+    for strategy in (OwnersOnly, NeverReplicates):
+        with mock.patch("tests.runtime.rank_layer.strategy_of", strategy):
+            run = CaseRun(CASE)
+        run.runtime.begin_iteration(1)
+        run.forward(run.draw())[0].sum().backward()
+        late.append(not run.layers[0].slots.is_home)
+        run.runtime.finish_gradients()
+        assert run.layers[0].slots.is_home
+    return late
+
+
+def test_gradients_are_late_wherever_another_copy_may_have_replicas() -> None:
+    """Else ranks with copies of the same experts start their data-parallel reductions in different orders."""
+    assert run_layer_ranks(are_late, 2) == [[True, False]] * 2
+
+
 class RankDependent(DrawnPlacements):
     """A broken strategy: the plan of layer 2 depends on the rank, but the placement does not."""
 

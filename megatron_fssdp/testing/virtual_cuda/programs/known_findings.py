@@ -19,17 +19,23 @@ class KnownFinding:
         file: File of Megatron whose code the finding is about, as in ``megatron/core/…``.
         operation: Name of the operator of that file which takes part in the finding.
         reason: Why the finding is harmless, or what Megatron relies on.
+        of_stream: The finding is about memory of a stream that this file makes, wherever the memory is used.
+            ``operation`` is then the name of the stream that uses it.
     """
 
     kind: FindingKind
     file: str
     operation: str
     reason: str
+    of_stream: bool = False
 
     def explains(self, finding: Finding) -> bool:
-        """Whether the finding is this one: the operator and its place are Megatron's."""
+        """Whether the finding is this one: the operator and its place, or the stream, are Megatron's."""
         if finding.kind is not self.kind:
             return False
+        if self.of_stream:
+            is_of_stream = f"memory of the stream made at [{self.file}:" in finding.what
+            return is_of_stream and f" by {self.operation} (" in finding.other
         sides = [(finding.what, finding.place), (finding.other, finding.other_place)]
         return any(
             f"({self.operation})" in what and place.startswith(f"{self.file}:") for what, place in sides
@@ -51,6 +57,18 @@ KNOWN_IN_MEGATRON = (
         "read by the host",
         "Megatron's dispatcher makes a NumPy view of page-locked memory while the copy to it runs, and reads "
         "the view's numbers only after it has waited for the copy.",
+    ),
+    KnownFinding(
+        FindingKind.FREED_IN_USE,
+        "megatron/core/transformer/moe/shared_experts.py",
+        "the default stream",
+        "With --moe-shared-expert-overlap, the default stream reads memory of the shared experts' stream, "
+        "which is given back without record_stream. Their stream can get the memory again only for its next "
+        "work. In a forward pass that work begins with pre_forward_comm, which waits for the default "
+        "stream; in a backward pass autograd waits for the gradient from there. Reads in the backward pass "
+        "show only here, where all of it runs on the default stream: on a GPU autograd runs these operators "
+        "on the shared experts' own stream.",
+        of_stream=True,
     ),
 )
 """All known findings. They appear in reports, apart from the others."""

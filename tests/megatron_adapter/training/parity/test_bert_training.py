@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ...training_run import BERT, flags, relative_difference, train, train_on_all_ranks
-from .comparison import NO_BIAS, layouts, losses_of
-from .test_parity_matrix import Record, assert_bitwise_equal, compare, slow
+from ...training_run import BERT, assert_equal, relative_difference, slow, train, train_on_all_ranks, wrap
+from .comparison import layouts
+from .test_parity_matrix import compare
 from .test_strategy_parity import compare_strategies
 
 needs_checkout = pytest.mark.skipif(
@@ -37,10 +37,8 @@ FIRST, *MORE = LAYOUTS
 
 
 @pytest.mark.parametrize("name", [FIRST, *slow(MORE)])
-def test_losses_equal_stock_megatron(
-    name: str, sentence_data: Path, tmp_path: Path, record_property: Record
-) -> None:
-    compare(LAYOUTS[name], sentence_data, tmp_path, record_property, BERT)
+def test_losses_equal_stock_megatron(name: str, sentence_data: Path, tmp_path: Path) -> None:
+    compare(LAYOUTS[name], sentence_data, tmp_path, BERT)
 
 
 @pytest.mark.slow
@@ -53,17 +51,14 @@ def test_losses_of_every_strategy_equal_plain_expert_parallelism(
 
 @pytest.mark.slow
 def test_parm_trains_bert_without_sequence_parallelism(sentence_data: Path, tmp_path: Path) -> None:
-    arguments = f"--expert-model-parallel-size 2 --tensor-model-parallel-size 2 {NO_BIAS}"
     # Megatron initializes weights differently under sequence parallelism, so all runs load one checkpoint.
-    stock = f"{arguments} --sequence-parallel --moe-strategy none"
-    save = f"--save {tmp_path} --save-interval 1 --ckpt-format torch_dist"
-    train(4, f"{stock} --train-iters 1 {save}", sentence_data, model=BERT)
-    load = f"--load {tmp_path} --finetune --no-load-optim --no-load-rng --train-iters 5"
-    wanted = train(4, f"{stock} {load}", sentence_data, model=BERT)
+    save = f"--train-iters 1 --save {tmp_path} --save-interval 1 {{TORCH_DIST}}"
+    train(4, f"{{EP2}} {{PARTS}} --sequence-parallel {save}", sentence_data, model=BERT)
+    load = f"{{EP2}} {{PARTS}} --load {tmp_path} --finetune --no-load-optim --no-load-rng --train-iters 5"
+    wanted = train(4, f"{load} --sequence-parallel", sentence_data, model=BERT)
     for schedule in ("s1", "s2", "auto"):
-        chosen = flags("parm", schedule=schedule)
-        run = train(4, f"{arguments} {load} {chosen}", sentence_data, model=BERT)
-        assert relative_difference(losses_of(run), losses_of(wanted)) <= 1e-5, schedule
+        run = train(4, load, sentence_data, strategy=f"parm schedule={schedule}", model=BERT)
+        assert relative_difference(run.all_losses, wanted.all_losses) <= 1e-5, schedule
 
 
 @pytest.mark.parametrize(
@@ -76,38 +71,32 @@ def test_options_that_bert_would_ignore_are_refused(arguments: str, sentence_dat
     assert not run.losses
 
 
+@pytest.mark.slow
 def test_strategy_none_equals_the_bare_script_bitwise(sentence_data: Path) -> None:
-    arguments = "--expert-model-parallel-size 2 --train-iters 2"
-    bare = train(2, arguments, sentence_data, model=BERT, launcher=False, before=count_experts)
-    none = train(2, arguments, sentence_data, model=BERT)
-    assert_bitwise_equal(none, bare)
+    options: Any = {"launcher": False, "before": count_experts}
+    bare = train(2, "{EP2} --train-iters 2", sentence_data, model=BERT, **options)
+    assert_equal(train(2, "{EP2} --train-iters 2", sentence_data, model=BERT), bare)
     assert len(bare.other_losses) == len(bare.losses) == 2
 
 
 @pytest.mark.slow
 @needs_checkout
 def test_megatrons_script_trains_the_same_model(sentence_data: Path) -> None:
-    for strategy in ("none", "fssdp --moe-strategy-set slots=2 --moe-strategy-set overlap_degree=2"):
-        arguments = f"--expert-model-parallel-size 2 --train-iters 4 --moe-strategy {strategy}"
-        own = train(2, arguments, sentence_data, model=BERT)
-        options: Any = {"script": megatrons_script(), "before": load_words_from_file}
-        stock = train(2, f"{arguments} --spec local", sentence_data, model=BERT, **options)
+    for strategy in ("none", "fssdp slots=2 overlap_degree=2"):
+        options: Any = {"strategy": strategy, "model": BERT}
+        own = train(2, "{EP2} --train-iters 4", sentence_data, **options)
+        options |= {"script": megatrons_script(), "before": load_words_from_file}
+        stock = train(2, "{EP2} --train-iters 4 --spec local", sentence_data, **options)
         assert stock.grad_norms == own.grad_norms
         # The script sums the logged losses in another order.
-        assert relative_difference(losses_of(stock), losses_of(own)) <= 1e-6
+        assert relative_difference(stock.all_losses, own.all_losses) <= 1e-6
 
 
 @needs_checkout
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="has Transformer Engine")
 def test_megatrons_script_without_transformer_engine_gets_a_clear_error(sentence_data: Path) -> None:
-    (run,) = train_on_all_ranks(
-        1,
-        "--train-iters 1",
-        sentence_data,
-        model=BERT,
-        script=megatrons_script(),
-        before=load_words_from_file,
-    )
+    options: Any = {"script": megatrons_script(), "before": load_words_from_file}
+    (run,) = train_on_all_ranks(1, "--train-iters 1", sentence_data, model=BERT, **options)
     assert run.exit_code == 2
     (line,) = [line for line in run.errors.splitlines() if line.startswith("[fssdp]")]
     assert "--spec local" in line
@@ -133,12 +122,10 @@ def count_experts() -> None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.training import training
 
-    setup = training.setup_model_and_optimizer
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(setup: Any, *args: Any, **kwargs: Any) -> Any:
         built = setup(*args, **kwargs)
         layers = [type(module) for chunk in built[0] for module in chunk.modules()]
         assert layers.count(MoELayer) == 2
         return built
 
-    training.setup_model_and_optimizer = checked
+    wrap(training, "setup_model_and_optimizer", checked)

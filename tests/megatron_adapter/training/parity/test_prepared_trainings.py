@@ -22,8 +22,9 @@ from megatron_fssdp.strategies.fssdp import fssdp_strategy
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
 from ...grouped_linear import grouped_experts
-from .comparison import ADAPTIVE, BATCH16, DROPPING, NO_BIAS, Layout, against_stock, layouts, replicas_of
-from .test_parity_matrix import DEFAULT, MORE, Record, compare
+from ...training_run import BATCH16, DROPPING, NO_BIAS, wrap
+from .comparison import ADAPTIVE, Layout, against_stock, layouts, replicas_of
+from .test_parity_matrix import DEFAULT, MORE, compare
 
 COMBINED = layouts(
     """
@@ -105,15 +106,13 @@ def allow_fp32() -> None:
     """Let Megatron's check accept fp32, in which the losses of two runs can be compared exactly."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    check = TransformerConfig.__post_init__
-
-    def as_if_in_half_precision(self: Any) -> None:
+    def as_if_in_half_precision(check: Any, self: Any) -> None:
         is_fp32 = self.overlap_moe_expert_parallel_comm and not (self.bf16 or self.fp16)
         self.bf16 = self.bf16 or is_fp32
         check(self)
         self.bf16 = self.bf16 and not is_fp32
 
-    TransformerConfig.__post_init__ = as_if_in_half_precision
+    wrap(TransformerConfig, "__post_init__", as_if_in_half_precision)
 
 
 def test_the_combined_schedule_has_stock_megatrons_losses(text_data: Path, tmp_path: Path) -> None:
@@ -153,15 +152,14 @@ def build_grouped_experts(*, fuses: bool) -> None:
 
 def add_to_logits(hot: Callable[[torch.Tensor], list[int]], bias: float) -> None:
     """Make experts hot: those that a function of the logits names."""
-    gating = TopKRouter.gating
 
-    def skewed(router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
+    def skewed(gating: Any, router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
         logits = gating(router, hidden)
         extra = torch.zeros_like(logits)
         extra[..., hot(logits)] = bias
         return logits + extra
 
-    TopKRouter.gating = skewed
+    wrap(TopKRouter, "gating", skewed)
 
 
 def skew_gates() -> None:
@@ -220,23 +218,21 @@ DEDUPLICATED = (
 
 
 @pytest.mark.slow
-def test_groups_of_one_device_drop_tokens_as_stock_megatron(
-    text_data: Path, tmp_path: Path, record_property: Record
-) -> None:
+def test_groups_of_one_device_drop_tokens_as_stock_megatron(text_data: Path, tmp_path: Path) -> None:
     """They have nothing to deduplicate, also where capacity leaves tokens without an expert."""
     arguments = f"--expert-tensor-parallel-size 2 --moe-router-topk 2 {DROPPING} {NO_BIAS}"
     layout = Layout(2, 1, arguments, "exchange=deduplicated", moves=False, replicates=False)
-    compare(layout, text_data, tmp_path, record_property)
+    compare(layout, text_data, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEDUPLICATED)
 def test_the_deduplicated_exchange_has_stock_megatrons_losses(
-    name: str, text_data: Path, tmp_path: Path, record_property: Record
+    name: str, text_data: Path, tmp_path: Path
 ) -> None:
     layout = (DEFAULT | MORE)[name]
     settings = f"{layout.settings} exchange=deduplicated"
-    compare(replace(layout, settings=settings, num_iterations=20), text_data, tmp_path, record_property)
+    compare(replace(layout, settings=settings, num_iterations=20), text_data, tmp_path)
 
 
 def at_any_price() -> None:

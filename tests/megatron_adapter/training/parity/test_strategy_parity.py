@@ -18,17 +18,9 @@ from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
-from ...training_run import GPT, Model, TrainingRun, relative_difference
-from .comparison import (
-    BATCH16,
-    GATED,
-    RECOMPUTE_MOE,
-    WHOLE_EXPERTS,
-    Layout,
-    losses_of,
-    replicas_of,
-    trained,
-)
+from ...training_run import BATCH16, GATED, GPT, RECOMPUTE_MOE, WHOLE_EXPERTS, Model, TrainingRun
+from ...training_run import relative_difference as difference
+from .comparison import Layout, replicas_of, trained
 from .test_parity_matrix import DEFAULT, MORE
 
 STRATEGIES = {
@@ -97,14 +89,7 @@ def test_losses_equal_plain_expert_parallelism_in_more_layouts(
 
 
 def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = GPT) -> TrainingRun:
-    """Train under every strategy from one seed; return the run of plain expert parallelism.
-
-    Args:
-        layout: What is trained how.
-        data: Prefix of Megatron's indexed data.
-        folder: For records.
-        model: What is trained.
-    """
+    """Train under every strategy from one seed, with records; return the run of plain expert parallelism."""
     wanted = _train(layout, "ep", "", data, folder, model)
     arguments, experts = layout.arguments, 4 if "--num-experts 4" in layout.arguments else 8
     has_parts = "--expert-tensor-parallel-size 2" in arguments or (
@@ -119,7 +104,7 @@ def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = 
             continue  # refused
         run = _train(layout, strategy, settings, data, folder, model)
         bound = 2e-3 if layout.is_half else 1e-5
-        assert relative_difference(losses_of(run), losses_of(wanted)) <= bound, strategy
+        assert difference(run.all_losses, wanted.all_losses) <= bound, strategy
         _check_use(layout, strategy, run, folder)
     return wanted
 
