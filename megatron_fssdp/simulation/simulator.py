@@ -5,6 +5,7 @@ Shape letters: I iterations, L MoE layers, D devices, E experts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -24,12 +25,12 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.memory.materialization_limits import memory_capacity
 from megatron_fssdp.planning.memory.memory_accounting import FP32_BYTES
 from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
-from megatron_fssdp.simulation.layer_ledger import LayerLedger
-from megatron_fssdp.simulation.layer_times import LayerTimes
+from megatron_fssdp.simulation.lanes import PARTS, Lanes
+from megatron_fssdp.simulation.layer_parts import LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import OnPlan, replay_strategy
-from megatron_fssdp.simulation.warm_up import warm_up_iterations
+from megatron_fssdp.simulation.replay import IterationRecord, OnPlan, replay_strategy, warm_up_iterations
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
@@ -42,17 +43,21 @@ class StrategyOutcome:
     Attributes:
         name: Name of the strategy.
         parts_s: Seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``.
-        ledger: Decisions of the strategy and the traffic that they cause.
+        host_I: Seconds in which a rank's host plans and posts messages in an iteration, float64 ``[I]``.
+        iterations: Decisions of the strategy in every iteration, and the traffic that they cause.
+        topology: Node of each device.
         memory: Peak memory of the device that needs the most.
-        layers: Times of all layers, from which the spans of an iteration are computed.
+        prices: Prices of the layers, from which the spans of an iteration are computed.
         warm_up: Number of first iterations in which the strategy measures or has no history.
     """
 
     name: str
     parts_s: dict[str, np.ndarray]
-    ledger: LayerLedger
+    host_I: np.ndarray
+    iterations: list[IterationRecord]
+    topology: Topology
     memory: DeviceMemory
-    layers: LayerTimes
+    prices: LayerPrices
     warm_up: int = 0
 
     @property
@@ -66,18 +71,55 @@ class StrategyOutcome:
 
         Most of them pass while the device computes. The others are the part ``host`` of ``parts_s``.
         """
-        return float(self.layers.host_s.mean())
+        return float(self.host_I.mean())
 
     @property
     def mean_s(self) -> float:
         """Mean seconds of an iteration, warm-up included."""
         return float(self.iteration_s.mean())
 
+    @cached_property
+    def tokens_ILD(self) -> np.ndarray:
+        """(token, k) pairs that each device computes, int32 ``[I, L, D]``."""
+        return self.of_layers("tokens_D")
+
     @property
     def load_max_over_mean_IL(self) -> np.ndarray:
         """Max/mean device load in (token, k) pairs, float64 ``[I, L]``."""
-        mean_IL = self.ledger.tokens_ILD.mean(axis=2)
-        return self.ledger.tokens_ILD.max(axis=2) / np.maximum(mean_IL, 1e-12)
+        mean_IL = self.tokens_ILD.mean(axis=2)
+        return self.tokens_ILD.max(axis=2) / np.maximum(mean_IL, 1e-12)
+
+    @property
+    def moved_I(self) -> np.ndarray:
+        """Number of experts that get a new owner or a new resident replica, int64 ``[I]``."""
+        return np.array([iteration.num_moved for iteration in self.iterations])
+
+    def of_layers(self, name: str) -> np.ndarray:
+        """Return one attribute of every :class:`LayerRecord`, ``[I, L]`` or ``[I, L, D]``.
+
+        Args:
+            name: Name of the attribute.
+        """
+        return np.array([[getattr(layer, name) for layer in one.layers] for one in self.iterations])
+
+    def seconds_of_layers(self, name: str) -> np.ndarray:
+        """Return one attribute of the :class:`LayerParts` of every layer, float64 ``[I, L]``.
+
+        Args:
+            name: Name of the attribute, such as ``moe_s`` or ``exchange_s``.
+        """
+        return np.array(
+            [[getattr(layer, name) for layer in self.prices.all_parts(one)] for one in self.iterations]
+        )
+
+    def spans(self, iteration: int) -> list[tuple[str, str, float, float]]:
+        """Return the spans of one iteration as (lane, name, begin, end), with times in seconds."""
+        found: list[tuple[str, str, float, float]] = []
+        record = self.iterations[iteration]
+        Lanes(lambda *span: found.append(span)).run_iteration(
+            self.prices.all_parts(record), self.prices, record
+        )
+        return found
 
 
 def simulate(
@@ -123,7 +165,7 @@ def simulate(
     warm_up = 0 if past_ILDE is not None else warm_up_iterations(strategy, len(counts_ILDE))
     profile = layer_profile(job, cluster, strategy.replica_life)
     profile = replace(profile, deduplicated=strategy.exchange == "deduplicated")
-    ledger = replay_strategy(
+    iterations = replay_strategy(
         strategy,
         counts_ILDE,
         topology,
@@ -136,16 +178,22 @@ def simulate(
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
-    layers = LayerTimes(ledger, cluster, links, job, steps, _host_work(name, job))
+    prices = LayerPrices(cluster, links, job, topology, steps, _host_work(name, job))
+    parts_s, host_I = {part: np.zeros(len(iterations)) for part in PARTS}, np.zeros(len(iterations))
+    for iteration, record in enumerate(iterations):
+        layers = prices.all_parts(record)
+        for part, seconds in Lanes().run_iteration(layers, prices, record).parts_s.items():
+            parts_s[part][iteration] = seconds
+        host_I[iteration] = sum(layer.whole_host_s for layer in layers)
     context = LayerContext(1, even_owners(job.num_experts, job.num_devices), topology)
     memory = device_memory(
         job,
         cluster,
         slots=strategy.slots(replace(context, profile=profile)),
-        ledger=ledger,
+        iterations=iterations,
         life=strategy.replica_life,
     )
-    return StrategyOutcome(name, layers.parts_s(), ledger, memory, layers, warm_up)
+    return StrategyOutcome(name, parts_s, host_I, iterations, topology, memory, prices, warm_up)
 
 
 def checked_strategy(
@@ -212,7 +260,7 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
     """
     capacity, held = job.num_experts, job.held_replicas(life)
     if cluster.memory_bytes is not None:
-        without = device_memory(job, cluster, slots=0, ledger=None, life=life)
+        without = device_memory(job, cluster, slots=0, life=life)
         capacity = memory_capacity(
             max(0, int(cluster.memory_bytes - without.total_bytes)),
             expert_bytes=job.expert_bytes,

@@ -24,10 +24,10 @@ from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.simulation.layer_ledger import LayerLedger
-from megatron_fssdp.simulation.layer_times import LayerTimes
+from megatron_fssdp.simulation.lanes import Lanes
+from megatron_fssdp.simulation.layer_parts import LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import record_layer
+from megatron_fssdp.simulation.replay import IterationRecord, LayerRecord
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_price
@@ -73,13 +73,17 @@ class Case:
             before_layer_flops_L=(0.0,) * num_layers,
             before_gate_flops_L=self.job.before_gate_flops_L * num_layers,
         )
-        ledger = LayerLedger(1, num_layers, topology)
         traffic = self.plan.traffic(self.counts_DE, topology, job.num_micro_batches, profile.sent_choices)
-        for layer in range(num_layers):
-            record_layer(ledger, 0, layer, self.planned, self.plan, self.counts_DE, traffic)
-        links = cluster_links(self.cluster)
-        times = LayerTimes(ledger, self.cluster, links, job)
-        return {part: float(seconds[0]) for part, seconds in times.parts_s().items()}
+        record = IterationRecord(
+            [
+                LayerRecord.of(
+                    self.planned, self.plan, self.counts_DE, traffic, topology, is_first=layer == 0
+                )
+                for layer in range(num_layers)
+            ]
+        )
+        prices = LayerPrices(self.cluster, cluster_links(self.cluster), job, topology)
+        return Lanes().run_iteration(prices.all_parts(record), prices, record).parts_s
 
 
 @st.composite

@@ -122,7 +122,7 @@ def _notes(
         "its first turn, with their mean time (all: it never gets further, and is ranked after those that "
         "do)."
     )
-    shares = {row.label: float(row.outcome.ledger.deduplicated_IL.mean()) for row in rows}
+    shares = {row.label: float(row.outcome.of_layers("deduplicated").mean()) for row in rows}
     if any(shares.values()):
         described = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items())
         notes.append(
@@ -154,7 +154,7 @@ def _row(
     first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)
     sample, past = counts_ILDE[first:], counts_ILDE[max(0, first - HISTORY_ITERATIONS) : first]
     arguments = (name, settings, sample, cluster, job, past if len(past) else None, on_plan)
-    spans_nodes = outcome.ledger.topology.num_nodes > 1
+    spans_nodes = outcome.topology.num_nodes > 1
     bandwidth = break_even_bandwidth(*arguments) if spans_nodes else None
     tokens = break_even_tokens(*arguments)
     return RankedStrategy(name, outcome, tokens, bandwidth, _changed_settings(settings))

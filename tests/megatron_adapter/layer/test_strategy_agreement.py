@@ -194,16 +194,16 @@ def simulate_session(strategy: Strategy, counts_ILDE: np.ndarray, session: Strat
     """The same loads in the simulator's replay."""
     plans: list[LayerPlan] = []
     topology = session.runtime.layers[0].groups.topology
-    ledger = replay_strategy(
+    iterations = replay_strategy(
         strategy, counts_ILDE, topology, PROFILE, on_plan=lambda _, __, plan: plans.append(plan)
     )
-    replicas_I = ledger.replicas_IL[:, 0]
+    layers = [iteration.layers[0] for iteration in iterations]
     return Seen(
         placements=[plan.placement.digest() for plan in plans],
-        tokens_D=ledger.tokens_ILD[:, 0].tolist(),
-        overlaps=(ledger.ahead_IL[:, 0] & (replicas_I > 0)).tolist(),
+        tokens_D=[layer.tokens_D.tolist() for layer in layers],
+        overlaps=[layer.ahead and layer.replicas > 0 for layer in layers],
         lives=[plan.life if plan.placement.num_replicas else None for plan in plans],
-        moved=ledger.reshard_experts_I.tolist(),
+        moved=[iteration.num_moved for iteration in iterations],
     )
 
 

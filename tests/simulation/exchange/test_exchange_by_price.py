@@ -60,7 +60,7 @@ def test_an_iteration_takes_as_long_as_with_the_selected_exchange(seed: int) -> 
     cluster = cluster_of(nodes=2, per_node=2, far_alpha_s=100.0)
     counts = drawn_loads(seed, 6, 1)
     pairs, once, by_price = outcomes_of("ep", counts, counts[:1], cluster)
-    used_I = by_price.ledger.deduplicated_IL[:, 0]
+    used_I = by_price.of_layers("deduplicated")[:, 0]
     wanted_s = np.where(used_I, once.iteration_s, pairs.iteration_s)
     np.testing.assert_allclose(by_price.iteration_s, wanted_s, rtol=1e-12)
 
@@ -72,13 +72,13 @@ def test_with_an_exact_forecast_it_never_costs_more_than_the_usual_exchange(seed
     for name in KEYS:
         cluster = cluster_of(nodes=2, per_node=2, far_alpha_s=100.0)
         pairs, _, by_price = outcomes_of(name, counts, counts, cluster)
-        assert (by_price.layers.moe_s() <= pairs.layers.moe_s() + 1e-9).all()
+        assert (by_price.seconds_of_layers("moe_s") <= pairs.seconds_of_layers("moe_s") + 1e-9).all()
 
 
 def test_layers_differ_and_change() -> None:
     counts = drawn_loads(1, 12, 2)
     cluster = cluster_of(nodes=2, per_node=2, far_alpha_s=100.0)
-    used_IL = outcomes_of("ep", counts, counts[:1], cluster)[2].ledger.deduplicated_IL
+    used_IL = outcomes_of("ep", counts, counts[:1], cluster)[2].of_layers("deduplicated")
     assert (used_IL[:, 0] != used_IL[:, 1]).any()
     assert (used_IL[1:] != used_IL[:-1]).any()
 
@@ -87,10 +87,10 @@ def test_it_is_not_used_where_it_cannot_pay() -> None:
     """With top-1 routing, or with links between nodes that are as fast as 1,000 devices."""
     counts = np.full((2, 1, DEVICES, EXPERTS), 100, np.int32)
     slow, fast = cluster_of(nodes=2, per_node=2), {"alpha_s": 0.0, "bandwidth_bytes_per_s": 1e9}
-    assert outcomes_of("ep", counts, counts, slow)[2].ledger.deduplicated_IL.all()
-    assert not outcomes_of("ep", counts, counts, slow, top_k=1)[2].ledger.deduplicated_IL.any()
+    assert outcomes_of("ep", counts, counts, slow)[2].of_layers("deduplicated").all()
+    assert not outcomes_of("ep", counts, counts, slow, top_k=1)[2].of_layers("deduplicated").any()
     cluster = cluster_of(nodes=2, per_node=2, inter_node=fast)
-    assert not outcomes_of("ep", counts, counts, cluster)[2].ledger.deduplicated_IL.any()
+    assert not outcomes_of("ep", counts, counts, cluster)[2].of_layers("deduplicated").any()
 
 
 def test_without_costs_tokens_travel_as_usual() -> None:
@@ -98,4 +98,4 @@ def test_without_costs_tokens_travel_as_usual() -> None:
     job = job_of(devices=DEVICES, experts=EXPERTS, top_k=TOP_K, token_bytes=600)
     settings = settings_of("ep", exchange="by_price", profile_iterations=2)
     outcome = simulate("ep", settings, counts, cluster_of(nodes=2, per_node=2), job)
-    assert outcome.ledger.deduplicated_IL[:, 0].tolist() == [False, False, True, True]
+    assert outcome.of_layers("deduplicated")[:, 0].tolist() == [False, False, True, True]
