@@ -12,6 +12,7 @@ from megatron_fssdp.planning.memory.memory_accounting import (
     expert_memory,
     optimizer_state_bytes,
 )
+from megatron_fssdp.simulation.layer_record import LayerRecord
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import IterationRecord
 
@@ -49,7 +50,7 @@ def device_memory(
     cluster: ClusterDescription,
     *,
     slots: int,
-    iterations: Sequence[IterationRecord] = (),
+    iterations: Sequence[IterationRecord[LayerRecord]] = (),
     life: ReplicaLife,
 ) -> DeviceMemory:
     """Compute the peak memory of the device that needs the most under a strategy.

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
-from megatron_fssdp.simulation.layer_parts import LayerParts, LayerPrices
+from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
 from megatron_fssdp.simulation.replay import IterationRecord
 
 COMPUTE, ALL_TO_ALL, TRANSFER, HOST = "compute", "all-to-all", "transfer", "host"
@@ -64,26 +64,20 @@ class Lanes:
         self._early_s = 0.0
         self._regathers = self._regather_is_far = False
 
-    def run_iteration(
-        self, layers: Sequence[LayerParts], prices: LayerPrices, record: IterationRecord
-    ) -> "Lanes":
-        """Add a whole iteration.
+    def run_iteration(self, record: IterationRecord[LayerRecord], prices: LayerPrices) -> "Lanes":
+        """Add a whole iteration, and return these lanes.
 
         Args:
-            layers: Seconds of the parts of every MoE layer.
-            prices: Cluster and job, for what is outside the MoE layers.
             record: What the strategy does in the iteration.
-
-        Returns:
-            These lanes.
+            prices: Prices of what is outside the MoE layers.
         """
         behind_s = prices.job.after_layers_flops / prices.cluster.non_expert_flops_per_s
         # Everything else waits for a re-shard.
-        self._wait("re-sharding", self._transfer("re-sharding", 0.0, prices.moving_s(record.moved)))
+        self._wait("re-sharding", self._transfer("re-sharding", 0.0, prices.moving_s(record)))
         num, done = prices.job.num_micro_batches, 0
         while done < num:
             before_s = dict(self.parts_s)
-            self.run_micro_batch(layers, behind_s, is_first=done == 0, is_last=done == num - 1)
+            self.run_micro_batch(record.layers, behind_s, is_first=done == 0, is_last=done == num - 1)
             done += 1
             if self._on_span is None and done == 2 and num > 3:
                 # All micro-batches between the first and the last take the same time.
@@ -94,16 +88,16 @@ class Lanes:
                 self.lane_s = max(self.lane_s, self.now_s)
                 done = num - 1
         self._run("gradient sync", "gradient sync", prices.gradient_sync_s, ALL_TO_ALL)
-        self._wait("host", sum(layer.whole_host_s for layer in layers))
+        self._wait("host", sum(layer.host_s for layer in record.layers))
         return self
 
     def run_micro_batch(
-        self, layers: Sequence[LayerParts], behind_s: float = 0.0, *, is_first: bool, is_last: bool
+        self, layers: Sequence[LayerRecord], behind_s: float = 0.0, *, is_first: bool, is_last: bool
     ) -> None:
         """Add both passes of one micro-batch.
 
         Args:
-            layers: Seconds of the parts of every MoE layer.
+            layers: Records of the MoE layers.
             behind_s: Seconds of the forward pass behind the last MoE layer.
             is_first: Whether this is the first micro-batch of the iteration. Unless replicas live for less,
                 their weights are gathered only in this micro-batch.
@@ -120,7 +114,7 @@ class Lanes:
                 f"layer {layer + 1}", layers[layer], around[layer], is_last, above=around[layer + 2]
             )
 
-    def _forward(self, name: str, layer: LayerParts, is_first: bool, above: LayerParts | None) -> None:
+    def _forward(self, name: str, layer: LayerRecord, is_first: bool, above: LayerRecord | None) -> None:
         """Add a layer's forward pass. ``above`` is the next MoE layer."""
         self._run("other compute", f"before {name}", layer.before_layer_s)
         gather_s = 0.0
@@ -133,7 +127,7 @@ class Lanes:
             arrival_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, gather_s))
         self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
         self._run("all-to-all", f"counts {name}", layer.counts_s, ALL_TO_ALL)
-        self._run("host", f"plan {name}", layer.host_s + is_first * layer.host_first_s, HOST)
+        self._run("host", f"plan {name}", layer.plan_s + is_first * layer.first_plan_s, HOST)
         late_s = 0.0 if layer.ahead else gather_s
         if is_first or layer.life is ReplicaLife.MICRO_BATCH:
             late_s += layer.addition_s
@@ -152,10 +146,10 @@ class Lanes:
     def _backward(
         self,
         name: str,
-        layer: LayerParts,
-        below: LayerParts | None,
+        layer: LayerRecord,
+        below: LayerRecord | None,
         is_last: bool,
-        above: LayerParts | None,
+        above: LayerRecord | None,
     ) -> None:
         """Add a layer's backward pass. ``below`` and ``above`` are the MoE layers before and after it."""
         again = layer.life is ReplicaLife.LAYER_PASS
@@ -201,7 +195,7 @@ class Lanes:
     def _run_in_steps(
         self,
         name: str,
-        layer: LayerParts,
+        layer: LayerRecord,
         first: LinkTimes,
         second: LinkTimes,
         experts_s: float,
@@ -230,11 +224,11 @@ class Lanes:
         self._tell(TRANSFER, name, begin_s, self.lane_s)
         return self.lane_s
 
-    def _regather(self, name: str, layer: LayerParts) -> None:
+    def _regather(self, name: str, layer: LayerRecord) -> None:
         self._transfer(name, self.now_s, float(layer.regather.seconds))
         self._regather_is_far = bool(layer.regather.is_far)
 
-    def _contended_all_to_all(self, name: str, layer: LayerParts, again: bool) -> None:
+    def _contended_all_to_all(self, name: str, layer: LayerRecord, again: bool) -> None:
         """Add the backward of combine, which can share a link with a re-gathering that still runs."""
         seconds, left_s = float(layer.combine.seconds), self.lane_s - self.now_s
         if again and left_s > 0 and self._regather_is_far == bool(layer.combine.is_far):

@@ -4,6 +4,7 @@ The counts are those of the model that Megatron builds, without its padding of t
 M model dimension, F ffn dimension, E experts.
 """
 
+from collections import Counter
 from dataclasses import dataclass, fields
 
 from megatron_fssdp.config.run.model_settings import ModelSettings
@@ -29,17 +30,17 @@ class ParameterCount:
         multi_token_prediction: Layers that predict later tokens, with all their experts.
     """
 
-    embeddings: int
-    attention: int
-    dense_mlps: int
-    routers: int
-    shared_experts: int
-    selected_experts: int
-    other_experts: int
-    selected_expert_biases: int
-    other_expert_biases: int
-    norms_and_biases: int
-    output_layer: int
+    embeddings: int = 0
+    attention: int = 0
+    dense_mlps: int = 0
+    routers: int = 0
+    shared_experts: int = 0
+    selected_experts: int = 0
+    other_experts: int = 0
+    selected_expert_biases: int = 0
+    other_expert_biases: int = 0
+    norms_and_biases: int = 0
+    output_layer: int = 0
     loss_heads: int = 0
     multi_token_prediction: int = 0
 
@@ -67,12 +68,8 @@ class ParameterCount:
 
         Experts of multi-token prediction are left out.
         """
-        return (
-            self.selected_experts
-            + self.other_experts
-            + self.selected_expert_biases
-            + self.other_expert_biases
-        )
+        biases = self.selected_expert_biases + self.other_expert_biases
+        return self.selected_experts + self.other_experts + biases
 
     @property
     def matrices_of_layers(self) -> int:
@@ -91,29 +88,26 @@ def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
         model: Architecture of the model.
         vocab_size: Number of token ids. Megatron pads this number, and the padding is not counted.
     """
-    hidden, num_moe_layers = model.hidden_size, sum(model.moe_layers)
-    num_dense_layers = model.num_layers - num_moe_layers
-    num_experts = model.num_experts or 0
+    hidden, is_bert = model.hidden_size, model.family == "bert"
+    norm = _norm_vectors(model) * hidden
     positions = model.seq_length if model.position_embedding == "learned_absolute" else 0
-    parts_of_text = 2 if model.family == "bert" and model.order_head else 0
-    matrices = mlp_matrix_elements(model, model.expert_ffn_size)
-    biases = expert_elements(model) - matrices
-    selected = num_moe_layers * min(model.moe_top_k, num_experts)
-    others = num_moe_layers * num_experts - selected
+    parts_of_text = 2 if is_bert and model.order_head else 0
+    loss_heads, square = 0, hidden * hidden + hidden
+    if is_bert:
+        # A dense layer, a norm and the output layer's biases; then the sentence-order head.
+        loss_heads = square + norm + vocab_size
+        loss_heads += square + 2 * hidden + 2 if model.order_head else 0
+    # A projection of two hidden states to one, three norms, and a transformer layer like the last one.
+    later_tokens = 2 * hidden * hidden + 3 * norm + _layer_elements(model, model.moe_layers[-1]).total()
+    layers = Counter(norms_and_biases=norm)  # the final norm
+    for is_moe in model.moe_layers:
+        layers += _layer_elements(model, is_moe)
     return ParameterCount(
         embeddings=(vocab_size + positions + parts_of_text) * hidden,
-        attention=model.num_layers * attention_elements(model),
-        dense_mlps=num_dense_layers * mlp_matrix_elements(model, model.dense_ffn_size),
-        routers=num_moe_layers * hidden * num_experts,
-        shared_experts=num_moe_layers * mlp_matrix_elements(model, model.moe_shared_expert_size or 0),
-        selected_experts=selected * matrices,
-        other_experts=others * matrices,
-        selected_expert_biases=selected * biases,
-        other_expert_biases=others * biases,
-        norms_and_biases=_norm_elements(model) + _bias_elements(model),
         output_layer=0 if model.tie_embeddings else vocab_size * hidden,
-        loss_heads=_loss_head_elements(model, vocab_size),
-        multi_token_prediction=(model.mtp_num_layers or 0) * _mtp_layer_elements(model),
+        loss_heads=loss_heads,
+        multi_token_prediction=(model.mtp_num_layers or 0) * later_tokens,
+        **layers,
     )
 
 
@@ -138,78 +132,44 @@ def attention_elements(model: ModelSettings) -> int:
         to_latent = hidden * (model.kv_lora_rank + positions)
         from_latent = model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)
         return to_queries + to_latent + from_latent + heads * model.v_head_dim * hidden
-    return model.hidden_size * (2 * _query_size(model) + 2 * _key_size(model))
+    queries = model.num_attention_heads * model.head_width
+    return model.hidden_size * (2 * queries + 2 * _key_size(model))
 
 
-def _query_size(model: ModelSettings) -> int:
-    return model.num_attention_heads * model.head_width
+def _layer_elements(model: ModelSettings, is_moe: bool) -> Counter[str]:
+    """Count the parameters of one transformer layer, by the names in :class:`ParameterCount`."""
+    hidden, bias = model.hidden_size, int(model.linear_bias)
+    queries, keys = model.num_attention_heads * model.head_width, _key_size(model)
+    latent = (model.q_lora_rank or 0) + model.kv_lora_rank if model.multi_latent_attention else 0
+    # Two norms, and the norms of queries and keys or of the latent vectors.
+    inner = (latent or 2 * model.head_width) if model.qk_layernorm else 0
+    norms = _norm_vectors(model) * (2 * hidden + inner)
+    sinks = model.num_attention_heads if model.attention_sinks else 0
+    biases = sinks + bias * (queries + 2 * keys + hidden)
+    found = Counter(attention=attention_elements(model), norms_and_biases=norms + biases)
+    if not is_moe:
+        dense_mlp = mlp_matrix_elements(model, model.dense_ffn_size)
+        mlp_biases = bias * _mlp_bias_elements(model, model.dense_ffn_size)
+        return found + Counter(dense_mlps=dense_mlp, norms_and_biases=mlp_biases)
+    experts, matrices = model.num_experts or 0, mlp_matrix_elements(model, model.expert_ffn_size)
+    selected, expert_biases = min(model.moe_top_k, experts), expert_elements(model) - matrices
+    return found + Counter(
+        routers=hidden * experts,
+        shared_experts=mlp_matrix_elements(model, model.moe_shared_expert_size or 0),
+        selected_experts=selected * matrices,
+        other_experts=(experts - selected) * matrices,
+        selected_expert_biases=selected * expert_biases,
+        other_expert_biases=(experts - selected) * expert_biases,
+        norms_and_biases=bias * experts,  # gates have biases, the output layer does not
+    )
 
 
 def _key_size(model: ModelSettings) -> int:
     return (model.num_query_groups or model.num_attention_heads) * model.head_width
 
 
-def _norm_elements(model: ModelSettings) -> int:
-    """Count the norms of all layers and the final norm."""
-    return model.num_layers * _layer_norm_elements(model) + _norm_vectors(model) * model.hidden_size
-
-
 def _norm_vectors(model: ModelSettings) -> int:
     return 2 if model.normalization == "LayerNorm" else 1
-
-
-def _layer_norm_elements(model: ModelSettings) -> int:
-    """Count a layer's two norms, and its norms of queries and keys or of the latent vectors."""
-    inner = 0
-    if model.qk_layernorm:
-        latent = (model.q_lora_rank or 0) + model.kv_lora_rank
-        inner = latent if model.multi_latent_attention else 2 * model.head_width
-    return _norm_vectors(model) * (2 * model.hidden_size + inner)
-
-
-def _mtp_layer_elements(model: ModelSettings) -> int:
-    """Count a layer of multi-token prediction.
-
-    It has a projection of two hidden states to one, three norms, and a transformer layer like the last one.
-    """
-    hidden, is_moe = model.hidden_size, model.moe_layers[-1]
-    around = 2 * hidden * hidden + 3 * _norm_vectors(model) * hidden
-    attention = attention_elements(model) + _layer_norm_elements(model) + _attention_extra_elements(model)
-    if not is_moe:
-        mlp = mlp_matrix_elements(model, model.dense_ffn_size)
-        biases = _mlp_bias_elements(model, model.dense_ffn_size) if model.linear_bias else 0
-        return around + attention + mlp + biases
-    experts = model.num_experts or 0
-    gate = experts * (hidden + int(model.linear_bias))
-    shared = mlp_matrix_elements(model, model.moe_shared_expert_size or 0)
-    return around + attention + gate + shared + experts * expert_elements(model)
-
-
-def _attention_extra_elements(model: ModelSettings) -> int:
-    """Count the biases of a layer's attention and its learned numbers in the softmax."""
-    sinks = model.num_attention_heads if model.attention_sinks else 0
-    biases = _query_size(model) + 2 * _key_size(model) + model.hidden_size if model.linear_bias else 0
-    return sinks + biases
-
-
-def _loss_head_elements(model: ModelSettings, vocab_size: int) -> int:
-    """Count BERT's heads: a dense layer and a norm before the output layer, and the sentence-order head."""
-    if model.family != "bert":
-        return 0
-    hidden = model.hidden_size
-    square = hidden * hidden + hidden
-    words = square + (2 if model.normalization == "LayerNorm" else 1) * hidden + vocab_size
-    return words + (square + 2 * hidden + 2 if model.order_head else 0)
-
-
-def _bias_elements(model: ModelSettings) -> int:
-    """Count the biases outside the routed experts. Gates have biases, the output layer does not."""
-    elements = model.num_layers * _attention_extra_elements(model)
-    if not model.linear_bias:
-        return elements
-    for is_moe in model.moe_layers:
-        elements += (model.num_experts or 0) if is_moe else _mlp_bias_elements(model, model.dense_ffn_size)
-    return elements
 
 
 def _mlp_bias_elements(model: ModelSettings, ffn: int) -> int:

@@ -87,7 +87,7 @@ def roofline_point(outcome: StrategyOutcome, job: MoeJob) -> RooflinePoint:
     """
     of_layers = ("experts", "all-to-all", "waiting for spAG", "waiting for spRS")
     experts_s, exchange_s, *waiting_s = (float(outcome.parts_s[part].mean()) for part in of_layers)
-    alone_s = job.num_micro_batches * float(outcome.seconds_of_layers("exchange_s").sum(axis=1).mean())
+    alone_s = job.num_micro_batches * float(outcome.of_layers("exchange_s").sum(axis=1).mean())
     tokens = float(outcome.tokens_ILD.sum(axis=(1, 2)).mean())
     return RooflinePoint(
         compute_s=experts_s,

@@ -3,7 +3,7 @@
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +17,6 @@ from megatron_fssdp.config.strategy.strategy_settings import (
 )
 from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
@@ -28,12 +27,15 @@ from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
 from megatron_fssdp.simulation.lanes import PARTS, Lanes
-from megatron_fssdp.simulation.layer_parts import LayerPrices
+from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import IterationRecord, OnPlan, replay_strategy, warm_up_iterations
-from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.simulation.replay import IterationRecord, replay_strategy, warm_up_iterations
+from megatron_fssdp.simulation.workloads import counts_of_shares
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
+
+OnPlan = Callable[[int, int, LayerPlan], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +45,6 @@ class StrategyOutcome:
     Attributes:
         name: Name of the strategy.
         parts_s: Seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``.
-        host_I: Seconds in which a rank's host plans and posts messages in an iteration, float64 ``[I]``.
         iterations: Decisions of the strategy in every iteration, and the traffic that they cause.
         topology: Node of each device.
         memory: Peak memory of the device that needs the most.
@@ -53,8 +54,7 @@ class StrategyOutcome:
 
     name: str
     parts_s: dict[str, np.ndarray]
-    host_I: np.ndarray
-    iterations: list[IterationRecord]
+    iterations: list[IterationRecord[LayerRecord]]
     topology: Topology
     memory: DeviceMemory
     prices: LayerPrices
@@ -71,7 +71,7 @@ class StrategyOutcome:
 
         Most of them pass while the device computes. The others are the part ``host`` of ``parts_s``.
         """
-        return float(self.host_I.mean())
+        return float(self.of_layers("host_s").sum(axis=1).mean())
 
     @property
     def mean_s(self) -> float:
@@ -95,30 +95,18 @@ class StrategyOutcome:
         return np.array([iteration.num_moved for iteration in self.iterations])
 
     def of_layers(self, name: str) -> np.ndarray:
-        """Return one attribute of every :class:`LayerRecord`, ``[I, L]`` or ``[I, L, D]``.
+        """Return one attribute of every :class:`LayerRecord`, ``[I, L]``, or ``[I, L, D]`` for ``tokens_D``.
 
         Args:
             name: Name of the attribute.
         """
         return np.array([[getattr(layer, name) for layer in one.layers] for one in self.iterations])
 
-    def seconds_of_layers(self, name: str) -> np.ndarray:
-        """Return one attribute of the :class:`LayerParts` of every layer, float64 ``[I, L]``.
-
-        Args:
-            name: Name of the attribute, such as ``moe_s`` or ``exchange_s``.
-        """
-        return np.array(
-            [[getattr(layer, name) for layer in self.prices.all_parts(one)] for one in self.iterations]
-        )
-
     def spans(self, iteration: int) -> list[tuple[str, str, float, float]]:
         """Return the spans of one iteration as (lane, name, begin, end), with times in seconds."""
         found: list[tuple[str, str, float, float]] = []
-        record = self.iterations[iteration]
-        Lanes(lambda *span: found.append(span)).run_iteration(
-            self.prices.all_parts(record), self.prices, record
-        )
+        lanes = Lanes(lambda *span: found.append(span))
+        lanes.run_iteration(self.iterations[iteration], self.prices)
         return found
 
 
@@ -165,26 +153,31 @@ def simulate(
     warm_up = 0 if past_ILDE is not None else warm_up_iterations(strategy, len(counts_ILDE))
     profile = layer_profile(job, cluster, strategy.replica_life)
     profile = replace(profile, deduplicated=strategy.exchange == "deduplicated")
+    links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
+    ring = strategy.ring(0, topology)
+    steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
+    host = None if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
+    prices = LayerPrices(cluster, links, job, topology, steps, host)
+
+    def on_layer(
+        iteration: int, layer: int, planned: LayerPlan, plan: LayerPlan, counts_DE: np.ndarray
+    ) -> LayerRecord:
+        if on_plan is not None:
+            on_plan(iteration, layer, plan)
+        return prices.record(layer, planned, plan, counts_DE)
+
     iterations = replay_strategy(
         strategy,
         counts_ILDE,
         topology,
         profile,
+        on_layer,
         num_micro_batches=job.num_micro_batches,
         past_ILDE=past_ILDE,
         layer_numbers=layer_numbers,
-        on_plan=on_plan,
     )
-    links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
-    ring = strategy.ring(0, topology)
-    steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
-    prices = LayerPrices(cluster, links, job, topology, steps, _host_work(name, job))
-    parts_s, host_I = {part: np.zeros(len(iterations)) for part in PARTS}, np.zeros(len(iterations))
-    for iteration, record in enumerate(iterations):
-        layers = prices.all_parts(record)
-        for part, seconds in Lanes().run_iteration(layers, prices, record).parts_s.items():
-            parts_s[part][iteration] = seconds
-        host_I[iteration] = sum(layer.whole_host_s for layer in layers)
+    parts = [Lanes().run_iteration(iteration, prices).parts_s for iteration in iterations]
+    parts_s = {part: np.array([seconds[part] for seconds in parts]) for part in PARTS}
     context = LayerContext(1, even_owners(job.num_experts, job.num_devices), topology)
     memory = device_memory(
         job,
@@ -193,7 +186,7 @@ def simulate(
         iterations=iterations,
         life=strategy.replica_life,
     )
-    return StrategyOutcome(name, parts_s, host_I, iterations, topology, memory, prices, warm_up)
+    return StrategyOutcome(name, parts_s, iterations, topology, memory, prices, warm_up)
 
 
 def checked_strategy(
@@ -211,7 +204,11 @@ def checked_strategy(
         ValueError: The job does not fit the cluster or the strategy.
     """
     topology = topology_of(cluster, job.num_devices)
-    strategy = _strategy(name, settings)
+    if name != "none" and not isinstance(settings, PlacementSettings):
+        raise ValueError(
+            f"strategy {name}: got {type(settings).__name__}, wanted settings of a placement strategy"
+        )
+    strategy = build_strategy("ep", EpSettings()) if name == "none" else build_strategy(name, settings)
     try:
         strategy.check_sizes(job.num_experts, topology)
     except ValueError as error:
@@ -231,12 +228,9 @@ def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
     Returns:
         int64 ``[1, L, D, E]``.
     """
-    num_experts = counts_ILDE.shape[3]
     pairs_LD = np.rint(counts_ILDE.sum(axis=3).mean(axis=0)).astype(np.int64)
-    start_LD = np.cumsum(pairs_LD, axis=1) - pairs_LD
-    position_LDE = (np.arange(num_experts) - start_LD[..., None]) % num_experts
-    counts_LDE = pairs_LD[..., None] // num_experts + (position_LDE < (pairs_LD % num_experts)[..., None])
-    return counts_LDE[None]
+    even_IDE = np.ones((1, *counts_ILDE.shape[2:]))
+    return np.stack([counts_of_shares(even_IDE, pairs_D, top_k=1) for pairs_D in pairs_LD], axis=1)
 
 
 def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> float:
@@ -282,17 +276,3 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
         messages=job.messages,
         choices=job.choices or TokenChoices(job.top_k),
     )
-
-
-def _host_work(name: str, job: MoeJob) -> HostWork:
-    return HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
-
-
-def _strategy(name: str, settings: StrategySettings) -> Strategy:
-    if name == "none":
-        return build_strategy("ep", EpSettings())
-    if not isinstance(settings, PlacementSettings):
-        raise ValueError(
-            f"strategy {name}: got {type(settings).__name__}, wanted settings of a placement strategy"
-        )
-    return build_strategy(name, settings)

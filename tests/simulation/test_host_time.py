@@ -44,7 +44,7 @@ def test_messages_of_transfers_are_posted_by_the_host() -> None:
     found = simulate("fssdp", settings_of("fssdp", **keys), COUNTS_ILDE, cluster_of(), job_of(layers=2))
     # One message each for spAG and spRS of one expert, in the second iteration, in both layers.
     assert found.of_layers("replicas").tolist() == [[0, 0], [1, 1]]
-    assert found.host_I == pytest.approx([0.0, 4 * job_of().messages.batch_host_s])
+    assert found.of_layers("host_s").sum(axis=1) == pytest.approx([0.0, 4 * job_of().messages.batch_host_s])
 
 
 def test_measured_times_are_interpolated() -> None:

@@ -2,21 +2,31 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.simulation.lanes import Lanes
-from megatron_fssdp.simulation.layer_parts import LayerParts
+from megatron_fssdp.simulation.layer_record import LayerRecord
 
+NOBODY = np.zeros(0, np.int32)
 ROWS = LinkTimes(1.0, 0.0)  # type: ignore[arg-type]
 # 3 s of attention, 2 s of experts, 5 s of spAG, 10 s of spRS; rows travel for 1 s.
-LAYER = LayerParts(before_gate_s=3.0, dispatch=ROWS, combine=ROWS, experts_s=2.0, gather_s=5.0, reduce_s=10.0)
+LAYER = LayerRecord(
+    tokens_D=NOBODY,
+    before_gate_s=3.0,
+    dispatch=ROWS,
+    combine=ROWS,
+    experts_s=2.0,
+    gather_s=5.0,
+    reduce_s=10.0,
+)
 SPLIT = replace(LAYER, split=TransferSplit(0.4, 0.4))
 
 
-def run(*layers: LayerParts) -> tuple[Lanes, list[tuple[str, str, float, float]]]:
+def run(*layers: LayerRecord) -> tuple[Lanes, list[tuple[str, str, float, float]]]:
     spans: list[tuple[str, str, float, float]] = []
     lanes = Lanes(lambda *span: spans.append(span))
     lanes.run_micro_batch(layers, is_first=True, is_last=True)
@@ -30,7 +40,7 @@ def test_steps_of_the_smart_schedule_interleave() -> None:
     Backward, with 4 s for each group: C ends at 5, 9, 13; R at 8, 12 and 16.
     """
     rows = LinkTimes(1.0, 6.0)  # type: ignore[arg-type]
-    at_once = LayerParts(dispatch=rows, combine=rows, experts_s=6.0)
+    at_once = LayerRecord(tokens_D=NOBODY, dispatch=rows, combine=rows, experts_s=6.0)
     in_steps, _ = run(replace(at_once, steps=SteppedExchange(3, between_nodes=True)))
     assert in_steps.now_s == 14 + 16
     assert in_steps.parts_s["experts"] == 6 + 12
@@ -41,7 +51,9 @@ def test_experts_in_steps_wait_for_replicas() -> None:
     """Replicas arrive at 5 s. The first rows need 1 s, so the exchange begins at 4 s."""
     rows = LinkTimes(1.0, 6.0)  # type: ignore[arg-type]
     steps = SteppedExchange(3, between_nodes=True)
-    layer = LayerParts(dispatch=rows, combine=rows, experts_s=6.0, steps=steps, gather_s=5.0)
+    layer = LayerRecord(
+        tokens_D=NOBODY, dispatch=rows, combine=rows, experts_s=6.0, steps=steps, gather_s=5.0
+    )
     lanes, spans = run(layer)
     assert lanes.parts_s["waiting for spAG"] == 4
     assert lanes.now_s == 4 + 14 + 16

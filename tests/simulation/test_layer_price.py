@@ -25,9 +25,9 @@ from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.simulation.lanes import Lanes
-from megatron_fssdp.simulation.layer_parts import LayerPrices
+from megatron_fssdp.simulation.layer_record import LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import IterationRecord, LayerRecord
+from megatron_fssdp.simulation.replay import IterationRecord
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_price
@@ -70,20 +70,16 @@ class Case:
         job = replace(
             self.job,
             top_k=profile.choices.top_k,
+            choices=profile.choices,
             before_layer_flops_L=(0.0,) * num_layers,
             before_gate_flops_L=self.job.before_gate_flops_L * num_layers,
         )
-        traffic = self.plan.traffic(self.counts_DE, topology, job.num_micro_batches, profile.sent_choices)
-        record = IterationRecord(
-            [
-                LayerRecord.of(
-                    self.planned, self.plan, self.counts_DE, traffic, topology, is_first=layer == 0
-                )
-                for layer in range(num_layers)
-            ]
-        )
         prices = LayerPrices(self.cluster, cluster_links(self.cluster), job, topology)
-        return Lanes().run_iteration(prices.all_parts(record), prices, record).parts_s
+        layers = [
+            prices.record(layer, self.planned, self.plan, self.counts_DE) for layer in range(num_layers)
+        ]
+        nobody_P = np.zeros(0, np.int64)
+        return Lanes().run_iteration(IterationRecord(layers, nobody_P, nobody_P), prices).parts_s
 
 
 @st.composite

@@ -177,7 +177,7 @@ def test_calibration_waits_for_the_replicas_that_it_adds() -> None:
         "reshard_interval": 0,
     }
     outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(HOT, cold), cluster_of(), job_of())
-    assert [one.layers[0].addition.num_experts for one in outcome.iterations] == [0, 1]
+    assert outcome.of_layers("addition_s").tolist() == [[0.0], [0.1]]
     assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1)
 
 

@@ -167,12 +167,12 @@ def of_layers(sigma: float) -> tuple[np.ndarray, np.ndarray]:
     """
     found, bounds = [], []
     for model in IN_FIGURE_12:
-        plain, smart = (setting_of(model, sigma).run("ep", **dict(keys)).layers for keys in ((), SMART))
-        exchange_IL, plain_IL = plain.exchange_s(), plain.moe_s()
+        plain, smart = (setting_of(model, sigma).run("ep", **dict(keys)) for keys in ((), SMART))
+        exchange_IL, plain_IL = plain.of_layers("exchange_s"), plain.of_layers("moe_s")
         compute_IL = (plain_IL - exchange_IL) / (1 + BACKWARD_PER_FORWARD)
         passes = (compute_IL, BACKWARD_PER_FORWARD * compute_IL)
         shortest_IL = sum(np.maximum(exchange_IL / 2, pass_IL) for pass_IL in passes)
-        found.append((plain_IL / smart.moe_s()).mean(axis=0))
+        found.append((plain_IL / smart.of_layers("moe_s")).mean(axis=0))
         bounds.append((plain_IL / shortest_IL).mean(axis=0))
     return np.concatenate(found), np.concatenate(bounds)
 

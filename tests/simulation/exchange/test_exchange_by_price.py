@@ -72,7 +72,7 @@ def test_with_an_exact_forecast_it_never_costs_more_than_the_usual_exchange(seed
     for name in KEYS:
         cluster = cluster_of(nodes=2, per_node=2, far_alpha_s=100.0)
         pairs, _, by_price = outcomes_of(name, counts, counts, cluster)
-        assert (by_price.seconds_of_layers("moe_s") <= pairs.seconds_of_layers("moe_s") + 1e-9).all()
+        assert (by_price.of_layers("moe_s") <= pairs.seconds_of_layers("moe_s") + 1e-9).all()
 
 
 def test_layers_differ_and_change() -> None:

@@ -44,7 +44,7 @@ def test_a_layer_never_takes_longer_than_in_either_order(seed: int, name: str) -
     """Loads stay as they are, so that the forecast is exact."""
     counts = drawn_loads(seed, 1, 3)
     at_once, in_steps, by_price = (
-        outcome.seconds_of_layers("moe_s") for outcome in outcomes_of(name, counts, counts)
+        outcome.of_layers("moe_s") for outcome in outcomes_of(name, counts, counts)
     )
     assert (by_price <= np.minimum(at_once, in_steps) + 1e-12).all()
 
@@ -55,14 +55,14 @@ def test_an_iteration_takes_as_long_as_in_the_selected_order(seed: int, remateri
     counts = drawn_loads(seed, 6, 1)
     keys = {"rematerialize": rematerialize}
     at_once, in_steps, by_price = outcomes_of("fssdp", counts, counts[:1], **keys)
-    used_I = by_price.of_layers("in_steps")[:, 0]
+    used_I = by_price.of_layers("steps").astype(bool)[:, 0]
     wanted_s = np.where(used_I, in_steps.iteration_s, at_once.iteration_s)
     np.testing.assert_allclose(by_price.iteration_s, wanted_s, rtol=1e-12)
 
 
 def test_layers_differ_and_change() -> None:
     counts = drawn_loads(1, 12, 2)
-    in_steps_IL = outcomes_of("ep", counts, counts[:1])[2].of_layers("in_steps")
+    in_steps_IL = outcomes_of("ep", counts, counts[:1])[2].of_layers("steps").astype(bool)
     assert (in_steps_IL[:, 0] != in_steps_IL[:, 1]).any()
     assert (in_steps_IL[1:] != in_steps_IL[:-1]).any()
 
@@ -72,4 +72,4 @@ def test_without_costs_nothing_runs_in_steps() -> None:
     job = job_of(devices=8, experts=8)
     settings = settings_of("ep", smart_schedule="by_price", profile_iterations=2)
     outcome = simulate("ep", settings, 100 * counts, cluster_of(nodes=4), job)
-    assert outcome.of_layers("in_steps")[:, 0].tolist() == [False, False, True, True]
+    assert outcome.of_layers("steps").astype(bool)[:, 0].tolist() == [False, False, True, True]
