@@ -62,17 +62,17 @@ def device_memory(
         iterations: Decisions of the strategy. Without them, loads are balanced, and there are no replicas.
         life: Lifetime of a replica. Memory for resident replicas is reserved from the start.
     """
-    owned = job.owned_per_layer
-    pairs, replicas = job.pairs_per_device * job.num_layers, 0
-    if iterations:
-        pairs = max(float(np.sum([layer.tokens_D for layer in one.layers], 0).max()) for one in iterations)
-        owned = max(layer.most_owned for one in iterations for layer in one.layers)
-        used = max(layer.most_replicas for one in iterations for layer in one.layers)
-        used = slots if life is ReplicaLife.RESIDENT else used
+    per_layer = max(job.num_experts // job.num_devices, 1)
+    pairs, owned, replicas = job.pairs_per_device * job.num_layers, per_layer, 0
+    layers = [layer for iteration in iterations for layer in iteration.layers]
+    if layers:
+        pairs = max(np.sum([layer.tokens_D for layer in one.layers], axis=0).max() for one in iterations)
+        owned = max(layer.most_owned for layer in layers)
+        used = slots if life is ReplicaLife.RESIDENT else max(layer.most_replicas for layer in layers)
         replicas = min(slots, job.num_experts - job.num_experts // job.num_devices, used)
     experts = expert_memory(
         held=job.held_replicas(life),
-        slots_per_device=job.owned_slots,
+        slots_per_device=-(-job.num_layers * job.num_experts // job.num_devices),
         replicas_per_layer=replicas,
         owned_per_layer=owned,
         expert_elements=job.expert_elements,

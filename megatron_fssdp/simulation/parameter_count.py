@@ -4,50 +4,43 @@ The counts are those of the model that Megatron builds, without its padding of t
 M model dimension, F ffn dimension, E experts.
 """
 
-from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megatron_fssdp.config.run.model_settings import ModelSettings
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of elements of a model's parameters. Every element is in exactly one field.
+    """Numbers of elements of a model's parameters.
 
     Attributes:
-        embeddings: Embeddings of tokens, of learned positions, and of BERT's two parts of a text.
-        attention: Matrices of queries, keys, values and results.
-        dense_mlps: Matrices of feed-forward layers without experts.
-        routers: Matrices of the gates.
-        shared_experts: Matrices of shared experts, which process all tokens.
-        selected_experts: Matrices of the routed experts that process one token.
-        other_experts: Matrices of all other routed experts.
-        selected_expert_biases: Biases of the routed experts that process one token.
-        other_expert_biases: Biases of all other routed experts.
+        layer_matrices: Matrices of attention, gates, shared experts and feed-forward layers without experts.
+        expert_matrices: Matrices of all routed experts.
+        expert_biases: Biases of all routed experts.
         norms_and_biases: Norms, biases outside the routed experts, and learned numbers in softmaxes.
-        output_layer: Matrix of the output layer. 0 if it is shared with the embeddings.
-        loss_heads: Layers of BERT between its last layer and its losses, and the output layer's biases.
+        outside_layers: Embeddings, output layer, and BERT's layers between its last layer and its losses.
         multi_token_prediction: Layers that predict later tokens, with all their experts.
+        idle: Elements of the routed experts, above, that do not process one token.
     """
 
-    embeddings: int = 0
-    attention: int = 0
-    dense_mlps: int = 0
-    routers: int = 0
-    shared_experts: int = 0
-    selected_experts: int = 0
-    other_experts: int = 0
-    selected_expert_biases: int = 0
-    other_expert_biases: int = 0
-    norms_and_biases: int = 0
-    output_layer: int = 0
-    loss_heads: int = 0
-    multi_token_prediction: int = 0
+    layer_matrices: int
+    expert_matrices: int
+    expert_biases: int
+    norms_and_biases: int
+    outside_layers: int
+    multi_token_prediction: int
+    idle: int
+
+    @property
+    def main_model(self) -> int:
+        """Number of all elements without the layers of multi-token prediction."""
+        outside = self.expert_biases + self.norms_and_biases + self.outside_layers
+        return self.matrices_of_layers + outside
 
     @property
     def total(self) -> int:
         """Number of all elements."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.main_model + self.multi_token_prediction
 
     @property
     def activated(self) -> int:
@@ -55,21 +48,7 @@ class ParameterCount:
 
         Layers of multi-token prediction are left out, because only training needs them.
         """
-        return self.main_model - self.other_experts - self.other_expert_biases
-
-    @property
-    def main_model(self) -> int:
-        """Number of all elements without the layers of multi-token prediction."""
-        return self.total - self.multi_token_prediction
-
-    @property
-    def routed_experts(self) -> int:
-        """Number of elements of the matrices and biases of all routed experts.
-
-        Experts of multi-token prediction are left out.
-        """
-        biases = self.selected_expert_biases + self.other_expert_biases
-        return self.selected_experts + self.other_experts + biases
+        return self.main_model - self.idle
 
     @property
     def matrices_of_layers(self) -> int:
@@ -77,8 +56,7 @@ class ParameterCount:
 
         It excludes embeddings, norms, biases and everything after the layers.
         """
-        experts = self.selected_experts + self.other_experts + self.shared_experts
-        return self.attention + self.dense_mlps + self.routers + experts
+        return self.layer_matrices + self.expert_matrices
 
 
 def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
@@ -88,27 +66,43 @@ def count_parameters(model: ModelSettings, vocab_size: int) -> ParameterCount:
         model: Architecture of the model.
         vocab_size: Number of token ids. Megatron pads this number, and the padding is not counted.
     """
-    hidden, is_bert = model.hidden_size, model.family == "bert"
-    norm = _norm_vectors(model) * hidden
+    hidden, norm, num_moe_layers = model.hidden_size, _norm_elements(model), sum(model.moe_layers)
+    num_experts, elements, ffn = model.num_experts or 0, expert_elements(model), model.expert_ffn_size
+    matrices = mlp_matrix_elements(model, ffn)
     positions = model.seq_length if model.position_embedding == "learned_absolute" else 0
-    parts_of_text = 2 if is_bert and model.order_head else 0
-    loss_heads, square = 0, hidden * hidden + hidden
-    if is_bert:
-        # A dense layer, a norm and the output layer's biases; then the sentence-order head.
-        loss_heads = square + norm + vocab_size
-        loss_heads += square + 2 * hidden + 2 if model.order_head else 0
+    outside = (vocab_size + positions + (0 if model.tie_embeddings else vocab_size)) * hidden
+    if model.family == "bert":
+        # A dense layer, a norm and the output layer's biases.
+        square = hidden * hidden + hidden
+        outside += square + norm + vocab_size
+        if model.order_head:  # Embeddings of a text's two parts, a dense layer and two outputs.
+            outside += 2 * hidden + square + 2 * hidden + 2
+    small = [_small_elements(model, is_moe) for is_moe in model.moe_layers]
     # A projection of two hidden states to one, three norms, and a transformer layer like the last one.
-    later_tokens = 2 * hidden * hidden + 3 * norm + _layer_elements(model, model.moe_layers[-1]).total()
-    layers = Counter(norms_and_biases=norm)  # the final norm
-    for is_moe in model.moe_layers:
-        layers += _layer_elements(model, is_moe)
+    later_tokens = 2 * hidden * hidden + 3 * norm + small[-1]
+    later_tokens += dense_matrix_elements(model, model.moe_layers[-1])
+    later_tokens += num_experts * elements if model.moe_layers[-1] else 0
     return ParameterCount(
-        embeddings=(vocab_size + positions + parts_of_text) * hidden,
-        output_layer=0 if model.tie_embeddings else vocab_size * hidden,
-        loss_heads=loss_heads,
+        layer_matrices=sum(dense_matrix_elements(model, is_moe) for is_moe in model.moe_layers),
+        expert_matrices=num_moe_layers * num_experts * matrices,
+        expert_biases=num_moe_layers * num_experts * (elements - matrices),
+        norms_and_biases=sum(small) + norm,
+        outside_layers=outside,
         multi_token_prediction=(model.mtp_num_layers or 0) * later_tokens,
-        **layers,
+        idle=num_moe_layers * max(num_experts - model.moe_top_k, 0) * elements,
     )
+
+
+def dense_matrix_elements(model: ModelSettings, is_moe: bool) -> int:
+    """Return the number of elements of a layer's matrices outside its routed experts.
+
+    Args:
+        model: Architecture of the model.
+        is_moe: Whether the layer has experts, and so a gate.
+    """
+    ffn = (model.moe_shared_expert_size or 0) if is_moe else model.dense_ffn_size
+    gate = model.hidden_size * (model.num_experts or 0) if is_moe else 0
+    return attention_elements(model) + mlp_matrix_elements(model, ffn) + gate
 
 
 def expert_elements(model: ModelSettings) -> int:
@@ -136,40 +130,28 @@ def attention_elements(model: ModelSettings) -> int:
     return model.hidden_size * (2 * queries + 2 * _key_size(model))
 
 
-def _layer_elements(model: ModelSettings, is_moe: bool) -> Counter[str]:
-    """Count the parameters of one transformer layer, by the names in :class:`ParameterCount`."""
-    hidden, bias = model.hidden_size, int(model.linear_bias)
-    queries, keys = model.num_attention_heads * model.head_width, _key_size(model)
-    latent = (model.q_lora_rank or 0) + model.kv_lora_rank if model.multi_latent_attention else 0
-    # Two norms, and the norms of queries and keys or of the latent vectors.
-    inner = (latent or 2 * model.head_width) if model.qk_layernorm else 0
-    norms = _norm_vectors(model) * (2 * hidden + inner)
+def _small_elements(model: ModelSettings, is_moe: bool) -> int:
+    """Count a layer's norms, biases and learned numbers in the softmax, outside its routed experts."""
+    inner = 0
+    if model.qk_layernorm:  # of queries and keys, or of the latent vectors
+        latent = (model.q_lora_rank or 0) + model.kv_lora_rank
+        inner = latent if model.multi_latent_attention else 2 * model.head_width
     sinks = model.num_attention_heads if model.attention_sinks else 0
-    biases = sinks + bias * (queries + 2 * keys + hidden)
-    found = Counter(attention=attention_elements(model), norms_and_biases=norms + biases)
-    if not is_moe:
-        dense_mlp = mlp_matrix_elements(model, model.dense_ffn_size)
-        mlp_biases = bias * _mlp_bias_elements(model, model.dense_ffn_size)
-        return found + Counter(dense_mlps=dense_mlp, norms_and_biases=mlp_biases)
-    experts, matrices = model.num_experts or 0, mlp_matrix_elements(model, model.expert_ffn_size)
-    selected, expert_biases = min(model.moe_top_k, experts), expert_elements(model) - matrices
-    return found + Counter(
-        routers=hidden * experts,
-        shared_experts=mlp_matrix_elements(model, model.moe_shared_expert_size or 0),
-        selected_experts=selected * matrices,
-        other_experts=(experts - selected) * matrices,
-        selected_expert_biases=selected * expert_biases,
-        other_expert_biases=(experts - selected) * expert_biases,
-        norms_and_biases=bias * experts,  # gates have biases, the output layer does not
-    )
+    small = 2 * _norm_elements(model) + _norm_elements(model, inner) + sinks
+    if model.linear_bias:
+        # Gates have biases, the output layer does not.
+        small += model.num_attention_heads * model.head_width + 2 * _key_size(model) + model.hidden_size
+        small += (model.num_experts or 0) if is_moe else _mlp_bias_elements(model, model.dense_ffn_size)
+    return small
 
 
 def _key_size(model: ModelSettings) -> int:
     return (model.num_query_groups or model.num_attention_heads) * model.head_width
 
 
-def _norm_vectors(model: ModelSettings) -> int:
-    return 2 if model.normalization == "LayerNorm" else 1
+def _norm_elements(model: ModelSettings, size: int | None = None) -> int:
+    vectors = 2 if model.normalization == "LayerNorm" else 1
+    return vectors * (model.hidden_size if size is None else size)
 
 
 def _mlp_bias_elements(model: ModelSettings, ffn: int) -> int:
