@@ -42,6 +42,9 @@ PARTS = (
 )
 """Parts of an iteration's time. Their seconds add up to the whole iteration."""
 
+_LANES = {"all-to-all": ALL_TO_ALL, "gradient sync": ALL_TO_ALL, "host": HOST}
+"""Lanes of the parts that are not compute."""
+
 OnSpan = Callable[[str, str, float, float], None]
 
 
@@ -87,7 +90,7 @@ class Lanes:
                     self.now_s += more_s
                 self.lane_s = max(self.lane_s, self.now_s)
                 done = num - 1
-        self._run("gradient sync", "gradient sync", prices.gradient_sync_s, ALL_TO_ALL)
+        self._run("gradient sync", "gradient sync", prices.gradient_sync_s)
         self._wait("host", sum(layer.host_s for layer in record.layers))
         return self
 
@@ -126,8 +129,8 @@ class Lanes:
         if layer.ahead:
             arrival_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, gather_s))
         self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
-        self._run("all-to-all", f"counts {name}", layer.counts_s, ALL_TO_ALL)
-        self._run("host", f"plan {name}", layer.plan_s + is_first * layer.first_plan_s, HOST)
+        self._run("all-to-all", f"counts {name}", layer.counts_s)
+        self._run("host", f"plan {name}", layer.plan_s + is_first * layer.first_plan_s)
         late_s = 0.0 if layer.ahead else gather_s
         if is_first or layer.life is ReplicaLife.MICRO_BATCH:
             late_s += layer.addition_s
@@ -136,12 +139,12 @@ class Lanes:
             self._run_in_steps(name, layer, layer.dispatch, layer.combine, layer.experts_s, arrival_s)
             return
         self._wait("waiting for spAG", arrival_s)
-        self._run("all-to-all", f"dispatch {name}", float(layer.dispatch.seconds), ALL_TO_ALL)
+        self._run("all-to-all", f"dispatch {name}", float(layer.dispatch.seconds))
         if above is not None and is_first:
             early_s = above.split.gather * above.gather_s
             self._early_s = self._transfer(f"spAG, first part, behind {name}", self.now_s, early_s)
         self._run("experts", f"experts {name}", layer.experts_s)
-        self._run("all-to-all", f"combine {name}", float(layer.combine.seconds), ALL_TO_ALL)
+        self._run("all-to-all", f"combine {name}", float(layer.combine.seconds))
 
     def _backward(
         self,
@@ -167,7 +170,7 @@ class Lanes:
                 late_s = above.split.reduce * above.reduce_s
                 rest_s = self._transfer(f"spRS, last part, behind {name}", self.now_s, late_s)
             self._run("experts", f"experts' {name}", experts_s)
-            self._run("all-to-all", f"dispatch' {name}", float(layer.dispatch.seconds), ALL_TO_ALL)
+            self._run("all-to-all", f"dispatch' {name}", float(layer.dispatch.seconds))
         sends_home = is_last or layer.life in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
         reduce_s = (1 - layer.split.reduce) * layer.reduce_s if sends_home else 0.0
         home_s = max(rest_s, self._transfer(f"spRS {name}", self.now_s, reduce_s))
@@ -182,10 +185,10 @@ class Lanes:
         self._wait("waiting for spRS", home_s)
         self._run("other compute", f"before' {name}", BACKWARD_PER_FORWARD * layer.before_layer_s)
 
-    def _run(self, part: str, name: str, seconds: float, lane: str = COMPUTE) -> None:
+    def _run(self, part: str, name: str, seconds: float) -> None:
         begin_s, self.now_s = self.now_s, self.now_s + seconds
         self.parts_s[part] += seconds
-        self._tell(lane, name, begin_s, self.now_s)
+        self._tell(_LANES.get(part, COMPUTE), name, begin_s, self.now_s)
 
     def _wait(self, part: str, until_s: float) -> None:
         if until_s > self.now_s:
@@ -237,7 +240,7 @@ class Lanes:
             self._tell(TRANSFER, "shared link", self.lane_s, self.lane_s + shorter_s)
             self.lane_s += shorter_s
             seconds += shorter_s
-        self._run("all-to-all", name, seconds, ALL_TO_ALL)
+        self._run("all-to-all", name, seconds)
 
     def _tell(self, lane: str, name: str, begin_s: float, end_s: float) -> None:
         if self._on_span is not None and end_s > begin_s:

@@ -76,7 +76,7 @@ def replay_strategy[Layer](
     owners = OwnerMap.even(num_layers, num_experts, num_devices)
     numbers = list(range(1, num_layers + 1) if layer_numbers is None else layer_numbers)
     contexts = [
-        LayerContext(int(number), owners.device_LE[layer], topology) for layer, number in enumerate(numbers)
+        LayerContext(number, owners.device_LE[layer], topology) for layer, number in enumerate(numbers)
     ]
     histories = [LoadHistory(strategy.window, num_devices, num_experts) for _ in contexts]
     for past_LDE in () if past_ILDE is None else past_ILDE[-strategy.window :]:
@@ -95,7 +95,12 @@ def replay_strategy[Layer](
         source_P: list[int] = []
         device_P: list[int] = []
         if strategy.moves_owners and strategy.reshards_at(iteration):
-            before, owners = owners, _resharded(strategy, contexts, histories, owners)
+            since_jump = [
+                replace(context, num_since_jump=history.num_since_jump)
+                for context, history in zip(contexts, histories, strict=True)
+            ]
+            load_LE = np.stack([history.mean_E() for history in histories])
+            before, owners = owners, strategy.reshard(since_jump, load_LE, owners)
             moves_LE = before.device_LE != owners.device_LE
             source_P += before.device_LE[moves_LE].tolist()
             device_P += owners.device_LE[moves_LE].tolist()
@@ -152,14 +157,3 @@ def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
 def _remember(history: LoadHistory, counts_DE: np.ndarray) -> None:
     if counts_DE.any():
         history.append(counts_DE)
-
-
-def _resharded(
-    strategy: Strategy, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory], owners: OwnerMap
-) -> OwnerMap:
-    load_LE = np.stack([history.mean_E() for history in histories])
-    contexts = [
-        replace(context, num_since_jump=history.num_since_jump)
-        for context, history in zip(contexts, histories, strict=True)
-    ]
-    return strategy.reshard(contexts, load_LE, owners)

@@ -63,16 +63,6 @@ class WorkloadShape:
                 f"got top_k {self.top_k} of {self.num_experts} experts; wanted at most all of them"
             )
 
-    @property
-    def experts_per_device(self) -> int:
-        """Number of experts of each device that owns any: E/D, or 1 with fewer experts than devices."""
-        return max(self.num_experts // self.num_devices, 1)
-
-    @property
-    def num_owners(self) -> int:
-        """Number of devices that own experts."""
-        return min(self.num_devices, self.num_experts)
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -106,7 +96,8 @@ class Workload:
 
     def _popularity_IE(self, shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
         """Return each expert's share of all assignments on any positive scale, float64 ``[I, E]``."""
-        experts, owners, of_device = shape.num_experts, shape.num_owners, shape.experts_per_device
+        experts, owners = shape.num_experts, min(shape.num_devices, shape.num_experts)
+        of_device = experts // owners
         rng, even_E = np.random.default_rng(seed), np.full(experts, 1 / experts)
 
         def hot(numbers: list[int], share: float) -> NDArray[np.float64]:
