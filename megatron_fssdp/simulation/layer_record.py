@@ -110,14 +110,9 @@ class LayerRecord:
     @property
     def moe_s(self) -> float:
         """Seconds of the all-to-alls and experts of a micro-batch, both passes included."""
-        backward_s = self.exchange_and_experts_s(
-            self.combine, self.dispatch, BACKWARD_PER_FORWARD * self.experts_s
-        )
-        return (
-            self.counts_s
-            + self.exchange_and_experts_s(self.dispatch, self.combine, self.experts_s)
-            + backward_s
-        )
+        back_s = BACKWARD_PER_FORWARD * self.experts_s
+        moe_s = self.counts_s + self.exchange_and_experts_s(self.dispatch, self.combine, self.experts_s)
+        return moe_s + self.exchange_and_experts_s(self.combine, self.dispatch, back_s)
 
     @property
     def exchange_s(self) -> float:
@@ -165,13 +160,10 @@ class LayerPrices:
             counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``.
         """
         job, host, times, life = self.job, self._host, self.job.num_micro_batches, plan.life
-        traffic = plan.traffic(counts_DE, self.topology, times, self._choices if plan.deduplicated else None)
+        choices, num_choices = (self._choices, job.top_k) if plan.deduplicated else (None, 0)
+        traffic = plan.traffic(counts_DE, self.topology, times, choices)
         dispatch, combine = exchange_times(
-            self.links.all_to_all,
-            traffic.busiest,
-            job.token_bytes,
-            times,
-            job.top_k if plan.deduplicated else 0,
+            self.links.all_to_all, traffic.busiest, job.token_bytes, times, num_choices
         )
         gather = reduce = transfer_traffic(planned.transfer, self.topology)
         addition = NO_TRANSFER
@@ -182,6 +174,7 @@ class LayerPrices:
                 addition = transfer_traffic(added, self.topology)
         # Gradients of resident replicas are summed at the owners, and the sums travel back.
         gather, reductions = (NO_TRANSFER, 2) if plan.resident else (gather, 1)
+        # How often an iteration gathers again before a backward pass, and how often it plans.
         again = times if life is ReplicaLife.LAYER_PASS else 0
         each = times if life is ReplicaLife.MICRO_BATCH else 1
         gather_times, num_gathers = self._transfer(gather)
@@ -193,10 +186,12 @@ class LayerPrices:
         each_plan_s, first_plan_s = host.dispatch_s, host.after_gate_s
         if life is ReplicaLife.MICRO_BATCH:
             each_plan_s, first_plan_s = each_plan_s + first_plan_s, 0.0
+        host_s = host.before_gate_s + times * each_plan_s + first_plan_s
         # The source with the most tokens sets the time. It also computes tokens that are dropped later.
         slowest = max(int(counts_DE.sum(axis=1).max()) / job.pairs_per_device, 1.0)
         s_per_flop = slowest / self.cluster.non_expert_flops_per_s
         placement, most_tokens = plan.placement, int(traffic.tokens_D.max())
+        flops, flops_per_s = job.expert_flops_per_token, self.cluster.expert_flops_per_s
         return LayerRecord(
             tokens_D=traffic.tokens_D.astype(np.int32),
             cross_node=traffic.cross_node,
@@ -216,19 +211,14 @@ class LayerPrices:
             counts_s=self._counts_s + plan.shares_exactly * (self._counts_s + EXACT_SHARES_S),
             dispatch=dispatch,
             combine=combine,
-            experts_s=expert_seconds(
-                most_tokens, job.expert_flops_per_token, self.cluster.expert_flops_per_s, times
-            ),
+            experts_s=expert_seconds(most_tokens, flops, flops_per_s, times),
             gather_s=float(gather_times.seconds),
             addition_s=float(addition_times.seconds),
             reduce_s=reductions * float(reduce_times.seconds),
             regather=regather,
             plan_s=each_plan_s,
             first_plan_s=first_plan_s,
-            host_s=host.before_gate_s
-            + times * each_plan_s
-            + first_plan_s
-            + self._messages.batch_host_s * posted,
+            host_s=host_s + self._messages.batch_host_s * posted,
         )
 
     def moving_s(self, iteration: IterationRecord[LayerRecord]) -> float:
@@ -255,9 +245,8 @@ class LayerPrices:
         # A ring crosses each node's NICs once, for any number of devices in the node.
         link = cluster.intra_node if ranks <= cluster.devices_per_node else cluster.inter_node
         num_bytes = 2 * (ranks - 1) / ranks * job.dense_elements * job.gradient_bytes
-        return link.alpha_s + num_bytes / min(
-            link.bandwidth_bytes_per_s, cluster.intra_node.bandwidth_bytes_per_s
-        )
+        slowest = min(link.bandwidth_bytes_per_s, cluster.intra_node.bandwidth_bytes_per_s)
+        return link.alpha_s + num_bytes / slowest
 
     def _transfer(
         self, traffic: TransferTraffic, num_bytes: int | None = None, *, adds: bool = False
@@ -272,8 +261,7 @@ class LayerPrices:
         if not traffic.num_experts:
             return UNUSED, 0
         num_bytes, hops = num_bytes or self.job.expert_bytes, traffic.num_hops
-        message = self._messages.message_bytes(
-            num_bytes, reduction_stages(hops) if adds else gather_stages(hops)
-        )
+        stages = reduction_stages(hops) if adds else gather_stages(hops)
+        message = self._messages.message_bytes(num_bytes, stages)
         times = transfer_times(self.links.transfer, traffic, num_bytes, self._messages, adds=adds)
         return times, int(num_batches(num_bytes, message, hops))
