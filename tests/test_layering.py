@@ -71,7 +71,6 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}, "sweep": {"", "strategy", "run"}},
     "strategies": {"": set(), "papers": {""}, "auto": {""}, "fssdp": {""}},
-    "simulation": {"": {"timeline"}, "timeline": set()},
     "collectives": {"": set(), "sparse": {""}, "probes": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},
     "runtime": {

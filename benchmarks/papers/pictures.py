@@ -18,7 +18,7 @@ from benchmarks.papers.pro_prophet import pro_prophet_cells as pro_prophet
 from benchmarks.papers.setting import Setting
 from benchmarks.papers.skews import SKEWS
 from megatron_fssdp.planning.cost.tensor_schedules import Group, Kind
-from megatron_fssdp.simulation.ddl_roofline import ideal_flops_per_s, semi_ideal_flops_per_s
+from megatron_fssdp.simulation.roofline import ideal_flops_per_s, semi_ideal_flops_per_s
 
 PAPER, SIMULATED = "#444444", "#4477aa"
 OF_FIGURE_6: tuple[tuple[Kind, Group], ...] = (

@@ -342,9 +342,10 @@ def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, 
     """
     import numpy as np
 
+    from benchmarks.testbed.testbed_loads import replay
     from megatron_fssdp.config.errors import ConfigurationError
     from megatron_fssdp.reporting.records.arrays.load_records import read_loads
-    from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape, replay
+    from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 
     shape = WorkloadShape(world_size, size.num_experts, size.tokens_per_rank, size.top_k, iterations)
     if name == "replay":

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.testbed.measurement import Sample
-from megatron_fssdp.simulation.workloads import device_max_over_mean, expert_max_over_mean
+from benchmarks.testbed.testbed_loads import device_max_over_mean, expert_max_over_mean
 
 BALANCED = "W0"
 REFERENCE = "none"

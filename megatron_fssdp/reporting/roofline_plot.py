@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megatron_fssdp.reporting.colours import distinct_colours
 from megatron_fssdp.reporting.figures import DPI, new_figure
-from megatron_fssdp.simulation.ddl_roofline import RooflinePoint, ideal_flops_per_s, semi_ideal_flops_per_s
+from megatron_fssdp.simulation.roofline import RooflinePoint, ideal_flops_per_s, semi_ideal_flops_per_s
 
 _LEGEND = (
     "R_CC: compute seconds over communication seconds. ideal: the throughput if communication ran entirely "

@@ -9,7 +9,7 @@ from megatron_fssdp.reporting.colours import TIME_PARTS, distinct_colours
 from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.reporting.ranked_loads import ranked_load_D
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
-from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
+from megatron_fssdp.simulation.lanes import PARTS
 
 DASHES = ("-", "--", "-.", ":")
 """Styles of curves, in turn. Curves that coincide stay visible, as later ones are thinner and dashed."""
@@ -101,7 +101,7 @@ def _unit(report: SimulationReport) -> tuple[float, str]:
 
 def _loads(axes: Any, report: SimulationReport) -> None:
     for i, (row, colour) in enumerate(_coloured(report)):
-        ranked_D = ranked_load_D(row.outcome.ledger.tokens_ILD)
+        ranked_D = ranked_load_D(row.outcome.tokens_ILD)
         axes.plot(
             np.arange(1, len(ranked_D) + 1),
             ranked_D,

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.simulation.break_even import BreakEven
+from megatron_fssdp.simulation.lanes import PARTS
 from megatron_fssdp.simulation.simulator import StrategyOutcome
-from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
 
 RANKING_FILE = "ranking.json"
 ITERATIONS_FILE = "iterations.csv"
@@ -193,9 +193,9 @@ def _header() -> list[str]:
 
 
 def _lines(row: RankedStrategy, iterations: Sequence[int] | np.ndarray) -> list[list[Any]]:
-    outcome, ledger = row.outcome, row.outcome.ledger
-    moved_I = (ledger.gather.num_experts_IL + ledger.addition.num_experts_IL).sum(axis=1)
-    between_I = (ledger.gather.num_between_nodes_IL + ledger.addition.num_between_nodes_IL).sum(axis=1)
+    outcome = row.outcome
+    names = ("replicas", "gathered", "gathered_between_nodes", "cross_node")
+    numbers = [outcome.of_layers(name).sum(axis=1) for name in names]
     load_I = outcome.load_max_over_mean_IL.mean(axis=1)
     seconds_I = outcome.iteration_s
     return [
@@ -205,11 +205,8 @@ def _lines(row: RankedStrategy, iterations: Sequence[int] | np.ndarray) -> list[
             f"{seconds_I[i]:.9g}",
             *(f"{outcome.parts_s[part][i]:.9g}" for part in PARTS),
             f"{load_I[i]:.6g}",
-            int(ledger.replicas_IL[i].sum()),
-            int(moved_I[i]),
-            int(between_I[i]),
-            int(ledger.cross_node_IL[i].sum()),
-            int(ledger.reshard_experts_I[i]),
+            *(int(numbers_I[i]) for numbers_I in numbers),
+            int(outcome.moved_I[i]),
         ]
         for i, number in enumerate(iterations)
     ]

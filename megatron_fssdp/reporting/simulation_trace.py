@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from megatron_fssdp.reporting.chrome_trace import TraceSpan, write_chrome_trace
+from megatron_fssdp.simulation.lanes import COMPUTE
 from megatron_fssdp.simulation.simulator import StrategyOutcome
-from megatron_fssdp.simulation.timeline.iteration_timeline import COMPUTE
 
 MOST_DEVICES = 64
 """Maximum number of devices in a trace. Viewers open larger files slowly."""
@@ -20,13 +20,14 @@ def simulation_spans(outcome: StrategyOutcome, iteration: int) -> list[TraceSpan
         outcome: Result of simulating a strategy.
         iteration: Index of the iteration, from 0.
     """
-    num_devices = min(outcome.ledger.topology.num_devices, MOST_DEVICES)
+    num_devices = min(outcome.topology.num_devices, MOST_DEVICES)
     spans = []
-    for lane, name, begin_s, end_s in outcome.layers.spans(iteration):
+    for lane, name, begin_s, end_s in outcome.spans(iteration):
         shares = [1.0] * num_devices
         kind, _, number = name.rpartition(" ")
         if lane == COMPUTE and kind.startswith("experts"):
-            shares = outcome.layers.expert_shares_D(iteration, int(number) - 1).tolist()[:num_devices]
+            tokens_D = outcome.iterations[iteration].layers[int(number) - 1].tokens_D
+            shares = (tokens_D[:num_devices] / max(int(tokens_D.max()), 1)).tolist()
         spans += [
             TraceSpan(device, lane, name, begin_s, begin_s + share * (end_s - begin_s))
             for device, share in enumerate(shares)

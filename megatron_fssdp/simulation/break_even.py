@@ -4,7 +4,7 @@ Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription, Fitted
 from megatron_fssdp.config.strategy.strategy_settings import EpSettings, StrategySettings
 from megatron_fssdp.simulation.job_loads import scaled_loads
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import OnPlan
-from megatron_fssdp.simulation.simulator import simulate
+from megatron_fssdp.simulation.simulator import OnPlan, simulate
 
 LEAST_GAIN = 0.01
 """A strategy pays if it is faster than plain expert parallelism by more than this share."""
@@ -41,18 +40,11 @@ class BreakEven:
     value: float | None
 
 
-def break_even_tokens(
-    name: str,
-    settings: StrategySettings,
-    counts_ILDE: np.ndarray,
-    cluster: ClusterDescription,
-    job: MoeJob,
-    past_ILDE: np.ndarray | None,
-    on_plan: OnPlan | None = None,
-) -> BreakEven:
-    """Find the tokens per rank and iteration below which a strategy does not pay.
+@dataclass(frozen=True, eq=False)
+class BreakEvenSearch:
+    """A strategy on some loads, which is compared with plain expert parallelism at other sizes.
 
-    Args:
+    Attributes:
         name: Name of the strategy.
         settings: Settings of the strategy.
         counts_ILDE: Integers ``[I, L, D, E]``. Pairs of the iterations to simulate.
@@ -62,43 +54,41 @@ def break_even_tokens(
         on_plan: Function that is called after every plan, as :func:`simulate` calls it.
     """
 
-    def pays(factor: float) -> bool:
-        past = None if past_ILDE is None else scaled_loads(past_ILDE, factor)
-        return _pays(
-            name, settings, scaled_loads(counts_ILDE, factor), cluster, job.with_tokens(factor), past, on_plan
-        )
+    name: str
+    settings: StrategySettings
+    counts_ILDE: np.ndarray
+    cluster: ClusterDescription
+    job: MoeJob
+    past_ILDE: np.ndarray | None = None
+    on_plan: OnPlan | None = None
 
-    return _search(pays, job.tokens_per_micro_batch * job.num_micro_batches, pays_above=True)
+    def tokens(self) -> BreakEven:
+        """Find the tokens per rank and iteration below which the strategy does not pay."""
 
+        def pays(factor: float) -> bool:
+            past_ILDE = None if self.past_ILDE is None else scaled_loads(self.past_ILDE, factor)
+            counts_ILDE, job = scaled_loads(self.counts_ILDE, factor), self.job.with_tokens(factor)
+            return replace(self, counts_ILDE=counts_ILDE, past_ILDE=past_ILDE, job=job).pays()
 
-def break_even_bandwidth(
-    name: str,
-    settings: StrategySettings,
-    counts_ILDE: np.ndarray,
-    cluster: ClusterDescription,
-    job: MoeJob,
-    past_ILDE: np.ndarray | None,
-    on_plan: OnPlan | None = None,
-) -> BreakEven:
-    """Find the bandwidth of a node's network, in bytes per second, above which a strategy does not pay.
+        return _search(pays, self.job.tokens_per_micro_batch * self.job.num_micro_batches, pays_above=True)
 
-    Args:
-        name: Name of the strategy.
-        settings: Settings of the strategy.
-        counts_ILDE: Integers ``[I, L, D, E]``. Pairs of the iterations to simulate.
-        cluster: Link and compute costs of the cluster.
-        job: Sizes and parallelism of the training job.
-        past_ILDE: Pairs of the iterations before them, for the load history, or None.
-        on_plan: Function that is called after every plan, as :func:`simulate` calls it.
-    """
+    def bandwidth(self) -> BreakEven:
+        """Find the bandwidth of a node's network, in bytes/s, above which the strategy does not pay."""
 
-    def pays(factor: float) -> bool:
-        return _pays(name, settings, counts_ILDE, faster_network(cluster, factor), job, past_ILDE, on_plan)
+        def pays(factor: float) -> bool:
+            return replace(self, cluster=_faster_network(self.cluster, factor)).pays()
 
-    return _search(pays, cluster.inter_node.bandwidth_bytes_per_s, pays_above=False)
+        return _search(pays, self.cluster.inter_node.bandwidth_bytes_per_s, pays_above=False)
+
+    def pays(self) -> bool:
+        """Whether the strategy is faster than plain expert parallelism by more than the least gain."""
+        loads = (self.counts_ILDE, self.cluster, self.job)
+        plain_s = simulate("ep", EpSettings(), *loads).mean_s
+        outcome = simulate(self.name, self.settings, *loads, past_ILDE=self.past_ILDE, on_plan=self.on_plan)
+        return outcome.mean_s * (1 + LEAST_GAIN) < plain_s
 
 
-def faster_network(cluster: ClusterDescription, factor: float) -> ClusterDescription:
+def _faster_network(cluster: ClusterDescription, factor: float) -> ClusterDescription:
     """Return the cluster with ``factor`` times the bandwidth between nodes."""
 
     def faster[LinkT: (LinkDescription, FittedLink)](link: LinkT) -> LinkT:
@@ -109,20 +99,6 @@ def faster_network(cluster: ClusterDescription, factor: float) -> ClusterDescrip
         for name, by_kind in cluster.collectives.items()
     }
     return cluster.model_copy(update={"inter_node": faster(cluster.inter_node), "collectives": collectives})
-
-
-def _pays(
-    name: str,
-    settings: StrategySettings,
-    counts_ILDE: np.ndarray,
-    cluster: ClusterDescription,
-    job: MoeJob,
-    past_ILDE: np.ndarray | None,
-    on_plan: OnPlan | None,
-) -> bool:
-    plain_s = simulate("ep", EpSettings(), counts_ILDE, cluster, job).mean_s
-    outcome = simulate(name, settings, counts_ILDE, cluster, job, past_ILDE=past_ILDE, on_plan=on_plan)
-    return outcome.mean_s * (1 + LEAST_GAIN) < plain_s
 
 
 def _search(pays: Callable[[float], bool], value: float, *, pays_above: bool) -> BreakEven:

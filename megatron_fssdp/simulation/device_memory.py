@@ -1,5 +1,6 @@
 """Computes the peak memory of the device that needs the most."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +11,9 @@ from megatron_fssdp.planning.memory import (
     expert_memory,
 )
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.simulation.layer_ledger import LayerLedger
+from megatron_fssdp.simulation.layer_record import LayerRecord
 from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.replay import IterationRecord
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def device_memory(
     cluster: ClusterDescription,
     *,
     slots: int,
-    ledger: LayerLedger | None,
+    iterations: Sequence[IterationRecord[LayerRecord]] = (),
     life: ReplicaLife,
 ) -> DeviceMemory:
     """Compute the peak memory of the device that needs the most under a strategy.
@@ -56,19 +58,20 @@ def device_memory(
         job: Sizes and parallelism of the training job.
         cluster: Description of the cluster, which gives the memory of a device.
         slots: Maximum number of replicas of one layer on a device.
-        ledger: Decisions of the strategy, or None for balanced loads without replicas.
+        iterations: Decisions of the strategy. Without them, loads are balanced, and there are no replicas.
         life: Lifetime of a replica. Memory for resident replicas is reserved from the start.
     """
-    owned = job.owned_per_layer
-    pairs, replicas = job.pairs_per_device * job.num_layers, 0
-    if ledger is not None:
-        pairs = float(ledger.tokens_ILD.sum(axis=1, dtype=np.int64).max())
-        owned = int(ledger.most_owned_IL.max())
-        used = slots if life is ReplicaLife.RESIDENT else int(ledger.most_replicas_IL.max())
+    per_layer = max(job.num_experts // job.num_devices, 1)
+    pairs, owned, replicas = job.pairs_per_device * job.num_layers, per_layer, 0
+    layers = [layer for iteration in iterations for layer in iteration.layers]
+    if layers:
+        pairs = max(np.sum([layer.tokens_D for layer in one.layers], axis=0).max() for one in iterations)
+        owned = max(layer.most_owned for layer in layers)
+        used = slots if life is ReplicaLife.RESIDENT else max(layer.most_replicas for layer in layers)
         replicas = min(slots, job.num_experts - job.num_experts // job.num_devices, used)
     experts = expert_memory(
         held=job.held_replicas(life),
-        slots_per_device=job.owned_slots,
+        slots_per_device=-(-job.num_layers * job.num_experts // job.num_devices),
         replicas_per_layer=replicas,
         owned_per_layer=owned,
         expert_elements=job.expert_elements,

@@ -14,8 +14,8 @@ from megatron_fssdp.planning.memory import FP32_BYTES, ExpertOptimizer
 from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import MessageRule, message_rule
 from megatron_fssdp.simulation.parameter_count import (
-    attention_elements,
     count_parameters,
+    dense_matrix_elements,
     expert_elements,
     mlp_matrix_elements,
 )
@@ -50,7 +50,8 @@ class MoeJob:
         before_gate_flops_L: For each MoE layer, FLOPs of a micro-batch in its own transformer layer up to the
             dispatch: attention, gate and shared experts. spAG is hidden under this compute.
         after_layers_flops: FLOPs of a micro-batch after the last MoE layer: dense layers and logits.
-        dense_elements: Number of elements of the parameters that every device has, without experts.
+        dense_elements: Number of elements of the parameters that every device has, without experts, biases
+            and norms.
         optimizer: Optimizer states that are kept for every parameter.
         expert_data_parallel_size: Number of expert-parallel groups that own the same experts.
         data_parallel_size: Number of ranks that have the same dense parameters.
@@ -106,16 +107,6 @@ class MoeJob:
     def num_layers(self) -> int:
         """Number of MoE layers, L."""
         return len(self.before_gate_flops_L)
-
-    @property
-    def owned_per_layer(self) -> int:
-        """Most experts of a layer that a device owns at the start."""
-        return max(self.num_experts // self.num_devices, 1)
-
-    @property
-    def owned_slots(self) -> int:
-        """Number of experts of all layers together for which a device has room as their owner."""
-        return -(-self.num_layers * self.num_experts // self.num_devices)
 
     @property
     def expert_bytes(self) -> int:
@@ -194,6 +185,7 @@ def job_of_run(run: RunConfig) -> MoeJob:
     dtype_bytes = FP32_BYTES if training.precision == "fp32" else 2
     inner_of_pair = (2 if model.is_gated else 1) * 2 * model.expert_ffn_size
     before_layer, before_gate, after_layers = _flops_by_layer(model, run.vocab_size, tokens)
+    count = count_parameters(model, run.vocab_size)
     hidden_bytes = tokens * model.hidden_size * dtype_bytes
     return MoeJob(
         num_devices=cut.expert_model_parallel_size,
@@ -210,7 +202,8 @@ def job_of_run(run: RunConfig) -> MoeJob:
         before_layer_flops_L=before_layer,
         before_gate_flops_L=before_gate,
         after_layers_flops=after_layers,
-        dense_elements=_dense_elements(model, run.vocab_size),
+        # Layers of multi-token prediction are left out, as in the modelled time.
+        dense_elements=count.layer_matrices + count.outside_layers,
         optimizer=ExpertOptimizer(
             num_state_tensors=2 if training.optimizer == "adam" else 1,
             has_master_weights=training.precision != "fp32",
@@ -230,33 +223,20 @@ def _flops_by_layer(
     model: ModelArguments, vocab_size: int, tokens: int
 ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
     """Return FLOPs before each MoE layer's transformer layer, in it up to the dispatch, and at the end."""
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    scores_width = values_width = model.head_width
+    hidden, scores_width = model.hidden_size, 2 * model.head_width
     if model.multi_latent_attention:
-        scores_width, values_width = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
+        scores_width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
     # Scores and values are computed for all tokens, also for those that a mask or a window removes.
-    scores = 2.0 * model.seq_length * heads * (scores_width + values_width)
-    attention = 2.0 * attention_elements(model) + scores
-    dense_mlp = 2.0 * mlp_matrix_elements(model, model.dense_ffn_size)
-    shared = 2.0 * mlp_matrix_elements(model, model.moe_shared_expert_intermediate_size or 0)
-    gate = 2.0 * hidden * (model.num_experts or 0)
+    scores = 2.0 * model.seq_length * model.num_attention_heads * scores_width
     before_layer, before_gate, running = [], [], 0.0
     for is_moe in model.moe_layers:
+        flops = scores + 2.0 * dense_matrix_elements(model, is_moe)
         if is_moe:
             before_layer.append(tokens * running)
-            before_gate.append(tokens * (attention + shared + gate))
+            before_gate.append(tokens * flops)
             running = 0.0
         else:
-            running += attention + dense_mlp
+            running += flops
     before_logits = 2.0 * hidden * hidden if model.family == "bert" else 0.0
     logits = before_logits + 2.0 * hidden * vocab_size
     return tuple(before_layer), tuple(before_gate), tokens * (running + logits)
-
-
-def _dense_elements(model: ModelArguments, vocab_size: int) -> int:
-    """Return the number of parameter elements outside the routed experts, without biases and norms.
-
-    Layers of multi-token prediction are left out, as in the modelled time.
-    """
-    count = count_parameters(model, vocab_size)
-    return count.main_model - count.routed_experts - count.norms_and_biases

@@ -4,42 +4,52 @@ Shape letters: I iterations, L MoE layers, D devices, E experts, P pairs of expe
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_fssdp.planning.arrays import frozen_array
-from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_traffic import (
-    NO_TRANSFER,
-    moves_traffic,
-    transfer_traffic,
-)
-from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
-from megatron_fssdp.simulation.layer_ledger import LayerLedger
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.stepped_plans import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.strategy import Strategy
 
-OnPlan = Callable[[int, int, LayerPlan], None]
+
+@dataclass(frozen=True, eq=False)
+class IterationRecord[Layer]:
+    """What a strategy does in one iteration.
+
+    Attributes:
+        layers: What ``on_layer`` returned for each MoE layer.
+        source_P: Device that each moved expert comes from, int64 ``[P]``. Experts move before the iteration,
+            to a new owner or for a new resident replica.
+        device_P: Device that each moved expert goes to, int64 ``[P]``.
+    """
+
+    layers: list[Layer]
+    source_P: np.ndarray
+    device_P: np.ndarray
+
+    @property
+    def num_moved(self) -> int:
+        """Number of moved experts."""
+        return len(self.source_P)
 
 
-def replay_strategy(
+def replay_strategy[Layer](
     strategy: Strategy,
     counts_ILDE: np.ndarray,
     topology: Topology,
     profile: LayerProfile,
+    on_layer: Callable[[int, int, LayerPlan, LayerPlan, np.ndarray], Layer],
     *,
     num_micro_batches: int = 1,
     past_ILDE: np.ndarray | None = None,
     layer_numbers: Sequence[int] | None = None,
-    on_plan: OnPlan | None = None,
-) -> LayerLedger:
+) -> list[IterationRecord[Layer]]:
     """Let a strategy decide for one iteration after another, starting with Megatron's even owners.
 
     The order is that of the runtime. A strategy that wants a profile gets it after its
@@ -52,148 +62,98 @@ def replay_strategy(
         counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
         topology: Node of each device.
         profile: Profile that measuring would have found.
+        on_layer: Function that is called for every layer with the iteration, the layer's index, the plan
+            before the gate, the plan that is executed, and the counts ``[D, E]``. It returns the record.
         num_micro_batches: Number of micro-batches of an iteration.
         past_ILDE: Pairs of the iterations before the first one, as ``counts_ILDE``. They only fill the load
             history.
         layer_numbers: Megatron's number of each layer, or None for 1 to L.
-        on_plan: Function that is called with the iteration, the layer's index and the final plan.
 
     Returns:
-        Decisions and traffic of every layer in every iteration.
+        The records of all iterations.
     """
-    num_iterations, num_layers, num_devices, num_experts = counts_ILDE.shape
+    _, num_layers, num_devices, num_experts = counts_ILDE.shape
     owners = OwnerMap.even(num_layers, num_experts, num_devices)
-    numbers = range(1, num_layers + 1) if layer_numbers is None else layer_numbers
+    numbers = list(range(1, num_layers + 1) if layer_numbers is None else layer_numbers)
     contexts = [
-        LayerContext(int(number), owners.device_LE[layer], topology) for layer, number in enumerate(numbers)
+        LayerContext(number, owners.device_LE[layer], topology) for layer, number in enumerate(numbers)
     ]
     histories = [LoadHistory(strategy.window, num_devices, num_experts) for _ in contexts]
     for past_LDE in () if past_ILDE is None else past_ILDE[-strategy.window :]:
         for history, counts_DE in zip(histories, past_LDE, strict=True):
             _remember(history, counts_DE)
-    ledger = LayerLedger(num_iterations, num_layers, topology)
     # If there are earlier iterations, they have already been measured.
     profiled_at = strategy.profile_iterations if past_ILDE is None else 0
-    for iteration in range(num_iterations):
+    records: list[IterationRecord[Layer]] = []
+    for iteration, counts_LDE in enumerate(counts_ILDE):
         if strategy.profile_iterations and iteration == profiled_at:
             contexts = [replace(context, profile=profile) for context in contexts]
         if strategy.selects:
             is_measured = contexts[0].profile is not None
             if strategy.selects_at(iteration, histories[0].num_seen if is_measured else 0):
-                strategy.select(
-                    [context.layer for context in contexts], strategy.price(contexts, histories), None
-                )
+                strategy.select(numbers, strategy.price(contexts, histories), None)
+        source_P: list[int] = []
+        device_P: list[int] = []
         if strategy.moves_owners and strategy.reshards_at(iteration):
-            owners = _reshard(strategy, contexts, histories, owners, ledger, iteration)
+            since_jump = [
+                replace(context, num_since_jump=history.num_since_jump)
+                for context, history in zip(contexts, histories, strict=True)
+            ]
+            load_LE = np.stack([history.mean_E() for history in histories])
+            before, owners = owners, strategy.reshard(since_jump, load_LE, owners)
+            moves_LE = before.device_LE != owners.device_LE
+            source_P += before.device_LE[moves_LE].tolist()
+            device_P += owners.device_LE[moves_LE].tolist()
             contexts = [
                 replace(context, owner_E=owners.device_LE[layer]) for layer, context in enumerate(contexts)
             ]
         if strategy.resident_slots and strategy.replicates_at(iteration):
-            contexts = _replicate(strategy, contexts, histories, ledger, iteration)
-        for layer, context in enumerate(contexts):
-            counts_DE = frozen_array(counts_ILDE[iteration, layer], np.int64)
-            planned = strategy.check_plan(context, plan_before_gate(strategy, context, histories[layer]))
+            for layer, context in enumerate(contexts):
+                placement = strategy.replicate(context, histories[layer].mean_DE())
+                expert_P, new_P = np.nonzero(placement.present_ED & ~context.placement.present_ED)
+                source_P += context.owner_E[expert_P].tolist()
+                device_P += new_P.tolist()
+                contexts[layer] = replace(context, resident=placement)
+        layers: list[Layer] = []
+        for layer, (context, history) in enumerate(zip(contexts, histories, strict=True)):
+            counts_DE = frozen_array(counts_LDE[layer], np.int64)
+            planned = strategy.check_plan(context, plan_before_gate(strategy, context, history))
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
             plan = plan_after_gate(strategy, context, first_DE, planned, num_micro_batches)
             strategy.check_plan(context, plan)
-            dispatch = plan.dispatch(counts_DE, topology, num_micro_batches)
-            record_layer(ledger, iteration, layer, planned, plan, counts_DE, dispatch)
-            if plan.deduplicated and profile.choices is not None:
-                hops = expected_hops(counts_DE, plan.placement, topology, profile.choices)
-                ledger.dispatch.put(iteration, layer, hops_traffic(hops))
-                ledger.cross_node_IL[iteration, layer] = round(hops.tokens_between_nodes)
-            if on_plan is not None:
-                on_plan(iteration, layer, plan)
-            _remember(histories[layer], counts_DE)
-    return ledger
+            layers.append(on_layer(iteration, layer, planned, plan, counts_DE))
+            _remember(history, counts_DE)
+        moves = np.array([source_P, device_P], np.int64)
+        records.append(IterationRecord(layers, *moves))
+    return records
+
+
+def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
+    """Return the number of first iterations in which a strategy cannot decide as it does later.
+
+    A strategy that needs measured costs waits for its profile. A strategy that plans from past loads has none
+    in the first iteration. A strategy that acts only at an interval (resident replicas, owners without
+    replicas, the selection of ``auto``) waits for its first turn. Plain expert parallelism has no warm-up.
+
+    Args:
+        strategy: A new strategy object, as :func:`replay_strategy` gets it.
+        num_iterations: Number of iterations of the simulation.
+
+    Returns:
+        The number of warm-up iterations; ``num_iterations`` if the strategy never gets beyond them.
+    """
+    replicates = strategy.may_replicate(1)
+    first = max(strategy.profile_iterations, int(replicates or strategy.moves_owners or strategy.selects))
+    turns = range(first, num_iterations)
+    if strategy.selects:
+        return next((i for i in turns if strategy.selects_at(i, i)), num_iterations)
+    if strategy.resident_slots:
+        return next((i for i in turns if strategy.replicates_at(i)), num_iterations)
+    if strategy.moves_owners and not replicates:
+        return next((i for i in turns if strategy.reshards_at(i)), num_iterations)
+    return min(first, num_iterations)
 
 
 def _remember(history: LoadHistory, counts_DE: np.ndarray) -> None:
     if counts_DE.any():
         history.append(counts_DE)
-
-
-def record_layer(
-    ledger: LayerLedger,
-    iteration: int,
-    layer: int,
-    planned: LayerPlan,
-    plan: LayerPlan,
-    counts_DE: np.ndarray,
-    dispatch: TokenDispatch,
-) -> None:
-    """Write what one layer does in one iteration.
-
-    Args:
-        ledger: Where to write.
-        iteration: Number of the iteration, from 0.
-        layer: Index of the layer.
-        planned: What was planned before the gate.
-        plan: What is executed.
-        counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``.
-        dispatch: All dispatches of the iteration.
-    """
-    topology = ledger.topology
-    gather = reduce = transfer_traffic(planned.transfer, topology)
-    if plan.resident:
-        gather = NO_TRANSFER
-    addition = NO_TRANSFER
-    if plan is not planned:
-        reduce = transfer_traffic(plan.transfer, topology)
-        added = (
-            plan.transfer
-            if plan.each_micro_batch
-            else additional_transfer(planned.placement, plan.placement, topology)
-        )
-        addition = transfer_traffic(added, topology)
-    ledger.put(iteration, layer, plan, counts_DE, dispatch, gather, reduce, addition)
-
-
-def _reshard(
-    strategy: Strategy,
-    contexts: Sequence[LayerContext],
-    histories: Sequence[LoadHistory],
-    owners: OwnerMap,
-    ledger: LayerLedger,
-    iteration: int,
-) -> OwnerMap:
-    load_LE = np.stack([history.mean_E() for history in histories])
-    contexts = [
-        replace(context, num_since_jump=history.num_since_jump)
-        for context, history in zip(contexts, histories, strict=True)
-    ]
-    new = strategy.reshard(contexts, load_LE, owners)
-    moves = owners.device_LE != new.device_LE
-    _move(ledger, iteration, owners.device_LE[moves], new.device_LE[moves])
-    return new
-
-
-def _replicate(
-    strategy: Strategy,
-    contexts: Sequence[LayerContext],
-    histories: Sequence[LoadHistory],
-    ledger: LayerLedger,
-    iteration: int,
-) -> list[LayerContext]:
-    """Return the contexts of the layers with their new resident replicas, and record the moved experts."""
-    placements = [
-        strategy.replicate(context, history.mean_DE())
-        for context, history in zip(contexts, histories, strict=True)
-    ]
-    sources, destinations = [], []
-    for context, placement in zip(contexts, placements, strict=True):
-        expert_P, device_P = np.nonzero(placement.present_ED & ~context.placement.present_ED)
-        sources.append(context.owner_E[expert_P])
-        destinations.append(device_P)
-    _move(ledger, iteration, np.concatenate(sources), np.concatenate(destinations))
-    return [
-        replace(context, resident=placement) for context, placement in zip(contexts, placements, strict=True)
-    ]
-
-
-def _move(ledger: LayerLedger, iteration: int, source_P: np.ndarray, device_P: np.ndarray) -> None:
-    """Record moves of parameters, master weights and optimizer states before an iteration."""
-    if not len(source_P):
-        return
-    ledger.reshard.put(iteration, 0, moves_traffic(source_P, device_P, ledger.topology))
-    ledger.reshard_experts_I[iteration] = len(source_P)

@@ -1,11 +1,75 @@
-"""Computes the points of simulated strategies in the DDL-Roofline (FasterMoE, §3.3)."""
+"""FasterMoE's DDL-Roofline: how close MoE layers come to the limits of compute and communication (§3.3).
+
+This module has Eq. 3 to 6. Eq. 1 is ``layer_seconds.expert_seconds``, and Eq. 2 is ``LinkSet.times``.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
-from megatron_fssdp.simulation.ddl_roofline import RooflinePoint
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
-_OF_LAYERS = ("experts", "all-to-all", "waiting for spAG", "waiting for spRS")
+
+@dataclass(frozen=True)
+class RooflinePoint:
+    """The MoE layers of an iteration under one strategy.
+
+    Attributes:
+        compute_s: Seconds of the experts on the slowest device of each layer, forward and backward.
+        communication_s: Seconds of all communication, if nothing else runs at the same time.
+        end_to_end_s: Seconds that the layers take in total.
+        total_flops: Floating-point operations of all experts on all devices, ``12 α H² Σ B_w``.
+        num_devices: Number of devices, N.
+
+    Raises:
+        ValueError: The layers take no time or do not communicate.
+    """
+
+    compute_s: float
+    communication_s: float
+    end_to_end_s: float
+    total_flops: float
+    num_devices: int
+
+    def __post_init__(self) -> None:
+        for name in ("communication_s", "end_to_end_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)}, wanted more than 0 seconds; a roofline needs layers "
+                    "that communicate, so give a run on at least two devices"
+                )
+
+    @property
+    def ratio(self) -> float:
+        """Seconds of computation divided by seconds of communication, ``R_CC`` (Eq. 3)."""
+        return self.compute_s / self.communication_s
+
+    @property
+    def mean_flops_per_s(self) -> float:
+        """Mean throughput of a device, ``P̄`` (Eq. 4), in floating-point operations per second."""
+        return self.total_flops / (self.num_devices * self.end_to_end_s)
+
+
+def ideal_flops_per_s[Ratio: (float, np.ndarray)](ratio: Ratio, peak_flops_per_s: float) -> Ratio:
+    """Return the throughput if communication and computation overlap fully: ``P_w · min(1, R_CC)`` (Eq. 5).
+
+    Args:
+        ratio: Ratio ``R_CC``, a number or an array.
+        peak_flops_per_s: Peak throughput of one device, ``P_w``.
+    """
+    return peak_flops_per_s * np.minimum(1.0, ratio)
+
+
+def semi_ideal_flops_per_s[Ratio: (float, np.ndarray)](ratio: Ratio, peak_flops_per_s: float) -> Ratio:
+    """Return the throughput with even loads and no overlap: ``P_w · R_CC / (R_CC + 1)`` (Eq. 6).
+
+    Args:
+        ratio: Ratio ``R_CC``, a number or an array.
+        peak_flops_per_s: Peak throughput of one device, ``P_w``.
+    """
+    return peak_flops_per_s * ratio / (ratio + 1)
 
 
 def roofline_point(outcome: StrategyOutcome, job: MoeJob) -> RooflinePoint:
@@ -21,14 +85,14 @@ def roofline_point(outcome: StrategyOutcome, job: MoeJob) -> RooflinePoint:
     Raises:
         ValueError: The layers do not communicate.
     """
-    parts_s = {part: float(outcome.parts_s[part].mean()) for part in _OF_LAYERS}
-    tokens = float(outcome.ledger.tokens_ILD.sum(axis=(1, 2)).mean())
-    waiting_s = parts_s["waiting for spAG"] + parts_s["waiting for spRS"]
+    of_layers = ("experts", "all-to-all", "waiting for spAG", "waiting for spRS")
+    experts_s, exchange_s, *waiting_s = (float(outcome.parts_s[part].mean()) for part in of_layers)
+    alone_s = job.num_micro_batches * float(outcome.of_layers("exchange_s").sum(axis=1).mean())
+    tokens = float(outcome.tokens_ILD.sum(axis=(1, 2)).mean())
     return RooflinePoint(
-        compute_s=parts_s["experts"],
-        communication_s=job.num_micro_batches * float(outcome.layers.exchange_s().sum(axis=1).mean())
-        + waiting_s,
-        end_to_end_s=sum(parts_s.values()),
+        compute_s=experts_s,
+        communication_s=alone_s + sum(waiting_s),
+        end_to_end_s=experts_s + exchange_s + sum(waiting_s),
         total_flops=(1 + BACKWARD_PER_FORWARD) * job.expert_flops_per_token * tokens,
         num_devices=job.num_devices,
     )

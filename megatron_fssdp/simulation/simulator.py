@@ -3,8 +3,9 @@
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -16,22 +17,24 @@ from megatron_fssdp.config.strategy.strategy_settings import (
 )
 from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.memory import FP32_BYTES, memory_capacity
 from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
-from megatron_fssdp.simulation.layer_ledger import LayerLedger
-from megatron_fssdp.simulation.layer_times import LayerTimes
+from megatron_fssdp.simulation.lanes import PARTS, Lanes
+from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import OnPlan, replay_strategy
-from megatron_fssdp.simulation.warm_up import warm_up_iterations
-from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.simulation.replay import IterationRecord, replay_strategy, warm_up_iterations
+from megatron_fssdp.simulation.workloads import counts_of_shares
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
+
+OnPlan = Callable[[int, int, LayerPlan], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,17 +44,19 @@ class StrategyOutcome:
     Attributes:
         name: Name of the strategy.
         parts_s: Seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``.
-        ledger: Decisions of the strategy and the traffic that they cause.
+        iterations: Decisions of the strategy in every iteration, and the traffic that they cause.
+        topology: Node of each device.
         memory: Peak memory of the device that needs the most.
-        layers: Times of all layers, from which the spans of an iteration are computed.
+        prices: Prices of the layers, from which the spans of an iteration are computed.
         warm_up: Number of first iterations in which the strategy measures or has no history.
     """
 
     name: str
     parts_s: dict[str, np.ndarray]
-    ledger: LayerLedger
+    iterations: list[IterationRecord[LayerRecord]]
+    topology: Topology
     memory: DeviceMemory
-    layers: LayerTimes
+    prices: LayerPrices
     warm_up: int = 0
 
     @property
@@ -65,18 +70,43 @@ class StrategyOutcome:
 
         Most of them pass while the device computes. The others are the part ``host`` of ``parts_s``.
         """
-        return float(self.layers.host_s.mean())
+        return float(self.of_layers("host_s").sum(axis=1).mean())
 
     @property
     def mean_s(self) -> float:
         """Mean seconds of an iteration, warm-up included."""
         return float(self.iteration_s.mean())
 
+    @cached_property
+    def tokens_ILD(self) -> np.ndarray:
+        """(token, k) pairs that each device computes, int32 ``[I, L, D]``."""
+        return self.of_layers("tokens_D")
+
     @property
     def load_max_over_mean_IL(self) -> np.ndarray:
         """Max/mean device load in (token, k) pairs, float64 ``[I, L]``."""
-        mean_IL = self.ledger.tokens_ILD.mean(axis=2)
-        return self.ledger.tokens_ILD.max(axis=2) / np.maximum(mean_IL, 1e-12)
+        mean_IL = self.tokens_ILD.mean(axis=2)
+        return self.tokens_ILD.max(axis=2) / np.maximum(mean_IL, 1e-12)
+
+    @property
+    def moved_I(self) -> np.ndarray:
+        """Number of experts that get a new owner or a new resident replica, int64 ``[I]``."""
+        return np.array([iteration.num_moved for iteration in self.iterations])
+
+    def of_layers(self, name: str) -> np.ndarray:
+        """Return one attribute of every :class:`LayerRecord`, ``[I, L]``, or ``[I, L, D]`` for ``tokens_D``.
+
+        Args:
+            name: Name of the attribute.
+        """
+        return np.array([[getattr(layer, name) for layer in one.layers] for one in self.iterations])
+
+    def spans(self, iteration: int) -> list[tuple[str, str, float, float]]:
+        """Return the spans of one iteration as (lane, name, begin, end), with times in seconds."""
+        found: list[tuple[str, str, float, float]] = []
+        lanes = Lanes(lambda *span: found.append(span))
+        lanes.run_iteration(self.iterations[iteration], self.prices)
+        return found
 
 
 def simulate(
@@ -122,29 +152,40 @@ def simulate(
     warm_up = 0 if past_ILDE is not None else warm_up_iterations(strategy, len(counts_ILDE))
     profile = layer_profile(job, cluster, strategy.replica_life)
     profile = replace(profile, deduplicated=strategy.exchange == "deduplicated")
-    ledger = replay_strategy(
+    links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
+    ring = strategy.ring(0, topology)
+    steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
+    host = None if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
+    prices = LayerPrices(cluster, links, job, topology, steps, host)
+
+    def on_layer(
+        iteration: int, layer: int, planned: LayerPlan, plan: LayerPlan, counts_DE: np.ndarray
+    ) -> LayerRecord:
+        if on_plan is not None:
+            on_plan(iteration, layer, plan)
+        return prices.record(layer, planned, plan, counts_DE)
+
+    iterations = replay_strategy(
         strategy,
         counts_ILDE,
         topology,
         profile,
+        on_layer,
         num_micro_batches=job.num_micro_batches,
         past_ILDE=past_ILDE,
         layer_numbers=layer_numbers,
-        on_plan=on_plan,
     )
-    links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
-    ring = strategy.ring(0, topology)
-    steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
-    layers = LayerTimes(ledger, cluster, links, job, steps, _host_work(name, job))
+    parts = [Lanes().run_iteration(iteration, prices).parts_s for iteration in iterations]
+    parts_s = {part: np.array([seconds[part] for seconds in parts]) for part in PARTS}
     context = LayerContext(1, even_owners(job.num_experts, job.num_devices), topology)
     memory = device_memory(
         job,
         cluster,
         slots=strategy.slots(replace(context, profile=profile)),
-        ledger=ledger,
+        iterations=iterations,
         life=strategy.replica_life,
     )
-    return StrategyOutcome(name, layers.parts_s(), ledger, memory, layers, warm_up)
+    return StrategyOutcome(name, parts_s, iterations, topology, memory, prices, warm_up)
 
 
 def checked_strategy(
@@ -162,7 +203,11 @@ def checked_strategy(
         ValueError: The job does not fit the cluster or the strategy.
     """
     topology = topology_of(cluster, job.num_devices)
-    strategy = _strategy(name, settings)
+    if name != "none" and not isinstance(settings, PlacementSettings):
+        raise ValueError(
+            f"strategy {name}: got {type(settings).__name__}, wanted settings of a placement strategy"
+        )
+    strategy = build_strategy("ep", EpSettings()) if name == "none" else build_strategy(name, settings)
     try:
         strategy.check_sizes(job.num_experts, topology)
     except ValueError as error:
@@ -182,12 +227,9 @@ def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
     Returns:
         int64 ``[1, L, D, E]``.
     """
-    num_experts = counts_ILDE.shape[3]
     pairs_LD = np.rint(counts_ILDE.sum(axis=3).mean(axis=0)).astype(np.int64)
-    start_LD = np.cumsum(pairs_LD, axis=1) - pairs_LD
-    position_LDE = (np.arange(num_experts) - start_LD[..., None]) % num_experts
-    counts_LDE = pairs_LD[..., None] // num_experts + (position_LDE < (pairs_LD % num_experts)[..., None])
-    return counts_LDE[None]
+    even_IDE = np.ones((1, *counts_ILDE.shape[2:]))
+    return np.stack([counts_of_shares(even_IDE, pairs_D, top_k=1) for pairs_D in pairs_LD], axis=1)
 
 
 def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> float:
@@ -211,7 +253,7 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
     """
     capacity, held = job.num_experts, job.held_replicas(life)
     if cluster.memory_bytes is not None:
-        without = device_memory(job, cluster, slots=0, ledger=None, life=life)
+        without = device_memory(job, cluster, slots=0, life=life)
         capacity = memory_capacity(
             max(0, int(cluster.memory_bytes - without.total_bytes)),
             expert_bytes=job.expert_bytes,
@@ -233,17 +275,3 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
         messages=job.messages,
         choices=job.choices or TokenChoices(job.top_k),
     )
-
-
-def _host_work(name: str, job: MoeJob) -> HostWork:
-    return HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
-
-
-def _strategy(name: str, settings: StrategySettings) -> Strategy:
-    if name == "none":
-        return build_strategy("ep", EpSettings())
-    if not isinstance(settings, PlacementSettings):
-        raise ValueError(
-            f"strategy {name}: got {type(settings).__name__}, wanted settings of a placement strategy"
-        )
-    return build_strategy(name, settings)

@@ -8,13 +8,10 @@ workload names a device, it means one of these.
 Shape letters: I iterations, D devices, E experts.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-from megatron_fssdp.planning.placement.placement import even_owners
 
 Counts = NDArray[np.int64]
 
@@ -40,6 +37,9 @@ class WorkloadShape:
         tokens_per_device: Tokens of each source device, or their mean if the devices have different numbers.
         top_k: Number of different experts of each token.
         num_iterations: Number of iterations, I.
+
+    Raises:
+        ValueError: The sizes do not fit each other.
     """
 
     num_devices: int
@@ -63,16 +63,6 @@ class WorkloadShape:
                 f"got top_k {self.top_k} of {self.num_experts} experts; wanted at most all of them"
             )
 
-    @property
-    def experts_per_device(self) -> int:
-        """Number of experts of each device that owns any: E/D, or 1 with fewer experts than devices."""
-        return max(self.num_experts // self.num_devices, 1)
-
-    @property
-    def num_owners(self) -> int:
-        """Number of devices that own experts."""
-        return min(self.num_devices, self.num_experts)
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -81,16 +71,10 @@ class Workload:
     Attributes:
         name: Short name, for example ``W1``.
         description: Description of the uneven loads, in one line.
-        popularity_IE: Function of a shape and a seed that returns each expert's share of all assignments,
-            float64 ``[I, E]``, on any positive scale.
-        tokens_D: Function of a shape that returns the tokens of every source device, int64 ``[D]``. None if
-            all have the same number.
     """
 
     name: str
     description: str
-    popularity_IE: Callable[[WorkloadShape, int], NDArray[np.float64]]
-    tokens_D: Callable[[WorkloadShape], Counts] | None = None
 
     def counts(self, shape: WorkloadShape, seed: int = 0) -> Counts:
         """Return the assignments (token, k) of every source device to every expert: int64 ``[I, D, E]``.
@@ -102,16 +86,60 @@ class Workload:
             shape: Sizes of the workload.
             seed: Seed of random workloads.
         """
-        tokens_D = (
-            np.full(shape.num_devices, shape.tokens_per_device)
-            if self.tokens_D is None
-            else self.tokens_D(shape)
-        )
-        return counts_of_shares(
-            np.repeat(self.popularity_IE(shape, seed)[:, None, :], shape.num_devices, axis=1),
-            tokens_D,
-            shape.top_k,
-        )
+        devices = shape.num_devices
+        tokens_D = np.full(devices, shape.tokens_per_device)
+        if self.name == "W4":
+            ends = np.cumsum(np.arange(1, devices + 1)) * (shape.tokens_per_device * devices)
+            tokens_D = np.diff(ends // (devices * (devices + 1) // 2), prepend=0)
+        share_IDE = np.repeat(self._popularity_IE(shape, seed)[:, None, :], devices, axis=1)
+        return counts_of_shares(share_IDE, tokens_D, shape.top_k)
+
+    def _popularity_IE(self, shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
+        """Return each expert's share of all assignments on any positive scale, float64 ``[I, E]``."""
+        experts, owners = shape.num_experts, min(shape.num_devices, shape.num_experts)
+        of_device = experts // owners
+        rng, even_E = np.random.default_rng(seed), np.full(experts, 1 / experts)
+
+        def hot(numbers: list[int], share: float) -> NDArray[np.float64]:
+            """Popularity with ``share`` on these experts, and the rest on the others."""
+            cold = experts - len(numbers)
+            popularity_E = np.full(experts, (1 - share) / cold if cold else 0.0)
+            popularity_E[numbers] = share / len(numbers)
+            return popularity_E
+
+        def hot_device(device: int) -> NDArray[np.float64]:
+            return hot(list(range(device * of_device, (device + 1) * of_device)), HOT_SET_SHARE)
+
+        iterations = range(shape.num_iterations)
+        always_E = even_E
+        if self.name == "W1":
+            always_E = hot_device(0)
+        elif self.name == "W2":
+            # One expert on each of E/D devices, with the largest possible distance between the devices.
+            places = np.arange(of_device) * max(1, owners // of_device)
+            always_E = hot((places % owners * of_device + places // owners).tolist(), HOT_SET_SHARE)
+        elif self.name == "W3":
+            always_E = hot([0], HOT_EXPERT_SHARE)
+        elif self.name == "W5":
+            always_E = np.ones(experts)
+            always_E[(owners - 1) * of_device :] = 0
+            # The first expert of every second remaining device, if the device then still has another expert.
+            if of_device > 1:
+                always_E[0 : experts - of_device : 2 * of_device] = 0
+        elif self.name == "W6":
+            return np.stack([hot_device(i // ROTATION_ITERATIONS % owners) for i in iterations])
+        elif self.name == "W7":
+            hot_of_burst = rng.integers(experts, size=-(-shape.num_iterations // BURST_PERIOD)).tolist()
+            bursts = [hot([expert], HOT_EXPERT_SHARE) for expert in hot_of_burst]
+            quiet = BURST_PERIOD - BURST_ITERATIONS
+            return np.stack(
+                [bursts[i // BURST_PERIOD] if i % BURST_PERIOD >= quiet else even_E for i in iterations]
+            )
+        elif self.name.startswith("lognormal-"):
+            # All strengths use the same standard normal numbers, so the same experts are popular in all.
+            sigma = LOG_NORMAL_SIGMAS[self.name.removeprefix("lognormal-")]
+            always_E = np.exp(sigma * rng.normal(size=experts))
+        return np.tile(always_E, (shape.num_iterations, 1))
 
 
 def counts_of_shares(share_IDE: NDArray[np.float64], tokens_D: Counts, top_k: int) -> Counts:
@@ -170,183 +198,19 @@ def _capped(share_IDE: NDArray[np.float64], cap: float) -> NDArray[np.float64]:
     return share_IDE
 
 
-def expert_max_over_mean(counts_DE: Counts) -> float:
-    """Return the assignments of the most popular expert divided by the mean, or 1 without assignments.
-
-    Args:
-        counts_DE: int64 ``[D, E]``. Assignments of every source device to every expert.
-    """
-    return _max_over_mean(counts_DE.sum(axis=0))
-
-
-def device_max_over_mean(counts_DE: Counts) -> float:
-    """Return the max/mean device load if every expert is computed by its owner.
-
-    Args:
-        counts_DE: int64 ``[D, E]``. Assignments of every source device to every expert.
-    """
-    num_devices, num_experts = counts_DE.shape
-    load_D = np.zeros(num_devices, np.int64)
-    np.add.at(load_D, even_owners(num_experts, num_devices), counts_DE.sum(axis=0))
-    return _max_over_mean(load_D)
-
-
-def _max_over_mean(load: Counts) -> float:
-    return float(load.max() / load.mean()) if load.any() else 1.0
-
-
-def replay(recorded_IDE: NDArray[np.integer], shape: WorkloadShape, first_iteration: int = 0) -> Counts:
-    """Adapt the recorded loads of one layer to the sizes of an experiment.
-
-    Every source keeps its shares and gets the shape's number of tokens. If the record has fewer sources R
-    than the shape has devices D, neighbours share one: device ``d`` sends as source ``d·R//D`` did. If it has
-    more, device ``d`` sends what sources ``d·R/D`` to ``(d+1)·R/D - 1`` sent together.
-
-    Args:
-        recorded_IDE: Integers ``[recorded iterations, R, E]``. Assignments of every source to every expert.
-        shape: Sizes of the experiment.
-        first_iteration: Index of the first recorded iteration to use.
-
-    Returns:
-        int64 ``[I, D, E]``. Assignments of every source device to every expert.
-
-    Raises:
-        ValueError: The record has other experts, too few iterations, or a number of sources that does not
-            match.
-    """
-    num_recorded, num_sources, num_experts = recorded_IDE.shape
-    devices, wanted = shape.num_devices, first_iteration + shape.num_iterations
-    if num_experts != shape.num_experts:
-        raise ValueError(
-            f"the record has {num_experts} experts, wanted {shape.num_experts}; record a model with this "
-            "number"
-        )
-    if max(devices, num_sources) % min(devices, num_sources):
-        raise ValueError(
-            f"cannot map {num_sources} recorded sources to {devices} devices; one must divide the other"
-        )
-    if first_iteration < 0 or wanted > num_recorded:
-        raise ValueError(
-            f"got {num_recorded} recorded iterations, wanted {first_iteration} to {wanted - 1}; replay fewer"
-        )
-    chosen_IDE = np.asarray(recorded_IDE[first_iteration:wanted], dtype=np.float64)
-    if num_sources >= devices:
-        chosen_IDE = chosen_IDE.reshape(len(chosen_IDE), devices, -1, num_experts).sum(axis=2)
-    else:
-        chosen_IDE = np.repeat(chosen_IDE, devices // num_sources, axis=1)
-    return counts_of_shares(chosen_IDE, np.full(devices, shape.tokens_per_device), shape.top_k)
-
-
-def _hot(shape: WorkloadShape, hot: list[int], share: float) -> NDArray[np.float64]:
-    """Return one iteration's popularity: ``share`` on the popular experts, the rest on the others."""
-    cold = shape.num_experts - len(hot)
-    popularity_E = np.full(shape.num_experts, (1 - share) / cold if cold else 0.0)
-    popularity_E[hot] = share / len(hot)
-    return popularity_E
-
-
-def _always(popularity_E: NDArray[np.float64], shape: WorkloadShape) -> NDArray[np.float64]:
-    return np.tile(popularity_E, (shape.num_iterations, 1))
-
-
-def _experts_of(shape: WorkloadShape, owner: int) -> list[int]:
-    """Return the experts of one of the devices that own any."""
-    return list(range(owner * shape.experts_per_device, (owner + 1) * shape.experts_per_device))
-
-
-def _balanced(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-    return _always(np.ones(shape.num_experts), shape)
-
-
-def _hot_device(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-    return _always(_hot(shape, _experts_of(shape, 0), HOT_SET_SHARE), shape)
-
-
-def _hot_spread(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-    stride = max(1, shape.num_owners // shape.experts_per_device)
-    # One expert on each of E/D devices, with the largest possible distance between the devices.
-    hot = [
-        (i * stride % shape.num_owners) * shape.experts_per_device + i * stride // shape.num_owners
-        for i in range(shape.experts_per_device)
-    ]
-    return _always(_hot(shape, hot, HOT_SET_SHARE), shape)
-
-
-def _hot_expert(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-    return _always(_hot(shape, [0], HOT_EXPERT_SHARE), shape)
-
-
-def _idle(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-    popularity_E = np.ones(shape.num_experts)
-    popularity_E[_experts_of(shape, shape.num_owners - 1)] = 0
-    # The first expert of every second remaining device, if the device then still has another expert.
-    if shape.experts_per_device > 1:
-        popularity_E[0 : shape.num_experts - shape.experts_per_device : 2 * shape.experts_per_device] = 0
-    return _always(popularity_E, shape)
-
-
-def _rotating(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-    return np.stack(
-        [
-            _hot(shape, _experts_of(shape, i // ROTATION_ITERATIONS % shape.num_owners), HOT_SET_SHARE)
-            for i in range(shape.num_iterations)
-        ]
-    )
-
-
-def _bursts(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-    rng = np.random.default_rng(seed)
-    hot_of_burst = rng.integers(shape.num_experts, size=-(-shape.num_iterations // BURST_PERIOD))
-    even_E = np.full(shape.num_experts, 1 / shape.num_experts)
-    return np.stack(
-        [
-            _hot(shape, [int(hot_of_burst[i // BURST_PERIOD])], HOT_EXPERT_SHARE)
-            if i % BURST_PERIOD >= BURST_PERIOD - BURST_ITERATIONS
-            else even_E
-            for i in range(shape.num_iterations)
-        ]
-    )
-
-
-def _log_normal(sigma: float) -> Callable[[WorkloadShape, int], NDArray[np.float64]]:
-    def popularity_IE(shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-        # All strengths use the same standard normal numbers, so the same experts are popular in all three.
-        return _always(np.exp(sigma * np.random.default_rng(seed).normal(size=shape.num_experts)), shape)
-
-    return popularity_IE
-
-
-def _ragged_tokens(shape: WorkloadShape) -> Counts:
-    """Return tokens in proportion to 1, 2, … D, with the mean of the shape: int64 ``[D]``."""
-    devices = shape.num_devices
-    ends = np.cumsum(np.arange(1, devices + 1)) * (shape.tokens_per_device * devices)
-    return np.diff(ends // (devices * (devices + 1) // 2), prepend=0)
-
-
-WORKLOADS: dict[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        Workload("W0", "balanced", _balanced),
-        Workload("W1", "half of all assignments go to the experts of device 0", _hot_device),
-        Workload("W2", "as W1, but every popular expert is on another device", _hot_spread),
-        Workload("W3", "two fifths of all assignments go to expert 0", _hot_expert),
-        Workload(
-            "W4",
-            "balanced experts; devices have tokens in proportion to 1, 2, … D",
-            _balanced,
-            _ragged_tokens,
-        ),
-        Workload("W5", "the last device and one expert of every second other device are idle", _idle),
-        Workload("W6", "as W1, but the overloaded device changes every 3 iterations", _rotating),
-        Workload("W7", "balanced, but in 2 of 5 iterations as W3 with a random expert", _bursts),
-        *(
-            Workload(
-                f"lognormal-{strength}",
-                f"popularity of experts is log-normal with sigma {sigma}",
-                _log_normal(sigma),
-            )
-            for strength, sigma in LOG_NORMAL_SIGMAS.items()
-        ),
-    )
+_DESCRIPTIONS = {
+    "W0": "balanced",
+    "W1": "half of all assignments go to the experts of device 0",
+    "W2": "as W1, but every popular expert is on another device",
+    "W3": "two fifths of all assignments go to expert 0",
+    "W4": "balanced experts; devices have tokens in proportion to 1, 2, … D",
+    "W5": "the last device and one expert of every second other device are idle",
+    "W6": "as W1, but the overloaded device changes every 3 iterations",
+    "W7": "balanced, but in 2 of 5 iterations as W3 with a random expert",
+} | {
+    f"lognormal-{strength}": f"popularity of experts is log-normal with sigma {sigma}"
+    for strength, sigma in LOG_NORMAL_SIGMAS.items()
 }
-"""All generated workloads by name. :func:`replay` makes a workload from recorded loads."""
+
+WORKLOADS = {name: Workload(name, description) for name, description in _DESCRIPTIONS.items()}
+"""All generated workloads by name."""

@@ -114,8 +114,7 @@ class Job:
             for more in ((), self.few_layers)
         ]
         whole, few = (
-            device_memory(job, cluster, slots=0, ledger=None, life=ReplicaLife.ITERATION).total_bytes
-            for job in jobs
+            device_memory(job, cluster, slots=0, life=ReplicaLife.ITERATION).total_bytes for job in jobs
         )
         if cluster.memory_bytes is None or whole > cluster.memory_bytes:
             raise ValueError(

@@ -23,9 +23,9 @@ from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, 
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.reporting.colours import TIME_PARTS
+from megatron_fssdp.simulation.lanes import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
-from megatron_fssdp.simulation.timeline.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -178,7 +178,7 @@ def draw_timeline(axes: Axes, cases: list[Case]) -> None:
         base = -4 * row
         for i, lane in enumerate(lanes):
             ticks[base - i] = f"{drawn.name}: {lane}s" if lane != COMPUTE else f"{drawn.name}: {lane}"
-        for lane, name, begin_s, end_s in drawn.outcome.layers.spans(ITERATIONS - 1):
+        for lane, name, begin_s, end_s in drawn.outcome.spans(ITERATIONS - 1):
             if lane not in lanes:
                 continue  # The host's fractions of a millisecond would only be hairlines.
             y, width = base - lanes.index(lane), 1e3 * (end_s - begin_s)
@@ -231,7 +231,7 @@ def draw(cases: list[Case]) -> Figure:
         (COLOURS["experts"].name, COLOURS["experts"].colour),
         (COLOURS["tokens"].name, COLOURS["tokens"].colour),
     ]
-    if any(drawn.outcome.ledger.replicas_IL.any() for drawn in cases):
+    if any(drawn.outcome.of_layers("replicas").any() for drawn in cases):
         kinds += [
             ("experts' weights", COLOURS["weights"].colour),
             ("experts' gradients", COLOURS["gradients"].colour),

@@ -74,7 +74,7 @@ def test_parallelisms_lie_in_the_roofline_where_figure_5_has_them() -> None:
 def test_a_layer_alone_has_the_loads_that_it_has_in_the_model() -> None:
     whole = Setting(Model(128, 64, 3), "johnny", 1.5, 16, 16, 2, 1, num_iterations=4, precision="fp32")
     alone = [dataclasses.replace(whole, layer=layer) for layer in range(3)]
-    tokens = [setting.run("ep").ledger.tokens_ILD for setting in (whole, *alone)]
+    tokens = [setting.run("ep").tokens_ILD for setting in (whole, *alone)]
     assert np.array_equal(tokens[0], np.concatenate(tokens[1:], axis=1))
     assert whole.moe_s("ep") == pytest.approx(sum(setting.moe_s("ep") for setting in alone))
 

@@ -1,7 +1,7 @@
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.reporting.colours import TIME_PARTS, distinct_colours, strategy_colours
 from megatron_fssdp.reporting.records.time_parts import MEASURED_PARTS, PASS_PARTS
-from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
+from megatron_fssdp.simulation.lanes import PARTS
 
 
 def test_every_strategy_has_a_colour_of_its_own() -> None:

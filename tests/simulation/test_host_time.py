@@ -26,7 +26,7 @@ def test_the_device_waits_for_the_dispatch_and_for_plans_with_exact_counts() -> 
     assert found.parts_s["host"] == pytest.approx([2 * 0.23] * 2)
     assert found.iteration_s == pytest.approx(without.iteration_s + 2 * 0.23)
     assert found.host_s == pytest.approx(2 * 0.24)
-    assert ("host", "plan layer 1") in {span[:2] for span in found.layers.spans(0)}
+    assert ("host", "plan layer 1") in {span[:2] for span in found.spans(0)}
     twice = outcome_of("quota", host, num_micro_batches=2)
     assert twice.parts_s["host"] == pytest.approx([4 * 0.23] * 2)
 
@@ -43,8 +43,8 @@ def test_messages_of_transfers_are_posted_by_the_host() -> None:
     keys = {"slots": 1, "overlap_degree": 1, "overlap": False, "reshard_interval": 0}
     found = simulate("fssdp", settings_of("fssdp", **keys), COUNTS_ILDE, cluster_of(), job_of(layers=2))
     # One message each for spAG and spRS of one expert, in the second iteration, in both layers.
-    assert found.ledger.replicas_IL.tolist() == [[0, 0], [1, 1]]
-    assert found.layers.host_s == pytest.approx([0.0, 4 * job_of().messages.batch_host_s])
+    assert found.of_layers("replicas").tolist() == [[0, 0], [1, 1]]
+    assert found.of_layers("host_s").sum(axis=1) == pytest.approx([0.0, 4 * job_of().messages.batch_host_s])
 
 
 def test_measured_times_are_interpolated() -> None:

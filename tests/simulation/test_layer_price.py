@@ -24,10 +24,10 @@ from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.simulation.layer_ledger import LayerLedger
-from megatron_fssdp.simulation.layer_times import LayerTimes
+from megatron_fssdp.simulation.lanes import Lanes
+from megatron_fssdp.simulation.layer_record import LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import record_layer
+from megatron_fssdp.simulation.replay import IterationRecord
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_price
@@ -70,19 +70,16 @@ class Case:
         job = replace(
             self.job,
             top_k=profile.choices.top_k,
+            choices=profile.choices,
             before_layer_flops_L=(0.0,) * num_layers,
             before_gate_flops_L=self.job.before_gate_flops_L * num_layers,
         )
-        ledger = LayerLedger(1, num_layers, topology)
-        dispatch = self.plan.dispatch(self.counts_DE, topology, job.num_micro_batches)
-        for layer in range(num_layers):
-            record_layer(ledger, 0, layer, self.planned, self.plan, self.counts_DE, dispatch)
-            if (choices := profile.sent_choices) is not None:
-                sent = self.plan.sent_tokens(self.counts_DE, topology, choices)
-                ledger.dispatch.put(0, layer, sent)
-        links = cluster_links(self.cluster)
-        times = LayerTimes(ledger, self.cluster, links, job)
-        return {part: float(seconds[0]) for part, seconds in times.parts_s().items()}
+        prices = LayerPrices(self.cluster, cluster_links(self.cluster), job, topology)
+        layers = [
+            prices.record(layer, self.planned, self.plan, self.counts_DE) for layer in range(num_layers)
+        ]
+        nobody_P = np.zeros(0, np.int64)
+        return Lanes().run_iteration(IterationRecord(layers, nobody_P, nobody_P), prices).parts_s
 
 
 @st.composite

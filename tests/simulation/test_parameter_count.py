@@ -20,20 +20,20 @@ def changed(**keys: object) -> ModelArguments:
     return ModelArguments.model_validate({**TINY.model_dump(), **keys})
 
 
+ATTENTION, GATE, EXPERT = 4 * 8 * 8, 8 * 4, 2 * 8 * 32
+NORMS = 2 * (2 * 2 + 1) * 8  # weight and bias of two norms a layer, and the last
+
+
 def test_parameters_of_a_plain_model_are_counted() -> None:
     count = count_parameters(TINY, 10)
-    assert count.embeddings == 10 * 8
-    assert count.attention == 2 * 4 * 8 * 8
-    assert count.routers == 2 * 8 * 4
-    assert count.selected_experts == count.other_experts == 2 * 2 * (2 * 8 * 32)
-    assert count.norms_and_biases == 2 * (2 * 2 + 1) * 8  # weight and bias of two norms a layer, and the last
-    zero = (count.dense_mlps, count.shared_experts, count.output_layer, count.selected_expert_biases)
-    assert zero == (0, 0, 0, 0)
-    assert count.total - count.activated == count.other_experts
-    assert count.routed_experts == 2 * count.selected_experts
-    assert count.total == (
-        count.matrices_of_layers + count.embeddings + count.output_layer + count.norms_and_biases
-    )
+    assert count.layer_matrices == 2 * (ATTENTION + GATE)
+    assert count.expert_matrices == 2 * 4 * EXPERT
+    assert count.idle == 2 * 2 * EXPERT
+    assert count.outside_layers == 10 * 8
+    assert count.norms_and_biases == NORMS
+    assert count.expert_biases == count.multi_token_prediction == 0
+    assert count.total == 2 * (ATTENTION + GATE) + 2 * 4 * EXPERT + 10 * 8 + NORMS
+    assert count.total - count.activated == count.idle
 
 
 def test_dense_layers_shared_experts_and_gated_activations_are_counted() -> None:
@@ -48,27 +48,27 @@ def test_dense_layers_shared_experts_and_gated_activations_are_counted() -> None
         ),
         10,
     )
-    assert count.dense_mlps == 3 * 8 * 20
-    assert count.shared_experts == 3 * 8 * 12
-    assert count.routed_experts == 4 * 3 * 8 * 6
-    assert count.routers == 8 * 4
-    assert count.output_layer == 80
+    assert count.layer_matrices == 2 * ATTENTION + 3 * 8 * 20 + 3 * 8 * 12 + GATE
+    assert count.expert_matrices == 4 * 3 * 8 * 6
+    assert count.outside_layers == 80 + 80
 
 
 def test_grouped_heads_of_another_width_with_norms_are_counted() -> None:
     keys = {"group_query_attention": True, "kv_channels": 6, "qk_layernorm": True, "normalization": "RMSNorm"}
     count = count_parameters(changed(**keys), 10)
-    assert count.attention == 2 * 8 * (2 * 12 + 2 * 6)
+    assert count.layer_matrices == 2 * (8 * (2 * 12 + 2 * 6) + GATE)
     assert count.norms_and_biases == 2 * (2 * 8 + 2 * 6) + 8
 
 
 def test_biases_and_positions_are_counted() -> None:
+    mixed = {"moe_layer_freq": (0, 1)}
     count = count_parameters(
-        changed(add_bias_linear=True, position_embedding_type="learned_absolute", moe_layer_freq=(0, 1)), 10
+        changed(add_bias_linear=True, position_embedding_type="learned_absolute", **mixed), 10
     )
-    plain = count_parameters(changed(moe_layer_freq=(0, 1)), 10)
-    assert count.embeddings == (10 + 4) * 8
-    assert count.selected_expert_biases == count.other_expert_biases == 2 * (32 + 8)
+    plain = count_parameters(changed(**mixed), 10)
+    assert count.outside_layers == (10 + 4) * 8
+    assert count.expert_biases == 4 * (32 + 8)
+    assert count.idle == 2 * (EXPERT + 32 + 8)
     # Queries, keys, values and results of both layers, a dense feed-forward layer, a gate.
     assert count.norms_and_biases - plain.norms_and_biases == 2 * 4 * 8 + (32 + 8) + 4
     assert count.matrices_of_layers == plain.matrices_of_layers
@@ -76,8 +76,8 @@ def test_biases_and_positions_are_counted() -> None:
 
 def test_all_parameters_of_a_dense_model_are_active() -> None:
     count = count_parameters(changed(num_experts=None), 10)
-    assert count.dense_mlps == 2 * 2 * 8 * 32
-    assert count.routed_experts == count.routers == 0
+    assert count.layer_matrices == 2 * (ATTENTION + 2 * 8 * 32)
+    assert count.expert_matrices == 0
     assert count.activated == count.total
 
 
@@ -85,12 +85,9 @@ def test_berts_segments_and_two_loss_heads_are_counted() -> None:
     gpt, bert = count_parameters(TINY, 10), count_parameters(changed(family="bert"), 10)
     words = (8 * 8 + 8) + 2 * 8 + 10  # a dense layer, its norm, the output layer's biases
     order = (8 * 8 + 8) + (2 * 8 + 2)
-    assert bert.embeddings - gpt.embeddings == 2 * 8
-    assert bert.loss_heads == words + order
-    assert bert.total - gpt.total == 2 * 8 + words + order
+    assert bert.total - gpt.total == bert.outside_layers - gpt.outside_layers == 2 * 8 + words + order
     without = count_parameters(changed(family="bert", bert_binary_head=False), 10)
-    assert without.total - gpt.total == without.loss_heads == words
-    assert gpt.loss_heads == 0
+    assert without.total - gpt.total == words
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.simulation.lanes import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.simulator import StrategyOutcome, layer_profile, simulate
-from megatron_fssdp.simulation.timeline.iteration_timeline import ALL_TO_ALL, COMPUTE, TRANSFER
 from tests.drawn_examples import examples
 from tests.planning.cost.dense_traffic import pairs_traffic
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
@@ -85,7 +85,7 @@ def test_each_lane_runs_one_span_at_a_time_and_parts_add_up(
     keys = {"rematerialize": rematerialize, "overlap": overlap, "micro_batches": micro_batches}
     outcome = outcome_of("fssdp", drawn_loads(seed), **keys)
     for iteration in range(4):
-        spans = outcome.layers.spans(iteration)
+        spans = outcome.spans(iteration)
         for lane in (COMPUTE, ALL_TO_ALL, TRANSFER):
             times = sorted((begin, end) for of, _, begin, end in spans if of == lane)
             assert all(later[0] >= sooner[1] - 1e-9 for sooner, later in pairwise(times))
@@ -180,7 +180,7 @@ def test_replicas_of_one_micro_batch_need_no_gradient_sums(name: str) -> None:
     cluster = cluster_of(nodes=2, intra_node=free, inter_node=free, memory_bytes=10**6)
     for num_micro_batches in (1, 4):
         outcome = outcome_of(name, counts, cluster, micro_batches=num_micro_batches)
-        replicas, experts = int(outcome.ledger.most_replicas_IL.max()), outcome.memory.experts
+        replicas, experts = int(outcome.of_layers("most_replicas").max()), outcome.memory.experts
         assert replicas
         assert experts.replica_parameters_bytes == 2 * replicas * 50 * 2
         assert experts.replica_gradients_bytes == replicas * 50 * 2
@@ -201,6 +201,6 @@ def test_a_job_of_a_thousand_devices_is_simulated() -> None:
     plain = simulate("ep", settings_of("ep"), loads(*[[[0] * 1024] * 1024]) + counts, cluster, job)
     twice = np.concatenate([counts, counts])
     placed = simulate("fssdp", settings_of("fssdp", slots=1, overlap_degree=16), twice, cluster, job)
-    assert placed.ledger.tokens_ILD.shape == (2, 1, 1024)
+    assert placed.tokens_ILD.shape == (2, 1, 1024)
     assert placed.iteration_s[0] == plain.mean_s
     assert placed.load_max_over_mean_IL[1] < placed.load_max_over_mean_IL[0]

@@ -29,7 +29,7 @@ def test_plain_expert_parallelism_in_one_node_takes_the_expected_time() -> None:
             "all-to-all": 2 * (dispatch + combine) + counts,
         }
     )
-    assert outcome.ledger.tokens_ILD.tolist() == [[[12, 4]]]
+    assert outcome.tokens_ILD.tolist() == [[[12, 4]]]
     assert outcome.iteration_s[0] == pytest.approx(sum(seconds(outcome).values()))
 
 
@@ -47,7 +47,7 @@ def test_devices_of_a_node_share_its_nic() -> None:
     outcome = simulate("ep", settings_of("ep"), loads(counts), cluster_of(nodes=2), job)
     counts_s = 2 * 4 * 8 / 100
     assert seconds(outcome)["all-to-all"] == pytest.approx(2 * 16 * (10 + 6) / 100 + counts_s)
-    assert outcome.ledger.cross_node_IL.tolist() == [[24]]
+    assert outcome.of_layers("cross_node").tolist() == [[24]]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_fitted_all_to_all_rate_applies_to_the_average_node(
 def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
     outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job_of())
     # From the second iteration on expert 0 is on both devices: 6 + 2 of device 1, 2 sent by device 0.
-    assert outcome.ledger.replicas_IL.tolist() == [[0], [1]]
-    assert outcome.ledger.tokens_ILD[1].tolist() == [[6, 10]]
+    assert outcome.of_layers("replicas").tolist() == [[0], [1]]
+    assert outcome.tokens_ILD[1].tolist() == [[6, 10]]
     assert seconds(outcome, 1) == pytest.approx(
         {
             "other compute": 12,
@@ -128,7 +128,7 @@ def test_rematerialized_weights_of_the_layer_below_follow_the_sprs() -> None:
     keys = REPLICATE | {"rematerialize": True}
     counts = loads(HOT, HOT, layers=2)
     outcome = simulate("fssdp", settings_of("fssdp", **keys), counts, cluster_of(), job)
-    spans = {name: (begin, end) for lane, name, begin, end in outcome.layers.spans(1) if lane == "transfer"}
+    spans = {name: (begin, end) for lane, name, begin, end in outcome.spans(1) if lane == "transfer"}
     begin, end = spans["spAG again, below layer 2"]
     assert begin == pytest.approx(spans["spRS layer 2"][1])
     assert end - begin == pytest.approx(0.1)
@@ -144,7 +144,7 @@ def test_a_transfer_is_pipelined_in_chunks_along_its_path(monkeypatch: pytest.Mo
     job = job_of(devices=3, experts=3, before_gate_flops_L=(0.0,))
     cluster = cluster_of(nodes=3, per_node=1, far_alpha_s=0.125)
     outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(counts, counts), cluster, job)
-    assert outcome.ledger.replicas_IL[1].tolist() == [2]
+    assert outcome.of_layers("replicas")[1].tolist() == [2]
     hop_s = 0.125 + 20 / 100
     assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(0.125 + 100 / 100 + hop_s)
 
@@ -155,10 +155,10 @@ def test_resharding_moves_weights_masters_and_states() -> None:
     counts = loads(*[[[6, 6, 0, 0], [6, 6, 0, 0]]] * 3)
     keys = {"slots": 0, "overlap_degree": 0, "reshard_interval": 2}
     outcome = simulate("fssdp", settings_of("fssdp", **keys), counts, cluster_of(), job)
-    assert outcome.ledger.reshard_experts_I.tolist() == [0, 0, 2]
+    assert outcome.moved_I.tolist() == [0, 0, 2]
     # One expert in each direction: 50 elements of 2 + 4 + 8 bytes.
     assert seconds(outcome, 2)["re-sharding"] == pytest.approx(50 * 14 / 1000)
-    assert outcome.ledger.tokens_ILD[2].tolist() == [[12, 12]]
+    assert outcome.tokens_ILD[2].tolist() == [[12, 12]]
     shared = replace(job, optimizer=replace(optimizer, is_distributed=True), expert_data_parallel_size=4)
     parted = simulate("fssdp", settings_of("fssdp", **keys), counts, cluster_of(), shared)
     # A rank's part of 50 elements' states is 13 of them, padding rounded up.
@@ -177,7 +177,7 @@ def test_calibration_waits_for_the_replicas_that_it_adds() -> None:
         "reshard_interval": 0,
     }
     outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(HOT, cold), cluster_of(), job_of())
-    assert outcome.ledger.addition.num_experts_IL.tolist() == [[0], [1]]
+    assert outcome.of_layers("addition_s").tolist() == [[0.0], [0.1]]
     assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1)
 
 

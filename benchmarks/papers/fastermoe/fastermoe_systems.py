@@ -147,14 +147,14 @@ def over_zero(model: str, sigma: float, stage: int, system: System, *, times_the
 def shadowed_share(model: str, sigma: float, system: System) -> float:
     """Return the mean share of a layer's experts that are shadowed, over layers and iterations."""
     setting = setting_of(model, sigma)
-    replicas_IL = system.run(setting).ledger.replicas_IL[PROFILED:]
+    replicas_IL = system.run(setting).of_layers("replicas")[PROFILED:]
     return float(replicas_IL.mean() / (setting.num_devices - 1) / setting.num_experts)
 
 
 def with_one_shadow(model: str, layer: int, sigma: float, system: System) -> list[float]:
     """Return the speed-ups of a layer in the iterations in which one of its experts is shadowed."""
     setting = replace(setting_of(model, sigma), layer=layer)
-    replicas_I = system.run(setting).ledger.replicas_IL[:, 0]
+    replicas_I = system.run(setting).of_layers("replicas")[:, 0]
     ratio_I = setting.moe_s_I("ep") / setting.moe_s_I(system.strategy, **system.settings(setting))
     return [float(ratio) for ratio in ratio_I[replicas_I == setting.num_devices - 1]]
 
@@ -167,12 +167,12 @@ def of_layers(sigma: float) -> tuple[np.ndarray, np.ndarray]:
     """
     found, bounds = [], []
     for model in IN_FIGURE_12:
-        plain, smart = (setting_of(model, sigma).run("ep", **dict(keys)).layers for keys in ((), SMART))
-        exchange_IL, plain_IL = plain.exchange_s(), plain.moe_s()
+        plain, smart = (setting_of(model, sigma).run("ep", **dict(keys)) for keys in ((), SMART))
+        exchange_IL, plain_IL = plain.of_layers("exchange_s"), plain.of_layers("moe_s")
         compute_IL = (plain_IL - exchange_IL) / (1 + BACKWARD_PER_FORWARD)
         passes = (compute_IL, BACKWARD_PER_FORWARD * compute_IL)
         shortest_IL = sum(np.maximum(exchange_IL / 2, pass_IL) for pass_IL in passes)
-        found.append((plain_IL / smart.moe_s()).mean(axis=0))
+        found.append((plain_IL / smart.of_layers("moe_s")).mean(axis=0))
         bounds.append((plain_IL / shortest_IL).mean(axis=0))
     return np.concatenate(found), np.concatenate(bounds)
 

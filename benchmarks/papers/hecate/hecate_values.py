@@ -171,7 +171,7 @@ def rematerialized_over_baselines(sigma: float) -> list[float]:
 def layers(sigma: float) -> list[float]:
     """Speed-up of each MoE layer over EP, without other compute, in ascending order."""
     setting = setting_of("GPT-MoE-S", "hecate-b", sigma)
-    plain, ours = (system.outcome(setting).layers.moe_s() for system in (EP, HECATE))
+    plain, ours = (system.outcome(setting).of_layers("moe_s") for system in (EP, HECATE))
     return sorted((plain.mean(axis=0) / ours.mean(axis=0)).tolist())
 
 
@@ -193,7 +193,7 @@ def collectives(sigma: float) -> list[float]:
     again, once = (
         sum(
             end - begin
-            for lane, name, begin, end in system.outcome(setting).layers.spans(-1)
+            for lane, name, begin, end in system.outcome(setting).spans(-1)
             if lane == "transfer" and name.startswith("sp")
         )
         for system in (REMATERIALIZED, HECATE)

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from benchmarks.papers.parm.parm_seconds import ScheduledSeconds, scheduled_seconds
 from benchmarks.papers.parm.parm_testbeds import AS_TAKEN, Assumptions, Testbed
 from megatron_fssdp.planning.cost.tensor_schedules import (
     Schedule,
@@ -28,7 +29,6 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
     ScheduledLayer,
     best_schedule,
 )
-from megatron_fssdp.simulation.timeline.tensor_schedule_timeline import ScheduledSeconds, scheduled_seconds
 
 BATCHES = (2, 4, 8)
 LENGTHS = (512, 1024, 2048)

@@ -19,10 +19,10 @@ norms and the reduction of gradients. Table V therefore takes the published time
 from dataclasses import dataclass
 
 from benchmarks.papers.parm.parm_layers import COLUMNS, seconds_of
+from benchmarks.papers.parm.parm_seconds import NUM_PASSES
 from benchmarks.papers.parm.parm_testbeds import AS_TAKEN, Assumptions, Testbed
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.tensor_schedules import ScheduledLayer
-from megatron_fssdp.simulation.timeline.tensor_schedule_timeline import NUM_PASSES
 
 N_MP = N_ESP = 4
 SEQUENCES = 8

@@ -94,7 +94,7 @@ def without_waiting(table: str, top_k: int, model: str, sigma: float, system: st
 
 def mean_balance_L(plain: StrategyOutcome, balanced: StrategyOutcome) -> np.ndarray:
     """Return the mean of RB over iterations, of each layer: ``[L]`` (§VI-C)."""
-    before_ILD, after_ILD = (outcome.ledger.tokens_ILD[PROFILED:] for outcome in (plain, balanced))
+    before_ILD, after_ILD = (outcome.tokens_ILD[PROFILED:] for outcome in (plain, balanced))
     ratios = [
         [
             balance_ratio(before_D, after_D) or np.nan

@@ -70,7 +70,7 @@ def compared(setting: Setting, bandwidth: Bandwidth) -> dict[str, np.ndarray]:
     model = model_of(setting, bandwidth)
     found: dict[str, list[tuple[float, float]]] = {operation: [] for operation in OPERATIONS}
     for iteration in range(PROFILED, setting.num_iterations):
-        spans = outcome.layers.spans(iteration)
+        spans = outcome.spans(iteration)
         seconds = {name: end_s - begin_s for _, name, begin_s, end_s in spans}
         for layer in range(setting.job.num_layers):
             plan = plans[iteration, layer]

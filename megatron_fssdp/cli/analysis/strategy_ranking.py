@@ -11,10 +11,9 @@ from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
 from megatron_fssdp.reporting.records.job_records import with_recorded_choices
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.reporting.units import format_memory
-from megatron_fssdp.simulation.break_even import break_even_bandwidth, break_even_tokens
+from megatron_fssdp.simulation.break_even import BreakEvenSearch
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import OnPlan
-from megatron_fssdp.simulation.simulator import StrategyOutcome, ceiling_s, checked_strategy, simulate
+from megatron_fssdp.simulation.simulator import OnPlan, StrategyOutcome, ceiling_s, checked_strategy, simulate
 
 SAMPLE_ITERATIONS = 6
 """Number of iterations that the break-even search simulates. It plans them again for each value it tries."""
@@ -122,7 +121,7 @@ def _notes(
         "its first turn, with their mean time (all: it never gets further, and is ranked after those that "
         "do)."
     )
-    shares = {row.label: float(row.outcome.ledger.deduplicated_IL.mean()) for row in rows}
+    shares = {row.label: float(row.outcome.of_layers("deduplicated").mean()) for row in rows}
     if any(shares.values()):
         described = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items())
         notes.append(
@@ -153,8 +152,6 @@ def _row(
     counts_ILDE = record.counts_ILDE
     first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)
     sample, past = counts_ILDE[first:], counts_ILDE[max(0, first - HISTORY_ITERATIONS) : first]
-    arguments = (name, settings, sample, cluster, job, past if len(past) else None, on_plan)
-    spans_nodes = outcome.ledger.topology.num_nodes > 1
-    bandwidth = break_even_bandwidth(*arguments) if spans_nodes else None
-    tokens = break_even_tokens(*arguments)
-    return RankedStrategy(name, outcome, tokens, bandwidth, _changed_settings(settings))
+    search = BreakEvenSearch(name, settings, sample, cluster, job, past if len(past) else None, on_plan)
+    bandwidth = search.bandwidth() if outcome.topology.num_nodes > 1 else None
+    return RankedStrategy(name, outcome, search.tokens(), bandwidth, _changed_settings(settings))

@@ -6,7 +6,7 @@ from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.reporting.html.section import GREY, Figure, Section, Table, titled
 from megatron_fssdp.reporting.ranking_table import ranking_cells
 from megatron_fssdp.reporting.simulation_report import SimulationReport
-from megatron_fssdp.simulation.timeline.iteration_timeline import PARTS
+from megatron_fssdp.simulation.lanes import PARTS
 
 _TITLE = "What if: strategies ranked on a cluster"
 CEILING = "ep with balanced routing"

@@ -1,4 +1,7 @@
-"""Provides the loads of a simulation: from a run's record, or generated for the job."""
+"""Provides the loads of a simulation: from a run's record, or generated for the job.
+
+Shape letters: I iterations, L MoE layers, D devices, E experts, N nodes.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,14 +11,23 @@ import numpy as np
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import unknown_name
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expected_hops
 from megatron_fssdp.planning.cost.link_seconds import topology_of
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE, RecordedLoads, read_loads
-from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads, recorded_choices
+from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.workloads import WORKLOADS
 
 GENERATED_ITERATIONS = 20
 """Default number of iterations of a generated workload."""
+
+COMPARED_ITERATIONS = 50
+"""Most iterations of a record for which different nodes and devices are estimated, spread over the record.
+
+The mean of thousands of tokens hardly changes with more of them.
+"""
 
 
 def loads_for_job(
@@ -91,3 +103,49 @@ def with_recorded_choices(
         return job, "estimated from the loads"
     factors = f"{choices.node_factor:.3f} and {choices.device_factor:.3f} times the estimate from the loads"
     return replace(job, choices=choices), f"as recorded, {factors}"
+
+
+def recorded_choices(
+    counts_ILDE: np.ndarray,
+    by_nodes_ILN: np.ndarray | None,
+    by_devices_ILD: np.ndarray | None,
+    topology: Topology,
+    top_k: int,
+) -> TokenChoices | None:
+    """Compare the nodes and devices of a record's tokens with their estimate from the loads.
+
+    Both belong to the owners of plain expert parallelism.
+
+    Args:
+        counts_ILDE: (token, k) pairs of each source device and expert, integers ``[I, L, D, E]``.
+        by_nodes_ILN: Tokens with experts on 1, 2, … N nodes, integers ``[I, L, N]``, or None.
+        by_devices_ILD: Tokens with experts on 1, 2, … D devices, integers ``[I, L, D]``, or None.
+        topology: Nodes of the job's devices.
+        top_k: Number of experts of each token.
+
+    Returns:
+        The factors by which the record differs from the estimate. None if the record does not know it, or if
+        it knows it for other numbers of nodes or devices than the job has.
+    """
+    if by_nodes_ILN is None or by_devices_ILD is None:
+        return None
+    shape = (by_nodes_ILN.shape[2], by_devices_ILD.shape[2])
+    known_I = np.flatnonzero(by_nodes_ILN.any(axis=(1, 2)))
+    if shape != (topology.num_nodes, topology.num_devices) or not len(known_I):
+        return None
+    known_I = known_I[:: -(-len(known_I) // COMPARED_ITERATIONS)]
+    num_experts, num_tokens = counts_ILDE.shape[3], counts_ILDE[known_I].sum() / top_k
+    owners = ExpertPlacement.owners_only(even_owners(num_experts, topology.num_devices), topology.num_devices)
+    estimated = np.zeros(2)
+    for counts_DE in counts_ILDE[known_I].reshape(-1, topology.num_devices, num_experts):
+        hops = expected_hops(counts_DE, owners, topology, TokenChoices(top_k))
+        estimated += hops.tokens_DN.sum(), hops.tokens_DD.sum()
+    recorded = np.array([_mean_places(histogram[known_I]) for histogram in (by_nodes_ILN, by_devices_ILD)])
+    node_factor, device_factor = recorded * num_tokens / estimated
+    return TokenChoices(top_k, float(node_factor), float(device_factor))
+
+
+def _mean_places(tokens: np.ndarray) -> float:
+    """Mean of a histogram over 1, 2, … places, which are its last axis."""
+    numbers = np.arange(1, tokens.shape[-1] + 1)
+    return float((tokens * numbers).sum() / tokens.sum())

@@ -6,7 +6,6 @@ Shape letters: I iterations, L MoE layers, D devices.
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.reporting.html.curves import curve, even_load_line
@@ -24,7 +23,6 @@ from megatron_fssdp.reporting.page.what_if_section import CEILING
 from megatron_fssdp.reporting.ranked_loads import ranked_load_D
 from megatron_fssdp.reporting.simulation_report import SimulationReport
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 MOST_POINTS = 600
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -65,8 +63,8 @@ def device_load_section(report: SimulationReport, colour_of: Mapping[str, str]) 
         {
             "type": "bar",
             "name": row.label,
-            "x": list(range(1, row.outcome.ledger.tokens_ILD.shape[2] + 1)),
-            "y": packed(ranked_load_D(row.outcome.ledger.tokens_ILD[report.warm_up :])),
+            "x": list(range(1, row.outcome.tokens_ILD.shape[2] + 1)),
+            "y": packed(ranked_load_D(row.outcome.tokens_ILD[report.warm_up :])),
             "marker": {"color": colour_of[row.label]},
             "hovertemplate": "%{y:.2f} × mean<extra>" + row.label + "</extra>",
         }
@@ -100,8 +98,10 @@ def replica_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
         colour_of: Colour of each strategy.
     """
     title = "Replicas and bytes over time"
-    replicas = {row.label: row.outcome.ledger.replicas_IL.sum(axis=1) for row in report.ranked}
-    moved = {row.label: job.expert_bytes * _moved_experts_I(row.outcome) for row in report.ranked}
+    replicas = {row.label: row.outcome.of_layers("replicas").sum(axis=1) for row in report.ranked}
+    moved = {
+        row.label: job.expert_bytes * row.outcome.of_layers("gathered").sum(axis=1) for row in report.ranked
+    }
     if not any(values.any() for values in (*replicas.values(), *moved.values())):
         missing = "No simulated strategy has replicas."
         return Section("replicas", title, "", missing=missing)
@@ -126,12 +126,6 @@ def replica_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
         "expert's tokens, and its weights travel from the owner before."
     )
     return Section("replicas", title, lead, figures)
-
-
-def _moved_experts_I(outcome: StrategyOutcome) -> NDArray[np.int64]:
-    ledger = outcome.ledger
-    moved: NDArray[np.int64] = (ledger.gather.num_experts_IL + ledger.addition.num_experts_IL).sum(axis=1)
-    return moved
 
 
 def _curves(

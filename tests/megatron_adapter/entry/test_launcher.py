@@ -58,7 +58,7 @@ BAD_INPUT = """
     fssdp nodes=3 | | nodes
     none slots=2 | | slots
     ep | {TP2} | --disable-bias-linear
-    ep smart_schedule=by_price | --expert-tensor-parallel-size 2 {NO_BIAS} | it needs whole experts: use smart_schedule=false or
+    ep smart_schedule=by_price | --expert-tensor-parallel-size 2 {NO_BIAS} | it needs whole experts: use
     ep smart_schedule=true group_size=3 | | wanted a divisor of the 2 expert-parallel ranks
     smartmoe | --num-experts 2 | --moe-strategy smartmoe: every device owns one expert
     none | --context-parallel-size 2 | Transformer Engine

@@ -26,7 +26,7 @@ from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 from megatron_fssdp.simulation.replay import replay_strategy
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 from megatron_fssdp.testing import run_megatron_ranks
@@ -192,18 +192,18 @@ def tensors_of(experts: np.ndarray) -> dict[int, list[torch.nn.Parameter]]:
 
 def simulate_session(strategy: Strategy, counts_ILDE: np.ndarray, session: StrategySession) -> Seen:
     """The same loads in the simulator's replay."""
-    plans: list[LayerPlan] = []
     topology = session.runtime.layers[0].groups.topology
-    ledger = replay_strategy(
-        strategy, counts_ILDE, topology, PROFILE, on_plan=lambda _, __, plan: plans.append(plan)
+    iterations = replay_strategy(
+        strategy, counts_ILDE, topology, PROFILE, lambda _, __, ___, plan, counts_DE: (plan, counts_DE)
     )
-    replicas_I = ledger.replicas_IL[:, 0]
+    decided = [layer for iteration in iterations for layer in iteration.layers]
+    plans = [plan for plan, _ in decided]
     return Seen(
         placements=[plan.placement.digest() for plan in plans],
-        tokens_D=ledger.tokens_ILD[:, 0].tolist(),
-        overlaps=(ledger.ahead_IL[:, 0] & (replicas_I > 0)).tolist(),
+        tokens_D=[plan.traffic(counts_DE, topology).tokens_D.tolist() for plan, counts_DE in decided],
+        overlaps=[plan.gather_ahead and plan.placement.num_replicas > 0 for plan in plans],
         lives=[plan.life if plan.placement.num_replicas else None for plan in plans],
-        moved=ledger.reshard_experts_I.tolist(),
+        moved=[iteration.num_moved for iteration in iterations],
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.simulation.job_loads import recorded_choices
+from megatron_fssdp.reporting.records.job_records import recorded_choices
 from megatron_fssdp.simulation.simulator import simulate
 
 from ..small_jobs import cluster_of, job_of, loads, settings_of
@@ -32,7 +32,7 @@ def test_balanced_loads_cost_the_hypergeometric_number_of_tokens(top_k: int) -> 
     pairs = TOKENS * top_k
     plain_s = 2 * pairs / 2 / 100 * (6 + 4 + 6)
     assert counts_s == pytest.approx(plain.parts_s["all-to-all"][0] - 2 * plain_s)
-    assert outcome.ledger.cross_node_IL[0, 0] == round(DEVICES * to_node)
+    assert outcome.of_layers("cross_node")[0, 0] == round(DEVICES * to_node)
 
 
 def test_strategies_price_it_and_replicas_still_help() -> None:
@@ -73,7 +73,7 @@ def test_records_correct_the_estimate() -> None:
     cluster = cluster_of(nodes=2, per_node=2)
     job = job_of(devices=DEVICES, experts=EXPERTS, top_k=2, tokens_per_micro_batch=16, choices=choices)
     outcome = simulate("ep", settings_of("ep", exchange="deduplicated"), counts, cluster, job)
-    assert outcome.ledger.cross_node_IL[0, 0] == tokens / 2
+    assert outcome.of_layers("cross_node")[0, 0] == tokens / 2
 
 
 def test_records_that_do_not_fit_are_not_used() -> None:

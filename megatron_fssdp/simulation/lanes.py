@@ -1,0 +1,247 @@
+"""The lanes of a device in one iteration, and which work waits for which.
+
+* ``compute``: the kernels of a device. For experts, these are the kernels of the slowest device.
+* ``all-to-all``: router counts, dispatch and combine. The model computes nothing at the same time.
+* ``transfer``: spAG, spRS, re-gathering and re-sharding, one after the other.
+* ``host``: what the host does between the counts and the dispatch, while the device waits.
+
+The forward pass of a layer consists of compute before the gate, counts, dispatch, experts and combine. spAG
+starts together with the compute before the gate, or after this compute if the plan says so. spAG ends
+before the dispatch. The runtime waits for it later, before the experts, but the rows use the same links.
+
+The backward pass is the reverse, with twice the compute. spRS starts after the backward of the dispatch and
+must end together with the same layer's compute before the gate. Re-materialized replicas are gathered again
+after the spRS of the layer above, and must arrive before the backward of the experts.
+
+If transfers are split, a part of spAG runs at the same time as the experts of the layer before, and a part of
+spRS at the same time as their backward pass.
+
+If an all-to-all and a transfer run at the same time and both take longest on the same kind of link, each gets
+half of the link until one of them ends. So the link is never idle.
+"""
+
+from collections.abc import Callable, Sequence
+
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.link_seconds import LinkTimes
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
+from megatron_fssdp.simulation.replay import IterationRecord
+
+COMPUTE, ALL_TO_ALL, TRANSFER, HOST = "compute", "all-to-all", "transfer", "host"
+
+PARTS = (
+    "other compute",
+    "experts",
+    "all-to-all",
+    "waiting for spAG",
+    "waiting for spRS",
+    "re-sharding",
+    "gradient sync",
+    "host",
+)
+"""Parts of an iteration's time. Their seconds add up to the whole iteration."""
+
+_LANES = {"all-to-all": ALL_TO_ALL, "gradient sync": ALL_TO_ALL, "host": HOST}
+"""Lanes of the parts that are not compute."""
+
+OnSpan = Callable[[str, str, float, float], None]
+
+
+class Lanes:
+    """Clocks of the lanes while an iteration's work is laid out.
+
+    Args:
+        on_span: Function that is called with the lane, name, begin and end of every span.
+
+    Attributes:
+        now_s: End of all work that the next compute or all-to-all waits for, in seconds.
+        lane_s: Time when the transfer lane becomes free, in seconds.
+        parts_s: Seconds so far of each part in :data:`PARTS`.
+    """
+
+    def __init__(self, on_span: OnSpan | None = None) -> None:
+        self._on_span = on_span
+        self.now_s = self.lane_s = 0.0
+        self.parts_s = dict.fromkeys(PARTS, 0.0)
+        self._early_s = 0.0
+        self._regathers = self._regather_is_far = False
+
+    def run_iteration(self, record: IterationRecord[LayerRecord], prices: LayerPrices) -> "Lanes":
+        """Add a whole iteration, and return these lanes.
+
+        Args:
+            record: What the strategy does in the iteration.
+            prices: Prices of what is outside the MoE layers.
+        """
+        behind_s = prices.job.after_layers_flops / prices.cluster.non_expert_flops_per_s
+        # Everything else waits for a re-shard.
+        self._wait("re-sharding", self._transfer("re-sharding", 0.0, prices.moving_s(record)))
+        num, done = prices.job.num_micro_batches, 0
+        while done < num:
+            before_s = dict(self.parts_s)
+            self.run_micro_batch(record.layers, behind_s, is_first=done == 0, is_last=done == num - 1)
+            done += 1
+            if self._on_span is None and done == 2 and num > 3:
+                # All micro-batches between the first and the last take the same time.
+                for part, seconds in self.parts_s.items():
+                    more_s = (num - 3) * (seconds - before_s[part])
+                    self.parts_s[part] += more_s
+                    self.now_s += more_s
+                self.lane_s = max(self.lane_s, self.now_s)
+                done = num - 1
+        self._run("gradient sync", "gradient sync", prices.gradient_sync_s)
+        self._wait("host", sum(layer.host_s for layer in record.layers))
+        return self
+
+    def run_micro_batch(
+        self, layers: Sequence[LayerRecord], behind_s: float = 0.0, *, is_first: bool, is_last: bool
+    ) -> None:
+        """Add both passes of one micro-batch.
+
+        Args:
+            layers: Records of the MoE layers.
+            behind_s: Seconds of the forward pass behind the last MoE layer.
+            is_first: Whether this is the first micro-batch of the iteration. Unless replicas live for less,
+                their weights are gathered only in this micro-batch.
+            is_last: Whether this is the last one. Unless replicas live for less, their gradients are sent to
+                the owners only in this micro-batch.
+        """
+        around = (None, *layers, None)
+        for layer, parts in enumerate(layers):
+            self._forward(f"layer {layer + 1}", parts, is_first, around[layer + 2])
+        self._run("other compute", "behind the layers", behind_s)
+        self._run("other compute", "behind the layers'", BACKWARD_PER_FORWARD * behind_s)
+        for layer in range(len(layers) - 1, -1, -1):
+            self._backward(
+                f"layer {layer + 1}", layers[layer], around[layer], is_last, above=around[layer + 2]
+            )
+
+    def _forward(self, name: str, layer: LayerRecord, is_first: bool, above: LayerRecord | None) -> None:
+        """Add a layer's forward pass. ``above`` is the next MoE layer."""
+        self._run("other compute", f"before {name}", layer.before_layer_s)
+        gather_s = 0.0
+        if is_first:
+            gather_s = (1 - layer.split.gather) * layer.gather_s
+        elif layer.life is ReplicaLife.LAYER_PASS:
+            gather_s = float(layer.regather.seconds)
+        arrival_s, self._early_s = self._early_s, 0.0
+        if layer.ahead:
+            arrival_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, gather_s))
+        self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
+        self._run("all-to-all", f"counts {name}", layer.counts_s)
+        self._run("host", f"plan {name}", layer.plan_s + is_first * layer.first_plan_s)
+        late_s = 0.0 if layer.ahead else gather_s
+        if is_first or layer.life is ReplicaLife.MICRO_BATCH:
+            late_s += layer.addition_s
+        arrival_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, late_s))
+        if layer.steps is not None:
+            self._run_in_steps(name, layer, layer.dispatch, layer.combine, layer.experts_s, arrival_s)
+            return
+        self._wait("waiting for spAG", arrival_s)
+        self._run("all-to-all", f"dispatch {name}", float(layer.dispatch.seconds))
+        if above is not None and is_first:
+            early_s = above.split.gather * above.gather_s
+            self._early_s = self._transfer(f"spAG, first part, behind {name}", self.now_s, early_s)
+        self._run("experts", f"experts {name}", layer.experts_s)
+        self._run("all-to-all", f"combine {name}", float(layer.combine.seconds))
+
+    def _backward(
+        self,
+        name: str,
+        layer: LayerRecord,
+        below: LayerRecord | None,
+        is_last: bool,
+        above: LayerRecord | None,
+    ) -> None:
+        """Add a layer's backward pass. ``below`` and ``above`` are the MoE layers before and after it."""
+        again = layer.life is ReplicaLife.LAYER_PASS
+        if again and not self._regathers:
+            self._regather(f"spAG again {name}", layer)
+        needed_s = self.lane_s if again else 0.0
+        experts_s, rest_s = BACKWARD_PER_FORWARD * layer.experts_s, 0.0
+        if layer.steps is not None:
+            self._run_in_steps(f"{name}, backward", layer, layer.combine, layer.dispatch, experts_s, needed_s)
+        else:
+            self._contended_all_to_all(f"combine' {name}", layer, again)
+            if again:
+                self._wait("waiting for spAG", self.lane_s)
+            if above is not None and is_last:
+                late_s = above.split.reduce * above.reduce_s
+                rest_s = self._transfer(f"spRS, last part, behind {name}", self.now_s, late_s)
+            self._run("experts", f"experts' {name}", experts_s)
+            self._run("all-to-all", f"dispatch' {name}", float(layer.dispatch.seconds))
+        sends_home = is_last or layer.life in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
+        reduce_s = (1 - layer.split.reduce) * layer.reduce_s if sends_home else 0.0
+        home_s = max(rest_s, self._transfer(f"spRS {name}", self.now_s, reduce_s))
+        if not layer.ahead:
+            self._wait("waiting for spRS", home_s)
+        self._regathers = below is not None and (
+            below.life is ReplicaLife.LAYER_PASS and below.ahead and layer.ahead
+        )
+        if self._regathers and below is not None:
+            self._regather(f"spAG again, below {name}", below)
+        self._run("other compute", f"attention, gate' {name}", BACKWARD_PER_FORWARD * layer.before_gate_s)
+        self._wait("waiting for spRS", home_s)
+        self._run("other compute", f"before' {name}", BACKWARD_PER_FORWARD * layer.before_layer_s)
+
+    def _run(self, part: str, name: str, seconds: float) -> None:
+        begin_s, self.now_s = self.now_s, self.now_s + seconds
+        self.parts_s[part] += seconds
+        self._tell(_LANES.get(part, COMPUTE), name, begin_s, self.now_s)
+
+    def _wait(self, part: str, until_s: float) -> None:
+        if until_s > self.now_s:
+            self.parts_s[part] += until_s - self.now_s
+            self.now_s = until_s
+
+    def _run_in_steps(
+        self,
+        name: str,
+        layer: LayerRecord,
+        first: LinkTimes,
+        second: LinkTimes,
+        experts_s: float,
+        needed_s: float,
+    ) -> None:
+        """Add both exchanges and the experts in the steps of the smart schedule.
+
+        The first step of the experts waits for replicas until ``needed_s``.
+        """
+        assert layer.steps is not None
+        first_step_s = float(layer.steps.step_s(first, 0))
+        self._wait("waiting for spAG", needed_s - first_step_s)
+        together_s = layer.exchange_and_experts_s(first, second, experts_s)
+        begin_s, self.now_s = self.now_s, self.now_s + together_s
+        self.parts_s["experts"] += experts_s
+        self.parts_s["all-to-all"] += together_s - experts_s
+        self._tell(ALL_TO_ALL, f"exchange in steps {name}", begin_s, self.now_s)
+        self._tell(COMPUTE, f"experts {name}", begin_s + first_step_s, begin_s + first_step_s + experts_s)
+
+    def _transfer(self, name: str, ready_s: float, seconds: float) -> float:
+        """Run a transfer on the transfer lane and return its end in seconds, or 0 if it takes no time."""
+        if seconds <= 0:
+            return 0.0
+        begin_s = max(ready_s, self.lane_s)
+        self.lane_s = begin_s + seconds
+        self._tell(TRANSFER, name, begin_s, self.lane_s)
+        return self.lane_s
+
+    def _regather(self, name: str, layer: LayerRecord) -> None:
+        self._transfer(name, self.now_s, float(layer.regather.seconds))
+        self._regather_is_far = bool(layer.regather.is_far)
+
+    def _contended_all_to_all(self, name: str, layer: LayerRecord, again: bool) -> None:
+        """Add the backward of combine, which can share a link with a re-gathering that still runs."""
+        seconds, left_s = float(layer.combine.seconds), self.lane_s - self.now_s
+        if again and left_s > 0 and self._regather_is_far == bool(layer.combine.is_far):
+            # Both run at half speed until the shorter one ends. The other one is delayed by the same time.
+            shorter_s = min(seconds, left_s)
+            self._tell(TRANSFER, "shared link", self.lane_s, self.lane_s + shorter_s)
+            self.lane_s += shorter_s
+            seconds += shorter_s
+        self._run("all-to-all", name, seconds)
+
+    def _tell(self, lane: str, name: str, begin_s: float, end_s: float) -> None:
+        if self._on_span is not None and end_s > begin_s:
+            self._on_span(lane, name, begin_s, end_s)

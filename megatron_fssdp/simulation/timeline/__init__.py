@@ -1,1 +1,0 @@
-"""Lanes of a simulated device, and the work that is put on them."""

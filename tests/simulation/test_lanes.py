@@ -1,0 +1,80 @@
+"""Iterations laid out on the lanes, worked out by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.cost.link_seconds import LinkTimes
+from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
+from megatron_fssdp.planning.cost.transfer_split import TransferSplit
+from megatron_fssdp.simulation.lanes import Lanes
+from megatron_fssdp.simulation.layer_record import LayerRecord
+
+NOBODY = np.zeros(0, np.int32)
+ROWS = LinkTimes(1.0, 0.0)  # type: ignore[arg-type]
+# 3 s of attention, 2 s of experts, 5 s of spAG, 10 s of spRS; rows travel for 1 s.
+LAYER = LayerRecord(
+    tokens_D=NOBODY,
+    before_gate_s=3.0,
+    dispatch=ROWS,
+    combine=ROWS,
+    experts_s=2.0,
+    gather_s=5.0,
+    reduce_s=10.0,
+)
+SPLIT = replace(LAYER, split=TransferSplit(0.4, 0.4))
+
+
+def run(*layers: LayerRecord) -> tuple[Lanes, list[tuple[str, str, float, float]]]:
+    spans: list[tuple[str, str, float, float]] = []
+    lanes = Lanes(lambda *span: spans.append(span))
+    lanes.run_micro_batch(layers, is_first=True, is_last=True)
+    return lanes, spans
+
+
+def test_steps_of_the_smart_schedule_interleave() -> None:
+    """Three groups; 1 s inside, 3 s for each of the two others, 2 s of compute for each group.
+
+    Forward: S ends at 1, 4, 7; C at 3, 6, 9; R at 8 (behind all S), 11 and, C_2 at 9 being ready, 14.
+    Backward, with 4 s for each group: C ends at 5, 9, 13; R at 8, 12 and 16.
+    """
+    rows = LinkTimes(1.0, 6.0)  # type: ignore[arg-type]
+    at_once = LayerRecord(tokens_D=NOBODY, dispatch=rows, combine=rows, experts_s=6.0)
+    in_steps, _ = run(replace(at_once, steps=SteppedExchange(3, between_nodes=True)))
+    assert in_steps.now_s == 14 + 16
+    assert in_steps.parts_s["experts"] == 6 + 12
+    assert run(at_once)[0].now_s == (6 + 6 + 6) + (6 + 12 + 6)
+
+
+def test_experts_in_steps_wait_for_replicas() -> None:
+    """Replicas arrive at 5 s. The first rows need 1 s, so the exchange begins at 4 s."""
+    rows = LinkTimes(1.0, 6.0)  # type: ignore[arg-type]
+    steps = SteppedExchange(3, between_nodes=True)
+    layer = LayerRecord(
+        tokens_D=NOBODY, dispatch=rows, combine=rows, experts_s=6.0, steps=steps, gather_s=5.0
+    )
+    lanes, spans = run(layer)
+    assert lanes.parts_s["waiting for spAG"] == 4
+    assert lanes.now_s == 4 + 14 + 16
+    begins = {name: begin_s for _, name, begin_s, _ in spans}
+    assert begins["exchange in steps layer 1"] == 4
+    assert begins["experts layer 1"] == 5
+
+
+def test_two_spans_of_compute_hide_more_of_a_split_transfer_than_one() -> None:
+    """Pro-Prophet, §V-B, Fig. 9c. Unsplit, each layer waits 5 - 3 s for weights and 10 - 6 s for gradients.
+
+    Split, 2 s of the second layer's weights travel during the first layer's experts, and 4 s of its gradients
+    during their backward pass, so that layer waits for nothing. The first layer waits as before, also for its
+    gradients, which follow nothing else on the lane. The lane is as long in use.
+    """
+    (whole, whole_spans), (split, split_spans) = run(LAYER, LAYER), run(LAYER, SPLIT)
+    assert whole.parts_s["waiting for spAG"] == 2 + 2
+    assert whole.parts_s["waiting for spRS"] == 4 + 4
+    assert split.parts_s["waiting for spAG"] == 2
+    assert split.parts_s["waiting for spRS"] == 4
+    assert whole.now_s - split.now_s == 2 + 4
+    for spans in (whole_spans, split_spans):
+        moved_s = sum(end_s - begin_s for lane, _, begin_s, end_s in spans if lane == "transfer")
+        assert moved_s == pytest.approx(2 * 15)
