@@ -6,11 +6,9 @@ read.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from megatron_fssdp.config.errors import ConfigurationError
 
 RECORDED_RUN_HEADER = "# What this run was started with; `megatron-fssdp train` takes it as it is.\n"
 """First line of the ``config.yaml`` that a run writes into its folder."""
@@ -22,30 +20,6 @@ _NEW_BY_OLD: dict[tuple[str, str], tuple[str, Any]] = {
     ("exchange", "fused"): ("schedule", "s1"),
 }
 """New key and value of each renamed ``(key, value)``."""
-
-
-def refuse_renamed_settings(
-    settings: Mapping[str, Any], source: str, known_keys: Iterable[str] | None = None
-) -> None:
-    """Refuse old spellings and name the new ones.
-
-    Args:
-        settings: One strategy's keys and values, flat.
-        source: Where the settings come from; starts the message.
-        known_keys: The strategy's keys today. Spellings whose new key is not among them are left to the usual
-            checks. Default: refuse all old spellings.
-
-    Raises:
-        ConfigurationError: A key or value has an old spelling.
-    """
-    known = None if known_keys is None else set(known_keys)
-    renamed = [
-        f"{key}={old} is now {new_key}={_text(new_value)}"
-        for (key, old), (new_key, new_value) in _NEW_BY_OLD.items()
-        if settings.get(key) == old and (known is None or new_key in known)
-    ]
-    if renamed:
-        raise ConfigurationError(f"{source}: {'; '.join(renamed)}; use the new spelling")
 
 
 def with_new_spellings(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.layer_ledger import LayerLedger
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.stepped_plans import plan_after_gate, plan_before_gate
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
+from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, SelectsStrategies, Strategy
 
 OnPlan = Callable[[int, int, LayerPlan], None]
 
@@ -76,25 +76,24 @@ def replay_strategy(
     for iteration in range(num_iterations):
         if strategy.profile_iterations and iteration == profiled_at:
             contexts = [replace(context, profile=profile) for context in contexts]
-        if strategy.selects:
+        if isinstance(strategy, SelectsStrategies):
             is_measured = contexts[0].profile is not None
             if strategy.selects_at(iteration, histories[0].num_seen if is_measured else 0):
                 strategy.select(
                     [context.layer for context in contexts], strategy.price(contexts, histories), None
                 )
-        if strategy.moves_owners and strategy.reshards_at(iteration):
+        if isinstance(strategy, MovesOwners) and strategy.reshards_at(iteration):
             owners = _reshard(strategy, contexts, histories, owners, ledger, iteration)
             contexts = [
                 replace(context, owner_E=owners.device_LE[layer]) for layer, context in enumerate(contexts)
             ]
-        if strategy.resident_slots and strategy.replicates_at(iteration):
+        if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
             contexts = _replicate(strategy, contexts, histories, ledger, iteration)
         for layer, context in enumerate(contexts):
             counts_DE = frozen_array(counts_ILDE[iteration, layer], np.int64)
-            planned = strategy.check_plan(context, plan_before_gate(strategy, context, histories[layer]))
+            planned = plan_before_gate(strategy, context, histories[layer])
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
             plan = plan_after_gate(strategy, context, first_DE, planned, num_micro_batches)
-            strategy.check_plan(context, plan)
             choices = profile.choices if plan.deduplicated else None
             traffic = plan.traffic(counts_DE, topology, num_micro_batches, choices)
             record_layer(ledger, iteration, layer, planned, plan, counts_DE, traffic)
@@ -146,7 +145,7 @@ def record_layer(
 
 
 def _reshard(
-    strategy: Strategy,
+    strategy: MovesOwners,
     contexts: Sequence[LayerContext],
     histories: Sequence[LoadHistory],
     owners: OwnerMap,
@@ -165,7 +164,7 @@ def _reshard(
 
 
 def _replicate(
-    strategy: Strategy,
+    strategy: ResidentReplicas,
     contexts: Sequence[LayerContext],
     histories: Sequence[LoadHistory],
     ledger: LayerLedger,

@@ -1,6 +1,6 @@
 """Number of iterations before a strategy is in its steady state."""
 
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, SelectsStrategies, Strategy
 
 
 def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
@@ -20,10 +20,10 @@ def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
     replicates = strategy.may_replicate(1)
     first = max(strategy.profile_iterations, int(replicates or strategy.moves_owners or strategy.selects))
     turns = range(first, num_iterations)
-    if strategy.selects:
+    if isinstance(strategy, SelectsStrategies):
         return next((i for i in turns if strategy.selects_at(i, i)), num_iterations)
-    if strategy.resident_slots:
+    if isinstance(strategy, ResidentReplicas):
         return next((i for i in turns if strategy.replicates_at(i)), num_iterations)
-    if strategy.moves_owners and not replicates:
+    if isinstance(strategy, MovesOwners) and strategy.moves_owners and not replicates:
         return next((i for i in turns if strategy.reshards_at(i)), num_iterations)
     return min(first, num_iterations)

@@ -1,6 +1,6 @@
 """Plain expert parallelism: every expert stays with its owner."""
 
-from megatron_fssdp.config.strategy.strategy_settings import MeasuringSettings, PlacementSettings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, profile_iterations
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
@@ -14,10 +14,7 @@ class EpStrategy(Strategy[PlacementSettings]):
     @property
     def profile_iterations(self) -> int:
         """Iterations to measure; 0 unless prices decide about the smart schedule or the exchange."""
-        settings = self.settings
-        if isinstance(settings, MeasuringSettings) and settings.compares_prices:
-            return settings.profile_iterations
-        return 0
+        return profile_iterations() if self.travel.compares_prices else 0
 
     def may_replicate(self, layer: int) -> bool:
         """False: no layer has replicas."""

@@ -1,9 +1,45 @@
 """A report of ``auto``: the selected strategies, their predicted saving, and what the last change saved."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_fssdp.strategies.iteration_spread import IterationSpread
+import numpy as np
+
+LEAST_SEEN = 4
+"""Smallest number of iterations for which quartiles are meaningful."""
+
+
+@dataclass(frozen=True)
+class IterationSpread:
+    """Quartiles of the seconds of some iterations.
+
+    Attributes:
+        num_seen: Number of iterations.
+        low_s: Lower quartile, in seconds.
+        median_s: Median, in seconds.
+        high_s: Upper quartile, in seconds.
+    """
+
+    num_seen: int
+    low_s: float
+    median_s: float
+    high_s: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "IterationSpread | None":
+        """The spread of the given seconds; ``None`` if there are no seconds."""
+        if not seconds:
+            return None
+        low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
+        return cls(len(seconds), low, median, high)
+
+    def is_slower_than(self, other: "IterationSpread") -> bool:
+        """Whether three quarters of these iterations take longer than three quarters of the other ones.
+
+        The answer is False if one side has fewer than :data:`LEAST_SEEN` iterations.
+        """
+        return min(self.num_seen, other.num_seen) >= LEAST_SEEN and self.low_s > other.high_s
+
 
 LEAST_OF_ITERATION = 0.01
 """Fraction of a measured iteration that all changes together must save; otherwise no change is made."""

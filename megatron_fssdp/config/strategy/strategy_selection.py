@@ -6,7 +6,6 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, unknown_name, validate
-from megatron_fssdp.config.renamed_settings import refuse_renamed_settings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 
@@ -37,26 +36,18 @@ def resolve_strategy(
 
 
 def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategySettings:
-    """Validate one strategy's keys.
+    """Validate one strategy's keys, as :func:`resolve_strategy` does.
 
     Args:
         name: Name of the strategy.
         data: Keys and values of the strategy.
         source: Name of the file or option that the values come from. Error messages start with it.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ConfigurationError: The strategy or a key is unknown, a value has the wrong type, or settings exclude
-            each other.
     """
     if name in STRATEGIES.broken and name not in STRATEGIES:
         raise ConfigurationError(str(STRATEGIES.broken[name]))
     if name not in STRATEGIES:
         raise ConfigurationError(unknown_name("MoE strategy", name, STRATEGIES))
     model = STRATEGIES[name].settings
-    refuse_renamed_settings(data, source, model.model_fields)
     _refuse_keys_of_other_strategies(name, data, source)
     return validate(model, data, f"{source} (strategy {name})")
 

@@ -34,6 +34,7 @@ from megatron_fssdp.megatron_adapter.support.replaced_settings import (
     CHECKPOINT_REPLACEMENTS,
     replace_settings,
 )
+from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
 _requested: RequestedStrategy | None = None
@@ -173,7 +174,7 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
     hints: list[CheckpointHint] = []
     if session.strategy.moves_owners:
         hints.append(OwnerHint(session.slots.stage_owners, session.slots.adopt))
-    if session.strategy.selects:
+    if isinstance(session.strategy, SelectsStrategies):
         hints.append(StrategyHint(session.strategy, session.slots.layer_numbers))
     if hints:
         wrap_checkpointing(checkpointing, hints)

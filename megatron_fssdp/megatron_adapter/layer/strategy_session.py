@@ -9,7 +9,12 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.plan_agreement import all_ranks_can, check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.config.strategy.strategy_settings import (
+    FasterMoEKeys,
+    PlacementSettings,
+    StrategySettings,
+    checks_plans,
+)
 from megatron_fssdp.dispatchers.parm import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.layer.transfer_group import (
@@ -66,7 +71,7 @@ class StrategySession:
         self.runtime = MoERuntime(
             self.strategy,
             measure=settings.record_dir is not None,
-            check_plans=settings.check_plans,
+            check_plans=checks_plans(),
         )
         self.slots = ExpertSlots()
         self.selectors: dict[str, ScheduleSelector] = {}
@@ -156,16 +161,16 @@ class StrategySession:
         check_dispatch(self.strategy_name, self.strategy, config)
         if self.strategy.resident_slots:
             refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
-        if self.settings.router == "topology_aware":
+        if uses_gate(self.settings):
             check_gate(config)
         n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
         if n_mp > 1 and not getattr(config, "sequence_parallel", False):
             self._check_equal_tokens(config, n_mp)
         n_esp = getattr(config, "expert_tensor_parallel_size", None) or n_mp
         num_devices = getattr(config, "expert_model_parallel_size", 1) or 1
-        if self.strategy.smart_schedule and num_devices > 1 and n_esp > 1:
+        if self.strategy.travel.smart_schedule and num_devices > 1 and n_esp > 1:
             raise ConfigurationError(
-                f"smart_schedule: got {str(self.strategy.smart_schedule).lower()} with expert tensor "
+                f"smart_schedule: got {str(self.strategy.travel.smart_schedule).lower()} with expert tensor "
                 f"parallelism over {n_esp} ranks, wanted whole experts; use smart_schedule=false or "
                 "--expert-tensor-parallel-size 1"
             )
@@ -177,13 +182,13 @@ class StrategySession:
 
     def _check_equal_tokens(self, config: Any, n_mp: int) -> None:
         """Refuse features that fail if tensor-parallel ranks have the same tokens."""
-        schedule = self.strategy.collective_schedule.name
+        schedule = self.strategy.travel.schedule
         if getattr(config, "moe_latent_size", None):
             raise ConfigurationError(
                 f"--moe-latent-size: got it with {n_mp} tensor-parallel ranks without sequence parallelism, "
                 "where its projections get only a part of the tokens; add --sequence-parallel"
             )
-        if self.settings.router == "topology_aware" and schedule not in ("s1", "megatron"):
+        if uses_gate(self.settings) and schedule not in ("s1", "megatron"):
             raise ConfigurationError(
                 f"router topology_aware with schedule {schedule}: tensor-parallel ranks have to select "
                 "the same experts, and this gate selects by the rank's node; use schedule=s1 or "
@@ -197,6 +202,11 @@ class StrategySession:
                 "the number of tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
                 "--moe-strategy-set schedule=s2"
             )
+
+
+def uses_gate(settings: PlacementSettings) -> bool:
+    """Whether the settings ask for FasterMoE's topology-aware gate."""
+    return isinstance(settings, FasterMoEKeys) and settings.router == "topology_aware"
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ RULES: tuple[Rule, ...] = (
         lambda strategy, value: (
             _back_end(value) is not None
             and (
-                strategy.smart_schedule is True
-                or strategy.exchange == "deduplicated"
+                strategy.travel.smart_schedule is True
+                or strategy.travel.exchange == "deduplicated"
                 or (tensor_parallel(value) > 1 and _asks_for_schedule(strategy))
             )
         ),
@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "delayed weight gradients with smart_schedule",
-        lambda strategy, value: _delays(value) and bool(strategy.smart_schedule),
+        lambda strategy, value: _delays(value) and bool(strategy.travel.smart_schedule),
         "its steps run the experts several times in a pass, and Megatron delays the gradients of one run: "
         f"remove {_DELAYING}, or smart_schedule",
     ),
@@ -71,7 +71,7 @@ RULES: tuple[Rule, ...] = (
     (
         "--moe-router-padding-for-quantization with schedule=s2",
         lambda strategy, value: (
-            _pads(value) and strategy.collective_schedule.name == "s2" and _has_equal_tokens(value)
+            _pads(value) and strategy.travel.schedule == "s2" and _has_equal_tokens(value)
         ),
         "a tensor-parallel rank's share of the padded rows is no multiple: use another schedule",
     ),
@@ -80,9 +80,9 @@ RULES: tuple[Rule, ...] = (
         lambda strategy, value: (
             _captures_preprocess(value)
             and (
-                bool(strategy.smart_schedule)
-                or strategy.exchange != "megatron"
-                or (tensor_parallel(value) > 1 and strategy.collective_schedule.name != "megatron")
+                bool(strategy.travel.smart_schedule)
+                or strategy.travel.exchange != "megatron"
+                or (tensor_parallel(value) > 1 and strategy.travel.schedule != "megatron")
             )
         ),
         "they are decided before the graph or wait in it: remove moe_preprocess",
@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
         "numbers of rows vary with slots, also of padded experts: remove moe_preprocess",
     ),
     (
-        "--cuda-graph-modules moe_preprocess with plans after the gate (fastermoe, quota, calibrate)",
+        "--cuda-graph-modules moe_preprocess with plans after the gate (fastermoe, quota, planner=hecate)",
         lambda strategy, value: (
             _captures_preprocess(value) and (_plans_micro_batches(strategy) or strategy.asks_after_gate(1))
         ),
@@ -106,13 +106,6 @@ RULES: tuple[Rule, ...] = (
             _captures_preprocess(value) and (strategy.moves_owners or not _has_fixed_slots(strategy))
         ),
         "the graph contains their number: set slots and reshard_interval=0, or remove moe_preprocess",
-    ),
-    (
-        "--cuda-graph-modules moe_preprocess with exact dispatch",
-        lambda strategy, value: (
-            _captures_preprocess(value) and getattr(strategy.settings, "dispatch_policy", "even") != "even"
-        ),
-        "the graph has one form of the remap: set dispatch_policy=even, or remove moe_preprocess",
     ),
     (
         "--moe-flex-dispatcher-backend ncclep without fixed slots",
@@ -188,6 +181,11 @@ def keeps_flex(strategy: Strategy, settings: Any) -> bool:
     return _back_end(value_of(settings)) is not None and not _asks_for_schedule(strategy)
 
 
+def shares_evenly(settings: Any) -> bool:
+    """Whether experts' tokens are shared out evenly: a CUDA graph contains the remap, in its one form."""
+    return _captures_preprocess(value_of(settings))
+
+
 def needs_fixed_slots(settings: Any) -> bool:
     """Whether all slots must exist from the start: a CUDA graph or NCCL EP has their number."""
     value = value_of(settings)
@@ -208,7 +206,7 @@ def _has_equal_tokens(value: Value) -> bool:
 
 def _asks_for_schedule(strategy: Strategy) -> bool:
     """Whether the user has chosen one of Parm's schedules; ``auto`` selects them only if it can."""
-    return strategy.collective_schedule.name != "megatron" and not strategy.selects
+    return strategy.travel.schedule != "megatron" and not strategy.selects
 
 
 def _captures_preprocess(value: Value) -> bool:

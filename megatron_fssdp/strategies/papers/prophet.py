@@ -1,135 +1,75 @@
 """Pro-Prophet: replicates experts on a subset of the devices, planned from an earlier iteration (§IV, §V)."""
 
-from dataclasses import dataclass, replace
-
 import numpy as np
 
-from megatron_fssdp.config.strategy.paper_strategy_settings import ProphetSettings
+from megatron_fssdp.config.strategy.shipped_settings import ProphetSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import LayerWork, counts_seconds, layer_seconds
-from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, two_level_traffic
-from megatron_fssdp.planning.cost.owner_traffic import OwnerTraffic
-from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
+from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.calibration import doubling
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
-from megatron_fssdp.planning.papers.prophet_planner import PlannedLayers, plan_layers
+from megatron_fssdp.planning.papers.prophet_planner import plan_layers
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
-from megatron_fssdp.strategies.split_transfers import split_of_traffic
+from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
+from megatron_fssdp.strategies.plan_seconds import plan_seconds, split_of
 
-
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """A plan that is kept for several iterations.
-
-    Attributes:
-        plan: The plan.
-        context: Data of the layer for which the plan was made.
-        num_seen: Number of iterations in the load history at that time.
-    """
-
-    plan: LayerPlan
-    context: LayerContext
-    num_seen: int
+BALANCE = 0.5
+"""Largest accepted difference of device loads, in units of the mean load of an expert (Eq. 7, alpha)."""
 
 
 class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
     """``prophet``: places replicas on the devices from which most of an expert's tokens come.
 
-    Tokens of the other devices go to the expert's owner.
+    Tokens of the other devices go to the expert's owner. A plan is made in each iteration from the loads of
+    the iteration before (§IV-C, locality).
     """
-
-    def __init__(self, settings: ProphetSettings) -> None:
-        super().__init__(settings)
-        self._kept: dict[int, _Kept] = {}
-
-    @property
-    def window(self) -> int:
-        """Number of iterations for which a plan is kept, so that it can be made again from its loads."""
-        return self.settings.plan_interval
 
     @property
     def splits(self) -> bool:
-        """Whether transfers are split (§V-B): the settings ``overlap`` and ``split``."""
-        return self.settings.overlap and self.settings.split
+        """Whether transfers are split (§V-B): the setting ``overlap``."""
+        return self.settings.overlap
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """The plan of the last planning point (§IV-C, locality); without replicas until costs are known."""
+        """The plan for the last loads; without replicas until costs are known."""
         if context.profile is None or history.is_empty:
             return LayerPlan.owners_only(context)
-        age = (history.num_seen - 1) % self.settings.plan_interval
-        made_at = history.num_seen - age
-        kept = self._kept.get(context.layer)
-        if kept is None or kept.context is not context or kept.num_seen != made_at:
-            counts_DE = history.counts_DE(age)
-            kept = _Kept(self._planned(context, context.profile, counts_DE), context, made_at)
-            self._kept[context.layer] = kept
-        return kept.plan
+        return self._planned(context, context.profile, history.counts_DE(0))
 
     def _planned(self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray) -> LayerPlan:
+        """The plan with the fewest seconds over the real links, or that of a given number of devices.
+
+        By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once. The
+        price with the measured links therefore selects.
+        """
         most, left_out = context.num_devices - 1, self.settings.left_out
+        cases = [0, *doubling(most)] if left_out is None else [min(left_out, most)]
         found = plan_layers(
             context.owner_E,
             counts_DE,
             _model(profile, context.topology, overlaps=self.settings.overlap),
-            [0, *doubling(most)] if left_out is None else [min(left_out, most)],
-            balance=self.settings.balance,
+            cases,
+            balance=BALANCE,
             slots=self.slots(context),
         )
-        seconds, split = self._seconds(found, counts_DE, context, profile)
-        best = int(seconds.argmin()) if left_out is None else 1
-        if best == 0:
+        plans = [self._plan_of(found.placement(i), counts_DE, context) for i in range(len(cases))]
+        if left_out is not None:
+            return plans[0]
+        plans.insert(0, LayerPlan.owners_only(context))
+        return min(plans, key=lambda plan: plan_seconds(plan, counts_DE, context))
+
+    def _plan_of(self, placement: ExpertPlacement, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
+        if not placement.num_replicas:
             return LayerPlan.owners_only(context)
-        return self._plan_of(found.placement(best - 1), split.of_case(best), context)
-
-    def _seconds(
-        self, found: PlannedLayers, counts_DE: np.ndarray, context: LayerContext, profile: LayerProfile
-    ) -> tuple[np.ndarray, TransferSplit]:
-        """Modelled seconds of the layer without replicas, and then with those that each search has found.
-
-        The second result is the split of the transfers in each of these cases.
-
-        By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once. The
-        price with the measured links therefore selects. It is the price of a :class:`LayerPlan`
-        (:func:`megatron_fssdp.strategies.plan_seconds.plan_seconds`), for all plans at once.
-
-        Args:
-            found: What the searches found.
-            counts_DE: (token, k) pairs by source and expert, int64 ``[D, E]``.
-            context: Data of the layer.
-            profile: Measured costs.
-        """
-        topology = context.topology
-        replicas = replace(found.replicas, ends=np.concatenate([[0], found.replicas.ends]))
-        tokens = OwnerTraffic(counts_DE, context.owner_E, topology)
-        most_tokens, near, far_of_device, far_of_node, far = tokens.busiest(replicas).astype(np.float64).T
-        transfers = two_level_traffic(context.owner_E, replicas, topology)
-        links = BusiestLinks(near, far_of_device, far_of_node, far / topology.num_nodes)
-        split = WHOLE
-        if self.splits:
-            split = split_of_traffic(transfers, float(counts_DE.sum()), profile, topology)
-        price = layer_seconds(
-            LayerWork(most_tokens, links, gather=transfers, replicas=transfers),
-            profile,
-            ReplicaLife.ITERATION,
-            counts_s=counts_seconds(profile, topology, context.num_experts),
-            hides=self.settings.overlap,
-            split=split,
-        )
-        return np.asarray(price.seconds), split
-
-    def _plan_of(self, placement: ExpertPlacement, split: TransferSplit, context: LayerContext) -> LayerPlan:
+        transfer = two_level_transfer(placement, context.topology)
         return LayerPlan(
             placement,
-            two_level_transfer(placement, context.topology),
+            transfer,
             gather_ahead=self.settings.overlap,
             dispatch_policy="owner",
-            split=split,
+            split=split_of(transfer, float(counts_DE.sum()), context) if self.splits else WHOLE,
         )
 
 

@@ -7,14 +7,14 @@ import pytest
 
 from megatron_fssdp.planning.loads.load_history import LoadHistory
 from megatron_fssdp.reporting.records.run_records import read_metrics
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 from ..training_run import relative_difference, train, train_on_all_ranks
 
 KEYS = (
     "--ckpt-format torch_dist --disable-bias-linear --use-distributed-optimizer "
-    "--dist-ckpt-optim-fully-reshardable --moe-strategy auto --moe-strategy-set profile_iterations=1 "
+    "--dist-ckpt-optim-fully-reshardable --moe-strategy auto FSSDP_PROFILE_ITERATIONS=1 "
     "--moe-strategy-set choice_interval=6 --moe-strategy-set record_dir="
 )
 WANTED = {1: "fssdp", 2: "smartmoe"}

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings, SmartmoeSettings
+from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings, SmartmoeSettings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 
 from ..training.parity.test_strategy_parity import cheap_links
@@ -21,7 +21,7 @@ from ..training_run import relative_difference, train
 
 FLEXMOE = (
     "--moe-strategy flexmoe --moe-strategy-set slots=2 --moe-strategy-set placement_interval=2 "
-    "--moe-strategy-set window=2 --moe-strategy-set threshold=1.01 --moe-strategy-set profile_iterations=1"
+    "--moe-strategy-set window=2 FSSDP_PROFILE_ITERATIONS=1"
 )
 # Learning rate and weight decay change by schedule, and gradients are clipped.
 CHANGING = (

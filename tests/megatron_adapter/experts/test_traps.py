@@ -32,7 +32,7 @@ HANGS_S = 15  # several times what the training takes
 
 def gather_layers_on_one_device() -> None:
     """Re-shard to the map of this file, independent of loads."""
-    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
     def reshard(self: Any, contexts: Sequence[Any], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         del self, contexts, load_LE
@@ -137,7 +137,7 @@ def split_transfers(*, awaits: bool = True) -> None:
     from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
     next_plan = LayerPlanner.next_plan
 

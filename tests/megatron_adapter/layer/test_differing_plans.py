@@ -1,4 +1,4 @@
-"""Under ``check_plans``, all ranks stop when their plans differ."""
+"""Under ``FSSDP_CHECK_PLANS=1``, all ranks stop when their plans differ."""
 
 import os
 from dataclasses import replace
@@ -24,7 +24,7 @@ def plan_alone() -> None:
 
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
     from megatron_fssdp.planning.transfer.transfer_plan import plain_transfer
-    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
     before_gate = FssdpStrategy.before_gate
 
@@ -40,7 +40,7 @@ def plan_alone() -> None:
 
 def test_all_ranks_stop_and_name_layer_and_iteration(text_data: Path) -> None:
     with pytest.raises(RankError) as caught:
-        train(2, f"{TRAINING} --moe-strategy-set check_plans=true", text_data, before=plan_alone, grace_s=60)
+        train(2, f"{TRAINING} FSSDP_CHECK_PLANS=1", text_data, before=plan_alone, grace_s=60)
     assert sorted(caught.value.ranks) == [0, 1]
     message = str(caught.value)
     for rank in range(2):
@@ -52,8 +52,5 @@ def test_all_ranks_stop_and_name_layer_and_iteration(text_data: Path) -> None:
 
 
 def test_equal_plans_pass_the_check(text_data: Path) -> None:
-    checked, unchecked = (
-        train(2, f"{TRAINING} --moe-strategy-set check_plans={value}", text_data)
-        for value in ("true", "false")
-    )
+    checked, unchecked = (train(2, f"{TRAINING} FSSDP_CHECK_PLANS={value}", text_data) for value in (1, 0))
     assert checked.losses == unchecked.losses

@@ -53,7 +53,6 @@ def cases() -> list[Case]:
             Case(settings, sequence_parallel=is_split, capacity=0.6, top_k=1, pads=True, recompute=True),
         ]
     found += [
-        Case((("schedule", "s2"), ("simultaneous", False))),
         Case((("schedule", "s2"),), seq_length=9),
         Case((("schedule", "auto"),), seq_length=9),
         Case((("schedule", "s1"),), shared=12),
@@ -83,7 +82,7 @@ FIRST = [
     Case((("schedule", "s1"),), capacity=1.0, gated=True),
     Case((("schedule", "s1"),), sequence_parallel=True, recompute=True),
     Case((("schedule", "s2"),), shared=12, recompute=True),
-    Case((("schedule", "s2"), ("simultaneous", False)), capacity=0.6, top_k=1, pads=True),
+    Case((("schedule", "s2"),), capacity=0.6, top_k=1, pads=True),
     Case((("schedule", "s1"), ("slots", 2)), strategy="fssdp", shared=12, overlaps=True),
 ]
 

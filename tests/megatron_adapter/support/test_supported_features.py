@@ -95,7 +95,7 @@ DELAYED = {"delay_wgrad_compute": True}
 DIVIDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PREPROCESS = {**TE_GRAPHS, "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
 PADDING = {"moe_router_padding_for_quantization": True}
-KEPT = {"slots": 2, "reshard_interval": 0, "dispatch_policy": "even"}
+KEPT = {"slots": 2, "reshard_interval": 0}
 
 
 def strategy_of(name: str, keys: dict[str, Any]) -> Any:
@@ -111,7 +111,7 @@ def strategy_of(name: str, keys: dict[str, Any]) -> Any:
         ("fssdp", KEPT, NCCL),
         ("smartmoe", {}, NCCL),
         ("fssdp", {"reshard_interval": 0}, DELAYED),
-        ("fssdp", {**KEPT, "smart_schedule": True}, {}),
+        ("fastermoe", {"smart_schedule": True}, {}),
         ("fssdp", KEPT, {**PREPROCESS, **DIVIDED}),
         ("ep", {}, PREPROCESS),
         ("flexmoe", {}, PREPROCESS),
@@ -129,22 +129,21 @@ def test_dispatchers_and_graphs_that_fit_the_slots_are_accepted(
     ("strategy", "keys", "more", "match"),
     [
         ("fssdp", {}, {**FLEX, **EQUAL}, "add --sequence-parallel"),
-        ("fssdp", {"smart_schedule": True}, FLEX, "two dispatchers"),
+        ("fastermoe", {"smart_schedule": True}, FLEX, "two dispatchers"),
         ("fssdp", {"exchange": "deduplicated"}, FLEX, "two dispatchers"),
         ("parm", {"schedule": "s1"}, {**FLEX, **DIVIDED}, "two dispatchers"),
         ("fssdp", {}, NCCL, "set slots"),
         ("fssdp", {"slots": 2}, NCCL, "set slots"),
         ("fssdp", {}, DELAYED, "set reshard_interval=0"),
         ("quota", {}, DELAYED, "single micro-batches"),
-        ("fssdp", {**KEPT, "smart_schedule": True}, DELAYED, "smart_schedule"),
+        ("ep", {"smart_schedule": True}, DELAYED, "smart_schedule"),
         ("parm", {"schedule": "s2"}, {**PADDING, **EQUAL}, "no multiple"),
         ("parm", {"schedule": "auto"}, {**PREPROCESS, **DIVIDED}, "remove moe_preprocess"),
-        ("fssdp", {**KEPT, "smart_schedule": "by_price"}, PREPROCESS, "remove moe_preprocess"),
+        ("ep", {"smart_schedule": "by_price"}, PREPROCESS, "remove moe_preprocess"),
         ("fssdp", {"slots": 2}, PREPROCESS, "reshard_interval=0"),
         ("fssdp", {"reshard_interval": 0}, PREPROCESS, "set slots"),
-        ("fssdp", {"slots": 2, "reshard_interval": 0}, PREPROCESS, "dispatch_policy=even"),
         ("smartmoe", {}, PREPROCESS, "without fixed slots"),
-        ("fssdp", {**KEPT, "calibrate": True}, PREPROCESS, "after the gate"),
+        ("fssdp", {**KEPT, "planner": "hecate"}, PREPROCESS, "after the gate"),
         ("fastermoe", {"slots": 1}, PREPROCESS, "after the gate"),
         ("ep", {}, {**PREPROCESS, "moe_expert_capacity_factor": 1.0}, "capacity"),
         ("fssdp", {"slots": 125}, FLEX, "slots: got 129"),

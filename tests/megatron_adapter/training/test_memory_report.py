@@ -80,7 +80,7 @@ def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: P
     arguments, layers_of_stage = PIPELINES[name]
     arguments = (
         "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --train-iters 3 "
-        f"--global-batch-size 16 {arguments} {flags('fastermoe slots=2 profile_iterations=1')}"
+        f"--global-batch-size 16 {arguments} {flags('fastermoe slots=2 FSSDP_PROFILE_ITERATIONS=1')}"
     )
     train(4, arguments, text_data, before=shadow_and_measure, env={"MEASURED": str(tmp_path)})
     for rank in range(4):

@@ -1,6 +1,7 @@
 """Layers whose tokens travel once to each node only where modelled seconds say so, simulated."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,7 @@ from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
 DEVICES, EXPERTS, TOP_K = 4, 8, 4
-KEYS = {"fssdp": {"slots": 1, "reshard_interval": 0, "split": False}, "ep": {}}
+KEYS = {"fssdp": {"slots": 1, "overlap_degree": EXPERTS, "reshard_interval": 0}, "ep": {}}
 
 
 def outcomes_of(
@@ -93,9 +94,10 @@ def test_it_is_not_used_where_it_cannot_pay() -> None:
     assert not outcomes_of("ep", counts, counts, cluster)[2].ledger.deduplicated_IL.any()
 
 
-def test_without_costs_tokens_travel_as_usual() -> None:
+def test_without_costs_tokens_travel_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = np.full((4, 1, DEVICES, EXPERTS), 100, np.int32)
     job = job_of(devices=DEVICES, experts=EXPERTS, top_k=TOP_K, token_bytes=600)
-    settings = settings_of("ep", exchange="by_price", profile_iterations=2)
+    monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", "2")
+    settings = settings_of("ep", exchange="by_price")
     outcome = simulate("ep", settings, counts, cluster_of(nodes=2, per_node=2), job)
     assert outcome.ledger.deduplicated_IL[:, 0].tolist() == [False, False, True, True]

@@ -1,6 +1,7 @@
 """Layers that run in steps only where modelled seconds say so, simulated."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,17 +10,16 @@ from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
 SEEDS = st.integers(0, 2**32 - 1)
-KEYS = {"fssdp": {"slots": 2, "reshard_interval": 0, "split": False}, "ep": {}}
 
 
-def outcomes_of(name: str, counts: np.ndarray, past: np.ndarray, **keys: object) -> list[StrategyOutcome]:
+def outcomes_of(name: str, counts: np.ndarray, past: np.ndarray) -> list[StrategyOutcome]:
     """Outcomes without steps, always in steps, and by price; start-ups make steps expensive."""
     cluster = cluster_of(nodes=4, far_alpha_s=2.0)
     job = job_of(devices=8, experts=8, layers=counts.shape[1], num_micro_batches=2)
     return [
         simulate(
             name,
-            settings_of(name, smart_schedule=value, **KEYS[name], **keys),
+            settings_of(name, smart_schedule=value),
             counts,
             cluster,
             job,
@@ -39,20 +39,19 @@ def drawn_loads(seed: int, iterations: int, layers: int) -> np.ndarray:
 
 
 @examples(10)
-@given(SEEDS, st.sampled_from(["ep", "fssdp"]))
-def test_a_layer_never_takes_longer_than_in_either_order(seed: int, name: str) -> None:
+@given(SEEDS)
+def test_a_layer_never_takes_longer_than_in_either_order(seed: int) -> None:
     """Loads stay as they are, so that the forecast is exact."""
     counts = drawn_loads(seed, 1, 3)
-    at_once, in_steps, by_price = (outcome.layers.moe_s() for outcome in outcomes_of(name, counts, counts))
+    at_once, in_steps, by_price = (outcome.layers.moe_s() for outcome in outcomes_of("ep", counts, counts))
     assert (by_price <= np.minimum(at_once, in_steps) + 1e-12).all()
 
 
 @examples(10)
-@given(SEEDS, st.booleans())
-def test_an_iteration_takes_as_long_as_in_the_selected_order(seed: int, rematerialize: bool) -> None:
+@given(SEEDS)
+def test_an_iteration_takes_as_long_as_in_the_selected_order(seed: int) -> None:
     counts = drawn_loads(seed, 6, 1)
-    keys = {"rematerialize": rematerialize}
-    at_once, in_steps, by_price = outcomes_of("fssdp", counts, counts[:1], **keys)
+    at_once, in_steps, by_price = outcomes_of("ep", counts, counts[:1])
     used_I = by_price.ledger.in_steps_IL[:, 0]
     wanted_s = np.where(used_I, in_steps.iteration_s, at_once.iteration_s)
     np.testing.assert_allclose(by_price.iteration_s, wanted_s, rtol=1e-12)
@@ -65,9 +64,10 @@ def test_layers_differ_and_change() -> None:
     assert (in_steps_IL[1:] != in_steps_IL[:-1]).any()
 
 
-def test_without_costs_nothing_runs_in_steps() -> None:
+def test_without_costs_nothing_runs_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = drawn_loads(0, 4, 1)
     job = job_of(devices=8, experts=8)
-    settings = settings_of("ep", smart_schedule="by_price", profile_iterations=2)
+    monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", "2")
+    settings = settings_of("ep", smart_schedule="by_price")
     outcome = simulate("ep", settings, 100 * counts, cluster_of(nodes=4), job)
     assert outcome.ledger.in_steps_IL[:, 0].tolist() == [False, False, True, True]
