@@ -70,7 +70,9 @@ class MovingFlexmoe(flexmoe.FlexmoeStrategy):
 class TopExperts(FssdpStrategy):
     """The last iteration's most loaded experts on all devices: Hecate's Alg. 1 with a window of one."""
 
-    window, profile_iterations = 1, 0
+    def __init__(self, settings: TopExpertsSettings) -> None:
+        super().__init__(settings)
+        self.window, self.profile_iterations = 1, 0
 
     def asks_after_gate(self, layer: int) -> bool:
         """False: there is no calibration."""

@@ -16,7 +16,6 @@ from megatron_fssdp.config.strategy.shipped_settings import AutoSettings
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings, profile_iterations
 from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_seconds
@@ -45,13 +44,7 @@ BARRED_SELECTIONS = 5
 
 @dataclass(frozen=True)
 class _Change:
-    """The last change.
-
-    Attributes:
-        before: Name of each layer's strategy before the change, by layer number.
-        saving_s: Modelled seconds that the change should save in an iteration.
-        spread: Times of the iterations before the change; ``None`` if none were measured.
-    """
+    """The last change: each layer's strategy before it, its modelled saving, and the iterations before it."""
 
     before: dict[int, str]
     saving_s: float
@@ -69,44 +62,23 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
             the plans of the ranks would differ.
     """
 
-    replica_life = ReplicaLife.SELECTED
-
     def __init__(
         self, settings: AutoSettings, candidates: Mapping[str, Strategy], priced: Mapping[str, Strategy]
     ) -> None:
         super().__init__(settings)
         self.candidates = dict(candidates)
         self._priced = dict(priced)
+        self.candidate_names = tuple(candidates)
+        self.window = max(one.window for one in candidates.values()) + COMPARED_ITERATIONS
+        self.profile_iterations = profile_iterations()
+        self.overlaps = any(one.overlaps for one in candidates.values())
+        self.splits = any(one.splits for one in candidates.values())
+        self.moves_owners = any(one.moves_owners for one in candidates.values())
         self._selected: dict[int, str] = {}
         self._has_selected = False
         self._reshard_due: set[int] = set()
         self._change: _Change | None = None
         self._barred: dict[tuple[int, str], int] = {}
-
-    @property
-    def candidate_names(self) -> tuple[str, ...]:
-        """Names of the candidates, ``ep`` first."""
-        return tuple(self.candidates)
-
-    @property
-    def window(self) -> int:
-        """The longest window of a candidate, plus the iterations for which candidates are compared."""
-        return max(candidate.window for candidate in self.candidates.values()) + COMPARED_ITERATIONS
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure before the first selection."""
-        return profile_iterations()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether any candidate's transfers may run beside compute."""
-        return any(candidate.overlaps for candidate in self.candidates.values())
-
-    @property
-    def moves_owners(self) -> bool:
-        """Whether any candidate moves owners."""
-        return any(candidate.moves_owners for candidate in self.candidates.values())
 
     def may_replicate(self, layer: int) -> bool:
         """Whether the layer's selected strategy may replicate experts."""
@@ -223,11 +195,6 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         candidate = self._of(context.layer)
         with mistakes_named(candidate, f"before_gate for layer {context.layer}"):
             return candidate.before_gate(context, history.excerpt(candidate.window))
-
-    @property
-    def splits(self) -> bool:
-        """Whether any candidate splits transfers."""
-        return any(candidate.splits for candidate in self.candidates.values())
 
     def asks_after_gate(self, layer: int) -> bool:
         """Whether the layer's selected strategy asks."""

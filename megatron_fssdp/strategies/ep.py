@@ -11,10 +11,10 @@ class EpStrategy(Strategy[PlacementSettings]):
 
     overlaps = False  # The strategy has no transfers.
 
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure; 0 unless prices decide about the smart schedule or the exchange."""
-        return profile_iterations() if self.travel.compares_prices else 0
+    def __init__(self, settings: PlacementSettings) -> None:
+        super().__init__(settings)
+        if self.travel.compares_prices:
+            self.profile_iterations = profile_iterations()
 
     def may_replicate(self, layer: int) -> bool:
         """False: no layer has replicas."""

@@ -45,50 +45,24 @@ search in 16 iterations finds it, and takes little time then.
 class FssdpStrategy(MovesOwners[FssdpSettings]):
     """``fssdp``: makes a new placement in each iteration, from the mean of the last :data:`WINDOW` loads."""
 
+    window = WINDOW
+
     def __init__(self, settings: FssdpSettings) -> None:
         super().__init__(settings)
         self._is_hecate = settings.planner == "hecate"
         self._kept: dict[int, _Kept] = {}
         self._policies: dict[int, tuple[ExpertPlacement, DispatchPolicy]] = {}
         self._clock = ReshardClock(WINDOW, settings.reshard_interval)
-
-    @property
-    def window(self) -> int:
-        """Length of the sliding window of loads."""
-        return WINDOW
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure; 0 if t and m are given, and nothing else needs costs."""
-        settings = self.settings
-        is_limited = settings.slots is not None and settings.overlap_degree is not None
-        needs_costs = not is_limited or self._is_hecate or self.travel.compares_prices
-        return profile_iterations() if needs_costs else 0
-
-    @property
-    def replica_life(self) -> ReplicaLife:
-        """One iteration, or one pass of a layer under re-materialization (Hecate §4.2)."""
-        return ReplicaLife.LAYER_PASS if self.settings.rematerialize else ReplicaLife.ITERATION
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether transfers may run beside compute: the setting ``overlap``."""
-        return self.settings.overlap
-
-    @property
-    def splits(self) -> bool:
-        """Whether transfers travel in two parts where the compute before the layer does not hide them."""
-        return self._goes_by_seconds and self.settings.overlap
-
-    @property
-    def moves_owners(self) -> bool:
-        """Whether experts may change their owners: False if ``reshard_interval`` is 0."""
-        return self.settings.reshard_interval > 0
-
-    @property
-    def _goes_by_seconds(self) -> bool:
+        self._goes_by_seconds = settings.overlap_degree is None and not self._is_hecate
         """Whether modelled seconds decide about replicas and owners once costs are measured."""
-        return self.settings.overlap_degree is None and not self._is_hecate
+        is_limited = settings.slots is not None and settings.overlap_degree is not None
+        if not is_limited or self._is_hecate or self.travel.compares_prices:
+            self.profile_iterations = profile_iterations()
+        if settings.rematerialize:
+            self.replica_life = ReplicaLife.LAYER_PASS
+        self.overlaps = settings.overlap
+        self.splits = self._goes_by_seconds and settings.overlap
+        self.moves_owners = settings.reshard_interval > 0
 
     def overlap_degree(self, context: LayerContext) -> int:
         """Largest number of experts of the layer that may have replicas (Hecate, Alg. 1, t)."""

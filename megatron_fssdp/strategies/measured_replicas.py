@@ -29,15 +29,9 @@ def described_slots(given: int | None, context: LayerContext) -> str:
 class MeasuredReplicas[Settings: SlotKeys](Strategy[Settings]):
     """Selects replicas by measured costs; nothing is replicated before costs are measured."""
 
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure."""
-        return profile_iterations()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether transfers may run beside compute: the setting ``overlap``."""
-        return self.settings.overlap
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.profile_iterations, self.overlaps = profile_iterations(), settings.overlap
 
     def slots(self, context: LayerContext) -> int:
         """Largest number of replicas of a layer on a device."""

@@ -11,14 +11,7 @@ LEAST_SEEN = 4
 
 @dataclass(frozen=True)
 class IterationSpread:
-    """Quartiles of the seconds of some iterations.
-
-    Attributes:
-        num_seen: Number of iterations.
-        low_s: Lower quartile, in seconds.
-        median_s: Median, in seconds.
-        high_s: Upper quartile, in seconds.
-    """
+    """Lower quartile, median and upper quartile of the seconds of ``num_seen`` iterations."""
 
     num_seen: int
     low_s: float
@@ -47,14 +40,7 @@ LEAST_OF_ITERATION = 0.01
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """The strategy of one layer.
-
-    Attributes:
-        layer: Megatron's layer number.
-        strategy: Name of the selected strategy.
-        before: Name of the layer's strategy before the selection; equal to ``strategy`` without a change.
-        modelled_s: Modelled seconds of an iteration of the layer under each candidate, by name.
-    """
+    """The selected strategy of the layer with this number, the one before, and all candidates' seconds."""
 
     layer: int
     strategy: str
@@ -69,13 +55,7 @@ class LayerSelection:
 
 @dataclass(frozen=True)
 class SeenSaving:
-    """The predicted saving of a change, and the measured iterations before and after it.
-
-    Attributes:
-        predicted_s: Modelled seconds that the change should save in an iteration.
-        before: Times of the iterations before the change.
-        after: Times of the iterations since the change.
-    """
+    """The modelled seconds that a change should save, and the measured iterations before and after it."""
 
     predicted_s: float
     before: IterationSpread

@@ -33,64 +33,39 @@ class Strategy[Settings: PlacementSettings](ABC):
 
     A strategy must implement only :meth:`before_gate`. The defaults of the other members fit a strategy
     whose replicas live for one iteration. A plan that needs an ability which the strategy does not declare is
-    refused (``layer_planning.py``).
+    refused (``layer_planning.py``). Attributes are set by the class or in ``__init__``, and do not change.
 
     Args:
         settings: The strategy's validated settings.
 
     Attributes:
+        window: Number of iterations of load history that the strategy uses; at least 1.
+        profile_iterations: Iterations to measure before layers get a profile; 0 if no costs are needed.
+        replica_life: Ability: how long the replicas of plans live; estimates of memory use it.
+        overlaps: Ability: transfers may run beside compute and the dispatch, in a process group of their own.
+            Plans with ``gather_ahead`` need it.
+        splits: Ability: plans may split transfers. A part then travels beside the experts of another layer.
+        moves_owners: Ability: experts may change owners; see :class:`MovesOwners`.
+        resident_slots: Ability: resident replicas of a layer on a device; see :class:`ResidentReplicas`.
         package: Package that registered the strategy, which :func:`build_strategy` notes for messages.
     """
 
-    package = SHIPPED
+    window: int = 1
+    profile_iterations: int = 0
+    replica_life: ReplicaLife = ReplicaLife.ITERATION
+    overlaps: bool = True
+    splits: bool = False
+    moves_owners: bool = False
+    resident_slots: int = 0
+    package: str = SHIPPED
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     @property
-    def window(self) -> int:
-        """Number of iterations of load history that the strategy uses; at least 1."""
-        return 1
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure before layers get a profile; 0 if the strategy needs no measured costs."""
-        return 0
-
-    # Abilities of the strategy. They are read before the first layer is built and must not change.
-
-    @property
-    def replica_life(self) -> ReplicaLife:
-        """How long the replicas of the strategy's plans live; estimates of memory use it."""
-        return ReplicaLife.ITERATION
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether transfers may run beside compute and the dispatch, in a process group of their own.
-
-        Plans with ``gather_ahead`` need this ability.
-        """
-        return True
-
-    @property
-    def splits(self) -> bool:
-        """Whether plans may split transfers: a part then travels beside the experts of another layer."""
-        return False
-
-    @property
-    def moves_owners(self) -> bool:
-        """Whether experts may change owners; see :class:`MovesOwners`."""
-        return False
-
-    @property
-    def resident_slots(self) -> int:
-        """Number of resident replicas of a layer on a device; see :class:`ResidentReplicas`."""
-        return 0
-
-    @property
     def selects(self) -> bool:
-        """Whether layers have other strategies; see :class:`SelectsStrategies`."""
-        return False
+        """Whether layers have other strategies."""
+        return isinstance(self, SelectsStrategies)
 
     @property
     def travel(self) -> TokenTravel:
@@ -191,14 +166,11 @@ class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
     depend on the arguments and on earlier answers, and not on what :meth:`Strategy.before_gate` got.
     """
 
-    @property
-    def moves_owners(self) -> bool:
-        """Whether experts may change owners under the settings; :meth:`reshards_at` is False otherwise."""
-        return True
+    moves_owners = True
 
     @abstractmethod
     def reshards_at(self, iteration: int) -> bool:
-        """Whether to reconsider owners once ``iteration`` iterations are complete."""
+        """Whether to reconsider owners after so many iterations; False if ``moves_owners`` is."""
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners for all layers of a pipeline stage, or the present ones; by default layer by layer.
@@ -231,16 +203,13 @@ class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
 
 
 class ResidentReplicas[Settings: PlacementSettings](Strategy[Settings]):
-    """Has replicas with Parameters and optimizer states of their own."""
+    """Has replicas with Parameters and optimizer states of their own; it sets ``resident_slots``."""
 
-    @property
-    @abstractmethod
-    def resident_slots(self) -> int:
-        """Number of resident replicas of a layer for which a device has room; at least 1."""
+    replica_life = ReplicaLife.RESIDENT
 
     @abstractmethod
     def replicates_at(self, iteration: int) -> bool:
-        """Whether to reconsider resident replicas once ``iteration`` iterations are complete."""
+        """Whether to reconsider resident replicas after so many iterations."""
 
     @abstractmethod
     def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
@@ -254,17 +223,10 @@ class ResidentReplicas[Settings: PlacementSettings](Strategy[Settings]):
 
 
 class SelectsStrategies[Settings: PlacementSettings](Strategy[Settings]):
-    """Selects another strategy for each layer."""
+    """Selects another strategy for each layer, among those of ``candidate_names``."""
 
-    @property
-    def selects(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    @abstractmethod
-    def candidate_names(self) -> tuple[str, ...]:
-        """Names of the strategies among which this one selects."""
+    replica_life = ReplicaLife.SELECTED
+    candidate_names: tuple[str, ...] = ()
 
     @abstractmethod
     def selected(self, layer: int) -> str:

@@ -48,21 +48,7 @@ class DrawnPlacements(Strategy[EpSettings]):
     def __init__(self, case: LayerCase) -> None:
         super().__init__(EpSettings())
         self.case = case
-
-    @property
-    def replica_life(self) -> ReplicaLife:
-        """The case's."""
-        return self.case.life
-
-    @property
-    def overlaps(self) -> bool:
-        """As in the case."""
-        return self.case.overlaps
-
-    @property
-    def splits(self) -> bool:
-        """Whether the case splits transfers."""
-        return self.case.split != WHOLE
+        self.replica_life, self.overlaps, self.splits = case.life, case.overlaps, case.split != WHOLE
 
     def asks_after_gate(self, layer: int) -> bool:
         """Whether the case corrects plans."""

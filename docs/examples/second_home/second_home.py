@@ -34,10 +34,9 @@ class SecondHome(MovesOwners[SecondHomeSettings]):
 
     overlaps = True  # replicas travel beside the compute before the layer (this is the default)
 
-    @property
-    def moves_owners(self) -> bool:
-        """Unless ``swap_every`` is 0."""
-        return self.settings.swap_every > 0
+    def __init__(self, settings: SecondHomeSettings) -> None:
+        super().__init__(settings)
+        self.moves_owners = settings.swap_every > 0
 
     def slots(self, context: LayerContext) -> int:
         """Memory for one replica is accounted for."""

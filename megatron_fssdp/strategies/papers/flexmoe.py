@@ -5,7 +5,6 @@ import numpy as np
 from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads.load_history import LoadHistory
-from megatron_fssdp.planning.memory.held_replicas import ReplicaLife
 from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, next_resident_placement
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
@@ -22,27 +21,10 @@ MOST_STEPS = 16
 class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
     """``flexmoe``: expands, shrinks and migrates replicas every few iterations (Hecate §2.3, §5.1)."""
 
-    replica_life = ReplicaLife.RESIDENT
-
-    @property
-    def window(self) -> int:
-        """Number of iterations over whose mean load the strategy decides."""
-        return self.settings.window
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure; the costs serve to compare what a change saves with what it moves."""
-        return profile_iterations()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether transfers may run beside compute: the setting ``overlap``."""
-        return self.settings.overlap
-
-    @property
-    def resident_slots(self) -> int:
-        """Resident replicas of a layer for which a device has room: the setting ``slots``."""
-        return self.settings.slots
+    def __init__(self, settings: FlexmoeSettings) -> None:
+        super().__init__(settings)
+        self.window, self.profile_iterations = settings.window, profile_iterations()
+        self.overlaps, self.resident_slots = settings.overlap, settings.slots
 
     def slots(self, context: LayerContext) -> int:
         """Largest number of replicas of a layer on a device."""

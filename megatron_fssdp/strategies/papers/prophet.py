@@ -27,10 +27,9 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
     the iteration before (§IV-C, locality).
     """
 
-    @property
-    def splits(self) -> bool:
-        """Whether transfers are split (§V-B): the setting ``overlap``."""
-        return self.settings.overlap
+    def __init__(self, settings: ProphetSettings) -> None:
+        super().__init__(settings)
+        self.splits = settings.overlap  # §V-B
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The plan for the last loads; without replicas until costs are known."""

@@ -27,15 +27,9 @@ class SmartmoeStrategy(MovesOwners[SmartmoeSettings]):
 
     overlaps = False  # The strategy has no transfers.
 
-    @property
-    def window(self) -> int:
-        """Number of iterations over whose mean load the strategy decides."""
-        return self.settings.window
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure; the costs serve to compare what a change saves with what it moves."""
-        return profile_iterations()
+    def __init__(self, settings: SmartmoeSettings) -> None:
+        super().__init__(settings)
+        self.window, self.profile_iterations = settings.window, profile_iterations()
 
     def may_replicate(self, layer: int) -> bool:
         """False: no layer has replicas."""
