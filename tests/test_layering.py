@@ -77,7 +77,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "balanced": {"", *KERNELS, "placement", "memory", "loads", "transfer", "dispatch", "cost", "papers"},
     },
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}, "sweep": {"", "strategy", "run"}},
-    "strategies": {"": set(), "papers": {""}, "auto": {""}, "fssdp": {""}},
+    "strategies": {"": set(), "papers": {""}},
     "simulation": {"": {"timeline"}, "timeline": set()},
     "collectives": {"": set(), "sparse": {""}, "probes": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},
@@ -267,7 +267,7 @@ def test_the_table_has_no_cycle() -> None:
         (("planning", "loads", "x.py"), "from megatron_fssdp.planning import cost"),
         (("planning", "x.py"), "from megatron_fssdp.planning.loads import load_history"),
         (("megatron_adapter", "layer", "x.py"), "def f():\n    from ..training import training_hooks"),
-        (("strategies", "fssdp.py"), "from megatron_fssdp.strategies.auto import AutoStrategy"),
+        (("strategies", "fssdp.py"), "from megatron_fssdp.strategies.papers.prophet import ProphetStrategy"),
     ],
 )
 def test_the_checker_catches_a_planted_violation(parts: tuple[str, ...], source: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, Strategy
 
 
 def build_strategy(name: str, settings: StrategySettings) -> Strategy:
@@ -19,7 +19,8 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
     Raises:
         KeyError: The name is not registered, or it has no strategy class (``none``). The validation of the
             settings reports unknown names to the user before.
-        ConfigurationError: A strategy of another package cannot be built; the line names the package.
+        ConfigurationError: A strategy of another package cannot be built, or lacks the methods of an ability
+            that it declares; the line names the package.
     """
     entry = STRATEGIES[name]
     if entry.strategy is None:
@@ -43,5 +44,11 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
             f"{what}: got {type(strategy).__name__}, wanted an instance of "
             "megatron_fssdp.strategies.strategy.Strategy; derive the registered class from it"
         )
+    for ability, base in (("moves_owners", MovesOwners), ("resident_slots", ResidentReplicas)):
+        if getattr(strategy, ability) and not isinstance(strategy, base):
+            raise ConfigurationError(
+                f"{what}: got {ability} without its methods, wanted a subclass of {base.__name__}; derive "
+                f"{type(strategy).__name__} from it"
+            )
     strategy.package = entry.package
     return strategy

@@ -46,18 +46,9 @@ _COLOUR = re.compile(r"#[0-9A-Fa-f]{6}")
 
 @dataclass(frozen=True)
 class RegisteredStrategy:
-    """What is known of a strategy before it is built.
+    """What is known of a strategy before it is built; see :func:`register_strategy`.
 
-    Attributes:
-        name: What users type.
-        settings: Pydantic model of its keys.
-        strategy: Makes the strategy from its settings: a class or function, or ``module:attribute``. ``None``
-            for Megatron's own layer, under which nothing is planned.
-        summary: One line about it.
-        colour: ``#RRGGBB`` in pictures; ``None`` for a colour that is left.
-        is_candidate: Whether ``auto`` may select it.
-        is_ranked: Whether what-if reports rank it unless they are told names.
-        package: Who registered it.
+    ``strategy`` is ``None`` for Megatron's own layer, under which nothing is planned. ``package`` registered it.
     """
 
     name: str
