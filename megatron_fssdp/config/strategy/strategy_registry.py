@@ -48,7 +48,7 @@ _COLOUR = re.compile(r"#[0-9A-Fa-f]{6}")
 class RegisteredStrategy:
     """What is known of a strategy before it is built; see :func:`register_strategy`.
 
-    ``strategy`` is ``None`` for Megatron's own layer, under which nothing is planned. ``package`` registered it.
+    ``strategy`` is ``None`` for Megatron's own layer, under which nothing is planned.
     """
 
     name: str

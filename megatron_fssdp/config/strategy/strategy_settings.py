@@ -130,6 +130,11 @@ class PlacementSettings(StrategySettings):
         """How tokens travel; Megatron's way, unless there are keys for another one."""
         return TokenTravel()
 
+    @property
+    def uses_gate(self) -> bool:
+        """Whether FasterMoE's topology-aware gate routes, which changes the routing."""
+        return False
+
     def as_candidate(self) -> Self:
         """Return these settings as a candidate of ``auto`` uses them, for single layers."""
         return self
@@ -222,6 +227,11 @@ class FasterMoEKeys(PlacementSettings):
     def travel(self) -> TokenTravel:
         """As set."""
         return replace(super().travel, smart_schedule=self.smart_schedule, group_size=self.group_size)
+
+    @property
+    def uses_gate(self) -> bool:
+        """As set."""
+        return self.router == "topology_aware"
 
     @model_validator(mode="after")
     def _check_gate(self) -> Self:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.plan_agreement import all_ranks_can, check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import (
-    FasterMoEKeys,
     PlacementSettings,
     StrategySettings,
     checks_plans,
@@ -161,7 +160,7 @@ class StrategySession:
         check_dispatch(self.strategy_name, self.strategy, config)
         if self.strategy.resident_slots:
             refuse(f"--moe-strategy {self.strategy_name}", RESIDENT_REFUSALS, config)
-        if uses_gate(self.settings):
+        if self.settings.uses_gate:
             check_gate(config)
         n_mp = getattr(config, "tensor_model_parallel_size", 1) or 1
         if n_mp > 1 and not getattr(config, "sequence_parallel", False):
@@ -188,7 +187,7 @@ class StrategySession:
                 f"--moe-latent-size: got it with {n_mp} tensor-parallel ranks without sequence parallelism, "
                 "where its projections get only a part of the tokens; add --sequence-parallel"
             )
-        if uses_gate(self.settings) and schedule not in ("s1", "megatron"):
+        if self.settings.uses_gate and schedule not in ("s1", "megatron"):
             raise ConfigurationError(
                 f"router topology_aware with schedule {schedule}: tensor-parallel ranks have to select "
                 "the same experts, and this gate selects by the rank's node; use schedule=s1 or "
@@ -202,11 +201,6 @@ class StrategySession:
                 "the number of tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
                 "--moe-strategy-set schedule=s2"
             )
-
-
-def uses_gate(settings: PlacementSettings) -> bool:
-    """Whether the settings ask for FasterMoE's topology-aware gate."""
-    return isinstance(settings, FasterMoEKeys) and settings.router == "topology_aware"
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,13 @@ def split_transfers(*, awaits: bool = True) -> None:
         return call
 
     LayerPlanner.next_plan = plan_with_split
-    FssdpStrategy.splits = True
+    prepare = FssdpStrategy.__init__
+
+    def prepare_to_split(self, settings):
+        prepare(self, settings)
+        self.splits = True
+
+    FssdpStrategy.__init__ = prepare_to_split  # type: ignore[method-assign]
     if not awaits:
         SlotLayer._gather_first_part = without_wait(SlotLayer._gather_first_part, "experts")
         gather = without_wait(ReplicaTransfers.gather_first_part, "_experts")
