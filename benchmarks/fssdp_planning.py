@@ -13,10 +13,10 @@ import time
 import numpy as np
 
 from benchmarks.planner_time import DEVICES_PER_NODE, LOAD_SIGMA, PROFILE, TOKENS_PER_DEVICE, owners
-from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
+from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+from megatron_fssdp.strategies.fssdp import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 SIZES = [(16, 8), (64, 32), (256, 64)]

@@ -29,7 +29,7 @@ import numpy as np
 from megatron_fssdp.config.cluster_description import ClusterDescription, LinkDescription
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import EpSettings
+from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.reporting.colours import distinct_colours
 from megatron_fssdp.reporting.figures import DPI, new_figure
 from megatron_fssdp.simulation.moe_job import MoeJob

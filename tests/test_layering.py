@@ -70,7 +70,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "papers": {"", "placement", "transfer", "dispatch", "cost"},
     },
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}, "sweep": {"", "strategy", "run"}},
-    "strategies": {"": set(), "papers": {""}, "auto": {""}, "fssdp": {""}},
+    "strategies": {"": set(), "papers": {""}},
     "collectives": {"": set(), "sparse": {""}, "probes": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},
     "runtime": {
@@ -259,7 +259,7 @@ def test_the_table_has_no_cycle() -> None:
         (("planning", "placement", "x.py"), "from megatron_fssdp.planning import cost"),
         (("planning", "x.py"), "from megatron_fssdp.planning.papers import calibration"),
         (("megatron_adapter", "layer", "x.py"), "def f():\n    from ..training import training_hooks"),
-        (("strategies", "fssdp.py"), "from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy"),
+        (("strategies", "fssdp.py"), "from megatron_fssdp.strategies.papers.prophet import ProphetStrategy"),
     ],
 )
 def test_the_checker_catches_a_planted_violation(parts: tuple[str, ...], source: str) -> None:

@@ -11,7 +11,7 @@ from benchmarks.testbed.layer_stack import make_parameters
 from benchmarks.testbed.measurement import Variant, make_groups, make_stack
 from benchmarks.testbed.pacing import Timeline
 from benchmarks.testbed.stack_inputs import IterationInput, StackSize
-from megatron_fssdp.config.strategy.strategy_settings import EpSettings
+from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import even_owners
 

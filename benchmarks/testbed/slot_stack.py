@@ -47,7 +47,7 @@ class SlotStack(LayerStack):
     ) -> None:
         super().__init__(size, groups, parameters, pace, timeline)
         owner_E = even_owners(size.num_experts, groups.num_devices)
-        profile = replace(profile, deduplicated=strategy.exchange == "deduplicated")
+        profile = replace(profile, deduplicated=strategy.travel.exchange == "deduplicated")
         self.runtime = MoERuntime(strategy)
         self._dispatchers: dict[tuple[str, int], Any] = {}
         self._passes: dict[int, SlotPass] = {}

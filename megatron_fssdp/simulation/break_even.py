@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
-from megatron_fssdp.config.strategy.strategy_settings import EpSettings, StrategySettings
+from megatron_fssdp.config.strategy.shipped_settings import EpSettings
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.simulation.job_loads import scaled_loads
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import OnPlan, simulate

@@ -10,11 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.config.strategy.strategy_settings import (
-    EpSettings,
-    PlacementSettings,
-    StrategySettings,
-)
+from megatron_fssdp.config.strategy.shipped_settings import EpSettings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -151,7 +148,7 @@ def simulate(
     # Earlier iterations fill the history and have been measured.
     warm_up = 0 if past_ILDE is not None else warm_up_iterations(strategy, len(counts_ILDE))
     profile = layer_profile(job, cluster, strategy.replica_life)
-    profile = replace(profile, deduplicated=strategy.exchange == "deduplicated")
+    profile = replace(profile, deduplicated=strategy.travel.exchange == "deduplicated")
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)

@@ -1,6 +1,6 @@
 """Plain expert parallelism: every expert stays with its owner."""
 
-from megatron_fssdp.config.strategy.strategy_settings import MeasuringSettings, PlacementSettings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
@@ -11,13 +11,10 @@ class EpStrategy(Strategy[PlacementSettings]):
 
     overlaps = False  # The strategy has no transfers.
 
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure; 0 unless prices decide about the smart schedule or the exchange."""
-        settings = self.settings
-        if isinstance(settings, MeasuringSettings) and settings.compares_prices:
-            return settings.profile_iterations
-        return 0
+    def __init__(self, settings: PlacementSettings) -> None:
+        super().__init__(settings)
+        if self.travel.compares_prices:
+            self.profile_iterations = profile_iterations()
 
     def may_replicate(self, layer: int) -> bool:
         """False: no layer has replicas."""

@@ -36,8 +36,10 @@ class LayerContext:
         profile: Measured costs; ``None`` before they are measured.
         resident: Placement of owners and resident replicas; ``None`` if there are no resident replicas.
         num_since_jump: Number of iterations since the layer's loads jumped; ``None`` if they did not jump
-            lately. Only :meth:`Strategy.reshard` may rely on it; elsewhere it may be ``None``. Ranks with
+            lately. Only :meth:`MovesOwners.reshard` may rely on it; elsewhere it may be ``None``. Ranks with
             copies of the same experts all get the smallest of their numbers.
+        shares_evenly: Whether tokens must be shared out evenly among holders, because a CUDA graph contains
+            the remap.
     """
 
     layer: int
@@ -46,6 +48,7 @@ class LayerContext:
     profile: LayerProfile | None = None
     resident: ExpertPlacement | None = None
     num_since_jump: int | None = None
+    shares_evenly: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -99,7 +102,7 @@ class LayerPlan:
         resident: Whether the replicas are resident. They have Parameters of their own, so no weights travel.
             An iteration's gradients are summed at the owners and given back to the replicas.
         in_steps: Whether dispatch, experts and combine run in the steps of the smart schedule. Strategies do
-            not set it; ``strategies/stepped_plans.py`` does.
+            not set it; ``strategies/layer_planning.py`` does.
         deduplicated: Whether tokens travel by the deduplicated exchange. Strategies do not set it, either.
     """
 

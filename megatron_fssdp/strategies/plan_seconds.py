@@ -1,20 +1,28 @@
 """The modelled seconds of a strategy's plan by :func:`layer_seconds`, with which strategies are compared.
 
-Shape letters: D devices, E experts.
+Also those of a move of owners, and the split of a plan's transfers by seconds.
+
+Shape letters: D devices, E experts, L MoE layers.
 """
 
 from dataclasses import replace
 
 import numpy as np
 
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import (
     LayerPrice,
     LayerWork,
     counts_seconds,
     layer_seconds,
+    moving_seconds,
+    transfer_times,
 )
-from megatron_fssdp.planning.cost.transfer_split import WHOLE
-from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
+from megatron_fssdp.planning.cost.layer_traffic import transfer_traffic
+from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit, split_transfers
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 
@@ -81,14 +89,41 @@ def plan_seconds(
     num_micro_batches: int = 1,
     planned: LayerPlan | None = None,
 ) -> float:
-    """Total seconds of :func:`plan_price`: both passes of the layer and the compute before it.
-
-    Args:
-        plan: Plan that is executed.
-        counts_DE: (token, k) pairs of an iteration by source and expert, int64 ``[D, E]``.
-        context: Data of the layer, with a profile.
-        num_micro_batches: Number of micro-batches in the iteration; each has an equal part of the counts.
-        planned: Plan before the gate, if ``after_gate`` replaced it by ``plan``.
-    """
+    """Total seconds of :func:`plan_price`: both passes of the layer and the compute before it."""
     price = plan_price(plan, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned)
     return float(price.seconds)
+
+
+def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
+    """Seconds to move weights and optimizer states of the experts whose device changes.
+
+    Args:
+        old_E: Owner of every expert before the move, integers ``[E]``, or of all layers ``[L, E]``.
+        new_E: Owner of every expert after the move, in the same shape.
+        profile: Measured costs of the layer.
+        topology: Nodes of the devices.
+    """
+    moves = old_E != new_E
+    return moving_seconds(old_E[moves], new_E[moves], topology, profile)
+
+
+def split_of(transfer: TransferPlan, num_pairs: float, context: LayerContext) -> TransferSplit:
+    """The split of transfers over the compute before the layer (Pro-Prophet, §V-B); whole without a profile.
+
+    Args:
+        transfer: Transfer plan of the layer's replicas.
+        num_pairs: Number of (token, k) pairs in an iteration. The function assumes that the layer before has
+            the same number, spread evenly over the devices.
+        context: Data of the layer.
+    """
+    profile = context.profile
+    if profile is None:
+        return WHOLE
+    links, traffic = plain_links(profile.cluster).transfer, transfer_traffic(transfer, context.topology)
+    gather_s, reduce_s = (
+        transfer_times(links, traffic, num_bytes, profile.messages).seconds
+        for num_bytes in (profile.expert_bytes, profile.reduced_bytes)
+    )
+    flops = num_pairs * profile.flops_per_token / (context.num_devices * profile.num_micro_batches)
+    expert_s = flops / profile.cluster.expert_flops_per_s
+    return split_transfers(gather_s, reduce_s, non_expert_s=profile.non_moe_s, expert_s=expert_s)

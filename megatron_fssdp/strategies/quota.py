@@ -5,13 +5,13 @@ The strategy is ours, after ECHO and UltraEP.
 
 import numpy as np
 
-from megatron_fssdp.config.strategy.own_strategy_settings import QuotaSettings
+from megatron_fssdp.config.strategy.shipped_settings import QuotaSettings
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.measured_replicas import ReplicasAfterGate
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.replica_limits import ReplicasAfterGate
 
 
 class QuotaStrategy(ReplicasAfterGate[QuotaSettings]):

@@ -3,9 +3,10 @@
 import importlib
 from typing import Any
 
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, Strategy
 
 
 def build_strategy(name: str, settings: StrategySettings) -> Strategy:
@@ -18,19 +19,36 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
     Raises:
         KeyError: The name is not registered, or it has no strategy class (``none``). The validation of the
             settings reports unknown names to the user before.
-        TypeError: The registered class or function does not return a :class:`Strategy`.
+        ConfigurationError: A strategy of another package cannot be built, or lacks the methods of an ability
+            that it declares; the line names the package.
     """
     entry = STRATEGIES[name]
     if entry.strategy is None:
         raise KeyError(name)
+    what = f"strategy {name} of package {entry.package}"
     make: Any = entry.strategy
-    if isinstance(make, str):
-        module, _, attribute = make.partition(":")
-        make = getattr(importlib.import_module(module), attribute)
-    strategy = make(settings)
+    try:
+        if isinstance(make, str):
+            module, _, attribute = make.partition(":")
+            make = getattr(importlib.import_module(module), attribute)
+        if missing := sorted(getattr(make, "__abstractmethods__", ())):
+            raise TypeError(f"{make.__name__} does not implement {', '.join(missing)}")
+        strategy = make(settings)
+    except Exception as error:
+        if entry.package == SHIPPED:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigurationError(f"{what} cannot be built: {reason}; update the package") from error
     if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"strategy {name} of {entry.package}: got {type(strategy).__name__}, wanted an instance of "
+        raise ConfigurationError(
+            f"{what}: got {type(strategy).__name__}, wanted an instance of "
             "megatron_fssdp.strategies.strategy.Strategy; derive the registered class from it"
         )
+    for ability, base in (("moves_owners", MovesOwners), ("resident_slots", ResidentReplicas)):
+        if getattr(strategy, ability) and not isinstance(strategy, base):
+            raise ConfigurationError(
+                f"{what}: got {ability} without its methods, wanted a subclass of {base.__name__}; derive "
+                f"{type(strategy).__name__} from it"
+            )
+    strategy.package = entry.package
     return strategy

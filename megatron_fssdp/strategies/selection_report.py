@@ -1,9 +1,38 @@
 """A report of ``auto``: the selected strategies, their predicted saving, and what the last change saved."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_fssdp.strategies.iteration_spread import IterationSpread
+import numpy as np
+
+LEAST_SEEN = 4
+"""Smallest number of iterations for which quartiles are meaningful."""
+
+
+@dataclass(frozen=True)
+class IterationSpread:
+    """Lower quartile, median and upper quartile of the seconds of ``num_seen`` iterations."""
+
+    num_seen: int
+    low_s: float
+    median_s: float
+    high_s: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "IterationSpread | None":
+        """The spread of the given seconds; ``None`` if there are no seconds."""
+        if not seconds:
+            return None
+        low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
+        return cls(len(seconds), low, median, high)
+
+    def is_slower_than(self, other: "IterationSpread") -> bool:
+        """Whether three quarters of these iterations take longer than three quarters of the other ones.
+
+        The answer is False if one side has fewer than :data:`LEAST_SEEN` iterations.
+        """
+        return min(self.num_seen, other.num_seen) >= LEAST_SEEN and self.low_s > other.high_s
+
 
 LEAST_OF_ITERATION = 0.01
 """Fraction of a measured iteration that all changes together must save; otherwise no change is made."""
@@ -11,14 +40,7 @@ LEAST_OF_ITERATION = 0.01
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """The strategy of one layer.
-
-    Attributes:
-        layer: Megatron's layer number.
-        strategy: Name of the selected strategy.
-        before: Name of the layer's strategy before the selection; equal to ``strategy`` without a change.
-        modelled_s: Modelled seconds of an iteration of the layer under each candidate, by name.
-    """
+    """The selected strategy of the layer with this number, the one before, and all candidates' seconds."""
 
     layer: int
     strategy: str
@@ -33,13 +55,7 @@ class LayerSelection:
 
 @dataclass(frozen=True)
 class SeenSaving:
-    """The predicted saving of a change, and the measured iterations before and after it.
-
-    Attributes:
-        predicted_s: Modelled seconds that the change should save in an iteration.
-        before: Times of the iterations before the change.
-        after: Times of the iterations since the change.
-    """
+    """The modelled seconds that a change should save, and the measured iterations before and after it."""
 
     predicted_s: float
     before: IterationSpread

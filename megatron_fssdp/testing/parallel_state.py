@@ -21,8 +21,8 @@ MEGATRON_PRELOAD = (
     "megatron_fssdp.megatron_adapter.training.training_hooks",
     "megatron_fssdp.megatron_adapter.entry.launcher",
     "megatron_fssdp.megatron_adapter.entry.registration",
-    "megatron_fssdp.strategies.fssdp.fssdp_strategy",
-    "megatron_fssdp.strategies.auto.auto_strategy",
+    "megatron_fssdp.strategies.fssdp",
+    "megatron_fssdp.strategies.auto",
 )
 
 

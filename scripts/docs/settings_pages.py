@@ -4,6 +4,7 @@ import inspect
 import json
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,14 @@ def pages() -> dict[str, str]:
     return {"reference/settings.md": _settings_page(), "reference/commands.md": _commands_page()}
 
 
-def settings_table(model: type[BaseModel], *, without: type[BaseModel] | None = None) -> str:
+def settings_table(model: type[BaseModel], *, without: Sequence[type[BaseModel]] = ()) -> str:
     """Return a Markdown table of a model's keys with kind, default and meaning.
 
     Args:
         model: Pydantic model whose keys are listed.
-        without: Model whose keys are left out if they have the same default and meaning there.
+        without: Models whose keys are left out if they have the same default and meaning there.
     """
-    known = {} if without is None else without.model_fields
+    known = {name: field for other in without for name, field in other.model_fields.items()}
     lines = ["| key | kind | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         if name in known and repr(known[name]) == repr(field):
@@ -62,6 +63,17 @@ def strategies_table() -> str:
     return "\n".join(lines)
 
 
+def keys_table() -> str:
+    """Every key of a strategy, and the strategies that have it."""
+    names = list(STRATEGIES)
+    keys = dict.fromkeys(key for entry in STRATEGIES.values() for key in entry.settings.model_fields)
+    lines = [f"| key | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (1 + len(names)) + "|"]
+    for key in keys:
+        marks = ("✓" if key in STRATEGIES[name].settings.model_fields else "" for name in names)
+        lines.append(f"| `{key}` | {' | '.join(marks)} |")
+    return "\n".join(lines)
+
+
 def _settings_page() -> str:
     parts = [
         "# Settings",
@@ -81,15 +93,17 @@ def _settings_page() -> str:
         "`strategy.name` is the name of a strategy, and `strategy.settings` has the keys of that strategy. "
         "`--moe-strategy-set KEY=VALUE` and the file of `--moe-strategy-config` take the same keys.",
         strategies_table(),
+        "Which strategy has which key:",
+        keys_table(),
     ]
     for shared, users in _shared_keys().items():
         names = ", ".join(f"`{name}`" for name in users)
-        parts += [f"### Keys of {names}", settings_table(shared, without=_parent(shared))]
+        parts += [f"### Keys of {names}", settings_table(shared, without=_bases(shared))]
     for name, entry in STRATEGIES.items():
         model = entry.settings
-        if set(model.model_fields) == set((_parent(model) or model).model_fields):
-            continue
-        parts += [f"### `{name}`", inspect.getdoc(model) or "", settings_table(model, without=_parent(model))]
+        parts += [f"### `{name}`", inspect.getdoc(model) or ""]
+        if set(model.model_fields) - {key for base in _bases(model) for key in base.model_fields}:
+            parts.append(settings_table(model, without=_bases(model)))
     parts += ["## A cluster's description", inspect.getdoc(ClusterDescription) or ""]
     parts += [
         "[The simulator](../simulator.md#clusters) reads such a description.",
@@ -109,9 +123,9 @@ def _shared_keys() -> dict[type[StrategySettings], list[str]]:
     return dict(sorted(users.items(), key=lambda item: len(item[0].__mro__)))
 
 
-def _parent(model: type[BaseModel]) -> type[BaseModel] | None:
-    base = model.__mro__[1]
-    return base if issubclass(base, StrategySettings) else None
+def _bases(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """The models whose keys a model has, the closest last."""
+    return [base for base in reversed(model.__mro__[1:]) if issubclass(base, StrategySettings)]
 
 
 def _without_sections(model: type[BaseModel]) -> type[BaseModel]:

@@ -27,7 +27,7 @@ from .training_run import flags
 
 VARIABLE = "MEGATRON_LM_PATH"
 STRATEGY = "fssdp"
-FIXED_SLOTS = "slots=2 reshard_interval=0 dispatch_policy=even"
+FIXED_SLOTS = "slots=2 reshard_interval=0"
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
 

@@ -27,7 +27,7 @@ needs_checkout = pytest.mark.skipif(
 
 STRATEGIES = (
     "fssdp slots=2 overlap_degree=2 reshard_interval=2",
-    "auto choice_interval=1 profile_iterations=1",
+    "auto choice_interval=1 FSSDP_PROFILE_ITERATIONS=1",
 )
 TOLERANCE = {True: 2e-3, False: 3e-5}
 

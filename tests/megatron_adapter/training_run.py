@@ -4,6 +4,8 @@ import atexit
 import contextlib
 import io
 import logging
+import os
+import re
 import shlex
 import sys
 import textwrap
@@ -156,8 +158,10 @@ def train_on_all_ranks(
         grace_s: Time for the other ranks to end by themselves when one has failed.
     """
     arguments = f"{arguments} {flags(strategy)}" if strategy else arguments
+    arguments, variables = without_variables(arguments)
     argv = command_line(Model(script or model.script, model.arguments), arguments, data)
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(world_size)}
+    environment |= {**variables, **(env or {})}
     limits = {"timeout_s": timeout_s, "grace_s": grace_s}
     return run_ranks(
         train_on_rank, world_size, argv, before, launcher, **limits, env=environment, preload=MEGATRON_PRELOAD
@@ -217,11 +221,30 @@ def before_iterations(do: Callable[[int, Any, Any], object]) -> None:
     wrap(training, "train_step", step)
 
 
+def without_variables(arguments: str) -> tuple[str, dict[str, str]]:
+    """Take environment variables out of arguments, as a shell does with words in front of a command."""
+    variables = dict[str, str](re.findall(r"\b([A-Z_]+)=(\S+)", arguments))
+    return re.sub(r"\b[A-Z_]+=\S+", "", arguments), variables
+
+
 def flags(strategy: str, **more: object) -> str:
-    """Return the options for a strategy and its settings, such as ``fssdp slots=2 overlap=false``."""
+    """Return the options for a strategy and its settings, such as ``fssdp slots=2 FSSDP_CHECK_PLANS=1``."""
     name, *settings = strategy.split()
     settings += [f"{key}={value}" for key, value in more.items()]
-    return " ".join([f"--moe-strategy {name}", *(f"--moe-strategy-set {setting}" for setting in settings)])
+    words = (setting if setting[0].isupper() else f"--moe-strategy-set {setting}" for setting in settings)
+    return " ".join([f"--moe-strategy {name}", *words])
+
+
+def share_exactly() -> None:
+    """Let ``fssdp`` share tokens out by exact counts, which price would hardly ever choose on CPU ranks."""
+    from megatron_fssdp.strategies.fssdp import FssdpStrategy
+
+    before_gate = FssdpStrategy.before_gate
+
+    def exact(self: Any, context: Any, history: Any) -> Any:
+        return replace(before_gate(self, context, history), dispatch_policy="exact")
+
+    FssdpStrategy.before_gate = exact  # type: ignore[method-assign]
 
 
 def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> float:
@@ -288,6 +311,8 @@ def train_on_rank(
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron_fssdp").addHandler(handler)
+    if os.environ.get("SHARES") == "exact":
+        share_exactly()
     if before is not None:
         before()
     errors = io.StringIO()

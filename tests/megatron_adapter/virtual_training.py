@@ -15,6 +15,7 @@ from tests.megatron_adapter.training_run import (
     relative_difference,
     train_on_all_ranks,
     train_on_rank,
+    without_variables,
 )
 
 WORLD_SIZE = 4
@@ -56,6 +57,8 @@ def train_virtually(
     """As :func:`train_on_all_ranks`, on virtual devices with NCCL as Megatron's backend."""
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MEGATRON_FSSDP_DEVICE": "cuda"}
     environment["LOCAL_WORLD_SIZE"] = str(WORLD_SIZE)
+    arguments, variables = without_variables(arguments)
+    environment |= variables
     argv, options = command_line(VIRTUAL_GPT, arguments, data), {"timeout_s": _LIMIT_S, "preload": _PRELOAD}
     return run_ranks(_train_on_device, WORLD_SIZE, argv, before, env=environment, **options)
 

@@ -8,8 +8,8 @@ from typing import get_args
 
 import numpy as np
 
+from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy.strategy_settings import EpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
@@ -49,21 +49,7 @@ class DrawnPlacements(Strategy[EpSettings]):
     def __init__(self, case: LayerCase) -> None:
         super().__init__(EpSettings())
         self.case = case
-
-    @property
-    def replica_life(self) -> ReplicaLife:
-        """The case's."""
-        return self.case.life
-
-    @property
-    def overlaps(self) -> bool:
-        """As in the case."""
-        return self.case.overlaps
-
-    @property
-    def splits(self) -> bool:
-        """Whether the case splits transfers."""
-        return self.case.split != WHOLE
+        self.replica_life, self.overlaps, self.splits = case.life, case.overlaps, case.split != WHOLE
 
     def asks_after_gate(self, layer: int) -> bool:
         """Whether the case corrects plans."""

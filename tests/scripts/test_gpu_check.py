@@ -263,6 +263,6 @@ def test_the_whole_check_passes_on_virtual_devices(tmp_path: Path) -> None:
     assert set(verdicts.values()) <= {"passed", "skipped"}
     assert verdicts["gpu-layer"] == verdicts["overlap"] == "passed"
     moved = {row["case"] for row in found["parity"] if row["num_replicas"] or row["num_resharded"]}
-    assert {"fssdp-rematerialized", "fssdp-smart-schedule", "quota"} <= moved
+    assert {"fssdp-rematerialized", "fastermoe-smart-schedule", "quota"} <= moved
     html = (tmp_path / "out" / "gpu_check.html").read_text()
     assert "No GPU was used" in html

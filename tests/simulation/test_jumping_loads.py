@@ -7,6 +7,7 @@ from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation.job_loads import generated_loads
 from megatron_fssdp.simulation.simulator import simulate
+from megatron_fssdp.strategies import auto
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 JUMPING = [
@@ -36,8 +37,9 @@ def test_the_best_other_strategy_is_not_faster_where_loads_last(workload: str) -
 
 
 @pytest.mark.parametrize("case", [*JUMPING[1:3], Case("parm-a", "mixtral-8x7b", "W7")], ids=name_of)
-def test_auto_selects_quota_where_loads_jump(case: Case) -> None:
+def test_auto_selects_quota_where_loads_jump(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it compares as many iterations as there are from one jump to the next."""
+    monkeypatch.setattr(auto, "COMPARED_ITERATIONS", 5)
     job, cluster = layer_job(case.model, case.cluster), load_cluster(case.cluster)
     cluster = cluster.model_copy(update={"memory_bytes": None})
     counts_ILDE = generated_loads(case.workload, job, PAST + 12)
@@ -45,7 +47,7 @@ def test_auto_selects_quota_where_loads_jump(case: Case) -> None:
     plans: list[LayerPlan] = []
     simulate(
         "auto",
-        STRATEGIES["auto"].settings.model_validate({"compared_iterations": 5, **slots}),
+        STRATEGIES["auto"].settings.model_validate(slots),
         counts_ILDE[PAST:],
         cluster,
         job,

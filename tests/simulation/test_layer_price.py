@@ -30,8 +30,7 @@ from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import IterationRecord
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_price
-from megatron_fssdp.strategies.split_transfers import split_of
+from megatron_fssdp.strategies.plan_seconds import plan_price, split_of
 from tests.simulation.small_jobs import cluster_of, job_of
 
 LIVES = (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.ITERATION, ReplicaLife.RESIDENT)

@@ -23,7 +23,7 @@ from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
 SLOW = examples(25)
 SEEDS = st.integers(0, 2**32 - 1)
-KEYS = {"slots": 2, "overlap_degree": 3, "reshard_interval": 2, "window": 2}
+KEYS = {"slots": 2, "overlap_degree": 3, "reshard_interval": 2}
 
 
 def drawn_loads(

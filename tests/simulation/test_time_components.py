@@ -165,14 +165,13 @@ def test_resharding_moves_weights_masters_and_states() -> None:
     assert seconds(parted, 2)["re-sharding"] == pytest.approx((50 * 2 + 13 * 12) / 1000)
 
 
-def test_calibration_waits_for_the_replicas_that_it_adds() -> None:
+def test_calibration_waits_for_the_replicas_that_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads change completely after an iteration: the replica is gathered after the gate and waited for."""
+    monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", "1")
     cold = [[2, 6], [2, 6]]
     keys = {
         "slots": 2,
         "overlap_degree": 1,
-        "calibrate": True,
-        "profile_iterations": 1,
         "planner": "hecate",
         "reshard_interval": 0,
     }

@@ -1,4 +1,4 @@
-"""When the baselines that move experts do so: where it pays, or whatever it costs.
+"""The baselines that move experts do so where it pays.
 
 Shape letters: D devices, E experts.
 """
@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings, SmartmoeSettings
+from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings, SmartmoeSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
@@ -29,21 +29,18 @@ DEAR = LayerProfile(
 )
 OWNERS = np.array([0, 0, 1, 1])
 LAYER = LayerContext(1, OWNERS, Topology.uniform(2, 1), DEAR)
+CHEAP_LAYER = dataclasses.replace(LAYER, profile=dataclasses.replace(DEAR, owned_bytes=1))
 # Both popular experts belong to device 0.
 LOAD = np.array([40.0, 40.0, 2.0, 2.0])
 
 
-def test_smartmoe_moves_where_that_does_not_pay_only_if_it_is_told_to() -> None:
-    weighing, moving = (
-        SmartmoeStrategy(SmartmoeSettings(moves_must_pay=must_pay)) for must_pay in (True, False)
-    )
-    assert np.array_equal(weighing.reshard_layer(LAYER, LOAD), OWNERS)
-    new_E = moving.reshard_layer(LAYER, LOAD)
+def test_smartmoe_moves_only_where_that_pays_and_once_costs_are_known() -> None:
+    strategy = SmartmoeStrategy(SmartmoeSettings())
+    assert np.array_equal(strategy.reshard_layer(LAYER, LOAD), OWNERS)
+    new_E = strategy.reshard_layer(CHEAP_LAYER, LOAD)
     assert np.bincount(new_E, weights=LOAD).tolist() == [42, 42]
     measuring = dataclasses.replace(LAYER, profile=None)
-    assert np.array_equal(moving.reshard_layer(measuring, LOAD), OWNERS), (
-        "nothing moves before costs are known"
-    )
+    assert np.array_equal(strategy.reshard_layer(measuring, LOAD), OWNERS)
 
 
 def test_smartmoe_makes_the_owners_of_a_resumed_run_even_first() -> None:
@@ -53,14 +50,9 @@ def test_smartmoe_makes_the_owners_of_a_resumed_run_even_first() -> None:
     assert [np.bincount(owner_E).tolist() for owner_E in new.device_LE] == [[2, 2], [2, 2]]
 
 
-def test_flexmoe_replicates_where_that_does_not_pay_only_if_it_is_told_to() -> None:
+def test_flexmoe_replicates_only_where_that_pays() -> None:
     load_DE = np.tile(LOAD / 2, (2, 1))
-    weighing, moving = (
-        FlexmoeStrategy(FlexmoeSettings(moves_must_pay=must_pay)) for must_pay in (True, False)
-    )
-    assert weighing.replicate(LAYER, load_DE).num_replicas == 0
-    assert moving.replicate(LAYER, load_DE).num_replicas == 1
-    even_DE = np.full((2, 4), 10.0)
-    assert moving.replicate(LAYER, even_DE).num_replicas == 0, (
-        "a change still has to make an iteration faster"
-    )
+    strategy = FlexmoeStrategy(FlexmoeSettings())
+    assert strategy.replicate(LAYER, load_DE).num_replicas == 0
+    assert strategy.replicate(CHEAP_LAYER, load_DE).num_replicas == 1
+    assert strategy.replicate(CHEAP_LAYER, np.full((2, 4), 10.0)).num_replicas == 0, "loads are even"

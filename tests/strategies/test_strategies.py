@@ -1,15 +1,15 @@
 """Decisions of the strategies, which need neither tensors nor process groups."""
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
+from megatron_fssdp.config.strategy.shipped_settings import EpSettings, FssdpSettings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy.strategy_settings import EpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
@@ -240,12 +240,11 @@ def test_transfers_without_overlap_count_in_the_price(overlap: bool, replicates:
     ("given", "iterations"),
     [
         ({}, 3),
-        ({"profile_iterations": 7}, 7),
         ({"slots": 1}, 3),
         ({"overlap_degree": 1}, 3),
         ({"slots": 1, "overlap_degree": 1}, 0),
-        ({"slots": 1, "overlap_degree": 1, "calibrate": True}, 3),
-        ({"slots": 1, "overlap_degree": 1, "split": True}, 3),
+        ({"slots": 1, "overlap_degree": 1, "planner": "hecate"}, 3),
+        ({"slots": 1, "overlap_degree": 1, "exchange": "by_price"}, 3),
     ],
 )
 def test_iterations_are_measured_only_for_limits_that_are_not_given(
@@ -262,7 +261,6 @@ def test_reshards_happen_at_multiples_of_their_interval() -> None:
     assert times(3) == [3, 6, 9]
     assert times(1) == list(range(1, 10))
     assert times(0) == []
-    assert not any(build_strategy("ep", EpSettings()).reshards_at(iteration) for iteration in range(10))
 
 
 def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
@@ -297,16 +295,19 @@ def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
     assert by_seconds.reshard(contexts, load_LE, owners) is owners
 
 
-@pytest.mark.parametrize("settings", [{"calibrate": False}, {"calibrate": True}])
-def test_counts_change_a_plan_only_with_calibration_and_a_profile(settings: dict[str, bool]) -> None:
+@pytest.mark.parametrize("planner", ["balanced", "hecate"])
+def test_counts_change_a_plan_only_with_hecates_planner_and_a_profile(
+    planner: Literal["balanced", "hecate"],
+) -> None:
     """Experts are a thousand times slower than their links, so replicas pay."""
-    strategy = build_strategy("fssdp", FssdpSettings(slots=2, overlap_degree=8, **settings))
+    strategy = build_strategy("fssdp", FssdpSettings(slots=2, overlap_degree=8, planner=planner))
+    assert strategy.asks_after_gate(1) == (planner == "hecate"), "the host waits for counts only to calibrate"
     plan = strategy.before_gate(CONTEXT, LoadHistory(5, 4, 8))
     counts_DE = hot_counts_DE(hot=5)
     assert strategy.after_gate(CONTEXT, counts_DE, plan, 1) is plan, "without a profile"
     context = dataclasses.replace(CONTEXT, profile=measured())
     after = strategy.after_gate(context, counts_DE, plan, 1)
-    if not settings["calibrate"]:
+    if planner == "balanced":
         assert after is plan
         return
     assert len(after.placement.holders(5)) > 1
@@ -323,7 +324,7 @@ def test_counts_change_a_plan_only_with_calibration_and_a_profile(settings: dict
 @examples(30)
 def test_calibrated_plans_keep_their_limits(context: LayerContext, slow: bool, seed: int) -> None:
     context = dataclasses.replace(context, profile=measured(expert_flops_per_s=1e9 if slow else 1e14))
-    strategy = build_strategy("fssdp", FssdpSettings(slots=2, overlap_degree=2, calibrate=True))
+    strategy = build_strategy("fssdp", FssdpSettings(slots=2, overlap_degree=2, planner="hecate"))
     plan = strategy.before_gate(context, history_of(context, 5, [seed]))
     after = strategy.after_gate(context, random_counts_DE(context, seed // 2 + 1), plan, 2)
     assert after.placement.replicas_per_device_D.max() <= 2
@@ -334,17 +335,16 @@ def test_calibrated_plans_keep_their_limits(context: LayerContext, slow: bool, s
 
 def test_fssdp_forgets_loads_before_its_window() -> None:
     context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
-    for window in (1, 3):
-        strategy = build_strategy("fssdp", FssdpSettings(window=window, overlap_degree=1))
-        assert strategy.window == window
-        long, short = LoadHistory(strategy.window, 4, 8), LoadHistory(strategy.window, 4, 8)
-        for hot in [2] * 10 + [6] * window:
-            long.append(hot_counts_DE(hot))
-        for hot in [6] * window:
-            short.append(hot_counts_DE(hot))
-        plan = strategy.before_gate(context, long)
-        assert plan.placement == strategy.before_gate(context, short).placement
-        assert [e for e in range(8) if len(plan.placement.holders(e)) > 1] == [6]
+    strategy = build_strategy("fssdp", FssdpSettings(overlap_degree=1))
+    assert strategy.window == 5
+    long, short = LoadHistory(strategy.window, 4, 8), LoadHistory(strategy.window, 4, 8)
+    for hot in [2] * 10 + [6] * 5:
+        long.append(hot_counts_DE(hot))
+    for hot in [6] * 5:
+        short.append(hot_counts_DE(hot))
+    plan = strategy.before_gate(context, long)
+    assert plan.placement == strategy.before_gate(context, short).placement
+    assert [e for e in range(8) if len(plan.placement.holders(e)) > 1] == [6]
 
 
 def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:
@@ -361,7 +361,7 @@ def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:
         plan.placement = placement  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("name", "settings"), [("prophet", {}), ("fssdp", {"slots": 2, "split": True})])
+@pytest.mark.parametrize(("name", "settings"), [("prophet", {}), ("fssdp", {"slots": 2})])
 @pytest.mark.parametrize(("non_moe_s", "is_split"), [(1.0, False), (1e-3, True)])
 def test_transfers_are_split_where_the_compute_before_does_not_hide_them(
     name: str, settings: dict[str, object], non_moe_s: float, is_split: bool
@@ -386,7 +386,5 @@ def test_transfers_are_split_where_the_compute_before_does_not_hide_them(
     if is_split:
         assert 0 < plan.split.gather < 1
         assert 0 < plan.split.reduce < 1
-    whole = model.model_validate({**settings, "split": False})
-    assert not build_strategy(name, whole).before_gate(context, history).is_split
     in_turn = model.model_validate({**settings, "overlap": False})
     assert not build_strategy(name, in_turn).before_gate(context, history).is_split

@@ -1,5 +1,8 @@
 """Hecate beside the best baseline of Fig. 9: rows of the paper, and of one changed assumption each."""
 
+from dataclasses import replace
+
+from benchmarks.papers.described_systems import STEPPED_HECATE
 from benchmarks.papers.hecate.hecate_runs import BASELINES, FLOPS_PER_S, HECATE
 from benchmarks.papers.hecate.hecate_values import baseline_over_ep, over_best_of_models, over_best_with
 from benchmarks.papers.setting import OURS, Relation
@@ -58,7 +61,10 @@ OVER_BEST_BASELINE = (
     _changed("FlexMoE has room for 2 replicas", baselines={"FlexMoE": {"slots": 2}}),
     _changed("FasterMoE without its schedule", baselines={"FasterMoE": {"smart_schedule": False}}),
     _changed("FasterMoE with Eq. 8 as published", baselines={"FasterMoE": {"latency": "paper"}}),
-    _changed("Hecate with FasterMoE's schedule", ours=HECATE.having(smart_schedule=True)),
+    _changed(
+        "Hecate with FasterMoE's schedule",
+        ours=replace(HECATE, strategy=STEPPED_HECATE).having(smart_schedule=True),
+    ),
     _changed("compute at half of the GPU's peak", flops_per_s=None),
     _changed("no longer compute outside the MoE layers", flops_per_s=(FLOPS_PER_S["hecate-a"],) * 2),
     _changed("sigma 2.0", spread=2.0),

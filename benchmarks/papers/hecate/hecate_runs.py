@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from benchmarks.papers.described_systems import MOVING_FLEXMOE, MOVING_SMARTMOE
 from benchmarks.papers.setting import Model, Setting
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
@@ -88,16 +89,10 @@ A device owns 2 experts of a layer, so the other two thirds are 4 replicas.
 
 BASELINES = {
     "FasterMoE": System("fastermoe", {"smart_schedule": True}),
-    "SmartMoE": System("smartmoe", {"reshard_interval": MOVES_AT, "window": 5, "moves_must_pay": False}, 25),
+    "SmartMoE": System(MOVING_SMARTMOE, {"reshard_interval": MOVES_AT, "window": 5}, 25),
     "FlexMoE": System(
-        "flexmoe",
-        {
-            "placement_interval": MOVES_AT,
-            "window": 5,
-            "slots": FLEXMOE_SLOTS,
-            "moves_must_pay": False,
-            "overlap": False,
-        },
+        MOVING_FLEXMOE,
+        {"placement_interval": MOVES_AT, "window": 5, "slots": FLEXMOE_SLOTS, "overlap": False},
         25,
     ),
 }

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.papers.described_systems import TOP_EXPERTS
 from benchmarks.papers.setting import PROFILED, Model, Setting
 from megatron_fssdp.planning.loads import balance_ratio
 from megatron_fssdp.simulation.simulator import StrategyOutcome
@@ -143,11 +144,10 @@ def over_top(top_k: int, number: int, sigma: float) -> float:
     """
     setting = setting_of("MoE-GPT-M", "hpwnv", 16, 16384, top_k, sigma)
     top = setting.iteration_s(
-        "fssdp",
+        TOP_EXPERTS,
         planner="hecate",
         slots=number,
         overlap_degree=number,
-        window=1,
         reshard_interval=0,
         overlap=False,
     )

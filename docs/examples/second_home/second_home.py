@@ -10,15 +10,15 @@ import numpy as np
 from pydantic import Field
 
 import megatron_fssdp
-from megatron_fssdp.config.strategy.strategy_settings import ScheduleSettings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.strategy import MovesOwners
 
 
-class SecondHomeSettings(ScheduleSettings):
+class SecondHomeSettings(PlacementSettings):
     """Keys of ``second_home``."""
 
     threshold: float = Field(
@@ -29,15 +29,14 @@ class SecondHomeSettings(ScheduleSettings):
     )
 
 
-class SecondHome(Strategy[SecondHomeSettings]):
+class SecondHome(MovesOwners[SecondHomeSettings]):
     """``second_home``: one replica per layer and iteration, on the least loaded device."""
 
     overlaps = True  # replicas travel beside the compute before the layer (this is the default)
 
-    @property
-    def moves_owners(self) -> bool:
-        """Unless ``swap_every`` is 0."""
-        return self.settings.swap_every > 0
+    def __init__(self, settings: SecondHomeSettings) -> None:
+        super().__init__(settings)
+        self.moves_owners = settings.swap_every > 0
 
     def slots(self, context: LayerContext) -> int:
         """Memory for one replica is accounted for."""

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
-from megatron_fssdp.config.strategy.strategy_settings import EpSettings, StrategySettings
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
 from megatron_fssdp.reporting.records.job_records import with_recorded_choices
 from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport

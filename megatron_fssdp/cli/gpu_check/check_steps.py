@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_fssdp.cli.gpu_check.check_plan import REPORT_VARIABLE, CheckPlan, Precision
 from megatron_fssdp.cli.gpu_check.parity import BASELINE, CASES, ParityCase, compared, training_command
 from megatron_fssdp.cli.gpu_check.step import Step
+from megatron_fssdp.config.strategy.strategy_settings import PROFILE_VARIABLE
 
 DOCTOR, GPU_LAYER, OVERLAP, HOST_WORK = "doctor", "gpu-layer", "overlap", "host-work"
 
@@ -87,7 +88,8 @@ def _training(plan: CheckPlan, case: ParityCase, precision: Precision) -> Step:
         f"training with {case.strategy}{f' ({settings})' if settings else ''} in {precision}: {against}",
         training_command(plan, case, precision, sys.executable),
         limit_s=600,
-        environment=_environment(plan, case.training_name(precision)),
+        # Costs decide early, so that few iterations are enough.
+        environment={PROFILE_VARIABLE: "2", **_environment(plan, case.training_name(precision))},
         judge=lambda: compared(plan, case, precision).problem,
     )
 

@@ -56,21 +56,17 @@ _PLANNED = {"slots": 2, "overlap_degree": 8}
 CASES = (
     ParityCase("none", BASELINE),
     ParityCase("ep", "ep"),
-    ParityCase("fssdp", "fssdp", {"profile_iterations": 2}),
+    ParityCase("fssdp", "fssdp"),
     ParityCase("fssdp-rematerialized", "fssdp", {**_PLANNED, "rematerialize": True}),
-    ParityCase("fssdp-smart-schedule", "fssdp", {**_PLANNED, "smart_schedule": True}),
+    ParityCase("fastermoe-smart-schedule", "fastermoe", {"slots": 2, "smart_schedule": True}),
     ParityCase("fssdp-resharded", "fssdp", {**_PLANNED, "reshard_interval": 2}),
-    ParityCase("fastermoe", "fastermoe", {"profile_iterations": 2}),
-    ParityCase("prophet", "prophet", {"profile_iterations": 2}),
+    ParityCase("fastermoe", "fastermoe"),
+    ParityCase("prophet", "prophet"),
     ParityCase("quota", "quota", {"slots": 2}),
-    ParityCase("smartmoe", "smartmoe", {"profile_iterations": 2, "reshard_interval": 2}),
-    ParityCase(
-        "flexmoe",
-        "flexmoe",
-        {"profile_iterations": 2, "placement_interval": 2, "window": 2, "threshold": 1.0},
-    ),
+    ParityCase("smartmoe", "smartmoe", {"reshard_interval": 2}),
+    ParityCase("flexmoe", "flexmoe", {"placement_interval": 2, "window": 2}),
     ParityCase("parm", "parm"),
-    ParityCase("auto", "auto", {"profile_iterations": 2, "choice_interval": 4, "compared_iterations": 2}),
+    ParityCase("auto", "auto", {"choice_interval": 4}),
 )
 
 

@@ -5,6 +5,7 @@ candidates and the documentation's tables read it. It holds data and import stri
 imports no strategy.
 """
 
+import inspect
 import logging
 import os
 import re
@@ -14,21 +15,19 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.fssdp_settings import FssdpSettings
-from megatron_fssdp.config.strategy.own_strategy_settings import AutoSettings, QuotaSettings
-from megatron_fssdp.config.strategy.paper_strategy_settings import (
+from megatron_fssdp.config.strategy.shipped_settings import (
+    AutoSettings,
+    EpSettings,
     FastermoeSettings,
     FlexmoeSettings,
+    FssdpSettings,
+    NoneSettings,
     ParmSettings,
     ProphetSettings,
+    QuotaSettings,
     SmartmoeSettings,
 )
-from megatron_fssdp.config.strategy.strategy_settings import (
-    EpSettings,
-    NoneSettings,
-    PlacementSettings,
-    StrategySettings,
-)
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +46,9 @@ _COLOUR = re.compile(r"#[0-9A-Fa-f]{6}")
 
 @dataclass(frozen=True)
 class RegisteredStrategy:
-    """What is known of a strategy before it is built.
+    """What is known of a strategy before it is built; see :func:`register_strategy`.
 
-    Attributes:
-        name: What users type.
-        settings: Pydantic model of its keys.
-        strategy: Makes the strategy from its settings: a class or function, or ``module:attribute``. ``None``
-            for Megatron's own layer, under which nothing is planned.
-        summary: One line about it.
-        colour: ``#RRGGBB`` in pictures; ``None`` for a colour that is left.
-        is_candidate: Whether ``auto`` may select it.
-        is_ranked: Whether what-if reports rank it unless they are told names.
-        package: Who registered it.
+    ``strategy`` is ``None`` for Megatron's own layer, under which nothing is planned.
     """
 
     name: str
@@ -73,13 +63,7 @@ class RegisteredStrategy:
 
 @dataclass(frozen=True)
 class BrokenStrategy:
-    """A strategy that an installed package announces and that could not be registered.
-
-    Attributes:
-        name: What the package calls it.
-        package: The package.
-        reason: What went wrong.
-    """
+    """A strategy that an installed package announces by this name and that could not be registered."""
 
     name: str
     package: str
@@ -93,12 +77,7 @@ class BrokenStrategy:
 
 
 class StrategyRegistry(Mapping[str, RegisteredStrategy]):
-    """Strategies by name, in the order of all lists; installed packages are loaded once, when first needed.
-
-    Args:
-        shipped: The strategies to begin with.
-        group: Entry points of further ones.
-    """
+    """Strategies by name, in the order of all lists; installed packages are loaded when first needed."""
 
     def __init__(self, shipped: tuple[RegisteredStrategy, ...], group: str = ENTRY_POINTS) -> None:
         self._group = group
@@ -142,10 +121,7 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         return self._broken
 
     def add(self, entry: RegisteredStrategy) -> None:
-        """Register one more strategy.
-
-        Args:
-            entry: The strategy. Its package is noted here while an installed package is loaded.
+        """Register one more strategy; its package is noted here while an installed package is loaded.
 
         Raises:
             ConfigurationError: The name is taken or no name, or something else in the entry does not fit.
@@ -232,112 +208,52 @@ def _package(point: EntryPoint) -> str:
 def _check(entry: RegisteredStrategy) -> None:
     """Raise where an entry would fail later and elsewhere."""
     what = f"register_strategy: strategy '{entry.name}' of {entry.package}"
+    settings, make = entry.settings, entry.strategy
+    problem = ""
     if not _NAME.fullmatch(entry.name):
-        raise ConfigurationError(
-            f"{what}: got this name, wanted a lower-case letter, then such letters, digits and underscores"
-        )
-    if not (isinstance(entry.settings, type) and issubclass(entry.settings, PlacementSettings)):
-        raise ConfigurationError(
-            f"{what}: got settings {entry.settings!r}, wanted a subclass of PlacementSettings from "
+        problem = "got this name, wanted a lower-case letter, then such letters, digits and underscores"
+    elif not (isinstance(settings, type) and issubclass(settings, PlacementSettings)):
+        problem = (
+            f"got settings {settings!r}, wanted a subclass of PlacementSettings from "
             "megatron_fssdp.config.strategy.strategy_settings"
         )
-    needed = [key for key, field in entry.settings.model_fields.items() if field.is_required()]
-    if needed:
-        raise ConfigurationError(
-            f"{what}: settings key '{needed[0]}' has no default, wanted one for each key"
-        )
-    is_path = isinstance(entry.strategy, str) and entry.strategy.count(":") == 1
-    if not (is_path or callable(entry.strategy)):
-        raise ConfigurationError(
-            f"{what}: got strategy {entry.strategy!r}, wanted its class, a function that makes one, or "
-            "'module:attribute'"
-        )
-    if entry.colour is not None and not _COLOUR.fullmatch(entry.colour):
-        raise ConfigurationError(f"{what}: got colour {entry.colour!r}, wanted #RRGGBB, such as #0072B2")
+    elif needed := [key for key, field in settings.model_fields.items() if field.is_required()]:
+        problem = f"settings key '{needed[0]}' has no default, wanted one for each key"
+    elif not (callable(make) or (isinstance(make, str) and make.count(":") == 1)):
+        problem = f"got strategy {make!r}, wanted its class, a function that makes one, or 'module:attribute'"
+    elif entry.colour is not None and not _COLOUR.fullmatch(entry.colour):
+        problem = f"got colour {entry.colour!r}, wanted #RRGGBB, such as #0072B2"
+    if problem:
+        raise ConfigurationError(f"{what}: {problem}")
+
+
+def _shipped(
+    name: str, settings: type[StrategySettings], strategy: str | None, colour: str, **marks: Any
+) -> RegisteredStrategy:
+    """A shipped strategy, whose summary is that of its settings."""
+    summary = inspect.cleandoc(settings.__doc__ or "").partition("``: ")[2].rstrip(".")
+    path = None if strategy is None else f"megatron_fssdp.strategies.{strategy}"
+    return RegisteredStrategy(name, settings, path, summary, colour, **marks)
 
 
 # Colours: Okabe-Ito, two of Tol's and a brown: told apart by colour-blind readers, and seen on light and dark
 # ground. Where `auto` finds candidates equal it takes the first one, so what moves least comes first.
 STRATEGIES = StrategyRegistry(
     (
-        RegisteredStrategy(
-            "none",
-            NoneSettings,
-            None,
-            "Megatron's own dispatcher and experts",
-            "#7F7F7F",
-            is_ranked=False,
+        _shipped("none", NoneSettings, None, "#7F7F7F", is_ranked=False),
+        _shipped("ep", EpSettings, "ep:EpStrategy", "#0072B2"),
+        _shipped("fssdp", FssdpSettings, "fssdp:FssdpStrategy", "#D55E00", is_candidate=True),
+        _shipped("prophet", ProphetSettings, "papers.prophet:ProphetStrategy", "#CC79A7", is_candidate=True),
+        _shipped(
+            "fastermoe", FastermoeSettings, "papers.fastermoe:FastermoeStrategy", "#009E73", is_candidate=True
         ),
-        RegisteredStrategy(
-            "ep",
-            EpSettings,
-            "megatron_fssdp.strategies.ep:EpStrategy",
-            "plain expert parallelism: every expert stays with its owner",
-            "#0072B2",
+        _shipped("quota", QuotaSettings, "quota:QuotaStrategy", "#AA4499", is_candidate=True),
+        _shipped(
+            "smartmoe", SmartmoeSettings, "papers.smartmoe:SmartmoeStrategy", "#56B4E9", is_candidate=True
         ),
-        RegisteredStrategy(
-            "fssdp",
-            FssdpSettings,
-            "megatron_fssdp.strategies.fssdp.fssdp_strategy:FssdpStrategy",
-            "fully sharded sparse data parallelism (Hecate): replicas for an iteration, by recent loads",
-            "#D55E00",
-            is_candidate=True,
-        ),
-        RegisteredStrategy(
-            "prophet",
-            ProphetSettings,
-            "megatron_fssdp.strategies.papers.prophet:ProphetStrategy",
-            "Pro-Prophet: hot experts on some of the devices, planned ahead",
-            "#CC79A7",
-            is_candidate=True,
-        ),
-        RegisteredStrategy(
-            "fastermoe",
-            FastermoeSettings,
-            "megatron_fssdp.strategies.papers.fastermoe:FastermoeStrategy",
-            "FasterMoE: the hottest experts of each micro-batch on all devices",
-            "#009E73",
-            is_candidate=True,
-        ),
-        RegisteredStrategy(
-            "quota",
-            QuotaSettings,
-            "megatron_fssdp.strategies.quota:QuotaStrategy",
-            "exact quotas of tokens for each micro-batch, experts follow",
-            "#AA4499",
-            is_candidate=True,
-        ),
-        RegisteredStrategy(
-            "smartmoe",
-            SmartmoeSettings,
-            "megatron_fssdp.strategies.papers.smartmoe:SmartmoeStrategy",
-            "SmartMoE: owners are exchanged among devices, nothing is replicated",
-            "#56B4E9",
-            is_candidate=True,
-        ),
-        RegisteredStrategy(
-            "flexmoe",
-            FlexmoeSettings,
-            "megatron_fssdp.strategies.papers.flexmoe:FlexmoeStrategy",
-            "FlexMoE: resident replicas with optimizer states of their own",
-            "#E69F00",
-        ),
-        RegisteredStrategy(
-            "parm",
-            ParmSettings,
-            # What is its own is how tokens travel, which is the runtime's business; owners stay.
-            "megatron_fssdp.strategies.ep:EpStrategy",
-            "Parm: schedules for tensor, expert and expert tensor parallelism together",
-            "#999933",
-            is_ranked=False,
-        ),
-        RegisteredStrategy(
-            "auto",
-            AutoSettings,
-            "megatron_fssdp.strategies.auto.candidates:build_auto",
-            "for each layer the strategy with the fewest modelled seconds",
-            "#8C564B",
-            is_ranked=False,
-        ),
+        _shipped("flexmoe", FlexmoeSettings, "papers.flexmoe:FlexmoeStrategy", "#E69F00"),
+        # What is Parm's own is how tokens travel, which is the runtime's business; owners stay.
+        _shipped("parm", ParmSettings, "ep:EpStrategy", "#999933", is_ranked=False),
+        _shipped("auto", AutoSettings, "auto:build_auto", "#8C564B", is_ranked=False),
     )
 )

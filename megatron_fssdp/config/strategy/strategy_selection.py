@@ -36,19 +36,12 @@ def resolve_strategy(
 
 
 def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategySettings:
-    """Validate one strategy's keys.
+    """Validate one strategy's keys, as :func:`resolve_strategy` does.
 
     Args:
         name: Name of the strategy.
         data: Keys and values of the strategy.
         source: Name of the file or option that the values come from. Error messages start with it.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ConfigurationError: The strategy or a key is unknown, a value has the wrong type, or settings exclude
-            each other.
     """
     if name in STRATEGIES.broken and name not in STRATEGIES:
         raise ConfigurationError(str(STRATEGIES.broken[name]))

@@ -1,13 +1,13 @@
-"""Settings that strategies share, validated and immutable; also those of ``none`` and ``ep``.
+"""Settings that strategies share, validated and immutable, and the variables for debugging.
 
 Each strategy has one settings model. Its keys are given without the strategy's name, for example
-``--moe-strategy-set slots=2``. :class:`StrategySettings` has the keys of all strategies. The models of single
-strategies are in ``paper_strategy_settings.py``, ``fssdp_settings.py`` and ``own_strategy_settings.py``.
+``--moe-strategy-set slots=2``. The models of the shipped strategies are in ``shipped_settings.py``.
 """
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -16,81 +16,107 @@ from megatron_fssdp.config.errors import ConfigurationError
 KEEP_OWNERS = "set reshard_interval=0 (under auto smartmoe=false)"
 """Advice in error messages for setups in which owners cannot be moved."""
 
+PROFILE_VARIABLE, CHECK_VARIABLE = "FSSDP_PROFILE_ITERATIONS", "FSSDP_CHECK_PLANS"
+
+
+def profile_iterations() -> int:
+    """Iterations in which compute, links and memory are measured before costs decide anything.
+
+    Times of the first one, which is cold, count only if it is the only one. Three are enough on all machines
+    that were tried; ``FSSDP_PROFILE_ITERATIONS`` gives another number to tests.
+
+    Raises:
+        ConfigurationError: The variable is no whole number of at least 1.
+    """
+    given = os.environ.get(PROFILE_VARIABLE, "3")
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigurationError(
+            f"{PROFILE_VARIABLE}: got '{given}', wanted a whole number of at least 1; change the environment "
+            "variable or unset it"
+        )
+    return int(given)
+
+
+def checks_plans() -> bool:
+    """Whether ranks compare a hash of every plan before it is used: ``FSSDP_CHECK_PLANS=1``, for debugging.
+
+    Raises:
+        ConfigurationError: The variable is neither 0 nor 1.
+    """
+    given = os.environ.get(CHECK_VARIABLE, "0")
+    if given not in ("0", "1"):
+        raise ConfigurationError(
+            f"{CHECK_VARIABLE}: got '{given}', wanted 0 or 1; change the environment variable or unset it"
+        )
+    return given == "1"
+
+
+CollectiveOrder = Literal["auto", "baseline", "megatron", "s1", "s2"]
+SmartScheduleUse = bool | Literal["by_price"]
+ExchangeUse = Literal["megatron", "deduplicated", "by_price"]
+
+
+@dataclass(frozen=True)
+class TokenTravel:
+    """How the tokens of a layer travel to their experts and back, from the settings.
+
+    Attributes:
+        schedule: Order of the collectives where several ranks share experts or tokens. ``auto`` selects the
+            one with the fewest modelled seconds.
+        cluster: Cluster description from which ``auto`` takes the costs of collectives. None: they are
+            measured.
+        smart_schedule: Whether layers run in the steps of FasterMoE's smart schedule (§4.2).
+        group_size: Number of ranks in a group of the smart schedule. None: the ranks of a node.
+        exchange: Whether a token is sent once for each of its experts, or once to each node and device.
+    """
+
+    schedule: CollectiveOrder = "megatron"
+    cluster: Path | None = None
+    smart_schedule: SmartScheduleUse = False
+    group_size: int | None = None
+    exchange: ExchangeUse = "megatron"
+
+    @property
+    def compares_prices(self) -> bool:
+        """Whether modelled seconds decide about the smart schedule or the exchange."""
+        return "by_price" in (self.smart_schedule, self.exchange)
+
+
+def key(default: Any, description: str, **limits: float) -> Any:
+    """A setting with a default, a text for users, and pydantic's limits such as ``ge=1``."""
+    return Field(default=default, description=description, **limits)  # type: ignore[call-overload]
+
 
 class StrategySettings(BaseModel):
     """Keys of every strategy."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    record_dir: Path | None = Field(
-        default=None,
-        description="Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records.",
+    record_dir: Path | None = key(
+        None,
+        "Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records.",
     )
 
+    def _refuse_without_effect(self, *keys: str, because: str) -> None:
+        """Refuse keys that were given another value than their default, where they have no effect.
 
-CollectiveOrder = Literal["auto", "baseline", "megatron", "s1", "s2"]
-
-
-@dataclass(frozen=True)
-class CollectiveSchedule:
-    """Order of the collectives of a layer, where several ranks share experts or tokens.
-
-    Attributes:
-        name: Name of the schedule. ``auto`` selects the one with the fewest modelled seconds.
-        simultaneous: Whether schedule s2 passes results on slice by slice (SAA, Parm §III-D).
-        cluster: Cluster description from which ``auto`` takes the costs of collectives. None: they are
-            measured.
-    """
-
-    name: CollectiveOrder = "megatron"
-    simultaneous: bool = True
-    cluster: Path | None = None
-
-
-class NoneSettings(StrategySettings):
-    """``none``: Megatron's own dispatcher and experts, unchanged."""
+        Raises:
+            ValueError: One of the keys was given such a value.
+        """
+        for key in keys:
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default:
+                raise ValueError(f"{key} {_text(value)} has no meaning {because}, or remove {key}")
 
 
 class PlacementSettings(StrategySettings):
     """Keys shared by all strategies that run on the placement runtime."""
 
-    nodes: int | None = Field(
-        default=None,
+    nodes: int | None = key(
+        None,
+        "Number of equal nodes that the ranks form, in the order of ranks. Default: detected from "
+        "LOCAL_WORLD_SIZE, or from host names.",
         ge=1,
-        description=(
-            "Number of equal nodes that the ranks form, in the order of ranks. Default: detected from "
-            "LOCAL_WORLD_SIZE, or from host names."
-        ),
-    )
-    router: Literal["stock", "topology_aware"] = Field(
-        default="stock",
-        description=(
-            "Router of the MoE layers. 'stock' is Megatron's. 'topology_aware' is FasterMoE's gate (§4.3), "
-            "which CHANGES THE ROUTING and therefore the losses: only the share leaving_share of a rank's "
-            "tokens can go to other nodes. All other tokens go to experts in their own node."
-        ),
-    )
-    leaving_share: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description=(
-            "Required for router=topology_aware: share of a rank's tokens that can leave their node, for "
-            "each of the k choices. The paper uses W_net / (M * W_local): the bandwidth of a node's network "
-            "divided by the bandwidth of its M devices inside the node."
-        ),
-    )
-    leaving_choices: Literal["each", "one"] = Field(
-        default="each",
-        description=(
-            "Which choices of a token leaving_share limits. 'each': the share holds for each of the k "
-            "choices. 'one': only one choice of a token can leave, the best one, and its other choices stay "
-            "in the node, as in the gate that FasterMoE's authors published."
-        ),
-    )
-    check_plans: bool = Field(
-        default=False,
-        description="Debugging: compare a hash of every plan across ranks, and stop at the first difference.",
     )
 
     counts_of_experts: ClassVar[tuple[str, ...]] = ()
@@ -100,9 +126,14 @@ class PlacementSettings(StrategySettings):
     """Keys that a candidate of ``auto`` cannot set, because all layers share their values."""
 
     @property
-    def collective_schedule(self) -> CollectiveSchedule:
-        """Order of the collectives of a layer."""
-        return CollectiveSchedule()
+    def travel(self) -> TokenTravel:
+        """How tokens travel; Megatron's way, unless there are keys for another one."""
+        return TokenTravel()
+
+    @property
+    def uses_gate(self) -> bool:
+        """Whether FasterMoE's topology-aware gate routes, which changes the routing."""
+        return False
 
     def as_candidate(self) -> Self:
         """Return these settings as a candidate of ``auto`` uses them, for single layers."""
@@ -125,6 +156,83 @@ class PlacementSettings(StrategySettings):
                     f"lower it with --moe-strategy-set {key}={num_experts}"
                 )
 
+
+class ExchangeKeys(PlacementSettings):
+    """The key ``exchange``."""
+
+    exchange: ExchangeUse = key(
+        "megatron",
+        "What travels to the experts. 'megatron' sends a token once for each of its experts, as "
+        "Megatron does. 'deduplicated' sends it once to each node that computes one of its experts, and "
+        "there once to each such device. This saves bytes if tokens select several experts. 'by_price': "
+        "each layer sends tokens once in the iterations in which modelled seconds say that it saves time.",
+    )
+
+    @property
+    def travel(self) -> TokenTravel:
+        """As set."""
+        return replace(super().travel, exchange=self.exchange)
+
+    @model_validator(mode="after")
+    def _check_exchange(self) -> Self:
+        travel = self.travel
+        for key, value in (("smart_schedule", travel.smart_schedule), ("schedule", travel.schedule)):
+            # `auto` selects a schedule only where it may.
+            if travel.exchange != "megatron" and value not in (False, "megatron"):
+                raise ValueError(
+                    f"exchange={travel.exchange} and {key}={_text(value)} exclude each other: each has steps "
+                    "of its own to send tokens; remove one of them"
+                )
+        return self
+
+
+class FasterMoEKeys(PlacementSettings):
+    """Keys of FasterMoE's smart schedule (§4.2) and topology-aware gate (§4.3)."""
+
+    smart_schedule: SmartScheduleUse = key(
+        False,
+        "Whether to use FasterMoE's smart schedule (§4.2). Ranks exchange tokens with "
+        "one group of ranks after another. Experts compute one group's tokens while the next tokens are "
+        "sent. 'by_price': each layer uses it in the iterations in which modelled seconds say that it "
+        "saves time. The default is false, because no GPU has run the smart schedule yet.",
+    )
+    group_size: int | None = key(
+        None,
+        "Number of ranks in a group of the smart schedule. It must divide the number of expert-parallel "
+        "ranks. Default: the ranks of a node, or one rank if there is only one node.",
+        ge=1,
+    )
+    router: Literal["stock", "topology_aware"] = key(
+        "stock",
+        "Router of the MoE layers. 'stock' is Megatron's. 'topology_aware' is FasterMoE's gate (§4.3), "
+        "which CHANGES THE ROUTING and therefore the losses: only the share leaving_share of a rank's "
+        "tokens can go to other nodes. All other tokens go to experts in their own node.",
+    )
+    leaving_share: float | None = key(
+        None,
+        "Required for router=topology_aware: share of a rank's tokens that can leave their node, for "
+        "each of the k choices. The paper uses W_net / (M * W_local): the bandwidth of a node's network "
+        "divided by the bandwidth of its M devices inside the node.",
+        ge=0,
+        le=1,
+    )
+    leaving_choices: Literal["each", "one"] = key(
+        "each",
+        "Which choices of a token leaving_share limits. 'each': the share holds for each of the k "
+        "choices. 'one': only one choice of a token can leave, the best one, and its other choices stay "
+        "in the node, as in the gate that FasterMoE's authors published.",
+    )
+
+    @property
+    def travel(self) -> TokenTravel:
+        """As set."""
+        return replace(super().travel, smart_schedule=self.smart_schedule, group_size=self.group_size)
+
+    @property
+    def uses_gate(self) -> bool:
+        """As set."""
+        return self.router == "topology_aware"
+
     @model_validator(mode="after")
     def _check_gate(self) -> Self:
         if self.router == "topology_aware" and self.leaving_share is None:
@@ -132,111 +240,15 @@ class PlacementSettings(StrategySettings):
                 "router topology_aware needs leaving_share, a number from 0 to 1: W_net / (M * W_local) for "
                 "nodes of M devices, with the bandwidths that megatron-fssdp profile measures"
             )
-        if self.router == "stock" and self.leaving_share is not None:
-            raise ValueError(
-                f"leaving_share {self.leaving_share} has no meaning under router stock; set router to "
-                "topology_aware, which changes the routing, or remove leaving_share"
-            )
-        if self.router == "stock" and self.leaving_choices != "each":
-            raise ValueError(
-                f"leaving_choices {self.leaving_choices} has no meaning under router stock; set router to "
-                "topology_aware, which changes the routing, or remove leaving_choices"
-            )
+        if self.router == "stock":
+            because = "under router stock; set router to topology_aware, which changes the routing"
+            self._refuse_without_effect("leaving_share", "leaving_choices", because=because)
+        if not self.smart_schedule:
+            because = "without the smart schedule; set smart_schedule to true or by_price"
+            self._refuse_without_effect("group_size", because=because)
         return self
 
 
-SmartScheduleUse = bool | Literal["by_price"]
-
-
-ExchangeUse = Literal["megatron", "deduplicated", "by_price"]
-
-
-class SteppedSettings(PlacementSettings):
-    """Keys of strategies that can use FasterMoE's smart schedule or the deduplicated exchange."""
-
-    smart_schedule: SmartScheduleUse = Field(
-        default=False,
-        description=(
-            "Whether to use FasterMoE's smart schedule (§4.2), for any placement. Ranks exchange tokens with "
-            "one group of ranks after another. Experts compute one group's tokens while the next tokens are "
-            "sent. 'by_price': each layer uses it in the iterations in which modelled seconds say that it "
-            "saves time. The default is false, because no GPU has run the smart schedule yet."
-        ),
-    )
-    group_size: int | None = Field(
-        default=None,
-        ge=1,
-        description=(
-            "Number of ranks in a group of the smart schedule. It must divide the number of expert-parallel "
-            "ranks. Default: the ranks of a node, or one rank if there is only one node."
-        ),
-    )
-    exchange: ExchangeUse = Field(
-        default="megatron",
-        description=(
-            "What travels to the experts. 'megatron' sends a token once for each of its experts, as "
-            "Megatron does. 'deduplicated' sends it once to each node that computes one of its experts, and "
-            "there once to each such device. This saves bytes if tokens select several experts. 'by_price': "
-            "each layer sends tokens once in the iterations in which modelled seconds say that it saves time."
-        ),
-    )
-
-    @property
-    def compares_prices(self) -> bool:
-        """Whether modelled seconds decide about the smart schedule or the exchange."""
-        return "by_price" in (self.smart_schedule, self.exchange)
-
-    @model_validator(mode="after")
-    def _check_exchange(self) -> Self:
-        if self.exchange != "megatron" and self.smart_schedule:
-            raise _exclusive(self.exchange, f"smart_schedule={str(self.smart_schedule).lower()}")
-        return self
-
-
-def _exclusive(exchange: ExchangeUse, other: str) -> ValueError:
-    return ValueError(
-        f"exchange={exchange} and {other} exclude each other: each has steps of its own to send tokens; "
-        "remove one of them"
-    )
-
-
-class ScheduleSettings(SteppedSettings):
-    """Keys of strategies that can use two of Parm's schedules."""
-
-    schedule: Literal["megatron", "s1"] = Field(
-        default="megatron",
-        description=(
-            "Order of the collectives under expert tensor parallelism. 'megatron' sends tokens to one part "
-            "of an expert, and from there to the other parts. 's1' is Parm's EP&ESP-AlltoAll: it sends "
-            "tokens to all parts at once, with fewer steps and more bytes between nodes."
-        ),
-    )
-
-    @property
-    def collective_schedule(self) -> CollectiveSchedule:
-        """As set."""
-        return CollectiveSchedule(self.schedule)
-
-    @model_validator(mode="after")
-    def _check_schedule(self) -> Self:
-        if self.exchange != "megatron" and self.schedule != "megatron":
-            raise _exclusive(self.exchange, f"schedule={self.schedule}")
-        return self
-
-
-class MeasuringSettings(ScheduleSettings):
-    """Keys of strategies that decide by measured costs."""
-
-    profile_iterations: int = Field(
-        default=3,
-        ge=1,
-        description=(
-            "Number of iterations in which compute, links and memory are measured. Times of the first one, "
-            "which is cold, count only if it is the only one. Decisions that need these costs start after "
-            "them."
-        ),
-    )
-
-
-class EpSettings(MeasuringSettings):
-    """``ep``: plain expert parallelism on this plugin's runtime. Every expert stays with its owner."""
+def _text(value: object) -> str:
+    """A value as users type it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

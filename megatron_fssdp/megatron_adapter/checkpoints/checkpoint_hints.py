@@ -16,7 +16,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class StrategyHint:
     """The strategy that ``auto`` has selected for every layer."""
 
     key: ClassVar[str] = "megatron_fssdp_choices"
-    strategy: Strategy
+    strategy: SelectsStrategies
     slots: ExpertSlots
 
     def gather(self) -> dict[str, str]:

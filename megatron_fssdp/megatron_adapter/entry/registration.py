@@ -31,6 +31,7 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStra
 from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
+from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
 _requested: RequestedStrategy | None = None
@@ -192,7 +193,7 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
     hints: list[CheckpointHint] = []
     if session.strategy.moves_owners:
         hints.append(OwnerHint(session.slots))
-    if session.strategy.selects:
+    if isinstance(session.strategy, SelectsStrategies):
         hints.append(StrategyHint(session.strategy, session.slots))
     if hints:
         wrap_checkpointing(checkpointing, hints)

@@ -14,6 +14,7 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
+from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
 from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
@@ -21,7 +22,7 @@ from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import TopologyAwareTopK, install_gate
-from megatron_fssdp.megatron_adapter.support.dispatch_limits import slot_multiple
+from megatron_fssdp.megatron_adapter.support.dispatch_limits import shares_evenly, slot_multiple
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.strategies.layer_plan import LayerContext
@@ -68,7 +69,12 @@ class StrategyMoELayer(MoELayer):
         )
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
         self.slot_layer = session.runtime.add_layer(
-            LayerContext(self._global_number(), owner_E, groups.topology),
+            LayerContext(
+                self._global_number(),
+                owner_E,
+                groups.topology,
+                shares_evenly=shares_evenly(config),
+            ),
             groups,
             dict(zip(self.local_expert_indices, local, strict=True)),
             await_parameters=self._await_parameters,
@@ -80,9 +86,11 @@ class StrategyMoELayer(MoELayer):
         )
         self.slot_layer.on_pass = self._bind
         gradient_sync.take_over(chain.from_iterable(local), self.slot_layer, session.runtime.finish_gradients)
-        if (leaving_share := session.settings.leaving_share) is not None:
-            owners, choices = lambda: self.slot_layer.context.owner_E, session.settings.leaving_choices
-            gate = TopologyAwareTopK(owners, groups.device, groups.topology, leaving_share, choices)
+        settings = session.settings
+        if isinstance(settings, FasterMoEKeys) and settings.leaving_share is not None:
+            owners = lambda: self.slot_layer.context.owner_E  # noqa: E731
+            choices = settings.leaving_choices
+            gate = TopologyAwareTopK(owners, groups.device, groups.topology, settings.leaving_share, choices)
             install_gate(self.router, gate)
         self._session = session
         # Megatron calls the module; its hooks run as ever, and the slots' experts compute.

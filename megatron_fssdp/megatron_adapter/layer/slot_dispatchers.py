@@ -60,17 +60,17 @@ class SlotDispatchers:
     def _selector_of(self, parm: ParmGroups) -> ScheduleSelector | None:
         """The selector of the layer's schedule; layers of the same groups share one."""
         session, config = self._session, self._layer.config
-        schedule = session.strategy.collective_schedule
-        if not parm.are_equal and (schedule.name == "megatron" or keeps_flex(session.strategy, config)):
+        travel = session.strategy.travel
+        if not parm.are_equal and (travel.schedule == "megatron" or keeps_flex(session.strategy, config)):
             return None
         name = parm.devices.group_name
         if name not in session.selectors:
             costs = None
-            if schedule.cluster is not None:
-                costs = partial(_described_costs, schedule.cluster, parm, session.settings.nodes)
+            if travel.cluster is not None:
+                costs = partial(_described_costs, travel.cluster, parm, session.settings.nodes)
             everyone = self._pg_collection.tp_dp_cp
             session.selectors[name] = ScheduleSelector(
-                schedule.name, config, parm, everyone, schedule.simultaneous, costs
+                travel.schedule, config, parm, everyone, find_costs=costs
             )
         return session.selectors[name]
 

@@ -8,7 +8,11 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.config.strategy.strategy_settings import (
+    PlacementSettings,
+    StrategySettings,
+    checks_plans,
+)
 from megatron_fssdp.dispatchers.parm import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.layer.transfer_group import (
@@ -53,7 +57,7 @@ class StrategySession:
         self.timeout, self.communicators = timeout, communicators
         self.strategy = build_strategy(strategy_name, settings)
         is_recorded = settings.record_dir is not None
-        self.runtime = MoERuntime(self.strategy, measure=is_recorded, check_plans=settings.check_plans)
+        self.runtime = MoERuntime(self.strategy, measure=is_recorded, check_plans=checks_plans())
         self.slots = ExpertSlots()
         self.selectors: dict[str, ScheduleSelector] = {}
         self.numbers_of_slots: set[int] = set()
@@ -108,7 +112,7 @@ class StrategySession:
         """Refuse, by a ConfigurationError, a model of Megatron's arguments or of a ``TransformerConfig``."""
         check_supported(self.strategy_name, config)
         check_dispatch(self.strategy_name, self.strategy, config)
-        if self.settings.router == "topology_aware":
+        if self.settings.uses_gate:
             check_gate(config)
         value = value_of(config)
         num_devices = value("expert_model_parallel_size") or 1

@@ -40,7 +40,8 @@ RULES: tuple[Rule, ...] = (
     (
         "smart_schedule or exchange without sequence parallelism",
         lambda strategy, value: (
-            (bool(strategy.smart_schedule) or strategy.exchange != "megatron") and _has_equal_tokens(value)
+            (bool(strategy.travel.smart_schedule) or strategy.travel.exchange != "megatron")
+            and _has_equal_tokens(value)
         ),
         "there tokens are divided by a schedule of Parm, and each has steps of its own to send them: add "
         "--sequence-parallel, or remove smart_schedule and exchange",
@@ -50,8 +51,8 @@ RULES: tuple[Rule, ...] = (
         lambda strategy, value: (
             _back_end(value) is not None
             and (
-                strategy.smart_schedule is True
-                or strategy.exchange == "deduplicated"
+                strategy.travel.smart_schedule is True
+                or strategy.travel.exchange == "deduplicated"
                 or (tensor_parallel(value) > 1 and _asks_for_schedule(strategy))
             )
         ),
@@ -60,7 +61,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "delayed weight gradients with smart_schedule",
-        lambda strategy, value: _delays(value) and bool(strategy.smart_schedule),
+        lambda strategy, value: _delays(value) and bool(strategy.travel.smart_schedule),
         "its steps run the experts several times in a pass, and Megatron delays the gradients of one run: "
         f"remove {_DELAYING}, or smart_schedule",
     ),
@@ -80,7 +81,7 @@ RULES: tuple[Rule, ...] = (
     (
         "--moe-router-padding-for-quantization with schedule=s2",
         lambda strategy, value: (
-            _pads(value) and strategy.collective_schedule.name == "s2" and _has_equal_tokens(value)
+            _pads(value) and strategy.travel.schedule == "s2" and _has_equal_tokens(value)
         ),
         "a tensor-parallel rank's share of the padded rows is no multiple: use another schedule",
     ),
@@ -89,9 +90,9 @@ RULES: tuple[Rule, ...] = (
         lambda strategy, value: (
             _captures_preprocess(value)
             and (
-                bool(strategy.smart_schedule)
-                or strategy.exchange != "megatron"
-                or (tensor_parallel(value) > 1 and strategy.collective_schedule.name != "megatron")
+                bool(strategy.travel.smart_schedule)
+                or strategy.travel.exchange != "megatron"
+                or (tensor_parallel(value) > 1 and strategy.travel.schedule != "megatron")
             )
         ),
         "they are decided before the graph or wait in it: remove moe_preprocess",
@@ -102,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         "numbers of rows vary with slots, also of padded experts: remove moe_preprocess",
     ),
     (
-        "--cuda-graph-modules moe_preprocess with plans after the gate (fastermoe, quota, calibrate)",
+        "--cuda-graph-modules moe_preprocess with plans after the gate (fastermoe, quota, planner=hecate)",
         lambda strategy, value: (
             _captures_preprocess(value) and (_plans_micro_batches(strategy) or strategy.asks_after_gate(1))
         ),
@@ -115,13 +116,6 @@ RULES: tuple[Rule, ...] = (
             _captures_preprocess(value) and (strategy.moves_owners or not _has_fixed_slots(strategy))
         ),
         "the graph contains their number: set slots and reshard_interval=0, or remove moe_preprocess",
-    ),
-    (
-        "--cuda-graph-modules moe_preprocess with exact dispatch",
-        lambda strategy, value: (
-            _captures_preprocess(value) and getattr(strategy.settings, "dispatch_policy", "even") != "even"
-        ),
-        "the graph has one form of the remap: set dispatch_policy=even, or remove moe_preprocess",
     ),
     (
         "--moe-flex-dispatcher-backend ncclep without fixed slots",
@@ -137,8 +131,8 @@ RULES: tuple[Rule, ...] = (
         "router=topology_aware with schedule=s2, baseline or auto without sequence parallelism",
         lambda strategy, value: (
             _has_equal_tokens(value)
-            and strategy.settings.router == "topology_aware"
-            and strategy.collective_schedule.name not in _DIVIDING
+            and strategy.settings.uses_gate
+            and strategy.travel.schedule not in _DIVIDING
         ),
         "tensor-parallel ranks have to select the same experts, and this gate selects by the node: use "
         "schedule=s1 or --sequence-parallel",
@@ -146,7 +140,7 @@ RULES: tuple[Rule, ...] = (
     (
         "smart_schedule with expert tensor parallelism",
         lambda strategy, value: (
-            bool(strategy.smart_schedule)
+            bool(strategy.travel.smart_schedule)
             and expert_parts(value) > 1
             and (value("expert_model_parallel_size") or 1) > 1
         ),
@@ -167,7 +161,7 @@ def check_dispatch(name: str, strategy: Strategy, settings: Any) -> None:
     value = value_of(settings)
     n_mp, seq_length = tensor_parallel(value), value("seq_length") or 0
     tokens = seq_length // (value("context_parallel_size") or 1)
-    if _has_equal_tokens(value) and strategy.collective_schedule.name in _DIVIDING and tokens % n_mp:
+    if _has_equal_tokens(value) and strategy.travel.schedule in _DIVIDING and tokens % n_mp:
         raise ConfigurationError(
             f"--seq-length {seq_length}: got {tokens} tokens of a sequence, wanted a multiple of {n_mp}, "
             "the number of tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
@@ -220,6 +214,11 @@ def keeps_flex(strategy: Strategy, settings: Any) -> bool:
     return _back_end(value_of(settings)) is not None and not _asks_for_schedule(strategy)
 
 
+def shares_evenly(settings: Any) -> bool:
+    """Whether experts' tokens are shared out evenly: a CUDA graph contains the remap, in its one form."""
+    return _captures_preprocess(value_of(settings))
+
+
 def needs_fixed_slots(settings: Any) -> bool:
     """Whether all slots must exist from the start: a CUDA graph or NCCL EP has their number."""
     value = value_of(settings)
@@ -240,7 +239,7 @@ def _has_equal_tokens(value: Value) -> bool:
 
 def _asks_for_schedule(strategy: Strategy) -> bool:
     """Whether the user has chosen one of Parm's schedules; ``auto`` selects them only if it can."""
-    return strategy.collective_schedule.name != "megatron" and not strategy.selects
+    return strategy.travel.schedule != "megatron" and not strategy.selects
 
 
 def _captures_preprocess(value: Value) -> bool:

@@ -15,8 +15,15 @@ import torch.distributed as dist
 
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_settings import (
+    CHECK_VARIABLE,
+    PROFILE_VARIABLE,
+    checks_plans,
+    profile_iterations,
+)
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.planning.compiled_form import source_digest
+from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 _SIZES = ("num_experts", "num_layers", "hidden_size", "seq_length")
 _COMPARED = (*_SIZES, "micro_batch_size", "global_batch_size")
@@ -93,11 +100,13 @@ def _facts(requested: RequestedStrategy, args: Any, to_boards: bool) -> dict[str
     if requested.session is not None:
         strategy = requested.session.strategy
         # A candidate of another package is left out on ranks on which it cannot be built.
-        facts["strategies to select from"] = strategy.candidate_names
+        if isinstance(strategy, SelectsStrategies):
+            facts["strategies to select from"] = strategy.candidate_names
         # The schedule that a rank selects follows from the description, not from its path.
-        if (cluster := strategy.collective_schedule.cluster) is not None:
+        if (cluster := strategy.travel.cluster) is not None:
             digest = sha256(load_cluster(cluster).model_dump_json().encode()).hexdigest()[:12]
             facts["cluster description"] = f"one with the digest {digest}"
+        facts[PROFILE_VARIABLE], facts[CHECK_VARIABLE] = profile_iterations(), checks_plans()
         # The order in which a rank issues its messages depends on it.
         one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         facts["whether CUDA_DEVICE_MAX_CONNECTIONS is 1"] = one_queue

@@ -36,8 +36,14 @@ from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 from megatron_fssdp.strategies.layer_plan import LayerContext
-from megatron_fssdp.strategies.priced_exchange import exchange_seconds
 from megatron_fssdp.strategies.selection_report import SelectionReport
+from megatron_fssdp.strategies.strategy import (
+    MovesOwners,
+    ResidentReplicas,
+    SelectsStrategies,
+    mistakes_named,
+)
+from megatron_fssdp.strategies.token_travel import exchange_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +91,7 @@ class IterationDriver:
             owned, devices = session.slots.parameters, layers[0].groups.expert_parallel
             self._resharding = ExpertResharding(owned, devices, copies, model, optimizer)
             self._resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
-        if strategy.selects and session.slots.layers:
+        if isinstance(strategy, SelectsStrategies) and session.slots.layers:
             self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
@@ -124,8 +130,7 @@ class IterationDriver:
         if self.selection is not None and reports_for_stage():
             for line in self.selection.describe():
                 logger.info(f"[fssdp] auto, after iteration {iteration}: {line}")
-        resharding = session.strategy.moves_owners and session.strategy.reshards_at(iteration)
-        self.reshard = self._reshard() if resharding else self._replicate(iteration)
+        self.reshard = self._moved(iteration)
         session.runtime.begin_iteration(num_micro_batches, iteration + 1)
         self._began_s = time.perf_counter()
 
@@ -145,7 +150,7 @@ class IterationDriver:
         """End an iteration after the optimizer step, and return what each layer did."""
         if self._selector is not None:
             self._selector.note(time.perf_counter() - self._began_s)
-        if self._session.strategy.exchange == "by_price":
+        if self._session.strategy.travel.exchange == "by_price":
             self._tell_exchange()
         loads = self.runtime.end_iteration()
         if any(layer.stopwatch is not None for layer in self.runtime.layers):
@@ -201,7 +206,7 @@ class IterationDriver:
             held=self.held,
             device=self._device,
             choices=TokenChoices(self._args.moe_router_topk),
-            deduplicated=self._session.strategy.exchange == "deduplicated",
+            deduplicated=self._session.strategy.travel.exchange == "deduplicated",
         )
         context, strategy = layers[0].context, self._session.strategy
         if reports_for_stage():
@@ -220,24 +225,33 @@ class IterationDriver:
             )
         report_memory(self._session, self._args, self.held)
 
-    def _reshard(self) -> ReshardReport | None:
+    def _moved(self, iteration: int) -> ReshardReport | None:
+        """Reconsider owners or resident replicas if this iteration is one at which the strategy does so."""
+        strategy = self._session.strategy
+        if isinstance(strategy, MovesOwners) and strategy.reshards_at(iteration):
+            return self._reshard(strategy)
+        if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
+            return self._replicate(strategy)
+        return None
+
+    def _reshard(self, strategy: MovesOwners) -> ReshardReport | None:
         slots = self._session.slots
         layers = slots.layers
         if not layers or layers[0].context.num_devices == 1:
             return None
         old, load_LE = slots.owners, self._mean_loads().sum(axis=1)
-        new = self._session.strategy.reshard(self._contexts_of_copies(), load_LE, old)
+        with mistakes_named(strategy, "reshard"):
+            new = strategy.reshard(self._contexts_of_copies(), load_LE, old)
         if (report := self._resharding.execute(old, new)) is not None:
             slots.adopt(new)
         return report
 
-    def _replicate(self, iteration: int) -> ReshardReport | None:
-        """Let the strategy reconsider the resident replicas if this iteration is one at which it does."""
-        strategy = self._session.strategy
-        if self._residents is None or not strategy.replicates_at(iteration) or not self._session.slots.layers:
+    def _replicate(self, strategy: ResidentReplicas) -> ReshardReport | None:
+        if self._residents is None or not self._session.slots.layers:
             return None
         contexts, load_LDE = self._contexts_of_copies(), self._mean_loads()
-        placements = [strategy.replicate(*one) for one in zip(contexts, load_LDE, strict=True)]
+        with mistakes_named(strategy, "replicate"):
+            placements = [strategy.replicate(*one) for one in zip(contexts, load_LDE, strict=True)]
         report = self._residents.hold(placements)
         if report is not None and reports_for_stage():
             logger.info(

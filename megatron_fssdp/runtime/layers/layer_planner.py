@@ -12,7 +12,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.stepped_plans import plan_after_gate, plan_before_gate
+from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.strategy import Strategy
 
 
@@ -41,7 +41,7 @@ class LayerPlanner:
             context: Data of the layer.
         """
         plan = plan_before_gate(self.strategy, context, self.history)
-        self._check(context, plan)
+        self._compare(context, plan)
         return plan
 
     def after_gate(
@@ -60,12 +60,11 @@ class LayerPlanner:
         """
         new = plan_after_gate(self.strategy, context, counts_DE, plan, num_micro_batches)
         if new is not plan:
-            self._check(context, new)
+            self._compare(context, new)
         return new
 
-    def _check(self, context: LayerContext, plan: LayerPlan) -> None:
-        """Check that the strategy declares the plan's abilities and, if requested, that all ranks agree."""
-        self.strategy.check_plan(context, plan)
+    def _compare(self, context: LayerContext, plan: LayerPlan) -> None:
+        """Check, if requested, that all ranks have made the same plan."""
         if not self.compares:
             return
         what = f"the plan of layer {context.layer}"

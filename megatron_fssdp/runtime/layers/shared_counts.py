@@ -59,7 +59,7 @@ class SharedCounts:
             raise RuntimeError(
                 f"[fssdp] plans of iteration {clock.iteration}: got other plans on ranks {differing} of "
                 f"{len(digest_S)} than on rank 0 (this is rank {self._group.rank()}), wanted the same on "
-                "all; run again with check_plans=true to find the layer, and look for loads, settings or "
+                "all; run again with FSSDP_CHECK_PLANS=1 to find the layer, and look for loads, settings or "
                 "random numbers that differ between ranks"
             )
         begin = _DIGEST_NUMBERS

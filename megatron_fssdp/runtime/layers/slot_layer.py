@@ -55,7 +55,7 @@ from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_ba
 from megatron_fssdp.runtime.slots.exact_shares import remap_exactly
 from megatron_fssdp.runtime.slots.remap import remap_by_table
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.strategy import SelectsStrategies, Strategy
 
 
 class SlotLayer:
@@ -195,7 +195,8 @@ class SlotLayer:
         if self._shared is None:
             self._shared = self._make_pass(self.planner.next_plan(self.context), None, is_shared=True)
             self._use(self._shared)
-            self.load.strategy = self.strategy.selected(self.context.layer)
+            if isinstance(self.strategy, SelectsStrategies):
+                self.load.strategy = self.strategy.selected(self.context.layer)
             self._asks_after_gate = self.strategy.asks_after_gate(self.context.layer)
         return self._shared.plan
 

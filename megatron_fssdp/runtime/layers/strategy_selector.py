@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-from megatron_fssdp.strategies.iteration_spread import IterationSpread
-from megatron_fssdp.strategies.selection_report import SelectionReport
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.selection_report import IterationSpread, SelectionReport
+from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 LATEST = 200
 """Most iterations whose seconds are kept."""
@@ -26,7 +25,9 @@ class StrategySelector:
         device: Device of the tensors for collectives.
     """
 
-    def __init__(self, strategy: Strategy, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    def __init__(
+        self, strategy: SelectsStrategies, groups: Sequence[dist.ProcessGroup], device: torch.device
+    ) -> None:
         self._strategy = strategy
         self._groups = groups
         self._device = device

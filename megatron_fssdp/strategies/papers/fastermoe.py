@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from megatron_fssdp.config.strategy.paper_strategy_settings import FastermoeSettings
+from megatron_fssdp.config.strategy.shipped_settings import FastermoeSettings
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.replica_limits import ReplicasAfterGate
+from megatron_fssdp.strategies.measured_replicas import ReplicasAfterGate
 
 
 class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):

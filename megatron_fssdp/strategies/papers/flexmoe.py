@@ -2,40 +2,29 @@
 
 import numpy as np
 
-from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings
+from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings
+from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, next_resident_placement
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.strategy import ResidentReplicas
+
+THRESHOLD = 1.1
+"""Max/mean device load above which replicas are added or exchanged: below, steps save hardly anything."""
+
+MOST_STEPS = 16
+"""Most expansions, and most migrations, of a layer at a time; more are seldom needed at an interval."""
 
 
-class FlexmoeStrategy(Strategy[FlexmoeSettings]):
+class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
     """``flexmoe``: expands, shrinks and migrates replicas every few iterations (Hecate §2.3, §5.1)."""
 
-    replica_life = ReplicaLife.RESIDENT
-
-    @property
-    def window(self) -> int:
-        """Number of iterations over whose mean load the strategy decides."""
-        return self.settings.window
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure; the costs serve to compare what a change saves with what it moves."""
-        return self.settings.profile_iterations
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether transfers may run beside compute: the setting ``overlap``."""
-        return self.settings.overlap
-
-    @property
-    def resident_slots(self) -> int:
-        """Resident replicas of a layer for which a device has room: the setting ``slots``."""
-        return self.settings.slots
+    def __init__(self, settings: FlexmoeSettings) -> None:
+        super().__init__(settings)
+        self.window, self.profile_iterations = settings.window, profile_iterations()
+        self.overlaps, self.resident_slots = settings.overlap, settings.slots
 
     def slots(self, context: LayerContext) -> int:
         """Largest number of replicas of a layer on a device."""
@@ -53,12 +42,7 @@ class FlexmoeStrategy(Strategy[FlexmoeSettings]):
         return iteration > 0 and iteration % self.settings.placement_interval == 0
 
     def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
-        """The present placement, changed in steps that save seconds (:meth:`ReplicaPrice.saving_s`).
-
-        Args:
-            context: Data of the layer, with the present placement.
-            load_DE: Mean loads of an iteration by source and expert, float ``[D, E]``.
-        """
+        """The present placement, changed in steps that save seconds (:meth:`ReplicaPrice.saving_s`)."""
         present = context.placement
         if context.profile is None or not load_DE.any():
             return present
@@ -67,14 +51,10 @@ class FlexmoeStrategy(Strategy[FlexmoeSettings]):
             context.topology,
             context.profile,
             self.settings.placement_interval,
-            weighs_moves=self.settings.moves_must_pay,
         )
+        slots = self.settings.slots
         return next_resident_placement(
-            present,
-            price,
-            slots=self.settings.slots,
-            threshold=self.settings.threshold,
-            most_steps=self.settings.most_steps,
+            present, price, slots=slots, threshold=THRESHOLD, most_steps=MOST_STEPS
         )
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:

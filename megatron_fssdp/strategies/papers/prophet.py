@@ -1,10 +1,8 @@
 """Pro-Prophet: replicates experts on a subset of the devices, planned from an earlier iteration (§IV, §V)."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from megatron_fssdp.config.strategy.paper_strategy_settings import ProphetSettings
+from megatron_fssdp.config.strategy.shipped_settings import ProphetSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.loads import LoadHistory
@@ -15,58 +13,29 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.replica_limits import MeasuredReplicas
-from megatron_fssdp.strategies.split_transfers import split_of
+from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
+from megatron_fssdp.strategies.plan_seconds import plan_seconds, split_of
 
-
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """A plan that is kept for several iterations.
-
-    Attributes:
-        plan: The plan.
-        context: Data of the layer for which the plan was made.
-        num_seen: Number of iterations in the load history at that time.
-    """
-
-    plan: LayerPlan
-    context: LayerContext
-    num_seen: int
+BALANCE = 0.5
+"""Largest accepted difference of device loads, in units of the mean load of an expert (Eq. 7, alpha)."""
 
 
 class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
     """``prophet``: places replicas on the devices from which most of an expert's tokens come.
 
-    Tokens of the other devices go to the expert's owner.
+    Tokens of the other devices go to the expert's owner. A plan is made in each iteration from the loads of
+    the iteration before (§IV-C, locality).
     """
 
     def __init__(self, settings: ProphetSettings) -> None:
         super().__init__(settings)
-        self._kept: dict[int, _Kept] = {}
-
-    @property
-    def window(self) -> int:
-        """Number of iterations for which a plan is kept, so that it can be made again from its loads."""
-        return self.settings.plan_interval
-
-    @property
-    def splits(self) -> bool:
-        """Whether transfers are split (§V-B): the settings ``overlap`` and ``split``."""
-        return self.settings.overlap and self.settings.split
+        self.splits = settings.overlap  # §V-B
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """The plan of the last planning point (§IV-C, locality); without replicas until costs are known."""
+        """The plan for the last loads; without replicas until costs are known."""
         if context.profile is None or history.is_empty:
             return LayerPlan.owners_only(context)
-        age = (history.num_seen - 1) % self.settings.plan_interval
-        made_at = history.num_seen - age
-        kept = self._kept.get(context.layer)
-        if kept is None or kept.context is not context or kept.num_seen != made_at:
-            counts_DE = history.counts_DE(age)
-            kept = _Kept(self._planned(context, context.profile, counts_DE), context, made_at)
-            self._kept[context.layer] = kept
-        return kept.plan
+        return self._planned(context, context.profile, history.counts_DE(0))
 
     def _planned(self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray) -> LayerPlan:
         """The plan with the fewest seconds over the real links, or that of a given number of devices.
@@ -75,12 +44,13 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         price with the measured links therefore selects.
         """
         most, left_out = context.num_devices - 1, self.settings.left_out
+        cases = [0, *doubling(most)] if left_out is None else [min(left_out, most)]
         found = plan_layers(
             context.owner_E,
             counts_DE,
             _model(profile, context.topology, overlaps=self.settings.overlap),
-            [0, *doubling(most)] if left_out is None else [min(left_out, most)],
-            balance=self.settings.balance,
+            cases,
+            balance=BALANCE,
             slots=self.slots(context),
         )
         plans = [self._plan_of(placement, counts_DE, context) for placement, _ in found]
@@ -93,13 +63,12 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         if not placement.num_replicas:
             return LayerPlan.owners_only(context)
         transfer = two_level_transfer(placement, context.topology)
-        split = split_of(transfer, float(counts_DE.sum()), context) if self.splits else WHOLE
         return LayerPlan(
             placement,
             transfer,
             gather_ahead=self.settings.overlap,
             dispatch_policy="owner",
-            split=split,
+            split=split_of(transfer, float(counts_DE.sum()), context) if self.splits else WHOLE,
         )
 
 

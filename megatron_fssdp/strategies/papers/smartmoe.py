@@ -1,10 +1,11 @@
-"""SmartMoE: exchanges owners at an interval of iterations, by default only if that pays off until then."""
+"""SmartMoE: exchanges owners at an interval of iterations, if that pays off until the next exchange."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_fssdp.config.strategy.paper_strategy_settings import SmartmoeSettings
+from megatron_fssdp.config.strategy.shipped_settings import SmartmoeSettings
+from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.loads import LoadHistory
@@ -14,11 +15,11 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.owner_moves import exchange_s
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.plan_seconds import exchange_s
+from megatron_fssdp.strategies.strategy import MovesOwners
 
 
-class SmartmoeStrategy(Strategy[SmartmoeSettings]):
+class SmartmoeStrategy(MovesOwners[SmartmoeSettings]):
     """``smartmoe``: permutes owners, without replicas (Hecate §2.3, §5.1).
 
     Every device keeps its number of experts.
@@ -26,15 +27,9 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
 
     overlaps = False  # The strategy has no transfers.
 
-    @property
-    def window(self) -> int:
-        """Number of iterations over whose mean load the strategy decides."""
-        return self.settings.window
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure; the costs serve to compare what a change saves with what it moves."""
-        return self.settings.profile_iterations
+    def __init__(self, settings: SmartmoeSettings) -> None:
+        super().__init__(settings)
+        self.window, self.profile_iterations = settings.window, profile_iterations()
 
     def may_replicate(self, layer: int) -> bool:
         """False: no layer has replicas."""
@@ -54,8 +49,7 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
 
     def limits(self, context: LayerContext) -> str:
         """The interval at which owners are reconsidered, as a text for the log."""
-        verb = "reconsidered" if self.settings.moves_must_pay else "made"
-        return f"exchanges of owners are {verb} every {self.settings.reshard_interval} iterations"
+        return f"exchanges of owners are reconsidered every {self.settings.reshard_interval} iterations"
 
     def reshards_at(self, iteration: int) -> bool:
         """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
@@ -76,22 +70,12 @@ class SmartmoeStrategy(Strategy[SmartmoeSettings]):
         return super().reshard(contexts, load_LE, owners)
 
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
-        """New owners of one layer, or the present ones if an exchange must pay off and would not.
-
-        Args:
-            context: Data of the layer, with the present owners.
-            load_E: Mean load of every expert in an iteration, float ``[E]``.
-
-        Returns:
-            Device of each expert, integers ``[E]``.
-        """
+        """New owners of one layer, or the present ones if an exchange would not pay until the next one."""
         old_E, profile, topology = context.owner_E, context.profile, context.topology
         if profile is None or not load_E.any() or context.num_experts < context.num_devices:
             # With at most one expert on a device, an exchange would only change which device has it.
             return old_E
         new_E = permuted_owners(old_E, load_E, context.num_devices)
-        if not self.settings.moves_must_pay:
-            return new_E
         saved_s = self.settings.reshard_interval * (
             _layer_s(old_E, load_E, profile, topology) - _layer_s(new_E, load_E, profile, topology)
         )

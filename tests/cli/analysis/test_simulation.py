@@ -194,7 +194,7 @@ def roofline(run: Path, *more: str) -> str:
 
 def test_the_roofline_of_a_recorded_run_is_drawn(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
-    output = roofline(run, "--strategies", "ep,fastermoe,fssdp", "--moe-strategy-set", "smart_schedule=true")
+    output = roofline(run, "--strategies", "ep,fastermoe,fssdp", "--moe-strategy-set", "exchange=by_price")
     assert "R_CC" in output
     figures = json.loads((run / "roofline.json").read_text())
     assert list(figures["strategies"]) == ["ep", "fastermoe", "fssdp"]
@@ -213,7 +213,7 @@ def test_the_roofline_of_a_recorded_run_is_drawn(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (("--strategies", "fsdp"), "did you mean 'fssdp'"),
-        (("--moe-strategy-set", "exchange=fused"), "exchange: got 'fused' .string., wanted 'megatron', "),
+        (("--moe-strategy-set", "exchange=fused"), "exchange: got 'fused'"),
         (("--cluster-set", "num_nodes=1"), "roofline: .*whole nodes"),
         (("--out", "{run}/config.yaml"), "--out .*config.yaml: is not a folder"),
     ],

@@ -184,14 +184,14 @@ def test_the_printed_commands_run_in_an_empty_folder(command, tmp_path, monkeypa
 
 def test_another_strategy_drops_the_settings_of_the_files_strategy(command, tmp_path):
     config = load_yaml(TINY)
-    config["strategy"]["settings"] = {"slots": 1, "window": 2}
+    config["strategy"]["settings"] = {"slots": 1, "overlap_degree": 2}
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     words = words_of(command("train", path, "--moe-strategy-set", "slots=2", "--dry-run")[1])
-    assert {"slots=2", "window=2"} < set(words)
+    assert {"slots=2", "overlap_degree=2"} < set(words)
     words = words_of(command("train", path, "--moe-strategy", "ep", "--dry-run")[1])
     assert words[words.index("--moe-strategy") + 1] == "ep"
-    assert not any(word.startswith(("slots", "window")) for word in words)
+    assert not any(word.startswith(("slots", "overlap_degree")) for word in words)
 
 
 def test_several_files_are_composed(command):

@@ -70,7 +70,7 @@ def test_the_difference_layered_over_the_files_gives_the_options_values():
     files = {"strategy": {"name": "fssdp", "settings": {"slots": 1}}, "training": {"lr": 1, "seed": 2}}
     for final in (
         {"strategy": {"name": "ep"}, "training": {"lr": 1, "seed": 3}},
-        {"strategy": {"name": "fssdp", "settings": {"slots": 1, "window": 4}}, "training": files["training"]},
+        {"strategy": {"name": "fssdp", "settings": {"slots": 1, "nodes": 4}}, "training": files["training"]},
         files,
     ):
         assert lay_over(files, difference(files, final)) == final

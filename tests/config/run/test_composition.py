@@ -9,7 +9,7 @@ from megatron_fssdp.config.run.composition import compose, lay_over, load_run
 
 MODEL = "model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4}"
 TRAINING = "training: {train_iters: 3, global_batch_size: 4}"
-FSSDP = "strategy: {name: fssdp, settings: {slots: 1, window: 2}}"
+FSSDP = "strategy: {name: fssdp, settings: {slots: 1, overlap_degree: 2}}"
 
 
 def write(folder: Path, **texts: str) -> None:
@@ -42,7 +42,7 @@ def test_a_file_overrides_what_it_includes_and_paths_are_relative_to_its_folder(
     run = load_run(["../experiments/run.yaml"])
     assert (run.model.hidden_size, run.model.num_layers) == (64, 2)
     assert (run.training.lr, run.training.train_iters) == (1e-4, 3)
-    assert run.strategy.settings == {"slots": 1, "window": 2}
+    assert run.strategy.settings == {"slots": 1, "overlap_degree": 2}
     names = [layer.file.name for layer in compose([tmp_path / "experiments" / "run.yaml"]).layers]
     assert names == ["base.yaml", "wide.yaml", "training.yaml", "fssdp.yaml", "run.yaml"]
 
@@ -59,10 +59,10 @@ def test_later_files_override_earlier_ones_and_set_options_override_all(tmp_path
 
 
 def test_settings_belong_to_their_strategy():
-    fssdp = {"strategy": {"name": "fssdp", "settings": {"slots": 1, "window": 2}}}
+    fssdp = {"strategy": {"name": "fssdp", "settings": {"slots": 1, "overlap_degree": 2}}}
     assert lay_over(fssdp, {"strategy": {"settings": {"slots": 3}}})["strategy"] == {
         "name": "fssdp",
-        "settings": {"slots": 3, "window": 2},
+        "settings": {"slots": 3, "overlap_degree": 2},
     }
     assert lay_over(fssdp, {"strategy": {"name": "fssdp"}}) == fssdp
     assert lay_over(fssdp, {"strategy": {"name": "quota"}})["strategy"] == {"name": "quota"}

@@ -10,6 +10,7 @@ import pytest
 from pydantic import Field
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.shipped_settings import EpSettings, NoneSettings
 from megatron_fssdp.config.strategy.strategy_registry import (
     STRATEGIES,
     RegisteredStrategy,
@@ -17,7 +18,8 @@ from megatron_fssdp.config.strategy.strategy_registry import (
     register_strategy,
 )
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
-from megatron_fssdp.config.strategy.strategy_settings import EpSettings, NoneSettings, PlacementSettings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
+from megatron_fssdp.strategies.ep import EpStrategy
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -90,7 +92,25 @@ def test_every_shipped_import_string_names_a_strategy() -> None:
 
 def test_what_makes_no_strategy_is_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES._entries, "made", replace(ENTRY, strategy=lambda _: "nothing"))
-    with pytest.raises(TypeError, match="strategy made of megatron-fssdp: got str, wanted an instance"):
+    with pytest.raises(ConfigurationError, match="strategy made of package megatron-fssdp: got str, wanted"):
+        build_strategy("made", MadeSettings())
+    for broken, reason in (
+        ("a_module_that_is_not_there:Made", "No module named"),
+        (Strategy, "Strategy does not implement before_gate"),
+        (lambda _: 1 / 0, "ZeroDivisionError: division by zero"),
+    ):
+        entry = replace(ENTRY, strategy=broken, package="theirs")
+        monkeypatch.setitem(STRATEGIES._entries, "made", entry)
+        with pytest.raises(ConfigurationError, match=f"made of package theirs cannot be built: .*{reason}"):
+            build_strategy("made", MadeSettings())
+
+
+def test_an_ability_needs_the_methods_of_its_base_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moving(EpStrategy):
+        moves_owners = True
+
+    monkeypatch.setitem(STRATEGIES._entries, "made", replace(ENTRY, strategy=Moving, package="theirs"))
+    with pytest.raises(ConfigurationError, match=r"of package theirs: got moves_owners .* of MovesOwners"):
         build_strategy("made", MadeSettings())
 
 

@@ -7,13 +7,13 @@ import pytest
 
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.reporting.records.run_records import read_metrics
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 from ..training_run import TrainingRun, relative_difference, train
 
 COMMON = "{TORCH_DIST} {NO_BIAS} {RESHARDABLE} --train-iters 8"
-AUTO = "auto profile_iterations=1 choice_interval=6 record_dir="
+AUTO = "auto FSSDP_PROFILE_ITERATIONS=1 choice_interval=6 record_dir="
 WANTED = {1: "fssdp", 2: "smartmoe"}
 
 

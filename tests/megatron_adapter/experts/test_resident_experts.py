@@ -11,14 +11,14 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.paper_strategy_settings import FlexmoeSettings, SmartmoeSettings
+from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings, SmartmoeSettings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 
 from ..training.parity.test_strategy_parity import cheap_links
 from ..training_run import TrainingRun, assert_close, note, relative_difference, rows, slow, train, wrap
 from ..uneven_owners import state_bytes
 
-FLEXMOE = "flexmoe slots=2 placement_interval=2 window=2 threshold=1.01 profile_iterations=1"
+FLEXMOE = "flexmoe slots=2 placement_interval=2 window=2 FSSDP_PROFILE_ITERATIONS=1"
 # Learning rate and weight decay change by schedule, and gradients are clipped.
 CHANGING = (
     "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay-incr-style linear --start-weight-decay 0.01 "

@@ -30,7 +30,7 @@ HANGS_S = 15  # several times what the training takes
 
 def gather_layers_on_one_device() -> None:
     """Re-shard to the map of this file, independent of loads."""
-    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
     def reshard(self: Any, contexts: Sequence[Any], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         layer_L = np.arange(owners.num_layers) * owners.num_devices // owners.num_layers
@@ -125,7 +125,7 @@ def split_transfers(*, awaits: bool = True) -> None:
     from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
     def plan_with_split(next_plan: Any, self: Any, context: Any) -> Any:
         return replace(next_plan(self, context), split=TransferSplit(0.5, 0.0))
@@ -136,8 +136,12 @@ def split_transfers(*, awaits: bool = True) -> None:
         gather(self)
         setattr(self, name, experts)
 
+    def prepare_to_split(prepare: Any, self: Any, settings: Any) -> None:
+        prepare(self, settings)
+        self.splits = True
+
     wrap(LayerPlanner, "next_plan", plan_with_split)
-    FssdpStrategy.splits = True
+    wrap(FssdpStrategy, "__init__", prepare_to_split)
     if not awaits:
         wrap(SlotLayer, "_gather_first_part", partial(without_wait, "experts"))
         wrap(ReplicaTransfers, "gather_first_part", partial(without_wait, "_experts"))

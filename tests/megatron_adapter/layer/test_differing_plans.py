@@ -1,4 +1,4 @@
-"""Under ``check_plans``, all ranks stop when their plans differ."""
+"""Under ``FSSDP_CHECK_PLANS=1``, all ranks stop when their plans differ."""
 
 import os
 from dataclasses import replace
@@ -18,9 +18,9 @@ DIFFERENT_IN = 3
 def plan_alone() -> None:
     """From one iteration on, have rank 1 plan no replicas in layer 2."""
     from megatron.training.global_vars import get_args
+    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
-    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
     from megatron_fssdp.testing.random_placement import plain_transfer
 
     def other_plan(before_gate: Any, self: Any, context: Any, history: Any) -> Any:
@@ -34,7 +34,7 @@ def plan_alone() -> None:
 
 
 def test_all_ranks_stop_and_name_layer_and_iteration(text_data: Path) -> None:
-    options: Any = {"strategy": f"{FSSDP} check_plans=true", "before": plan_alone, "grace_s": 60}
+    options: Any = {"strategy": f"{FSSDP} FSSDP_CHECK_PLANS=1", "before": plan_alone, "grace_s": 60}
     with pytest.raises(RankError) as caught:
         train(2, "{EP2} --train-iters 4", text_data, **options)
     assert sorted(caught.value.ranks) == [0, 1]

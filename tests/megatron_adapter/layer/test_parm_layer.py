@@ -14,6 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron_fssdp.config.strategy.shipped_settings import EpSettings, FssdpSettings
+from megatron_fssdp.config.strategy.strategy_registry import register_strategy
+from megatron_fssdp.strategies.fssdp import FssdpStrategy
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from .small_config import build_layer, moe_config
@@ -21,6 +24,7 @@ from .small_config import build_layer, moe_config
 HIDDEN, EXPERTS, BATCH = 8, 8, 2
 AUX, Z = 0.1, 0.01
 TOLERANCE = 1e-10
+SCHEDULED = "scheduled"
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,6 @@ def cases() -> list[Case]:
             Case(settings, sequence_parallel=is_split, capacity=0.6, top_k=1, pads=True, recompute=True),
         ]
     found += [
-        Case((("schedule", "s2"), ("simultaneous", False))),
         Case((("schedule", "s2"),), seq_length=9),
         Case((("schedule", "auto"),), seq_length=9),
         Case((("schedule", "s1"),), shared=12),
@@ -66,18 +69,10 @@ def cases() -> list[Case]:
         Case((("slots", 2),), strategy="fssdp", shared=12, overlaps=True, recompute=True),
         Case((("smart_schedule", True), ("group_size", 1)), strategy="ep", shared=12, overlaps=True),
         Case((("schedule", "s1"),), strategy="ep"),
-        Case((("schedule", "s1"), ("slots", 2)), strategy="fssdp"),
+        Case((("schedule", "s1"), ("slots", 2)), strategy=SCHEDULED),
         Case((("slots", 2),), strategy="fssdp", recompute=True),
-        Case((("slots", 2), ("schedule", "s1")), strategy="fssdp", sequence_parallel=True),
-        *(
-            Case(
-                (("smart_schedule", True), ("group_size", 1)),
-                "ep",
-                recompute=True,
-                sequence_parallel=is_split,
-            )
-            for is_split in (False, True)
-        ),
+        Case((("slots", 2), ("schedule", "s1")), strategy=SCHEDULED, sequence_parallel=True),
+        Case((("smart_schedule", True), ("group_size", 1)), strategy="ep", recompute=True),
         Case((("schedule", "baseline"),), biases=True),
         Case((("schedule", "s1"),), biases=True),
         Case((("schedule", "s2"),), biases=True, gated=True),
@@ -91,8 +86,8 @@ FIRST = [
     Case((("schedule", "s1"),), capacity=1.0, gated=True),
     Case((("schedule", "s1"),), sequence_parallel=True, recompute=True),
     Case((("schedule", "s2"),), shared=12, recompute=True),
-    Case((("schedule", "s2"), ("simultaneous", False)), capacity=0.6, top_k=1, pads=True),
-    Case((("schedule", "s1"), ("slots", 2)), strategy="fssdp", shared=12, overlaps=True),
+    Case((("schedule", "s2"),), capacity=0.6, top_k=1, pads=True),
+    Case((("schedule", "s1"), ("slots", 2)), strategy=SCHEDULED, shared=12, overlaps=True),
 ]
 
 # (tensor parallel, expert tensor parallel, expert parallel)
@@ -128,6 +123,7 @@ def compare_cases(
 ) -> list[tuple[Case, float]]:
     """This rank's errors for all cases that the layout supports."""
     mp, esp, ep = layout
+    register_scheduled()
     found = []
     for case in cases:
         if case.sequence_parallel and mp == 1:
@@ -142,6 +138,17 @@ def compare_cases(
         with patch("torch.softmax", _in_full_precision), least:
             found.append((case, compare(rank, case)))
     return found
+
+
+class ScheduledSettings(FssdpSettings, EpSettings):
+    """Keys of replicas and of a schedule."""
+
+
+def register_scheduled() -> None:
+    """Make a strategy known with replicas under a given schedule, which `auto` selects by seconds."""
+    register_strategy(
+        SCHEDULED, settings=ScheduledSettings, strategy=FssdpStrategy, summary="replicas under a schedule"
+    )
 
 
 def test_auto_selects_a_schedule_for_each_new_shape() -> None:

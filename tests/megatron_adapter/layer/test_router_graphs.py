@@ -14,7 +14,7 @@ from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 from .small_config import build_layer, moe_config
 
 EXPERTS, HIDDEN, TOKENS = 4, 8, 16
-REPLICAS = {"slots": 1, "overlap_degree": 2, "reshard_interval": 0, "dispatch_policy": "even"}
+REPLICAS = {"slots": 1, "overlap_degree": 2, "reshard_interval": 0}
 
 
 def test_capture_ends_after_the_router_and_a_replay_skips_it() -> None:

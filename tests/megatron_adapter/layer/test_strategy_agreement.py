@@ -28,7 +28,7 @@ from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, SelectsStrategies, Strategy
 from megatron_fssdp.testing import run_megatron_ranks
 
 EXAMPLE = "second_home"
@@ -36,7 +36,7 @@ EXAMPLE_FOLDER = Path(__file__).parents[3] / "docs" / "examples" / EXAMPLE
 PLANNING = [name for name, entry in STRATEGIES.items() if entry.strategy is not None and name != EXAMPLE]
 # Short intervals, so that everything happens in the run; a strategy without keys here runs with its defaults.
 KEYS: dict[str, dict[str, Any]] = {
-    "fssdp": {"slots": 2, "reshard_interval": 4, "window": 3},
+    "fssdp": {"slots": 2, "reshard_interval": 4},
     "prophet": {"left_out": 1},
     "quota": {"slots": 2},
     "smartmoe": {"reshard_interval": 4, "window": 3},
@@ -77,13 +77,11 @@ def register_example() -> None:
 
 
 def variants(name: str) -> dict[str, dict[str, Any]]:
-    """The strategy as it is, and in turn, and with moves whatever they cost, where users can set that."""
+    """The strategy as it is, and in turn where users can set that."""
     keys = KEYS.get(name, {})
     found = {name: keys}
     if "overlap" in STRATEGIES[name].settings.model_fields:
         found[f"{name} in turn"] = {**keys, "overlap": False}
-    if "moves_must_pay" in STRATEGIES[name].settings.model_fields:
-        found[f"{name} whatever it costs"] = {**keys, "moves_must_pay": False}
     return found
 
 
@@ -126,15 +124,15 @@ def run_session(session: StrategySession, rank: int) -> tuple[Seen, np.ndarray]:
     for iteration in range(NUM_ITERATIONS):
         if strategy.profile_iterations and iteration == strategy.profile_iterations:
             layer.context = replace(layer.context, profile=PROFILE)
-        if strategy.selects:
+        if isinstance(strategy, SelectsStrategies):
             selector.select([layer], iteration)
         moved = 0
-        if strategy.moves_owners and strategy.reshards_at(iteration):
+        if isinstance(strategy, MovesOwners) and strategy.reshards_at(iteration):
             new = strategy.reshard([layer.context], layer.history.mean_E()[None], owners)
             moved, owners = len(owners.moves_to(new)), new
             tensors = tensors_of(np.flatnonzero(new.device_LE[0] == rank))
             layer.own(new.device_LE[0], tensors, layer.experts.layout())
-        if strategy.resident_slots and strategy.replicates_at(iteration):
+        if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
             old = layer.context.placement
             placement = strategy.replicate(layer.context, layer.history.mean_DE())
             moved += int((placement.present_ED & ~old.present_ED).sum())

@@ -105,7 +105,7 @@ DELAYED = {"delay_wgrad_compute": True}
 PREPROCESS = {**TE_GRAPHS, "cuda_graph_modules": ["moe_router", "moe_preprocess"]}
 PADDING = {"moe_router_padding_for_quantization": True}
 GATE = {"router": "topology_aware", "leaving_share": 0.5}
-KEPT = {"slots": 2, "reshard_interval": 0, "dispatch_policy": "even"}
+KEPT = {"slots": 2, "reshard_interval": 0}
 
 
 def strategy_of(name: str, keys: dict[str, Any]) -> Any:
@@ -121,15 +121,15 @@ def strategy_of(name: str, keys: dict[str, Any]) -> Any:
         ("fssdp", KEPT, NCCL),
         ("smartmoe", {}, NCCL),
         ("fssdp", {"reshard_interval": 0}, DELAYED),
-        ("fssdp", {**KEPT, "smart_schedule": True}, DIVIDED),
+        ("fastermoe", {"smart_schedule": True}, {}),
         ("fssdp", KEPT, {**PREPROCESS, **DIVIDED}),
         ("ep", {}, PREPROCESS),
         ("flexmoe", {}, PREPROCESS),
         ("parm", {}, {**PREPROCESS, **PADDING}),
         ("parm", {"schedule": "s2"}, {**PADDING, **DIVIDED}),
-        ("parm", {**GATE, "schedule": "s1"}, {**EQUAL, "seq_length": 8}),
+        ("ep", {**GATE, "schedule": "s1"}, {**EQUAL, "seq_length": 8}),
         ("parm", {"schedule": "s2"}, {**EQUAL, "seq_length": 9}),
-        ("fssdp", {"smart_schedule": True}, {**DIVIDED, "expert_tensor_parallel_size": 1}),
+        ("fastermoe", {"smart_schedule": True}, {**DIVIDED, "expert_tensor_parallel_size": 1}),
     ],
 )
 def test_dispatchers_and_graphs_that_fit_the_slots_are_accepted(
@@ -142,31 +142,27 @@ def test_dispatchers_and_graphs_that_fit_the_slots_are_accepted(
     ("strategy", "keys", "more", "match"),
     [
         ("fssdp", {}, {**FLEX, **EQUAL}, "add --sequence-parallel"),
-        ("ep", {"smart_schedule": True}, EQUAL, "add --sequence-parallel, or remove smart_schedule"),
-        ("fssdp", {"exchange": "by_price"}, EQUAL, "add --sequence-parallel, or remove smart_schedule"),
-        ("fssdp", {"smart_schedule": True}, FLEX, "two dispatchers"),
+        ("fastermoe", {"smart_schedule": True}, FLEX, "two dispatchers"),
         ("fssdp", {"exchange": "deduplicated"}, FLEX, "two dispatchers"),
         ("parm", {"schedule": "s1"}, {**FLEX, **DIVIDED}, "two dispatchers"),
         ("fssdp", {}, NCCL, "set slots"),
         ("fssdp", {"slots": 2}, NCCL, "set slots"),
         ("fssdp", {}, DELAYED, "set reshard_interval=0"),
         ("quota", {}, DELAYED, "single micro-batches"),
-        ("fssdp", {**KEPT, "smart_schedule": True}, DELAYED, "smart_schedule"),
+        ("ep", {"smart_schedule": True}, DELAYED, "smart_schedule"),
         ("parm", {"schedule": "s2"}, {**PADDING, **EQUAL}, "no multiple"),
         ("parm", {"schedule": "auto"}, {**PREPROCESS, **DIVIDED}, "remove moe_preprocess"),
-        ("fssdp", {**KEPT, "smart_schedule": "by_price"}, PREPROCESS, "remove moe_preprocess"),
+        ("ep", {"smart_schedule": "by_price"}, PREPROCESS, "remove moe_preprocess"),
         ("fssdp", {"slots": 2}, PREPROCESS, "reshard_interval=0"),
         ("fssdp", {"reshard_interval": 0}, PREPROCESS, "set slots"),
-        ("fssdp", {"slots": 2, "reshard_interval": 0}, PREPROCESS, "dispatch_policy=even"),
         ("smartmoe", {}, PREPROCESS, "without fixed slots"),
-        ("fssdp", {**KEPT, "calibrate": True}, PREPROCESS, "after the gate"),
+        ("fssdp", {**KEPT, "planner": "hecate"}, PREPROCESS, "after the gate"),
         ("fastermoe", {"slots": 1}, PREPROCESS, "after the gate"),
         ("ep", {}, {**PREPROCESS, "moe_expert_capacity_factor": 1.0}, "capacity"),
         ("fssdp", {"slots": 125}, FLEX, "slots: got 129"),
         ("ep", {}, {**EQUAL, "moe_latent_size": 8}, "add --sequence-parallel"),
-        ("parm", {**GATE, "schedule": "s2"}, EQUAL, "use schedule=s1 or --sequence-parallel"),
         ("ep", {}, {**EQUAL, "seq_length": 9}, "got 9 tokens of a sequence, wanted a multiple of 2"),
-        ("fssdp", {"smart_schedule": True}, DIVIDED, "--expert-tensor-parallel-size 1"),
+        ("fastermoe", {"smart_schedule": True}, DIVIDED, "--expert-tensor-parallel-size 1"),
         ("flexmoe", {}, {"fp16": True}, "use --bf16"),
     ],
 )

@@ -74,7 +74,7 @@ def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: P
     """Count the weights of all replicas after a gather, in a pipeline of two stages of two ranks."""
     more, layers_of_stage = PIPELINES[name]
     arguments = f"{{EP2}} {{PP2}} --train-iters 3 {{BATCH16}} {more}"
-    strategy = "fastermoe slots=2 profile_iterations=1"
+    strategy = "fastermoe slots=2 FSSDP_PROFILE_ITERATIONS=1"
     run = train(4, arguments, text_data, strategy=strategy, before=shadow_and_measure)
     found = {rank: (accounted, allocated) for rank, accounted, allocated in run.notes}  # the last ones
     for rank in range(4):

@@ -37,7 +37,7 @@ TABLE = rows(
     none | {EP2} {OVERLAP} | none
     fssdp without overlap | {EP2} | fssdp
     fssdp rematerialized | {EP2} {OVERLAP} | fssdp rematerialize=true
-    fssdp calibrated | {EP2} {OVERLAP} | fssdp calibrate=true
+    fssdp calibrated | {EP2} {OVERLAP} | fssdp planner=hecate
     fssdp in bf16 | {EP2} {OVERLAP} --bf16 | fssdp
     fssdp, everything recomputed | {EP2} --recompute-granularity full --recompute-method uniform
         --recompute-num-layers 1 | fssdp
@@ -134,7 +134,7 @@ def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megat
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MEASURED)
 def test_training_by_measured_costs_has_no_findings(case: str, text_data: Path) -> None:
-    chosen = flags(case.split()[0], profile_iterations=2)
+    chosen = flags(f"{case.split()[0]} FSSDP_PROFILE_ITERATIONS=2")
     arguments = f"{MEASURED[case]} {OVERLAP} --train-iters 5 {chosen}"
     assert_same_without_findings(arguments, text_data, tolerance=ROUNDING)
 

@@ -18,7 +18,7 @@ needs_checkout = pytest.mark.skipif(
 LAYOUTS = layouts(
     """
     biases_aux_loss_every_other_layer | 2 2 | {EVERY_OTHER} {AUX_LOSS} --untie-embeddings-and-output-weights |
-        slots=2 overlap_degree=3 check_plans=true | num_iterations=4
+        slots=2 overlap_degree=3 FSSDP_CHECK_PLANS=1 | num_iterations=4
     biases_on_declared_nodes | 4 4 | {RECOMPUTE_MOE} --untie-embeddings-and-output-weights {BATCH16} | slots=2
         overlap_degree=3 nodes=2
     copies_overlaps_recomputed | 4 2 | {OVERLAPS} {RECOMPUTE} {GATED} | slots=2 overlap_degree=3

@@ -55,7 +55,7 @@ def test_layers_can_change_strategy_and_schedule_while_training(
     name: str, text_data: Path, tmp_path: Path
 ) -> None:
     """Under ``auto``, s2 is used only in layers without replicas."""
-    chosen = f"auto profile_iterations=1 choice_interval=1 record_dir={tmp_path / 'record'}"
+    chosen = f"auto FSSDP_PROFILE_ITERATIONS=1 choice_interval=1 record_dir={tmp_path / 'record'}"
     _compare(name, text_data, tmp_path, [chosen], 20, before=prefer_s2)
     layers = [layer for entry in read_metrics(tmp_path / "record") for layer in entry.layers]
     assert {layer.strategy for layer in layers if layer.schedule == "s2"} <= {"ep", "smartmoe"}

@@ -17,9 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training import get_args
 
-from megatron_fssdp.strategies import priced_exchange
-from megatron_fssdp.strategies.fssdp import fssdp_strategy
-from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+from megatron_fssdp.strategies import fssdp, token_travel
+from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
 from ...grouped_linear import grouped_experts
 from ...training_run import BATCH16, DROPPING, NO_BIAS, wrap
@@ -36,7 +35,7 @@ COMBINED = layouts(
     re-materialized | 2 2 | {BATCH16} --num-layers 3 | {ADAPTIVE} rematerialize=true
     re-materialized, three layers, overlaps | 4 2 | {BUCKETS} {BATCH32} --num-layers 3 | {ADAPTIVE}
         rematerialize=true
-    calibrated | 2 2 | {BATCH16} | {ADAPTIVE} calibrate=true profile_iterations=1
+    calibrated | 2 2 | {BATCH16} | {ADAPTIVE} planner=hecate FSSDP_PROFILE_ITERATIONS=1
     experts in tensor-parallel parts | 4 2 | {TP2} {NO_BIAS} {BUCKETS} {BATCH16} | {ADAPTIVE}
     whole experts under tensor parallelism | 4 2 | {TP2} {NO_BIAS} {WHOLE_EXPERTS} {BATCH16} | {ADAPTIVE}
     interleaved pipeline | 4 2 | {INTERLEAVED} {BATCH16} {BUCKETS} | {ADAPTIVE}
@@ -70,7 +69,7 @@ GROUPED = layouts(
     distributed optimizer, re-sharded | 4 2 | {BATCH16} {OVERLAPS} | {WIDE} reshard_interval=2
     re-materialized | 4 2 | {BATCH16} | {WIDE} rematerialize=true
     recomputed | 4 2 | {BATCH16} {RECOMPUTE} | {WIDE}
-    smart schedule | 4 2 | {BATCH16} | {WIDE} smart_schedule=true
+    smart schedule | 4 2 | {BATCH16} | fastermoe slots=2 smart_schedule=true
     resident replicas | 4 2 | {BATCH16} | flexmoe
     pipeline | 4 2 | {BATCH16} {PP2} | {WIDE}
     bf16 | 4 2 | {BATCH16} --bf16 | fastermoe
@@ -87,14 +86,15 @@ JUMPING = layouts(
     pipeline_recomputed | 4 2 | {PP2} {RECOMPUTE} {BATCH16} | {EXACT} | num_iterations=8
     interleaved_rematerialized | 4 2 | {INTERLEAVED} {GATED} {BATCH16} | {EXACT} rematerialize=true
         | num_iterations=8
-    calibrated | 4 4 | {BATCH16} | fssdp slots=2 check_plans=true nodes=2 calibrate=true profile_iterations=1
-        | num_iterations=8
-    in_steps | 4 4 | | {CHECKED} nodes=2 smart_schedule=true | num_iterations=8
+    calibrated | 4 4 | {BATCH16} | fssdp slots=2 nodes=2 planner=hecate FSSDP_PROFILE_ITERATIONS=1
+        FSSDP_CHECK_PLANS=1 | num_iterations=8
+    in_steps | 4 4 | | fastermoe slots=2 FSSDP_PROFILE_ITERATIONS=1 FSSDP_CHECK_PLANS=1 nodes=2
+        smart_schedule=true | num_iterations=8
     deduplicated | 4 4 | | {CHECKED} nodes=2 exchange=deduplicated | num_iterations=8
-    quota | 4 4 | {BATCH16} | quota slots=2 profile_iterations=1 check_plans=true | num_iterations=8
+    quota | 4 4 | {BATCH16} | quota slots=2 FSSDP_PROFILE_ITERATIONS=1 FSSDP_CHECK_PLANS=1 | num_iterations=8
     """,
-    CHECKED="fssdp slots=2 overlap_degree=3 check_plans=true",
-    EXACT="fssdp slots=2 overlap_degree=3 check_plans=true dispatch_policy=exact",
+    CHECKED="fssdp slots=2 overlap_degree=3 FSSDP_CHECK_PLANS=1",
+    EXACT="fssdp slots=2 overlap_degree=3 FSSDP_CHECK_PLANS=1 SHARES=exact",
 )
 
 
@@ -194,13 +194,13 @@ def one_copy_jumps() -> None:
     replaced: Any = FssdpStrategy
     replaced._seconds = lambda self, context, owner_E, load_E: float(len(set(owner_E[:2])) == 1)
     replaced.overlap_degree = lambda self, context: 0
-    moved: Any = fssdp_strategy
+    moved: Any = fssdp
     moved.exchange_s = lambda old_E, new_E, *others: 5.0 * bool((old_E != new_E).any())
 
 
 def test_a_jump_in_one_copy_counts_for_all(text_data: Path, tmp_path: Path) -> None:
     """Expert-parallel groups with copies of the same experts see other tokens, and must decide alike."""
-    settings = "fssdp window=3 profile_iterations=1 slots=0 reshard_interval=3 check_plans=true"
+    settings = "fssdp FSSDP_PROFILE_ITERATIONS=1 slots=0 reshard_interval=3 FSSDP_CHECK_PLANS=1"
     layout = Layout(4, 2, BATCH16, settings, num_iterations=8)
     run, _ = against_stock(layout, text_data, tmp_path, before=one_copy_jumps)
     # Later decisions, when the loads have settled again, move experts.
@@ -237,7 +237,7 @@ def test_the_deduplicated_exchange_has_stock_megatrons_losses(
 
 def at_any_price() -> None:
     """Between CPU ranks the exchange would hardly ever pay, so it is used here whatever it costs."""
-    priced_exchange.LEAST_GAIN = -1e9
+    token_travel.LEAST_GAIN = -1e9
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def at_any_price() -> None:
 def test_losses_do_not_change_with_the_exchange(name: str, text_data: Path, tmp_path: Path) -> None:
     """Tokens are sent as pairs until costs are measured, and once from then on."""
     layout = (DEFAULT | MORE)[name]
-    settings = f"fssdp {layout.settings} exchange=by_price profile_iterations=2 check_plans=true"
+    settings = f"fssdp {layout.settings} exchange=by_price FSSDP_PROFILE_ITERATIONS=2 FSSDP_CHECK_PLANS=1"
     layout = replace(layout, settings=settings, num_iterations=20)
     run, _ = against_stock(layout, text_data, tmp_path, before=at_any_price)
     told = [text for text in run.messages if "exchange by price" in text]

@@ -15,7 +15,7 @@ FSSDP = "fssdp slots=2 overlap_degree=4 nodes=2 reshard_interval=2"
 RUNS = {
     "several_micro_batches": Layout(4, 4, BATCH16, FSSDP),
     "rematerialized_balanced_bf16": Layout(
-        4, 4, f"--bf16 {DISTRIBUTED}", f"{FSSDP} rematerialize=true dispatch_policy=exact"
+        4, 4, f"--bf16 {DISTRIBUTED}", f"{FSSDP} rematerialize=true SHARES=exact"
     ),
 }
 

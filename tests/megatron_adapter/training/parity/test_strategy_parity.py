@@ -14,7 +14,7 @@ from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.reporting.records.run_records import read_metrics
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -24,12 +24,12 @@ from .comparison import Layout, replicas_of, trained
 from .test_parity_matrix import DEFAULT, MORE
 
 STRATEGIES = {
-    "fastermoe": "slots=2",
-    "prophet": "slots=2 balance=0.1",
+    "fastermoe": "slots=2 smart_schedule=by_price",
+    "prophet": "slots=2",
     "quota": "slots=2",
     "smartmoe": "reshard_interval=2 window=2",
-    "flexmoe": "slots=2 placement_interval=2 window=2 threshold=1.01",
-    "fssdp": "slots=2 overlap_degree=3 reshard_interval=2 smart_schedule=by_price",
+    "flexmoe": "slots=2 placement_interval=2 window=2",
+    "fssdp": "slots=2 overlap_degree=3 reshard_interval=2",
     "ep": "smart_schedule=true group_size=1",
     "auto": "choice_interval=1",
 }
@@ -44,22 +44,23 @@ SLOW = {
 def cheap_links() -> None:
     """Run on every rank before the launch."""
     from megatron_fssdp.runtime.layers import layer_profiling
-    from megatron_fssdp.strategies import split_transfers, stepped_plans
-    from megatron_fssdp.strategies.auto import auto_strategy as automatic_choice
+    from megatron_fssdp.strategies import auto, layer_planning, plan_seconds
+    from megatron_fssdp.strategies.papers import flexmoe, prophet
 
     cost = LinkCost(0.0, 1e-13)
     layer_profiling.measure_links = lambda *_: (cost, cost)
-    split_transfers.split_transfers = lambda *_, **__: TransferSplit(0.4, 0.6)
-    stepped_plans.in_steps = in_turns
-    automatic_choice.LEAST_SEEN = 0
-    automatic_choice.AutoStrategy.price = next_in_turn
+    plan_seconds.split_transfers = lambda *_, **__: TransferSplit(0.4, 0.6)
+    layer_planning.in_steps = in_turns
+    auto.LEAST_SEEN = 0
+    auto.AutoStrategy.price = next_in_turn
+    prophet.BALANCE, flexmoe.THRESHOLD = 0.1, 1.01
 
 
 def in_turns(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
     """Have neighbouring layers differ, and each layer change after every iteration."""
-    if strategy.smart_schedule == "by_price":
+    if strategy.travel.smart_schedule == "by_price":
         return (context.layer + history.num_seen) % 2 == 0
-    return bool(strategy.smart_schedule)
+    return bool(strategy.travel.smart_schedule)
 
 
 def next_in_turn(
@@ -131,6 +132,6 @@ def _train(
 ) -> TrainingRun:
     keys = [*settings.split(), *(key for key in layout.settings.split() if key.startswith("nodes="))]
     if strategy in ("fastermoe", "prophet", "quota", "smartmoe", "flexmoe", "auto"):
-        keys.append("profile_iterations=1")
+        keys.append("FSSDP_PROFILE_ITERATIONS=1")
     chosen = f"{strategy} {' '.join(keys)} record_dir={folder / strategy}"
     return trained(layout, chosen, data, model=model, before=cheap_links)

@@ -6,24 +6,37 @@ plan, and losses do not change. Owners that a strategy has moved stay on their n
 Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_fssdp.config.strategy.own_strategy_settings import AutoSettings
-from megatron_fssdp.config.strategy.strategy_registry import BASELINE
+from megatron_fssdp.config.strategy.shipped_settings import AutoSettings
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, STRATEGIES
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings, profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
-from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies.auto.selection_by_seconds import select_by_seconds
-from megatron_fssdp.strategies.iteration_spread import LEAST_SEEN, IterationSpread
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.owner_moves import exchange_s
-from megatron_fssdp.strategies.plan_seconds import plan_seconds
-from megatron_fssdp.strategies.priced_exchange import with_exchange
-from megatron_fssdp.strategies.selection_report import LayerSelection, SeenSaving, SelectionReport
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_seconds
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.selection_report import (
+    LEAST_SEEN,
+    IterationSpread,
+    LayerSelection,
+    SeenSaving,
+    SelectionReport,
+)
+from megatron_fssdp.strategies.strategy import MovesOwners, SelectsStrategies, Strategy, mistakes_named
+from megatron_fssdp.strategies.token_travel import with_exchange
+
+logger = logging.getLogger(__name__)
+
+COMPARED_ITERATIONS = 3
+"""Number of the latest iterations for which every candidate plans: one alone may be an exception."""
+
+LEAST_GAIN = 0.03
+"""Share of a layer's modelled seconds that a change must save; the model knows them no better."""
 
 BARRED_SELECTIONS = 5
 """Number of selections in which a layer cannot change to a strategy that made iterations slower."""
@@ -31,20 +44,14 @@ BARRED_SELECTIONS = 5
 
 @dataclass(frozen=True)
 class _Change:
-    """The last change.
-
-    Attributes:
-        before: Name of each layer's strategy before the change, by layer number.
-        saving_s: Modelled seconds that the change should save in an iteration.
-        spread: Times of the iterations before the change; ``None`` if none were measured.
-    """
+    """The last change: each layer's strategy before it, its modelled saving, and the iterations before it."""
 
     before: dict[int, str]
     saving_s: float
     spread: IterationSpread | None
 
 
-class AutoStrategy(Strategy[AutoSettings]):
+class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
     """Asks the selected strategy of each layer for plans, and reconsiders the selection at an interval.
 
     Args:
@@ -55,45 +62,23 @@ class AutoStrategy(Strategy[AutoSettings]):
             the plans of the ranks would differ.
     """
 
-    replica_life = ReplicaLife.SELECTED
-
     def __init__(
         self, settings: AutoSettings, candidates: Mapping[str, Strategy], priced: Mapping[str, Strategy]
     ) -> None:
         super().__init__(settings)
         self.candidates = dict(candidates)
         self._priced = dict(priced)
+        self.candidate_names = tuple(candidates)
+        self.window = max(one.window for one in candidates.values()) + COMPARED_ITERATIONS
+        self.profile_iterations = profile_iterations()
+        self.overlaps = any(one.overlaps for one in candidates.values())
+        self.splits = any(one.splits for one in candidates.values())
+        self.moves_owners = any(one.moves_owners for one in candidates.values())
         self._selected: dict[int, str] = {}
         self._has_selected = False
         self._reshard_due: set[int] = set()
         self._change: _Change | None = None
         self._barred: dict[tuple[int, str], int] = {}
-
-    @property
-    def candidate_names(self) -> tuple[str, ...]:
-        """Names of the candidates, ``ep`` first."""
-        return tuple(self.candidates)
-
-    @property
-    def window(self) -> int:
-        """The longest window of a candidate, plus the iterations for which candidates are compared."""
-        longest = max(candidate.window for candidate in self.candidates.values())
-        return longest + self.settings.compared_iterations
-
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure before the first selection."""
-        return self.settings.profile_iterations
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether any candidate's transfers may run beside compute."""
-        return any(candidate.overlaps for candidate in self.candidates.values())
-
-    @property
-    def moves_owners(self) -> bool:
-        """Whether any candidate moves owners."""
-        return any(candidate.moves_owners for candidate in self.candidates.values())
 
     def may_replicate(self, layer: int) -> bool:
         """Whether the layer's selected strategy may replicate experts."""
@@ -119,20 +104,11 @@ class AutoStrategy(Strategy[AutoSettings]):
         return self.candidates[self.selected(layer)]
 
     def resume(self, selected: Mapping[int, str]) -> None:
-        """Start with the selection of another run of the same model.
-
-        Args:
-            selected: Strategy names by layer number; names that are not candidates here are ignored.
-        """
+        """Start with the selection of another run of the same model."""
         self._selected = {layer: name for layer, name in selected.items() if name in self.candidates}
 
     def selects_at(self, iteration: int, num_known: int) -> bool:
-        """Whether to reconsider the selection once ``iteration`` iterations are complete.
-
-        Args:
-            iteration: Number of iterations for which the model has been trained.
-            num_known: Number of iterations that this process has run, if costs are measured; otherwise 0.
-        """
+        """As soon as costs are measured, and then at the interval."""
         # The first iteration is not representative, and a change needs enough iterations before it for
         # quartiles.
         if num_known <= LEAST_SEEN:
@@ -145,10 +121,6 @@ class AutoStrategy(Strategy[AutoSettings]):
         Each candidate plans for each of the latest iterations from the loads before it. Its plans are then
         priced with the loads that followed. The cost of moving owners is divided over the iterations until
         the selection is reconsidered.
-
-        Args:
-            contexts: Data of the layers, with profiles.
-            histories: Loads of each layer, with at least two iterations.
         """
         return np.array(
             [
@@ -164,11 +136,6 @@ class AutoStrategy(Strategy[AutoSettings]):
 
         If the last change made iterations slower, it is reverted first, and its layers cannot change to the
         same strategies again for :data:`BARRED_SELECTIONS` selections.
-
-        Args:
-            layers: Numbers of the layers.
-            seconds_LC: Results of :meth:`price`, equal on these ranks, float ``[L, C]``.
-            since_change: Times of the iterations since the last change or since the start.
         """
         self._has_selected = True
         before = {layer: self.selected(layer) for layer in layers}
@@ -182,9 +149,7 @@ class AutoStrategy(Strategy[AutoSettings]):
         names = list(self.candidates)
         present_L = np.array([names.index(self.selected(layer)) for layer in layers], np.int64)
         barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
-        selected_L = select_by_seconds(
-            seconds_LC, present_L, least_gain=self.settings.least_gain, barred_LC=barred_LC
-        )
+        selected_L = select_by_seconds(seconds_LC, present_L, least_gain=LEAST_GAIN, barred_LC=barred_LC)
         selections = tuple(
             LayerSelection(
                 layer, names[index], before[layer], dict(zip(names, seconds_C.tolist(), strict=True))
@@ -209,7 +174,11 @@ class AutoStrategy(Strategy[AutoSettings]):
         """Whether a selected strategy reconsiders owners now, or a layer has just got such a strategy."""
         # Candidates may remember when they were asked. All selected ones are therefore asked, on all ranks.
         selected = set(self._selected.values())
-        due = [c.reshards_at(iteration) for name, c in self.candidates.items() if name in selected]
+        due = [
+            candidate.reshards_at(iteration)
+            for name, candidate in self.candidates.items()
+            if name in selected and isinstance(candidate, MovesOwners)
+        ]
         return bool(self._reshard_due) or any(due)
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
@@ -219,17 +188,13 @@ class AutoStrategy(Strategy[AutoSettings]):
 
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
         """New owners of a layer by its selected strategy."""
-        return self._of(context.layer).reshard_layer(context, load_E)
+        return _new_owners(self._of(context.layer), context, load_E)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The plan of the layer's selected strategy, from the part of the history that it needs."""
         candidate = self._of(context.layer)
-        return candidate.before_gate(context, history.excerpt(candidate.window))
-
-    @property
-    def splits(self) -> bool:
-        """Whether any candidate splits transfers."""
-        return any(candidate.splits for candidate in self.candidates.values())
+        with mistakes_named(candidate, f"before_gate for layer {context.layer}"):
+            return candidate.before_gate(context, history.excerpt(candidate.window))
 
     def asks_after_gate(self, layer: int) -> bool:
         """Whether the layer's selected strategy asks."""
@@ -240,26 +205,41 @@ class AutoStrategy(Strategy[AutoSettings]):
     ) -> LayerPlan:
         """The plan of the layer's selected strategy after the gate."""
         candidate = self._of(context.layer)
-        return candidate.after_gate(context, counts_DE, plan, num_micro_batches)
+        with mistakes_named(candidate, f"after_gate for layer {context.layer}"):
+            return candidate.after_gate(context, counts_DE, plan, num_micro_batches)
 
     def _price(self, name: str, context: LayerContext, history: LoadHistory) -> float:
         if not self.serves(name, context):
             return float("inf")
-        candidate, profile = self._priced[name], context.profile
+        candidate = self._priced[name]
+        try:
+            return self._seconds(candidate, context, history)
+        except Exception as error:
+            if candidate.package == SHIPPED:
+                raise
+            # Each rank prices other layers, and the others wait for this price.
+            logger.warning(
+                f"[fssdp] auto: candidate '{name}' of package {candidate.package} failed for layer "
+                f"{context.layer}: {error!r}; the layer does not select it"
+            )
+            return float("inf")
+
+    def _seconds(self, candidate: Strategy, context: LayerContext, history: LoadHistory) -> float:
+        profile = context.profile
         assert profile is not None
         moving_s = 0.0
         if candidate.moves_owners:
             old_E = context.owner_E
             load_E = history.excerpt(candidate.window).mean_E()
-            context = replace(context, owner_E=candidate.reshard_layer(context, load_E))
+            context = replace(context, owner_E=_new_owners(candidate, context, load_E))
             moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
         times = profile.num_micro_batches
         by_exchange = [context]
-        if self.exchange == "by_price":
+        if self.travel.exchange == "by_price":
             by_exchange = [with_exchange(context, False), with_exchange(context, True)]
         seconds = []
         # The oldest first: some candidates compare their plans of one iteration with the next one's counts.
-        for age in reversed(range(min(self.settings.compared_iterations, len(history) - 1))):
+        for age in reversed(range(min(COMPARED_ITERATIONS, len(history) - 1))):
             counts_DE = history.counts_DE(age)
             planned = candidate.before_gate(
                 context, history.excerpt(candidate.window, without_latest=age + 1)
@@ -289,3 +269,85 @@ class AutoStrategy(Strategy[AutoSettings]):
         if min(change.spread.num_seen, since_change.num_seen) < LEAST_SEEN:
             return None
         return SeenSaving(change.saving_s, change.spread, since_change)
+
+
+def _new_owners(candidate: Strategy, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
+    """New owners of a layer by a candidate; one that moves no owners keeps them."""
+    return candidate.reshard_layer(context, load_E) if isinstance(candidate, MovesOwners) else context.owner_E
+
+
+def select_by_seconds(
+    seconds_LC: np.ndarray,
+    present_L: np.ndarray,
+    *,
+    least_gain: float = LEAST_GAIN,
+    barred_LC: np.ndarray | None = None,
+) -> np.ndarray:
+    """Select for each layer the first candidate that is close to the fewest seconds, if it saves enough.
+
+    A layer keeps its present candidate if the saving is too small. Candidates are close if they differ by
+    less than the fraction ``least_gain``. The model cannot distinguish close candidates, so the first one is
+    selected: candidates that move less are first in the order.
+
+    Args:
+        seconds_LC: Modelled seconds of an iteration, float ``[L, C]``; infinite if a candidate cannot serve
+            the layer.
+        present_L: Index of the present candidate of each layer, int64 ``[L]``.
+        least_gain: Fraction of a candidate's seconds that another candidate must save to replace it.
+        barred_LC: Whether a layer must not change to a candidate, bool ``[L, C]``; ``None`` bars nothing.
+
+    Returns:
+        Index of the selected candidate of each layer, int64 ``[L]``.
+
+    Raises:
+        ValueError: The shapes do not fit, or some seconds are not numbers.
+    """
+    num_layers, num_candidates = seconds_LC.shape
+    if present_L.shape != (num_layers,) or np.isnan(seconds_LC).any():
+        raise ValueError(
+            f"got seconds {seconds_LC.tolist()} and present candidates of shape {present_L.shape}, wanted a "
+            f"number for each of {num_candidates} candidates and one present candidate in each layer"
+        )
+    layers = np.arange(num_layers)
+    allowed_LC = seconds_LC if barred_LC is None else np.where(barred_LC, np.inf, seconds_LC)
+    close_LC = allowed_LC <= (1 + least_gain) * allowed_LC.min(axis=1, keepdims=True)
+    best_L = close_LC.argmax(axis=1)
+    saves_L = allowed_LC[layers, best_L] < (1 - least_gain) * seconds_LC[layers, present_L]
+    return np.where(saves_L, best_L, present_L).astype(np.int64)
+
+
+def build_auto(settings: AutoSettings) -> AutoStrategy:
+    """Build ``auto`` with its candidates.
+
+    A candidate of another package may fail to build, or may have abilities that one layer alone cannot use.
+    Such a candidate is left out with a warning, because a user of ``auto`` may not know that it exists.
+
+    Args:
+        settings: The settings of ``auto``, which hold those of every candidate.
+
+    Raises:
+        Exception: Whatever a shipped candidate raises while it is built.
+    """
+    candidates, priced = {}, {}
+    for name, keys in settings.candidates.items():
+        try:
+            candidates[name], priced[name] = _candidate(name, keys), _candidate(name, keys)
+        except Exception as error:
+            package = STRATEGIES[name].package
+            if package == SHIPPED:
+                raise
+            logger.warning(
+                f"[fssdp] auto: candidate '{name}' of package {package} is left out: {error}; update the "
+                f"package, or leave the candidate out with --moe-strategy-set {name}=false"
+            )
+    return AutoStrategy(settings, candidates, priced)
+
+
+def _candidate(name: str, settings: StrategySettings) -> Strategy:
+    candidate = build_strategy(name, settings)
+    if candidate.resident_slots or candidate.selects:
+        raise ValueError(
+            "got a strategy with resident replicas or with candidates of its own, wanted a strategy that a "
+            "layer can start and stop using between two iterations"
+        )
+    return candidate

@@ -1,7 +1,7 @@
-"""The largest number of replicas on a device, from the settings or from measured memory."""
+"""Strategies that select replicas by measured costs, within a limit on the replicas of each device."""
 
-from megatron_fssdp.config.strategy.own_strategy_settings import QuotaSettings
-from megatron_fssdp.config.strategy.paper_strategy_settings import FastermoeSettings, ProphetSettings
+from megatron_fssdp.config.strategy.shipped_settings import SlotKeys
+from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -13,10 +13,6 @@ def slots_of(given: int | None, context: LayerContext) -> int:
 
     It is the number in the settings if given. Otherwise it is the number that fits into the measured free
     memory or, before the measurement, the number of experts that a device owns.
-
-    Args:
-        given: Number in the settings; ``None`` if not set.
-        context: Data of the layer.
     """
     if given is not None:
         return given
@@ -30,18 +26,12 @@ def described_slots(given: int | None, context: LayerContext) -> str:
     return f"slots m = {slots_of(given, context)} ({'given' if given is not None else 'measured'})"
 
 
-class MeasuredReplicas[Settings: (FastermoeSettings, ProphetSettings, QuotaSettings)](Strategy[Settings]):
-    """Selects replicas by measured costs, with a limit on the replicas of each device."""
+class MeasuredReplicas[Settings: SlotKeys](Strategy[Settings]):
+    """Selects replicas by measured costs; nothing is replicated before costs are measured."""
 
-    @property
-    def profile_iterations(self) -> int:
-        """Iterations to measure; nothing is replicated before these are complete."""
-        return self.settings.profile_iterations
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether transfers may run beside compute: the setting ``overlap``."""
-        return self.settings.overlap
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.profile_iterations, self.overlaps = profile_iterations(), settings.overlap
 
     def slots(self, context: LayerContext) -> int:
         """Largest number of replicas of a layer on a device."""
@@ -52,7 +42,7 @@ class MeasuredReplicas[Settings: (FastermoeSettings, ProphetSettings, QuotaSetti
         return described_slots(self.settings.slots, context)
 
 
-class ReplicasAfterGate[Settings: (FastermoeSettings, QuotaSettings)](MeasuredReplicas[Settings]):
+class ReplicasAfterGate[Settings: SlotKeys](MeasuredReplicas[Settings]):
     """Selects the replicas of every micro-batch after the gate, from its exact counts."""
 
     replica_life = ReplicaLife.MICRO_BATCH

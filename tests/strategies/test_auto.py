@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
@@ -16,11 +17,12 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.auto.auto_strategy import BARRED_SELECTIONS, AutoStrategy
-from megatron_fssdp.strategies.iteration_spread import IterationSpread
+from megatron_fssdp.strategies import auto
+from megatron_fssdp.strategies.auto import BARRED_SELECTIONS, AutoStrategy, select_by_seconds
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
 from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.selection_report import IterationSpread
 from tests.drawn_examples import examples
 
 TOPOLOGY = Topology.uniform(4, 2)
@@ -82,9 +84,10 @@ def test_unpredictable_loads_select_a_strategy_that_uses_exact_counts() -> None:
     assert choose(automatic(), *changing) in ("fssdp", "fastermoe", "quota")
 
 
-def test_candidates_are_priced_by_their_own_plans() -> None:
+def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each candidate plans from loads before an iteration, and is priced by that iteration's loads."""
-    strategy = automatic(compared_iterations=2)
+    monkeypatch.setattr(auto, "COMPARED_ITERATIONS", 2)
+    strategy = automatic()
     loads = [EVEN, HOT, HOT + EVEN, EVEN + 50 * np.arange(8), HOT]
     history = history_of(strategy, *loads)
     prices = dict(zip(strategy.candidates, strategy.price([CONTEXT], [history])[0].tolist(), strict=True))
@@ -104,7 +107,7 @@ def test_candidates_are_priced_by_their_own_plans() -> None:
 
 
 def test_plans_equal_those_of_the_selected_strategy() -> None:
-    strategy = automatic(fssdp={"slots": 1, "window": 2})
+    strategy = automatic(fssdp={"slots": 1})
     for name in strategy.candidates:
         strategy.resume({1: name, 2: "flexmoe"})
         assert (strategy.selected(1), strategy.selected(2)) == (name, "ep"), (
@@ -215,10 +218,10 @@ def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
 def test_all_selected_candidates_are_asked_about_owners() -> None:
     """A candidate may remember when it was asked, and sets of names have another order on each rank."""
     strategy = automatic()
-    names = list(strategy.candidates)[1:4]
+    names = ["fssdp", "smartmoe"]
     strategy.resume(dict(enumerate(names)))
     asked = []
-    for name in strategy.candidates:
+    for name in names:
         strategy.candidates[name].reshards_at = lambda _, name=name: not asked.append(name)  # type: ignore
     assert strategy.reshards_at(7)
     assert asked == names
@@ -257,3 +260,66 @@ def test_a_selection_is_never_modelled_slower_than_doing_nothing(
     again = automatic()
     again.select([1], prices_LC, None)
     assert again.selected(1) == strategy.selected(1)
+
+
+def test_quartiles_equal_those_worked_out_by_hand() -> None:
+    assert IterationSpread.of([]) is None
+    assert seconds(4.0, 1.0, 2.0, 3.0, 5.0) == IterationSpread(5, 2.0, 3.0, 4.0)
+
+
+def test_slower_means_slower_than_the_others_seconds() -> None:
+    before = seconds(1.0, 1.1, 1.2, 1.3)
+    assert seconds(1.4, 1.5, 1.6, 1.7).is_slower_than(before)
+    assert not before.is_slower_than(seconds(1.4, 1.5, 1.6, 1.7))
+    assert not seconds(1.1, 1.2, 1.3, 1.4).is_slower_than(before), "within the spread of iterations"
+    assert not seconds(9.0, 9.0, 9.0).is_slower_than(before), "too few iterations to tell"
+    assert seconds(9.0, 1.0, 9.0, 9.0, 9.0).is_slower_than(before), "one fast iteration proves nothing"
+
+
+shapes = st.tuples(st.integers(1, 5), st.integers(1, 6))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "present", "barred", "wanted"),
+    [
+        ([10.0, 9.8, 9.9], 0, (), 0),  # 2 % counts as equal
+        ([10.0, 9.0, 8.9], 0, (), 1),  # the first of the strategies that count as equal
+        ([10.0, 9.0, 8.0], 0, (), 2),
+        ([10.0, 9.0, 8.0], 0, (2,), 1),
+        ([10.0, 9.0, 8.0], 0, (1, 2), 0),
+        ([8.1, 9.0, 8.0], 2, (), 2),  # a layer does not change back for an equal strategy
+        ([7.0, 9.0, 8.0], 2, (), 0),
+        ([10.0, np.inf, 11.0], 1, (), 0),  # the present strategy can no longer serve the layer
+        ([0.0, 0.0], 1, (), 1),
+    ],
+)
+def test_selections_equal_those_worked_out_by_hand(
+    seconds: list[float], present: int, barred: tuple[int, ...], wanted: int
+) -> None:
+    barred_LC = np.array([[index in barred for index in range(len(seconds))]])
+    chosen_L = select_by_seconds(
+        np.array([seconds]), np.array([present]), least_gain=0.03, barred_LC=barred_LC
+    )
+    assert chosen_L.tolist() == [wanted]
+
+
+@given(shapes.flatmap(lambda shape: arrays.arrays(float, shape, elements=st.floats(0.001, 1))), st.data())
+@examples(100)
+def test_every_layer_gets_nearly_the_best_or_keeps_its_strategy(
+    seconds_LC: np.ndarray, data: st.DataObject
+) -> None:
+    num_layers, num_candidates = seconds_LC.shape
+    present_L = np.array([data.draw(st.integers(0, num_candidates - 1)) for _ in range(num_layers)])
+    gain = data.draw(st.floats(0, 0.5))
+    chosen_L = select_by_seconds(seconds_LC, present_L, least_gain=gain)
+    for seconds_C, present, chosen in zip(seconds_LC, present_L, chosen_L, strict=True):
+        if chosen != present:
+            assert seconds_C[chosen] < (1 - gain) * seconds_C[present]
+            assert seconds_C[chosen] <= (1 + gain) * seconds_C.min()
+    again_L = select_by_seconds(seconds_LC, chosen_L, least_gain=gain)
+    assert again_L.tolist() == chosen_L.tolist(), "a selection stays under the same seconds"
+
+
+def test_unknown_seconds_are_refused() -> None:
+    with pytest.raises(ValueError, match="wanted a number"):
+        select_by_seconds(np.array([[np.nan, 1.0]]), np.array([0]), least_gain=0.0)

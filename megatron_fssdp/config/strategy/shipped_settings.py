@@ -1,0 +1,328 @@
+"""The keys of every shipped strategy, in one place: each class has those of its bases and its own.
+
+``nodes`` and ``record_dir`` belong to all of them, ``exchange`` to all with ``ExchangeKeys``. FasterMoE's
+smart schedule and gate (``FasterMoEKeys``) belong to ``fastermoe``, and to ``ep``, where they can be studied
+alone. So does Parm's ``schedule``, which is the purpose of ``parm``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, create_model, model_validator
+
+from megatron_fssdp.config.strategy.strategy_settings import (
+    CollectiveOrder,
+    ExchangeKeys,
+    FasterMoEKeys,
+    PlacementSettings,
+    StrategySettings,
+    TokenTravel,
+    key,
+)
+
+
+class NoneSettings(StrategySettings):
+    """``none``: Megatron's own dispatcher and experts."""
+
+
+class EpSettings(ExchangeKeys, FasterMoEKeys):
+    """``ep``: plain expert parallelism: every expert stays with its owner."""
+
+    schedule: Literal["megatron", "s1"] = key(
+        "megatron",
+        "Order of the collectives under expert tensor parallelism. 'megatron' sends tokens to one part "
+        "of an expert, and from there to the other parts. 's1' is Parm's EP&ESP-AlltoAll: it sends "
+        "tokens to all parts at once, with fewer steps and more bytes between nodes.",
+    )
+
+    @property
+    def travel(self) -> TokenTravel:
+        """As set."""
+        return replace(super().travel, schedule=self.schedule)
+
+
+class SlotKeys(ExchangeKeys):
+    """Keys of strategies whose replicas live for an iteration or less."""
+
+    counts_of_experts: ClassVar[tuple[str, ...]] = ("slots",)
+    decided_for_all: ClassVar[tuple[str, ...]] = ("overlap",)
+
+    slots: int | None = key(
+        None,
+        "Maximum number of replicas of a layer on a device. Default: as many as fit into the free "
+        "memory, which is measured in the first iterations.",
+        ge=0,
+    )
+    overlap: bool = key(
+        True,
+        "Whether experts are sent at the same time as tokens. Off: before the tokens.",
+    )
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> Self:
+        if self.slots == 0:
+            self._refuse_without_effect("overlap", because="without replicas; set slots to 1 or more")
+        return self
+
+
+class FssdpSettings(SlotKeys):
+    """``fssdp``: fully sharded sparse data parallelism (Hecate): replicas by recent loads."""
+
+    counts_of_experts = ("slots", "overlap_degree")
+    decided_for_all = ("overlap", "reshard_interval")
+
+    slots: int | None = key(
+        None,
+        "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit "
+        "into the free memory, which is measured in the first iterations. Until then: the number of the "
+        "layer's experts that the device owns.",
+        ge=0,
+    )
+    overlap_degree: int | None = key(
+        None,
+        "Maximum number of experts of a layer that can be replicated (Hecate Alg. 1, t). Default with "
+        "planner 'balanced': as many as save more seconds than they cost, by the costs that the first "
+        "iterations measure. Default with 'hecate': as many as can be sent during the compute "
+        "before the layer. Until costs are measured: all experts.",
+        ge=0,
+    )
+    planner: Literal["balanced", "hecate"] = key(
+        "balanced",
+        "'hecate' is the paper's system: Alg. 1, and calibration (§4.2), which adds replicas to free "
+        "slots after the gate where that saves time. The host then waits for the counts of an "
+        "iteration's first micro-batch in every layer. 'balanced' is our planner, without calibration: "
+        "within the same limits, it searches for the placement with the fewest modelled seconds. Its "
+        "result is never worse than plain expert parallelism, while that of Alg. 1 can be.",
+    )
+    overlap: bool = key(
+        True,
+        "Whether replicas are gathered during the compute before the layer, such as attention, and their "
+        "gradients are reduced during its backward pass. Off: the layer waits for both (for comparisons).",
+    )
+    rematerialize: bool = key(
+        False,
+        "Whether replicas are released after a layer's forward pass and gathered again before its "
+        "backward pass (Hecate §4.2). Memory then holds the replicas of one layer instead of all layers, "
+        "for one more gather per micro-batch.",
+    )
+    reshard_interval: int = key(
+        100,
+        "Number of iterations between re-shards of all layers (Hecate Alg. 2). If overlap_degree is not "
+        "given, modelled seconds decide: owners move only where that pays, and are reconsidered at "
+        "intervals that adapt, up to this one. 0 keeps Megatron's even owners.",
+        ge=0,
+    )
+
+    def as_candidate(self) -> Self:
+        """Return these settings without re-sharding, because Alg. 2 decides for all layers together."""
+        return self.model_copy(update={"reshard_interval": 0})
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        slots, degree = self.slots, self.overlap_degree
+        if degree == 0 and slots is not None and slots > 0:
+            raise ValueError(
+                f"overlap_degree 0 and slots {slots} exclude each other: no expert can be replicated, so the "
+                f"{slots} slots would stay empty; set slots to 0 or overlap_degree to 1 or more"
+            )
+        if slots == 0 and degree is not None and degree > 0:
+            raise ValueError(
+                f"slots 0 and overlap_degree {degree} exclude each other: {degree} experts can be "
+                "replicated, but no device has room for a replica; set slots to 1 or more or "
+                "overlap_degree to 0"
+            )
+        if 0 in (slots, degree):
+            because = "without replicas; set slots and overlap_degree to 1 or more"
+            self._refuse_without_effect("rematerialize", "overlap", because=because)
+        return self
+
+
+class ProphetSettings(SlotKeys):
+    """``prophet``: Pro-Prophet: hot experts on some of the devices, planned ahead."""
+
+    left_out: int | None = key(
+        None,
+        "Number of devices to which a selected expert is not sent. These are the devices with the fewest "
+        "tokens for it (Pro-Prophet §IV-B, n). If it is given, only the paper's Eq. 1 to 8 decide. "
+        "Default: the number among 0, 1, 2, 4, … with the fewest seconds over the real links, or no "
+        "replicas if they are faster.",
+        ge=0,
+    )
+    overlap: bool = key(
+        True,
+        "Whether transfers overlap compute (Pro-Prophet's scheduler). Experts are sent during the "
+        "compute before the layer, and gradients during its backward pass. What takes longer is sent in "
+        "two parts, one of them during the experts of the layer before (§V-B, sub-operators). The "
+        "planner takes this into account (Eq. 8). Off: one runs after the other (Eq. 6).",
+    )
+
+
+class FastermoeSettings(SlotKeys, FasterMoEKeys):
+    """``fastermoe``: FasterMoE: the hottest experts of each micro-batch on all devices."""
+
+    latency: Literal["complete", "paper", "authors"] = key(
+        "complete",
+        "Latency that a shadow must reduce. 'paper' is FasterMoE's Eq. 8, which ignores the tokens that "
+        "are still sent, and therefore shadows an expert even under balanced loads. 'complete' counts "
+        "them. 'authors' is Eq. 8 as the authors' scripts have it: a shadow's transfers are divided by "
+        "the number of devices, so that many more experts are shadowed.",
+    )
+
+    @model_validator(mode="after")
+    def _check_latency(self) -> Self:
+        if self.slots == 0:
+            self._refuse_without_effect("latency", because="without shadows; set slots to 1 or more")
+        return self
+
+
+class QuotaSettings(SlotKeys):
+    """``quota``: exact quotas of tokens for each micro-batch, experts follow."""
+
+
+class SmartmoeSettings(ExchangeKeys):
+    """``smartmoe``: SmartMoE: owners are exchanged among devices, nothing is replicated."""
+
+    reshard_interval: int = key(25, "Number of iterations between two exchanges.", ge=1)
+    window: int = key(
+        25,
+        "Number of iterations whose mean load decides the new owners.",
+        ge=1,
+    )
+
+
+class FlexmoeSettings(ExchangeKeys):
+    """``flexmoe``: FlexMoE: resident replicas with optimizer states of their own."""
+
+    counts_of_experts: ClassVar[tuple[str, ...]] = ("slots",)
+    decided_for_all: ClassVar[tuple[str, ...]] = ("overlap",)
+
+    slots: int = key(
+        1,
+        "Number of resident replicas of a layer that a device can hold. Parameters, gradients and "
+        "optimizer states of all of them are allocated at the start and kept.",
+        ge=1,
+    )
+    placement_interval: int = key(
+        25,
+        "Number of iterations after which replicas are reconsidered.",
+        ge=1,
+    )
+    window: int = key(
+        25,
+        "Number of iterations whose mean load decides the replicas.",
+        ge=1,
+    )
+    overlap: bool = key(
+        True,
+        "Whether gradients are summed during the backward pass. Off: the pass waits for sums.",
+    )
+
+
+class ParmSettings(PlacementSettings):
+    """``parm``: Parm: schedules for tensor, expert and expert tensor parallelism together."""
+
+    schedule: CollectiveOrder = key(
+        "auto",
+        "Order of the collectives. 's1' divides the tokens of tensor-parallel ranks before the gate, "
+        "'s2' after it (Parm §III-B). 'baseline' is DeepSpeed-MoE's order. 'megatron' divides the tokens "
+        "as s1 does and runs Megatron's collectives of sequence parallelism. 'auto' selects among s1, s2 "
+        "and megatron the one with the fewest modelled seconds for the layer's shape. Under sequence "
+        "parallelism, s2 is the same as s1.",
+    )
+    cluster: Path | None = key(
+        None,
+        "Cluster description (cluster.yaml of megatron-fssdp profile) from which 'auto' takes the costs "
+        "of collectives. Default: they are measured in the layer's first forward pass.",
+    )
+
+    @property
+    def travel(self) -> TokenTravel:
+        """As set."""
+        return TokenTravel(self.schedule, self.cluster)
+
+    @model_validator(mode="after")
+    def _check_cluster(self) -> Self:
+        if self.schedule != "auto":
+            because = (
+                f"under schedule {self.schedule}, because only schedule auto uses costs; set schedule to auto"
+            )
+            self._refuse_without_effect("cluster", because=because)
+        return self
+
+
+class AutoSettings(ExchangeKeys):
+    """``auto``: for each layer the strategy with the fewest modelled seconds."""
+
+    choice_interval: int = key(
+        50,
+        "Number of iterations after which strategies are reconsidered. Moved experts must pay off within "
+        "this time. The first selection happens as soon as costs are measured. Until then, every layer "
+        "uses ep.",
+        ge=1,
+    )
+
+    candidate_settings: ClassVar[Mapping[str, type[PlacementSettings]]] = {}
+    """Settings models of the strategies that can be selected in addition to ``ep``, by name.
+
+    Each one is a key.
+    """
+
+    @property
+    def travel(self) -> TokenTravel:
+        """The schedule is selected by modelled seconds; tokens that are sent once have Megatron's."""
+        schedule: CollectiveOrder = "auto" if self.exchange == "megatron" else "megatron"
+        return replace(super().travel, schedule=schedule)
+
+    @classmethod
+    def with_candidates(
+        cls, candidates: Mapping[str, tuple[type[PlacementSettings], str]]
+    ) -> type["AutoSettings"]:
+        """Return a settings model with a key for each candidate.
+
+        Args:
+            candidates: Settings model and one-line summary of each strategy, by name.
+        """
+        fields: dict[str, Any] = {
+            name: (
+                bool | settings,
+                Field(
+                    default=True,
+                    description=(
+                        f"Candidate: {summary}. true: with default settings. false: not a candidate. A "
+                        "mapping: with these settings."
+                    ),
+                ),
+            )
+            for name, (settings, summary) in candidates.items()
+        }
+        model = create_model(cls.__name__, __base__=cls, __module__=cls.__module__, **fields)
+        model.__doc__ = cls.__doc__
+        model.candidate_settings = {name: settings for name, (settings, _) in candidates.items()}
+        return model
+
+    @model_validator(mode="after")
+    def _check_candidates(self) -> Self:
+        for name in self.candidate_settings:
+            candidate = getattr(self, name)
+            if not isinstance(candidate, PlacementSettings):
+                continue
+            shared = {*EpSettings.model_fields, *candidate.decided_for_all}
+            if wrong := sorted(shared & candidate.model_fields_set):
+                known = sorted(set(type(candidate).model_fields) - shared)
+                raise ValueError(
+                    f"{name}.{wrong[0]} has no meaning for a candidate, because all candidates share one "
+                    f"runtime and the same owners; wanted {', '.join(known)}; remove the key"
+                )
+        return self
+
+    @property
+    def candidates(self) -> dict[str, PlacementSettings]:
+        """Settings of all candidates by name. ``ep`` is the first."""
+        found: dict[str, PlacementSettings] = {"ep": EpSettings()}
+        for name, model in self.candidate_settings.items():
+            given: bool | PlacementSettings = getattr(self, name)
+            if given is not False:
+                found[name] = (model() if given is True else given).as_candidate()
+        return found

@@ -1,1 +1,0 @@
-"""The ``fssdp`` strategy: its plans before the gate, and its re-sharding."""

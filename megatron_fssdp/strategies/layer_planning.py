@@ -1,0 +1,96 @@
+"""Where every plan is made: what the strategy answers, how its tokens travel, and whether it may.
+
+The runtime and the simulator get all plans from here. How tokens travel (``token_travel.py``) is decided
+before the gate, from the loads of earlier iterations, and all passes of the iteration follow the decision.
+
+Shape letters: D devices, E experts.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
+from megatron_fssdp.strategies.token_travel import in_steps, is_deduplicated, with_exchange
+
+
+def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    """The strategy's plan for a layer's iteration, which also says how its tokens travel.
+
+    Args:
+        strategy: Strategy that plans the layer.
+        context: Data of the layer.
+        history: Loads of the last iterations.
+
+    Raises:
+        ConfigurationError: A strategy of another package failed, or the plan needs an ability that the
+            strategy does not declare.
+    """
+    with mistakes_named(strategy, f"before_gate for layer {context.layer}"):
+        plan = strategy.before_gate(context, history)
+    _check(strategy, context, plan)
+    return _travelling(
+        plan, in_steps(strategy, context, history, plan), is_deduplicated(strategy, context, history, plan)
+    )
+
+
+def plan_after_gate(
+    strategy: Strategy, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+) -> LayerPlan:
+    """The strategy's plan for exact counts. How its tokens travel does not change.
+
+    Args:
+        strategy: Strategy that plans the layer.
+        context: Data of the layer.
+        counts_DE: (token, k) pairs of the micro-batch by source device and expert, int64 ``[D, E]``.
+        plan: Result of :func:`plan_before_gate`.
+        num_micro_batches: Number of micro-batches for which the new plan is used.
+
+    Returns:
+        The new plan, or ``plan`` itself.
+
+    Raises:
+        ConfigurationError: A strategy of another package failed, or the plan needs an ability that the
+            strategy does not declare.
+    """
+    context = with_exchange(context, plan.deduplicated)
+    with mistakes_named(strategy, f"after_gate for layer {context.layer}"):
+        new = strategy.after_gate(context, counts_DE, plan, num_micro_batches)
+    if new is not plan:
+        _check(strategy, context, new)
+    return _travelling(new, plan.in_steps, plan.deduplicated)
+
+
+def _travelling(plan: LayerPlan, in_steps: bool, deduplicated: bool) -> LayerPlan:
+    is_same = plan.in_steps == in_steps and plan.deduplicated == deduplicated
+    return plan if is_same else replace(plan, in_steps=in_steps, deduplicated=deduplicated)
+
+
+def _check(strategy: Strategy, context: LayerContext, plan: LayerPlan) -> None:
+    """Refuse what is no plan, and a plan that the strategy's declared abilities do not cover."""
+    what = f"layer {context.layer}: {type(strategy).__name__} of package {strategy.package}"
+    if not isinstance(plan, LayerPlan):
+        raise ConfigurationError(f"{what}: got {plan!r:.80}, wanted a LayerPlan; correct the strategy")
+    if (wanted := _missing_ability(strategy, context, plan)) is not None:
+        raise ConfigurationError(
+            f"{what}: got a plan with {plan.placement.num_replicas} replicas, wanted {wanted}: change the "
+            "plan or declare the ability"
+        )
+
+
+def _missing_ability(strategy: Strategy, context: LayerContext, plan: LayerPlan) -> str | None:
+    """What a plan should be, if the strategy's declared abilities do not cover it."""
+    name, life = type(strategy).__name__, strategy.replica_life
+    if not plan.transfer.edges:
+        return None
+    if not strategy.may_replicate(context.layer):
+        return f"no replicas, because {name}.may_replicate says no"
+    if plan.life is not life and (life is not ReplicaLife.SELECTED or plan.life is ReplicaLife.RESIDENT):
+        return f"replicas of {name}.replica_life, {life.name}; the plan's is {plan.life.name}"
+    if plan.gather_ahead and not strategy.overlaps:
+        return f"gather_ahead=False, because {name}.overlaps says no"
+    return None

@@ -1,0 +1,290 @@
+"""``fssdp``: keeps placements, shares tokens by price, and moves owners where that pays."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
+from megatron_fssdp.planning.cost.cluster_cost import ClusterCost
+from megatron_fssdp.planning.cost.cost_model import LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import counts_seconds
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.fssdp import RENEWAL, FssdpStrategy, ReshardClock, closed_part, paying_owners
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_seconds import plan_price
+
+DEVICES, EXPERTS = 8, 16
+NEAR, FAR = LinkCost(1e-5, 1 / 1e10), LinkCost(1e-5, 1 / 1e9)
+PROFILE = LayerProfile(
+    non_moe_s=2e-2,
+    cluster=ClusterCost(NEAR, FAR, expert_flops_per_s=1e12),
+    expert_bytes=4_000_000,
+    token_bytes=4_000,
+    flops_per_token=4e6,
+    memory_capacity=4,
+)
+CONTEXT = LayerContext(1, even_owners(EXPERTS, DEVICES), Topology.uniform(DEVICES, 4), PROFILE)
+
+
+def hot_counts_DE(*hot: int, pairs: int = 3_000) -> np.ndarray:
+    counts_DE = np.full((DEVICES, EXPERTS), 100, np.int64)
+    counts_DE[:, list(hot)] += pairs
+    return counts_DE
+
+
+def history_of(*counts: np.ndarray) -> LoadHistory:
+    history = LoadHistory(3, DEVICES, EXPERTS)
+    for counts_DE in counts:
+        history.append(counts_DE)
+    return history
+
+
+# --- a placement is kept while it holds what its search promised
+
+LAYER = 3
+
+
+class Iterations:
+    """Plans one layer's iterations, and counts its searches."""
+
+    def __init__(self, slots: int = 1) -> None:
+        self.strategy = FssdpStrategy(FssdpSettings(slots=slots))
+        self.number = 0
+        self.last: ExpertPlacement | None = None
+
+    def searches(self, load_DE: np.ndarray, context: LayerContext = CONTEXT) -> bool:
+        """Plan the next iteration; whether a search was made for it."""
+        context = dataclasses.replace(context, layer=LAYER)
+        found = self.strategy._found(context, load_DE, self.number)
+        assert found.replicas_per_device_D.max() <= self.strategy.slots(context)
+        is_new, self.last = found is not self.last, found
+        self.number += 1
+        return is_new
+
+
+def test_equal_loads_are_searched_once_in_an_interval() -> None:
+    iterations = Iterations()
+    searched = [number for number in range(2 * RENEWAL) if iterations.searches(hot_counts_DE(3))]
+    assert searched == [0, RENEWAL - LAYER, 2 * RENEWAL - LAYER]
+
+
+def test_loads_that_break_the_promise_are_searched() -> None:
+    iterations = Iterations()
+    assert iterations.searches(hot_counts_DE(3))
+    assert not iterations.searches(hot_counts_DE(3, pairs=3_005))
+    assert not iterations.searches(0.7 * hot_counts_DE(3)), "less load lowers the promise"
+    assert iterations.searches(hot_counts_DE(12))
+    assert iterations.last is not None
+    assert iterations.last.present_ED[12].sum() > 4
+
+
+def test_many_small_changes_are_compared_with_the_promise_and_not_with_each_other() -> None:
+    iterations, pairs = Iterations(), [3_000 + 20 * i for i in range(RENEWAL - LAYER)]
+    searched = [iterations.searches(hot_counts_DE(3, pairs=number)) for number in pairs]
+    assert searched[0]
+    assert any(searched[1:])
+    assert not all(searched[1:])
+
+
+def test_other_owners_slots_and_costs_are_searched() -> None:
+    load_DE = hot_counts_DE(3)
+    moved = dataclasses.replace(CONTEXT, owner_E=np.roll(even_owners(EXPERTS, DEVICES), 2))
+    more = dataclasses.replace(moved, profile=dataclasses.replace(PROFILE, token_bytes=8_000))
+    iterations = Iterations()
+    assert iterations.searches(load_DE)
+    assert iterations.searches(load_DE, moved)
+    assert iterations.last is not None
+    np.testing.assert_array_equal(iterations.last.owner_E, moved.owner_E)
+    assert iterations.searches(load_DE, more)
+
+
+def test_a_kept_placement_costs_at_most_a_little_more_than_a_new_search() -> None:
+    rng = np.random.default_rng(0)
+    iterations, log_E = Iterations(), rng.normal(size=EXPERTS)
+    for _ in range(40):
+        log_E = log_E + 0.01 * rng.normal(size=EXPERTS)
+        load_DE = np.tile(np.exp(log_E) * 4_000 / np.exp(log_E).sum(), (DEVICES, 1))
+        iterations.searches(load_DE)
+        search = layer_search(
+            CONTEXT.owner_E, load_DE, CONTEXT.topology, PROFILE, rematerialize=False, hides=True
+        )
+        _, least_s = search.best_placement(slots=1, most_replicated=EXPERTS)
+        assert iterations.last is not None
+        assert search.seconds(iterations.last) <= (1 + 4 * LEAST_SAVING) * least_s
+
+
+def test_an_iteration_that_is_planned_again_has_the_same_placement() -> None:
+    """Evaluations between two iterations do so."""
+    iterations = Iterations()
+    assert iterations.searches(hot_counts_DE(3))
+    for _ in range(3):
+        iterations.number -= 1
+        assert not iterations.searches(hot_counts_DE(3))
+
+
+# --- tokens are shared out by exact counts where this saves more modelled seconds than it takes
+
+SLOW = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, flops_per_token=4e8))
+"""Experts that compute for so long that the time to compute shares hardly counts."""
+
+
+def plan_with(*replicas: tuple[int, int], policy: str = "even") -> LayerPlan:
+    placement = CONTEXT.owners.with_replicas(replicas)
+    return LayerPlan(placement, two_level_transfer(placement, CONTEXT.topology), dispatch_policy=policy)  # type: ignore[arg-type]
+
+
+# Expert 3 belongs to device 1, which also has expert 2. Device 5 has the experts 10 and 11, with little load.
+SHARED = plan_with((3, 5))
+UNEVEN = hot_counts_DE(3, 2)
+
+
+def policy_of(plan: LayerPlan, context: LayerContext, *counts: np.ndarray) -> str:
+    return FssdpStrategy(FssdpSettings())._policy(plan, context, history_of(*counts))
+
+
+def test_every_micro_batch_pays_for_its_shares() -> None:
+    times = 4
+    context = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, num_micro_batches=times))
+
+    def difference(name: str, counts_DE: np.ndarray, *replicas: tuple[int, int]) -> float:
+        """Seconds of a part of the price that exact dispatch has above even dispatch."""
+        exact, even = (
+            plan_price(plan_with(*replicas, policy=policy), counts_DE, context, num_micro_batches=times)
+            for policy in ("exact", "even")
+        )
+        return float(getattr(exact, name) - getattr(even, name))
+
+    assert difference("experts_s", UNEVEN, (3, 5)) < 0
+    assert difference("before_s", UNEVEN, (3, 5)) == 0
+    assert difference("seconds", UNEVEN) == 0, "there is nothing to share"
+    shares_s = counts_seconds(PROFILE, CONTEXT.topology, EXPERTS) + PROFILE.exact_shares_s
+    nothing_DE = np.zeros_like(UNEVEN)
+    assert difference("all_to_all_s", nothing_DE, (3, 5)) == pytest.approx(times * shares_s)
+
+
+def test_it_is_used_where_it_pays() -> None:
+    assert policy_of(SHARED, SLOW, UNEVEN) == "exact"
+    small = dataclasses.replace(PROFILE, flops_per_token=1.0, token_bytes=1)
+    fast = dataclasses.replace(CONTEXT, profile=small)
+    assert policy_of(SHARED, fast, UNEVEN // 10) == "even", "the shares take longer than they save"
+    assert policy_of(SHARED, SLOW) == "even", "no loads are known"
+
+
+def test_an_expert_on_all_devices_is_shared_if_one_device_has_more_to_compute() -> None:
+    """Evenly, every device would compute its own tokens of the expert."""
+    everywhere = plan_with(*((3, device) for device in range(DEVICES) if device != 1))
+    counts_DE = hot_counts_DE(3)
+    counts_DE[:, 12] += 400  # only on its owner, device 6, which computes its own tokens of expert 3 as well
+    assert policy_of(everywhere, SLOW, counts_DE) == "exact"
+
+
+def test_a_placement_is_decided_once() -> None:
+    strategy = FssdpStrategy(FssdpSettings())
+    assert strategy._policy(SHARED, SLOW, history_of(UNEVEN)) == "exact"
+    assert strategy._policy(SHARED, SLOW, history_of(np.full_like(UNEVEN, 7))) == "exact"
+    assert strategy._policy(plan_with((3, 5)), SLOW, history_of(np.zeros_like(UNEVEN))) == "even"
+
+
+def test_price_decides_unless_it_knows_too_little_or_a_graph_has_one_form() -> None:
+    def policy(context: LayerContext = SLOW, **settings: object) -> str:
+        strategy = FssdpStrategy(FssdpSettings(slots=1, **settings))
+        rng = np.random.default_rng(0)
+        counts_DE = rng.integers(0, 100, (DEVICES, EXPERTS)) * (1 + 9 * (np.arange(EXPERTS) < 4))
+        plan = strategy.before_gate(context, history_of(counts_DE))
+        assert plan.placement.num_replicas
+        return plan.dispatch_policy
+
+    assert policy() == "exact"
+    assert policy(exchange="deduplicated") == "even", "its price does not know which tokens travel"
+    assert policy(overlap_degree=4) == "even"
+    assert policy(planner="hecate") == "even"
+    unmeasured = dataclasses.replace(CONTEXT, profile=None)
+    assert policy(unmeasured) == "even"
+    assert policy(dataclasses.replace(SLOW, shares_evenly=True)) == "even"
+
+
+# --- owners move where that pays, whole or in part, and are reconsidered at intervals that adapt
+
+
+def due_iterations(clock: ReshardClock, moves: dict[int, bool], until: int) -> list[int]:
+    due = []
+    for iteration in range(until):
+        if clock.is_due(iteration):
+            due.append(iteration)
+            clock.reconsidered(moved=moves.get(iteration, False))
+    return due
+
+
+def test_intervals_double_while_nothing_moves_up_to_the_longest() -> None:
+    assert due_iterations(ReshardClock(5, 30), {}, 100) == [5, 15, 35, 65, 95]
+
+
+def test_intervals_begin_again_after_a_move() -> None:
+    assert due_iterations(ReshardClock(5, 100), {15: True}, 60) == [5, 15, 20, 30, 50]
+
+
+def test_new_owners_last_as_long_again_as_the_present_ones_did() -> None:
+    clock = ReshardClock(5, 100)
+    assert not clock.is_due(1000)  # A resumed training starts anywhere.
+    assert clock.is_due(1005)
+    assert clock.lasting_iterations == 5
+    clock.reconsidered(moved=False)
+    assert clock.is_due(1015)
+    assert clock.lasting_iterations == 15
+    clock.reconsidered(moved=True)
+    assert clock.is_due(1020)
+    assert clock.lasting_iterations == 5
+
+
+def highest_load_s(load_LE: np.ndarray, num_devices: int):
+    def seconds(layer: int, owner_E: np.ndarray) -> float:
+        return float(np.bincount(owner_E, weights=load_LE[layer], minlength=num_devices).max())
+
+    return seconds
+
+
+OLD = OwnerMap.even(2, 4, 2)
+# Layer 0 gets its two busy experts apart. Layer 1 gets them together.
+NEW = OLD.with_owners(np.array([[0, 1, 0, 1], [0, 1, 0, 1]]))
+LOAD_LE = np.array([[5.0, 5, 1, 1], [5, 1, 5, 1]])
+
+
+@pytest.mark.parametrize(("move_s", "iterations", "moved"), [(1.0, 1, [0]), (5.0, 1, []), (5.0, 2, [0])])
+def test_only_layers_that_become_faster_move_and_only_if_it_pays(
+    move_s: float, iterations: int, moved: list[int]
+) -> None:
+    """Layer 0 saves 4 seconds in an iteration by one exchange of two experts."""
+    result = paying_owners(
+        OLD,
+        NEW,
+        layer_s=highest_load_s(LOAD_LE, 2),
+        moving_s=lambda owners: move_s * (owners.device_LE != OLD.device_LE).sum() / 2,
+        num_iterations=iterations,
+    )
+    changed = np.flatnonzero((result.device_LE != OLD.device_LE).any(axis=1))
+    assert changed.tolist() == moved
+
+
+@given(st.data())
+def test_a_part_keeps_every_device_full_and_moves_nothing_else(data: st.DataObject) -> None:
+    num_layers, num_devices = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([2, 4]))
+    old = OwnerMap.even(num_layers, 8, num_devices)
+    new = old.with_owners(
+        np.array(data.draw(st.permutations(old.device_LE.reshape(-1).tolist()))).reshape(num_layers, 8)
+    )
+    layers = data.draw(st.sets(st.integers(0, num_layers - 1)))
+    part = closed_part(old, new, layers)  # An OwnerMap refuses devices with other numbers of experts.
+    moved = part.device_LE != old.device_LE
+    np.testing.assert_array_equal(part.device_LE[moved], new.device_LE[moved])
+    assert not moved[[layer for layer in range(num_layers) if layer not in layers]].any()
+    if len(layers) == num_layers:
+        np.testing.assert_array_equal(part.device_LE, new.device_LE)

@@ -1,0 +1,111 @@
+"""Plans that no declared ability covers, and mistakes in strategies of other packages, are one line."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.shipped_settings import EpSettings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.auto import AutoStrategy
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import Strategy
+
+LINK = LinkCost(0.0, 1e-9)
+PROFILE = LayerProfile(1e-3, ClusterCost(LINK, LINK, 1e9), 10_000, 1000, 1e5, 2)
+CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 2), PROFILE)
+PLACEMENT = CONTEXT.owners.with_replicas([(0, 3)])
+PLAN = LayerPlan(PLACEMENT, two_level_transfer(PLACEMENT, CONTEXT.topology))
+COUNTS_DE = np.full((4, 8), 10)
+HISTORY = LoadHistory(1, 4, 8)
+HISTORY.append(COUNTS_DE)
+
+
+class Given(Strategy[EpSettings]):
+    """Answers what it is given, or raises it."""
+
+    package = "theirs"
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__(EpSettings())
+        self.answer = answer
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """The answer."""
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        """The answer."""
+        return self.before_gate(context, HISTORY)
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes", "words"),
+    [
+        (
+            ZeroDivisionError("two\nlines"),
+            {},
+            r"Given of package theirs failed in .*: ZeroDivisionError: two",
+        ),
+        (None, {}, "Given of package theirs: got None, wanted a LayerPlan"),
+        (PLAN, {"overlaps": False}, "got a plan with 1 replicas, wanted gather_ahead=False"),
+        (
+            replace(PLAN, rematerialize=True),
+            {},
+            "wanted replicas of Given.replica_life, ITERATION; .*LAYER_PASS",
+        ),
+        (PLAN, {"may_replicate": lambda layer: False}, "wanted no replicas"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_package(answer: Any, changes: dict[str, Any], words: str) -> None:
+    strategy = Given(answer)
+    for name, value in changes.items():
+        setattr(strategy, name, value)
+    plain = LayerPlan.owners_only(CONTEXT)
+    with pytest.raises(ConfigurationError, match=words) as before:
+        plan_before_gate(strategy, CONTEXT, HISTORY)
+    with pytest.raises(ConfigurationError, match=words) as after:
+        plan_after_gate(strategy, CONTEXT, COUNTS_DE, plain, 1)
+    for refusal in (before, after):
+        assert "theirs" in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+
+def test_plans_that_abilities_cover_and_failures_of_shipped_strategies_pass() -> None:
+    assert plan_before_gate(Given(PLAN), CONTEXT, HISTORY) is PLAN
+    shipped = Given(ZeroDivisionError())
+    shipped.package = "megatron-fssdp"
+    with pytest.raises(ZeroDivisionError):
+        plan_before_gate(shipped, CONTEXT, HISTORY)
+
+
+def test_a_candidate_of_another_package_that_fails_is_not_selected_and_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each rank prices other layers: an exception on one rank would leave the others waiting."""
+    settings = STRATEGIES["auto"].settings()
+    ep, failing = build_strategy("ep", EpSettings()), Given(ZeroDivisionError())
+    auto = AutoStrategy(settings, {"ep": ep, "given": failing}, {"ep": ep, "given": failing})  # type: ignore[arg-type]
+    history = LoadHistory(auto.window, 4, 8)
+    for _ in range(3):
+        history.append(COUNTS_DE)
+    prices_LC = auto.price([CONTEXT], [history])
+    assert np.isinf(prices_LC).tolist() == [[False, True]]
+    assert "candidate 'given' of package theirs failed for layer 1" in caplog.text
+    auto.resume({1: "given"})
+    with pytest.raises(ConfigurationError, match="Given of package theirs failed in before_gate for layer 1"):
+        plan_before_gate(auto, CONTEXT, history)
