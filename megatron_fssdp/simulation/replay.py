@@ -82,7 +82,7 @@ def replay_strategy(
                 strategy.select(
                     [context.layer for context in contexts], strategy.price(contexts, histories), None
                 )
-        if isinstance(strategy, MovesOwners) and strategy.reshards_at(iteration):
+        if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
             owners = _reshard(strategy, contexts, histories, owners, ledger, iteration)
             contexts = [
                 replace(context, owner_E=owners.device_LE[layer]) for layer, context in enumerate(contexts)
