@@ -94,7 +94,7 @@ def replay_strategy[Layer](
                 strategy.select(numbers, strategy.price(contexts, histories), None)
         source_P: list[int] = []
         device_P: list[int] = []
-        if isinstance(strategy, MovesOwners) and strategy.reshards_at(iteration):
+        if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
             since_jump = [
                 replace(context, num_since_jump=history.num_since_jump)
                 for context, history in zip(contexts, histories, strict=True)

@@ -177,7 +177,7 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         due = [
             candidate.reshards_at(iteration)
             for name, candidate in self.candidates.items()
-            if name in selected and isinstance(candidate, MovesOwners)
+            if name in selected and isinstance(candidate, MovesOwners) and candidate.moves_owners
         ]
         return bool(self._reshard_due) or any(due)
 
@@ -273,7 +273,9 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
 
 def _new_owners(candidate: Strategy, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
     """New owners of a layer by a candidate; one that moves no owners keeps them."""
-    return candidate.reshard_layer(context, load_E) if isinstance(candidate, MovesOwners) else context.owner_E
+    if isinstance(candidate, MovesOwners) and candidate.moves_owners:
+        return candidate.reshard_layer(context, load_E)
+    return context.owner_E
 
 
 def select_by_seconds(

@@ -21,11 +21,6 @@ from megatron_fssdp.strategies.token_travel import in_steps, is_deduplicated, wi
 def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHistory) -> LayerPlan:
     """The strategy's plan for a layer's iteration, which also says how its tokens travel.
 
-    Args:
-        strategy: Strategy that plans the layer.
-        context: Data of the layer.
-        history: Loads of the last iterations.
-
     Raises:
         ConfigurationError: A strategy of another package failed, or the plan needs an ability that the
             strategy does not declare.
@@ -41,21 +36,10 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
 def plan_after_gate(
     strategy: Strategy, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
 ) -> LayerPlan:
-    """The strategy's plan for exact counts. How its tokens travel does not change.
-
-    Args:
-        strategy: Strategy that plans the layer.
-        context: Data of the layer.
-        counts_DE: (token, k) pairs of the micro-batch by source device and expert, int64 ``[D, E]``.
-        plan: Result of :func:`plan_before_gate`.
-        num_micro_batches: Number of micro-batches for which the new plan is used.
-
-    Returns:
-        The new plan, or ``plan`` itself.
+    """The plan for exact counts (:meth:`Strategy.after_gate`). How its tokens travel does not change.
 
     Raises:
-        ConfigurationError: A strategy of another package failed, or the plan needs an ability that the
-            strategy does not declare.
+        ConfigurationError: As in :func:`plan_before_gate`.
     """
     context = with_exchange(context, plan.deduplicated)
     with mistakes_named(strategy, f"after_gate for layer {context.layer}"):

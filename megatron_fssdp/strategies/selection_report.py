@@ -78,10 +78,9 @@ class SelectionReport:
 
     Attributes:
         selections: Selection for every layer.
-        measured: Times of the iterations since the last change or since the start; ``None`` without any.
+        measured: Times of the iterations since the last change or since the start.
         seen: Predicted and measured saving of the last change; ``None`` if they cannot be compared.
-        left_s: Modelled seconds that other strategies would save in an iteration, if that was too little for
-            a change; otherwise 0.
+        left_s: Modelled seconds that others would save in an iteration, if that was too little for a change.
     """
 
     selections: tuple[LayerSelection, ...]

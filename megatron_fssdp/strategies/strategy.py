@@ -169,7 +169,7 @@ class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
 
     @abstractmethod
     def reshards_at(self, iteration: int) -> bool:
-        """Whether to reconsider owners after so many iterations; False if ``moves_owners`` is."""
+        """Whether to reconsider owners after so many iterations; asked only if ``moves_owners``."""
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners for all layers of a pipeline stage, or the present ones; by default layer by layer.

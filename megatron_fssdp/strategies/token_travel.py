@@ -29,14 +29,7 @@ even at a promise of 8 %.
 
 
 def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
-    """Whether the layer runs in steps: always, never, or if the price of a micro-batch is lower in steps.
-
-    Args:
-        strategy: Strategy that planned the layer.
-        context: Data of the layer.
-        history: Loads of the iterations before.
-        plan: Plan of the layer.
-    """
+    """Whether the layer runs in steps: always, never, or if the price of a micro-batch is lower in steps."""
     profile, topology, ring = context.profile, context.topology, strategy.ring(0, context.topology)
     if ring is None or strategy.travel.smart_schedule != "by_price":
         return ring is not None
@@ -59,12 +52,7 @@ def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, pl
 
 @dataclass(frozen=True)
 class ExchangeSeconds:
-    """Modelled seconds of a layer in an iteration under both exchanges.
-
-    Attributes:
-        megatron_s: Seconds if a token travels once for each of its experts.
-        deduplicated_s: Seconds if a token travels once to each node and device.
-    """
+    """Modelled seconds of a layer in an iteration under Megatron's and under the deduplicated exchange."""
 
     megatron_s: float
     deduplicated_s: float
@@ -76,13 +64,7 @@ class ExchangeSeconds:
 
 
 def exchange_seconds(context: LayerContext, history: LoadHistory, plan: LayerPlan) -> ExchangeSeconds | None:
-    """Price a plan under both exchanges; ``None`` without measured costs or without a forecast.
-
-    Args:
-        context: Data of the layer.
-        history: Loads of the iterations before.
-        plan: Plan of the layer.
-    """
+    """Price a layer's plan under both exchanges; ``None`` without measured costs or without a forecast."""
     if context.profile is None or context.profile.choices is None or not len(history):
         return None
     counts_DE, times = _forecast(history), context.profile.num_micro_batches
@@ -95,14 +77,7 @@ def exchange_seconds(context: LayerContext, history: LoadHistory, plan: LayerPla
 
 
 def is_deduplicated(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
-    """Whether the layer's tokens travel by the deduplicated exchange: always, never, or if it saves seconds.
-
-    Args:
-        strategy: Strategy that planned the layer.
-        context: Data of the layer.
-        history: Loads of the iterations before.
-        plan: Plan of the layer.
-    """
+    """Whether the layer's tokens travel by the deduplicated exchange: always, never, or if it pays."""
     exchange = strategy.travel.exchange
     if exchange != "by_price" or context.num_devices == 1:
         return exchange == "deduplicated"

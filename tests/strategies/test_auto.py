@@ -222,6 +222,7 @@ def test_all_selected_candidates_are_asked_about_owners() -> None:
     strategy.resume(dict(enumerate(names)))
     asked = []
     for name in names:
+        strategy.candidates[name].moves_owners = True
         strategy.candidates[name].reshards_at = lambda _, name=name: not asked.append(name)  # type: ignore
     assert strategy.reshards_at(7)
     assert asked == names

@@ -228,7 +228,7 @@ class IterationDriver:
     def _moved(self, iteration: int) -> ReshardReport | None:
         """Reconsider owners or resident replicas if this iteration is one at which the strategy does so."""
         strategy = self._session.strategy
-        if isinstance(strategy, MovesOwners) and strategy.reshards_at(iteration):
+        if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
             return self._reshard(strategy)
         if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
             return self._replicate(strategy)

@@ -143,7 +143,7 @@ class TokenDispatch:
         leaving_E = np.asarray(self.counts_DE)[source] - self._own_ED[:, source]
         near_E = leaving_E * sent[:, source]
         in_node_D = topology.node_of_device_D == topology.node_of_device[source]
-        sent_ED = np.zeros_like(wanted_ED)
+        sent_ED = np.zeros(wanted_ED.shape)
         for pairs_E, taken_ED in (
             (near_E, wanted_ED * got * in_node_D),
             (leaving_E - near_E, wanted_ED * (1 - got)),

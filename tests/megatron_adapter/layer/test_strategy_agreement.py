@@ -198,7 +198,7 @@ def simulate_session(strategy: Strategy, counts_ILDE: np.ndarray, session: Strat
     plans = [plan for plan, _ in decided]
     return Seen(
         placements=[plan.placement.digest() for plan in plans],
-        tokens_D=[plan.traffic(counts_DE, topology).tokens_D.tolist() for plan, counts_DE in decided],
+        tokens_D=[plan.dispatch(counts_DE, topology).whole_tokens_D.tolist() for plan, counts_DE in decided],
         overlaps=[plan.gather_ahead and plan.placement.num_replicas > 0 for plan in plans],
         lives=[plan.life if plan.placement.num_replicas else None for plan in plans],
         moved=[iteration.num_moved for iteration in iterations],

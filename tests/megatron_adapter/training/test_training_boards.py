@@ -30,7 +30,11 @@ def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: 
     metrics = {entry.iteration: entry for entry in read_metrics(records)}
     assert read_run(records).strategy == "fssdp"  # no command line wrote the run's settings
     run = run_config_of(records)
-    assert (run.parallelism.pipeline, run.parallelism.world_size, run.model.num_experts) == (2, 4, 8)
+    assert (
+        run.parallelism.pipeline_model_parallel_size,
+        run.parallelism.world_size,
+        run.model.num_experts,
+    ) == (2, 4, 8)
     assert run.strategy.settings == {"slots": 1, "overlap_degree": 2}
     logged = [2, 4]
 
