@@ -209,9 +209,10 @@ def simulate_session(strategy: Strategy, counts_ILDE: np.ndarray, session: Strat
 def test_session_and_simulator_agree(name: str) -> None:
     for label, (seen, simulated, set_up) in run_megatron_ranks(compare, WORLD, name, ep=WORLD)[0].items():
         assert seen.placements == simulated.placements, label
-        # A share table divides a source's tokens of an expert in parts of 1/ROWS. Here sources have at most
-        # ROWS tokens, which a table divides exactly as the simulator does.
-        assert seen.tokens_D == simulated.tokens_D, label
+        # Plans of exact shares have parts of tokens. Each source's share table rounds them to whole tokens.
+        difference_ID = np.subtract(seen.tokens_D, simulated.tokens_D)
+        assert np.abs(difference_ID).max() <= WORLD, label
+        assert not difference_ID.sum(axis=1).any(), label
         assert seen.overlaps == simulated.overlaps, label
         assert seen.lives == simulated.lives, label
         assert seen.moved == simulated.moved, label

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +27,10 @@ NAME, COLOUR = "second_home", "#332288"
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PYTHONPATH with the package in it, entry point included."""
     folder = tmp_path_factory.mktemp("site")
+    source = shutil.copytree(PACKAGE, tmp_path_factory.mktemp("source") / "second_home")
     offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", *offline, "--target", folder, PACKAGE],
+        [sys.executable, "-m", "pip", "install", "--quiet", *offline, "--target", folder, source],
         capture_output=True,
         text=True,
         timeout=120,
