@@ -1,5 +1,8 @@
 """Systems that papers describe and that users cannot select, registered as strategies for benchmarks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings, FssdpSettings, SmartmoeSettings
@@ -85,13 +88,21 @@ class TopExperts(FssdpStrategy):
         return plan
 
 
-if TOP_EXPERTS not in STRATEGIES:
-    for name, settings, strategy in (
+@contextmanager
+def described_systems() -> Iterator[None]:
+    """Strategies that the block can name; other code never sees them."""
+    systems = (
         (MOVING_SMARTMOE, MovingSmartmoeSettings, MovingSmartmoe),
         (MOVING_FLEXMOE, MovingFlexmoeSettings, MovingFlexmoe),
         (TOP_EXPERTS, TopExpertsSettings, TopExperts),
         (STEPPED_HECATE, SteppedHecateSettings, FssdpStrategy),
-    ):
+    )
+    for name, settings, strategy in systems:
         register_strategy(
             name, settings=settings, strategy=strategy, summary=strategy.__doc__ or name, ranked=False
         )
+    try:
+        yield
+    finally:
+        for name, _, _ in systems:
+            STRATEGIES.remove(name)

@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 
+from benchmarks.papers.described_systems import described_systems
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.loading import validate
@@ -244,8 +245,9 @@ def _counts(setting: Setting) -> np.ndarray:
 
 @cache
 def _run(setting: Setting, name: str, keys: tuple[tuple[str, object], ...]) -> StrategyOutcome:
-    settings = strategy_settings(name, dict(keys), name)
-    return simulate(name, settings, setting.counts_ILDE, setting.description, setting.job)
+    with described_systems():
+        settings = strategy_settings(name, dict(keys), name)
+        return simulate(name, settings, setting.counts_ILDE, setting.description, setting.job)
 
 
 def kept_in_nodes(counts_ILDE: np.ndarray, topology: Topology, leaving_share: float) -> np.ndarray:

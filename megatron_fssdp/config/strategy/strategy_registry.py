@@ -144,6 +144,15 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         self._entries[entry.name] = entry
         self._with_candidates.clear()
 
+    def remove(self, name: str) -> None:
+        """Forget a strategy that a script has registered.
+
+        Raises:
+            KeyError: There is none of this name.
+        """
+        del self._entries[name]
+        self._with_candidates.clear()
+
     def _load_installed(self) -> None:
         if self._is_loaded:
             return

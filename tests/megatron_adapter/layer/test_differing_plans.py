@@ -18,9 +18,9 @@ DIFFERENT_IN = 3
 def plan_alone() -> None:
     """From one iteration on, have rank 1 plan no replicas in layer 2."""
     from megatron.training.global_vars import get_args
-    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
+    from megatron_fssdp.strategies.fssdp import FssdpStrategy
     from megatron_fssdp.testing.random_placement import plain_transfer
 
     def other_plan(before_gate: Any, self: Any, context: Any, history: Any) -> Any:
