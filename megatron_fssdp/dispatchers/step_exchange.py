@@ -1,7 +1,7 @@
 """Rows that travel to the experts and results that travel back, in steps over a ring of groups of ranks.
 
 This is the exchange of FasterMoE's smart schedule (§4.2). The ranks form n groups, and the groups form a
-ring (``planning/placement/group_ring.py``). In step j, a rank sends rows to group ``own - j`` (``Sj``),
+ring. In step j, a rank sends rows to group ``own - j`` (``Sj``),
 computes on the rows that came from group ``own + j`` (``Cj``), and sends the results back (``Rj``)::
 
     messages    S0 S1    R0 S2    R1 S3    R2       R3

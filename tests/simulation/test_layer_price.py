@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, transfer_seconds
+from megatron_fssdp.planning.cost.layer_seconds import LayerPrice
 from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
@@ -31,6 +31,7 @@ from megatron_fssdp.simulation.replay import IterationRecord
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_price, split_of
+from tests.planning.cost.transfer_cost import transfer_seconds
 from tests.simulation.small_jobs import cluster_of, job_of
 
 LIVES = (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.ITERATION, ReplicaLife.RESIDENT)

@@ -14,8 +14,6 @@ Replicas send parts of an expert's tokens to several places; the parts count as 
 A recorded run knows how many different nodes and devices its tokens really went to. The estimate is then
 multiplied by what was recorded over what it says for the same loads (:class:`TokenChoices`).
 
-The gathering of choices (``runtime/exchange/gathered_choices.py``) sends fewer copies. It is not counted.
-
 Shape letters: E experts, D devices, N nodes.
 """
 

@@ -164,21 +164,6 @@ def _transfer_times(
     return times.at_least(messages.batch_host_s * num_batches(expert_bytes, message, num_hops))
 
 
-def transfer_seconds(
-    transfer: TransferPlan, expert_bytes: int, topology: Topology, profile: LayerProfile
-) -> float:
-    """Seconds of a plan's SparseAllGather, or of its transpose, with the link costs of a profile.
-
-    Args:
-        transfer: The transfers from device to device.
-        expert_bytes: Bytes of an expert, or of its gradient.
-        topology: Nodes of the devices.
-        profile: Measured costs.
-    """
-    links, traffic = plain_links(profile.cluster).transfer, transfer_traffic(transfer, topology)
-    return float(transfer_times(links, traffic, expert_bytes, profile.messages).seconds)
-
-
 def moving_seconds(
     sources_P: np.ndarray, devices_P: np.ndarray, topology: Topology, profile: LayerProfile
 ) -> float:

@@ -39,16 +39,6 @@ class TransferSplit:
             if not ((share.min() if is_array else share) >= 0 and (share.max() if is_array else share) <= 1):
                 raise ValueError(f"{name} is {getattr(self, name)}: wanted a share from 0 to 1")
 
-    def of_case(self, case: int) -> "TransferSplit":
-        """The split of one case.
-
-        Args:
-            case: Position in both arrays. Shares that are numbers hold for all cases.
-        """
-        if not isinstance(self.gather, np.ndarray):
-            return self
-        return TransferSplit(float(self.gather[case]), float(self.reduce[case]))
-
 
 WHOLE = TransferSplit()
 """A split in which nothing travels beside the experts of the layer before."""

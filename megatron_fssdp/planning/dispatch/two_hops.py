@@ -54,10 +54,6 @@ class TwoHops:
         nodes = np.arange(self.topology.num_nodes)
         return float(self.tokens_DN[self.topology.node_of_device_D[:, None] != nodes].sum())
 
-    def nodes_to_send(self, source: int) -> np.ndarray:
-        """Nodes in the order in which a source sends to them: by the number of the relay, int64 ``[N]``."""
-        return np.argsort(self.relay_DN[source], kind="stable")
-
     def members(self, device: int) -> tuple[int, ...]:
         """The devices of a device's node, ascending."""
         return self.topology.devices_by_node[self.topology.node_of_device[device]]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES, placement_seconds, transfer_seconds
+from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES, placement_seconds
 from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.papers.calibration import (
     calibrated_placement,
@@ -23,6 +23,7 @@ from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 from tests.drawn_examples import examples
 from tests.planning.cost.dense_traffic import pairs_traffic
+from tests.planning.cost.transfer_cost import transfer_seconds
 
 from ..placement_cases import brute_force_dispatch_DED, owned_layers, random_counts_DE
 
