@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.strategy.strategy_registry import register_strategy
+    from megatron_fssdp.megatron_adapter.checkpoints.named_copies import restore_owners
     from megatron_fssdp.megatron_adapter.entry.layer_specs import (
         get_bert_layer_spec,
         get_gpt_decoder_block_spec,
@@ -35,12 +36,14 @@ __all__ = [
     "get_moe_module_spec",
     "register",
     "register_strategy",
+    "restore_owners",
     "start_session",
 ]
 _LAYER_SPECS = "megatron_fssdp.megatron_adapter.entry.layer_specs"
 _PLACES = {
     "register": "megatron_fssdp.megatron_adapter.entry.registration",
     "register_strategy": "megatron_fssdp.config.strategy.strategy_registry",
+    "restore_owners": "megatron_fssdp.megatron_adapter.checkpoints.named_copies",
 }
 
 

@@ -105,6 +105,7 @@ def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> N
         metadata = load_metadata(*args, **kwargs)
         common = kwargs.get("preloaded_state_dict") or {}
         for hint in hints:
+            hint.slots.loading = set(range(len(hint.slots.layers)))
             if hint.key in common:
                 hint.take(common[hint.key], metadata or {})
         return metadata

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
+from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
@@ -71,10 +73,17 @@ class ExpertSlots:
 
     Attributes:
         layers: Every layer of the owner map.
+        resharding: Moves the contents of the slots; ``None`` unless the strategy moves owners.
+        has_residents: Whether resident replicas exist, which are copies of what the slots hold.
+        loading: Indexes of layers whose weights Megatron's own ``load_state_dict`` will fill next, by the
+            names of a checkpoint that followed the owner map.
     """
 
     def __init__(self) -> None:
         self.layers: list[SlotLayer] = []
+        self.resharding: ExpertResharding | None = None
+        self.has_residents = False
+        self.loading: set[int] = set()
         self._experts: list[SlotExperts] = []
         self._owners: OwnerMap | None = None
 
@@ -125,6 +134,17 @@ class ExpertSlots:
             experts.share_modules(self._experts)
             gradient_sync.belong_to(layer, chain.from_iterable(parameters.values()))
         self._owners = owners
+
+    def move_to(self, owners: OwnerMap) -> ReshardReport | None:
+        """Move the experts to these owners and adopt them, see :meth:`ExpertResharding.execute`."""
+        if self.resharding is None:
+            raise ConfigurationError(
+                "experts: got a strategy or a loop that moves no owners, wanted one that does; build "
+                "the model with Megatron's training loop and a strategy with reshard_interval"
+            )
+        if (report := self.resharding.execute(self.owners, owners)) is not None:
+            self.adopt(owners)
+        return report
 
     def await_parameters(self, layer: int) -> None:
         """Finish the gathers of parameters that DDP overlaps, for the slots with experts of a layer."""

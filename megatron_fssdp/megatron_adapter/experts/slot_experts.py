@@ -10,7 +10,7 @@ slots, so empty ones are bound to one expert of zeros that all layers share; the
 Shape letters: R rows that a rank receives, M model dimension, U slots of a device, E experts, D devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,15 +86,7 @@ class SlotExperts:
             for_iteration: Whether the slots keep their contents for an iteration, so that weights may be
                 quantized once in it.
 
-        Raises:
-            ConfigurationError: The experts' layers were wrapped or replaced after the layer was built.
         """
-        if _structure_of(self.module) != self._structure:
-            raise ConfigurationError(
-                "experts: got linear layers that were wrapped or replaced after the model was built (LoRA "
-                "adapters, quantizers), wanted Megatron's own, because replicas are copies of them; wrap "
-                "nothing inside experts, or use --moe-strategy none"
-            )
         if hasattr(self.module, "local_experts"):
             self._bind_sequential(parameters_U)
         else:
@@ -125,6 +117,32 @@ class SlotExperts:
             )
         if getattr(self._body, "_fused_ops", None) is not None:
             self._body._fused_ops = None  # They have the weights of before; the module builds them anew.
+
+    def check_unchanged(self) -> None:
+        """Refuse what was done to the inside of Megatron's module since the layer was built.
+
+        Raises:
+            ConfigurationError: Linear layers or Parameters were wrapped or replaced, or hooks were added.
+        """
+        if _structure_of(self.module) != self._structure:
+            raise ConfigurationError(
+                "experts: got linear layers that were wrapped or replaced after the model was built (LoRA "
+                "adapters, quantizers), wanted Megatron's own, because replicas are copies of them; wrap "
+                "nothing inside experts, or use --moe-strategy none"
+            )
+        now = expert_parameters(self.module, len(self.parameters))
+        if [[*map(id, one)] for one in now] != [[*map(id, one)] for one in self.parameters]:
+            raise ConfigurationError(
+                "experts: got Parameters that were replaced after the model was built (meta device, new "
+                "weights), wanted the ones that Megatron built; copy values into them, or use "
+                "--moe-strategy none"
+            )
+        if (hook := next(_foreign_hooks(self.module), None)) is not None:
+            raise ConfigurationError(
+                f"experts: got the hook {hook!r} inside of them, which would see the rows of other experts, "
+                "wanted none, because slots hold other experts from iteration to iteration; put the hook on "
+                "the whole expert module or the MoE layer, or use --moe-strategy none"
+            )
 
     def compute(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, **buffers: Any
@@ -238,6 +256,23 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
     """What adapters and quantizers would change in a module: classes, names of Parameters and submodules."""
     return [(type(one), tuple(one._parameters), tuple(one._modules)) for one in experts.modules()]
+
+
+def _foreign_hooks(experts: Any) -> Iterator[str]:
+    """Names of the hooks inside of an expert module that neither Megatron nor Transformer Engine put there.
+
+    Megatron's DDP has a hook on every module. Hooks of the whole module see the rows of all of its experts.
+    """
+    for module in experts.modules():
+        if module is experts:
+            continue
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            for hook in hooks.values():
+                if (getattr(hook, "__module__", None) or "").split(".")[0] not in (
+                    "megatron",
+                    "transformer_engine",
+                ):
+                    yield getattr(hook, "__qualname__", None) or type(hook).__name__
 
 
 def _linears(module: Any) -> list[Any]:

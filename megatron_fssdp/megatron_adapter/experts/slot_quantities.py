@@ -167,7 +167,14 @@ def _problem_of(facts: set[Fact]) -> str | None:
     """Why slots in which this was found cannot be exchanged; equal on all ranks."""
     if problems := _of(facts, "problem"):
         return str(min(problems))
-    if len(layouts := sorted(_of(facts, "layout"), key=repr)) > 1:
+    layouts = sorted(_of(facts, "layout"), key=repr)
+    if len({(size, tuple(one[:2] for one in layout)) for size, layout in layouts}) < len(layouts):
+        return (
+            "re-sharding: got experts of which some are frozen and others are trained, wanted one of the two "
+            "for all experts of a pipeline stage, because a re-shard moves experts to each other's places; "
+            f"freeze or train all of them, or {KEEP_OWNERS}"
+        )
+    if len(layouts) > 1:
         return (
             f"re-sharding: got expert slots with parameters {layouts[0]} and {layouts[1]}, wanted the same "
             f"number of slots on all devices and the same shapes and data types in all slots; {KEEP_OWNERS}"

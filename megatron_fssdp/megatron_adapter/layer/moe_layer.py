@@ -16,7 +16,9 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
 from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
+from megatron_fssdp.megatron_adapter.checkpoints.named_copies import check_named_copies
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
@@ -93,6 +95,7 @@ class StrategyMoELayer(MoELayer):
             gate = TopologyAwareTopK(owners, groups.device, groups.topology, settings.leaving_share, choices)
             install_gate(self.router, gate)
         self._session = session
+        self._checked_in: int | None = None  # The iteration in which the experts' module was last looked at.
         # Megatron calls the module; its hooks run as ever, and the slots' experts compute.
         self.experts.forward = self._compute
         self.experts.backward_dw = self._backward_dw
@@ -103,7 +106,13 @@ class StrategyMoELayer(MoELayer):
         if self._later_layers_before is None:
             self._index = session.slots.add_layer(self.slot_layer, self._slot_experts)
             follow_owners(self.experts, self._index, session.slots.stage_owners)
+            check_named_copies(self.experts, self._index, session.slots)
         session.runtime.timer.is_usable = not config.overlap_moe_expert_parallel_comm
+
+    @property
+    def slots(self) -> ExpertSlots:
+        """The slots of the pipeline stage, whose owner map says which expert is where."""
+        return self._session.slots
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer's number. Megatron calls this after it has built the layer."""
@@ -123,6 +132,10 @@ class StrategyMoELayer(MoELayer):
 
     def _bind(self, one: SlotPass) -> None:
         """Let dispatcher and experts work with the slots of a pass."""
+        iteration = self._session.runtime.clock.iteration
+        if iteration is None or iteration != self._checked_in:
+            self._slot_experts.check_unchanged()
+            self._checked_in = iteration
         keeps_weights = one.is_shared and not one.plan.rematerialize
         self._slot_experts.bind(one.parameters_U, for_iteration=keeps_weights)
         self.token_dispatcher = self._dispatchers.of(one)

@@ -89,8 +89,9 @@ class IterationDriver:
             return
         if strategy.moves_owners:
             owned, devices = session.slots.parameters, layers[0].groups.expert_parallel
-            self._resharding = ExpertResharding(owned, devices, copies, model, optimizer)
-            self._resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
+            resharding = ExpertResharding(owned, devices, copies, model, optimizer)
+            resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
+            session.slots.resharding = resharding
         if isinstance(strategy, SelectsStrategies) and session.slots.layers:
             self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = strategy.profile_iterations
@@ -242,9 +243,7 @@ class IterationDriver:
         old, load_LE = slots.owners, self._mean_loads().sum(axis=1)
         with mistakes_named(strategy, "reshard"):
             new = strategy.reshard(self._contexts_of_copies(), load_LE, old)
-        if (report := self._resharding.execute(old, new)) is not None:
-            slots.adopt(new)
-        return report
+        return slots.move_to(new)
 
     def _replicate(self, strategy: ResidentReplicas) -> ReshardReport | None:
         if self._residents is None or not self._session.slots.layers:

@@ -104,11 +104,3 @@ class LocalExperts:
         if first is not None:
             return first[0].device
         return self.told_device or torch.device("cpu")
-
-    @property
-    def trained(self) -> tuple[bool, ...]:
-        """Whether each tensor of an expert is trained, in the order of the layout."""
-        first = next(iter(self.parameters.values()), None)
-        if first is None:
-            return (True,) * len(self.layout().shapes)
-        return tuple(parameter.requires_grad for parameter in first)

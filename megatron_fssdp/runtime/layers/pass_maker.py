@@ -145,7 +145,7 @@ class PassMaker:
             return self._spare_slots.pop()
         if is_shared and self._shared_slots is not None:
             return self._shared_slots
-        made = ReplicaSlots(experts.layout(), experts.device, experts.trained)
+        made = ReplicaSlots(experts.layout(), experts.device)
         if is_shared:
             self._shared_slots = made
         return made

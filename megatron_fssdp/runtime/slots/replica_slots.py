@@ -14,7 +14,7 @@ back and taken again. A tensor that autograd saved stays valid in this way, beca
 itself.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,15 +26,16 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertPar
 class ReplicaSlots:
     """Replica slots with the weights and the gradient sums of the experts that they hold.
 
+    Replicas always have gradients, because only its owner knows whether an expert is frozen, and it then
+    drops them.
+
     Args:
         layout: Shapes of one expert's tensors.
         device: Device of all tensors.
-        trained: Whether each tensor of an expert is trained, in the order of the layout.
     """
 
-    def __init__(self, layout: ExpertLayout, device: torch.device, trained: Sequence[bool]) -> None:
+    def __init__(self, layout: ExpertLayout, device: torch.device) -> None:
         self.layout, self.device = layout, device
-        self._trained = tuple(trained)
         self._weights: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         self._parameters: list[ExpertParameters] = []
@@ -107,15 +108,12 @@ class ReplicaSlots:
         flat = torch.empty(layout.numel, dtype=layout.dtype, device=self.device)
         total = torch.empty(layout.numel, dtype=accumulation_dtype(layout.dtype), device=self.device)
         made = []
-        for weight, gradient, is_trained in zip(
-            layout.unpack(flat), layout.unpack(total), self._trained, strict=True
-        ):
-            parameter: Any = torch.nn.Parameter(weight, requires_grad=is_trained)
+        for weight, gradient in zip(layout.unpack(flat), layout.unpack(total), strict=True):
+            parameter: Any = torch.nn.Parameter(weight)
             # The names under which Megatron's layers and Transformer Engine look for a gradient's place.
             parameter.main_grad, parameter.allreduce = gradient, False
             parameter.grad_added_to_main_grad = False
-            if is_trained:
-                parameter.register_post_accumulate_grad_hook(_add_to_sum)
+            parameter.register_post_accumulate_grad_hook(_add_to_sum)
             made.append(parameter)
         _give_back(flat)
         _give_back(total)

@@ -1,9 +1,9 @@
 """Hooks on experts, and wrappers around their linear layers, which users add to the built model."""
 
-from functools import partial
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -26,46 +26,42 @@ def draw(rank: int) -> torch.Tensor:
     return (hidden + 1).requires_grad_()  # A common direction: some experts are hot.
 
 
-def test_hooks_on_experts_see_and_change_what_stock_experts_show_them() -> None:
+def test_hooks_on_the_expert_module_run_once_and_hooks_inside_are_refused() -> None:
+    """Inside, a hook would see the rows of whatever expert is in a slot."""
     for found in run_megatron_ranks(_hooked, 2, ep=2):
-        for name, (seen, difference, is_replicated) in found.items():
-            assert seen == {"experts": 2, "fc1": 2}, name
+        for name, (num_seen, difference, message) in found.items():
+            assert num_seen == 2, name
             assert difference <= 1e-6, name
-            assert is_replicated, name
+            assert "hook" in message
+            assert "--moe-strategy none" in message
+            assert "\n" not in message
 
 
-def _hooked(rank: int, world_size: int) -> dict[str, tuple[dict[str, int], float, bool]]:
-    """Passes that hooks have seen, the difference of a doubled output, and whether there were replicas."""
+def _hooked(rank: int, world_size: int) -> dict[str, tuple[int, float, str]]:
+    """Passes that a hook has seen, the difference of a doubled output, and the refusal of a hook inside."""
     found = {}
     for name, grouped in (("one by one", False), ("grouped", True)):
-        layer, seen, passes, bind = build(world_size, grouped=grouped), {}, [], None
-        bind = layer.slot_layer.on_pass
-        layer.slot_layer.on_pass = lambda one, bind=bind, passes=passes: (passes.append(one), bind(one))
+        layer, seen = build(world_size, grouped=grouped), []
         hidden = draw(rank)
         layer(hidden)[0].sum().backward()  # The next pass has replicas.
         plain = layer(hidden)[0].detach()
-
-        def count(*_: Any, what: str, seen: dict[str, int] = seen) -> None:
-            seen[what] = seen.get(what, 0) + 1
-
-        linears = layer.experts if grouped else layer.experts.local_experts[0]
-        linears.linear_fc1.register_forward_pre_hook(partial(count, what="fc1"))
-        layer.experts.register_forward_hook(partial(count, what="experts"))
+        layer.experts.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         layer.experts.register_forward_hook(lambda module, rows, result: (result[0] * 2, result[1]))
         doubled = [layer(hidden)[0].detach() for _ in range(2)]
         difference = max(float((one - 2 * plain).abs().max()) for one in doubled)
-        if not grouped:  # Replicas are copies of the first expert's module, hooks included.
-            num_replicas = sum(len(one.plan.placement.experts_on(rank)) - 2 for one in passes[-2:])
-            seen["fc1"] -= num_replicas
-        found[name] = seen, difference, passes[-1].plan.placement.num_replicas > 0
+        linears = layer.experts if grouped else layer.experts.local_experts[0]
+        linears.linear_fc1.register_forward_pre_hook(lambda module, rows: None)
+        with pytest.raises(ConfigurationError) as refused:
+            layer(hidden)
+        found[name] = len(seen), difference, str(refused.value)
     return found
 
 
 def test_wrapped_linear_layers_are_refused_in_one_line() -> None:
     for messages in run_megatron_ranks(_wrapped, 2, ep=2):
-        assert len(messages) == 7
+        assert len(messages) == 9
         for message in messages:
-            assert "LoRA" in message
+            assert "LoRA" in message or "meta device" in message
             assert "--moe-strategy none" in message
             assert "\n" not in message
 
@@ -87,7 +83,9 @@ class _Quantized(torch.nn.Module):
 
 def _wrapped(rank: int, world_size: int) -> list[str]:
     messages = []
-    for grouped, how in product((False, True), ("wrapped", "adapter inside", "class", "whole expert")):
+    for grouped, how in product(
+        (False, True), ("wrapped", "adapter inside", "class", "whole expert", "weight")
+    ):
         layer = build(world_size, grouped=grouped)
         layer(draw(rank))
         linears = layer.experts if grouped else layer.experts.local_experts[-1]
@@ -95,6 +93,9 @@ def _wrapped(rank: int, world_size: int) -> list[str]:
             linears.linear_fc1 = _Adapter(linears.linear_fc1)
         elif how == "adapter inside":
             linears.linear_fc2.adapter = torch.nn.Linear(HIDDEN, 2)
+        elif how == "weight":
+            name = "weight0" if grouped else "weight"
+            setattr(linears.linear_fc1, name, torch.nn.Parameter(getattr(linears.linear_fc1, name).detach()))
         elif how == "class":
             kind = type(linears.linear_fc2)
             linears.linear_fc2.__class__ = type("Quantized", (_Quantized, kind), {})

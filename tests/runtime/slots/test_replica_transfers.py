@@ -44,7 +44,7 @@ class Bench:
         owned = np.flatnonzero(self.placement.owner_E == self.rank).tolist()
         self.parameters = {expert: self._expert(expert, main_grad) for expert in owned}
         self.experts = LocalExperts("layer 1", self.parameters, {}, self.layout, self._await)
-        self.slots = ReplicaSlots(self.layout, torch.device("cpu"), (True, True))
+        self.slots = ReplicaSlots(self.layout, torch.device("cpu"))
         self.transfers = self.of(self.placement, split)
 
     def of(self, placement, split=WHOLE, **life):

@@ -1,0 +1,79 @@
+"""Weights that are copied out and in by name in the middle of a training, after owners have moved."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fssdp.config.errors import ConfigurationError
+
+from ..experts.test_traps import gather_layers_on_one_device
+from ..training_run import assert_close, before_iterations, note, train
+
+MOVING = "fssdp reshard_interval=2 slots=2 overlap_degree=4"
+
+
+def test_copies_by_name_are_refused_while_experts_are_elsewhere(text_data: Path) -> None:
+    """After :func:`restore_owners` they work, and the training goes on as stock Megatron's."""
+    arguments = "{EP2} --train-iters 6"
+    stock = train(2, arguments, text_data)
+    copied = train(2, arguments, text_data, strategy=MOVING, before=copy_out_and_in)
+    assert_close(copied, stock)
+    assert len(copied.notes) == 2 * 2
+    for refused in copied.notes:
+        assert "reshard_interval=0" in refused
+        assert "restore_owners" in refused
+        assert "\n" not in refused
+
+
+def test_resident_replicas_refuse_new_weights(text_data: Path) -> None:
+    run = train(
+        2,
+        "{EP2} --train-iters 6",
+        text_data,
+        strategy="flexmoe placement_interval=2",
+        before=load_beside_residents,
+    )
+    assert [("resident replicas" in one) for one in run.notes] == [True, True]
+
+
+# ---------------------------------------------------------------- on the ranks
+
+
+def copy_out_and_in() -> None:
+    gather_layers_on_one_device()
+
+    def copy(iteration: int, model: Any, optimizer: Any) -> None:
+        from megatron_fssdp import restore_owners
+
+        if iteration == 1:
+            assert not restore_owners(model)
+        if iteration != 4:
+            return
+        chunk = model[0]
+        for call in (chunk.state_dict, lambda: chunk.load_state_dict({}, strict=False)):
+            note(_refusal(call))
+        assert restore_owners(model)
+        kept = {key: one.clone() for key, one in chunk.state_dict().items() if torch.is_tensor(one)}
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                parameter.zero_()
+        chunk.load_state_dict(kept, strict=False)
+
+    before_iterations(copy)
+
+
+def load_beside_residents() -> None:
+    def load(iteration: int, model: Any, optimizer: Any) -> None:
+        if iteration == 6:
+            note(_refusal(lambda: model[0].load_state_dict(model[0].state_dict())))
+
+    before_iterations(load)
+
+
+def _refusal(call: Any) -> str:
+    try:
+        call()
+    except ConfigurationError as error:
+        return str(error)
+    return "not refused"
