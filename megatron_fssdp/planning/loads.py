@@ -4,6 +4,8 @@ Shape letters: I iterations, E experts, D devices.
 """
 
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -84,6 +86,33 @@ class LoadHistory:
         for counts_DE in known:
             shorter.append(counts_DE)
         return shorter
+
+    def state(self) -> dict[str, Any]:
+        """All that is known, as lists of numbers and one int32 array ``[I, D, E]``, for :meth:`resume`."""
+        shape = (0, self.num_devices, self.num_experts)
+        counts_IDE = np.stack(self._latest) if self._latest else np.zeros(shape)
+        return {
+            "counts_IDE": counts_IDE.astype(np.int32),
+            "errors": [list(pair) for pair in self._errors],
+            "num_settled": self._num_settled,
+            "num_seen": self.num_seen,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue with what a history of the same window knew.
+
+        Raises:
+            ValueError: The counts are those of another number of devices or experts, or they are not counts.
+        """
+        found = LoadHistory(self.window, self.num_devices, self.num_experts)
+        for counts_DE in state["counts_IDE"]:
+            found.append(np.asarray(counts_DE, dtype=np.int64))
+        # Those of iterations before the oldest kept one count, too.
+        found._errors.clear()
+        found._errors.extend((float(mean), float(last)) for mean, last in state["errors"])
+        found._num_settled = min(int(state["num_settled"]), len(found))
+        found.num_seen = int(state["num_seen"])
+        vars(self).update(vars(found))
 
     def __len__(self) -> int:
         return len(self._latest)

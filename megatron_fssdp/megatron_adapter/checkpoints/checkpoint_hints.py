@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 logger = logging.getLogger(__name__)
@@ -75,7 +78,55 @@ class StrategyHint:
         _log(logging.INFO, "layers keep the strategies of the checkpoint")
 
 
-CheckpointHint = OwnerHint | StrategyHint
+@dataclass(frozen=True)
+class LoadHint:
+    """The loads of the latest iterations, so that a resumed run is balanced from its first iteration.
+
+    If the limits of replicas are given, nothing else decides about plans, and a resumed run has the bits of
+    one without a break. Measured costs are measured anew.
+    """
+
+    key: ClassVar[str] = "megatron_fssdp_loads"
+    slots: ExpertSlots
+    runtime: MoERuntime
+
+    def gather(self) -> list[dict[str, Any]]:
+        """Return what every expert-parallel group knows, with its global ranks. Collective."""
+        own, known = self._ranks(), None
+        if own[:1] == [dist.get_rank()]:  # All ranks of the group know the same.
+            known = {"ranks": own, "layers": {str(n): _plain(one.state()) for n, one in self._histories()}}
+        groups: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(groups, known)
+        return [known for known in groups if known is not None]
+
+    def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
+        """Continue with the saved loads, if they are those of this run's groups and layers."""
+        histories = self._histories()
+        try:
+            saved: dict[str, Any] = next(
+                (group["layers"] for group in hint if group["ranks"] == self._ranks()), {}
+            )
+            if saved.keys() != {str(layer) for layer, _ in histories}:
+                raise ValueError("they are from another parallel layout or another model")
+            for layer, history in histories:
+                history.resume(saved[str(layer)])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            _log(logging.INFO, f"the checkpoint's loads are not used, and loads are collected anew: {error}")
+
+    def _ranks(self) -> list[int]:
+        layers = self.runtime.layers
+        return dist.get_process_group_ranks(layers[0].groups.expert_parallel) if layers else []
+
+    def _histories(self) -> list[tuple[int, LoadHistory]]:
+        return [(layer.context.layer, layer.history) for layer in self.runtime.layers]
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    # Megatron reads the common state without objects of numpy.
+    return {**state, "counts_IDE": torch.from_numpy(state["counts_IDE"])}
+
+
+CheckpointHint = OwnerHint | StrategyHint | LoadHint
 
 
 def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> None:

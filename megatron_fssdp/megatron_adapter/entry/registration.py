@@ -21,6 +21,7 @@ from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overw
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
     CheckpointHint,
+    LoadHint,
     OwnerHint,
     StrategyHint,
     wrap_checkpointing,
@@ -186,7 +187,7 @@ def _build_our_layer(session: StrategySession) -> None:
 
 
 def _follow_in_checkpoints(session: StrategySession) -> None:
-    """Store owner map and selected strategies in checkpoints, and refuse half-written checkpoints."""
+    """Store owner map, loads and selected strategies in checkpoints, and refuse half-written checkpoints."""
     from megatron.training import checkpointing
 
     # Without re-sharding, owners stay Megatron's, and every checkpoint format can be saved.
@@ -195,6 +196,7 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
         hints.append(OwnerHint(session.slots))
     if isinstance(session.strategy, SelectsStrategies):
         hints.append(StrategyHint(session.strategy, session.slots))
-    if hints:
+    if session.strategy.may_replicate(1) or hints:
+        hints.append(LoadHint(session.slots, session.runtime))
         wrap_checkpointing(checkpointing, hints)
     overwritten_checkpoint.wrap_save(checkpointing.dist_checkpointing)
