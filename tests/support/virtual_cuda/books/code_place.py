@@ -8,9 +8,11 @@ from types import FrameType
 
 import torch
 
-_PACKAGE = str(Path(__file__).resolve().parents[3]) + "/"
+import megatron_fssdp
+
+_PACKAGE = str(Path(megatron_fssdp.__file__).resolve().parent) + "/"
+_TESTING = _PACKAGE + "testing/"
 _OWN = str(Path(__file__).resolve().parents[1]) + "/"
-_TESTING = str(Path(__file__).resolve().parents[2]) + "/"
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _STANDARD_LIBRARY = str(Path(sysconfig.get_paths()["stdlib"]).resolve()) + "/"
 _MEGATRON = "megatron/"  # of an installed Megatron, and of a checkout

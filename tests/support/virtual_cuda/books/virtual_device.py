@@ -6,18 +6,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron_fssdp.testing.virtual_cuda.books.code_place import code_place
-from megatron_fssdp.testing.virtual_cuda.books.device_log import DeviceLog
-from megatron_fssdp.testing.virtual_cuda.books.finding_list import FindingList
-from megatron_fssdp.testing.virtual_cuda.books.findings import EventKind, Finding
-from megatron_fssdp.testing.virtual_cuda.books.memory_blocks import (
+from tests.support.virtual_cuda.books.code_place import code_place
+from tests.support.virtual_cuda.books.device_log import DeviceLog
+from tests.support.virtual_cuda.books.finding_list import FindingList
+from tests.support.virtual_cuda.books.findings import EventKind, Finding
+from tests.support.virtual_cuda.books.memory_blocks import (
     Access,
     Block,
     MemoryBlocks,
     byte_range,
 )
-from megatron_fssdp.testing.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST, Clock, StreamOrder
-from megatron_fssdp.testing.virtual_cuda.books.unfinished_work import UnfinishedWork
+from tests.support.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST, Clock, StreamOrder
+from tests.support.virtual_cuda.books.unfinished_work import UnfinishedWork
 
 _current: list["VirtualDevice"] = []
 

@@ -2,7 +2,7 @@
 
 import itertools
 
-from megatron_fssdp.testing.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST
+from tests.support.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST
 
 _numbers = itertools.count(DEFAULT_STREAM + 1)
 _names: dict[int, str] = {}

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fssdp.testing.virtual_cuda.books.code_place import code_place
-from megatron_fssdp.testing.virtual_cuda.books.virtual_device import VirtualDevice
-from megatron_fssdp.testing.virtual_cuda.posing.streams import VirtualEvent, VirtualStream, stream_context
+from tests.support.virtual_cuda.books.code_place import code_place
+from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
+from tests.support.virtual_cuda.posing.streams import VirtualEvent, VirtualStream, stream_context
 
 _LEGACY_TYPES = {
     "FloatTensor": torch.float32,

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fssdp.testing.virtual_cuda.books.virtual_device import VirtualDevice
-from megatron_fssdp.testing.virtual_cuda.programs.known_findings import explained
+from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
+from tests.support.virtual_cuda.programs.known_findings import explained
 
 EXIT_FINDINGS = 3
 """Exit code of a rank whose program succeeded, but whose device has findings."""
@@ -26,9 +26,9 @@ EXIT_FINDINGS = 3
 REPORT_VARIABLE = "MEGATRON_FSSDP_VIRTUAL_CUDA_REPORT"
 """Environment variable with the folder for the reports of all ranks."""
 
-USAGE = """usage: [torchrun …] -m megatron_fssdp.testing.virtual_cuda [--report FOLDER] SCRIPT.py ARGS…
-       [torchrun …] -m megatron_fssdp.testing.virtual_cuda [--report FOLDER] -m MODULE ARGS…
-       python -m megatron_fssdp.testing.virtual_cuda --replacements
+USAGE = """usage: [torchrun …] -m tests.support.virtual_cuda [--report FOLDER] SCRIPT.py ARGS…
+       [torchrun …] -m tests.support.virtual_cuda [--report FOLDER] -m MODULE ARGS…
+       python -m tests.support.virtual_cuda --replacements
 
 Runs a program on a virtual CUDA device. When it ends, every rank prints the findings of its device.
 The exit code is that of the program, or 3 if the program succeeds and the device has findings.
@@ -135,7 +135,7 @@ def report(device: VirtualDevice, code: int, folder: Path | None) -> int:
 def _parsed(arguments: list[str]) -> tuple[Program, Path | None]:
     folder = os.environ.get(REPORT_VARIABLE)
     if arguments[:1] == ["--replacements"]:
-        from megatron_fssdp.testing.virtual_cuda.programs.megatron_loop import described_replacements
+        from tests.support.virtual_cuda.programs.megatron_loop import described_replacements
 
         print(described_replacements())
         sys.exit(0)
@@ -156,10 +156,10 @@ def _device() -> VirtualDevice:
     """A virtual device that stays until this process ends, since functions at exit may ask for CUDA too."""
     atexit.register(_leave)  # Functions that are registered later run earlier.
     if importlib.util.find_spec("megatron.training") is not None:
-        from megatron_fssdp.testing.virtual_cuda.programs.megatron_loop import megatron_on_virtual_cuda
+        from tests.support.virtual_cuda.programs.megatron_loop import megatron_on_virtual_cuda
 
         return _entered.enter_context(megatron_on_virtual_cuda())
-    from megatron_fssdp.testing.virtual_cuda.session import virtual_cuda
+    from tests.support.virtual_cuda.session import virtual_cuda
 
     return _entered.enter_context(virtual_cuda())
 

@@ -20,9 +20,9 @@ from megatron_fssdp.megatron_adapter.cpu.cpu_megatron import (
     find_dataset_helpers,
     norm_under_sequence_parallelism,
 )
-from megatron_fssdp.testing.virtual_cuda.books.virtual_device import VirtualDevice
-from megatron_fssdp.testing.virtual_cuda.posing.patches import Patches
-from megatron_fssdp.testing.virtual_cuda.session import virtual_cuda
+from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
+from tests.support.virtual_cuda.posing.patches import Patches
+from tests.support.virtual_cuda.session import virtual_cuda
 
 _CPU_RUNTIME = "megatron_fssdp.megatron_adapter.cpu.cpu_runtime"
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from megatron_fssdp.testing.virtual_cuda.posing.patches import Patches
+from tests.support.virtual_cuda.posing.patches import Patches
 
 
 class Backends:

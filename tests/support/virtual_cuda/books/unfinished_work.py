@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_fssdp.testing.virtual_cuda.books.stream_order import StreamOrder
+from tests.support.virtual_cuda.books.stream_order import StreamOrder
 
 
 @dataclass(frozen=True, eq=False)

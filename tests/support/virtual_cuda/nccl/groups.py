@@ -20,17 +20,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_fssdp.testing.virtual_cuda.books.findings import EventKind, FindingKind
-from megatron_fssdp.testing.virtual_cuda.books.virtual_device import VirtualDevice
-from megatron_fssdp.testing.virtual_cuda.nccl.backends import Backends, CoalescingBackend
-from megatron_fssdp.testing.virtual_cuda.nccl.collectives import COLLECTIVES, Collective
-from megatron_fssdp.testing.virtual_cuda.nccl.work import (
+from tests.support.virtual_cuda.books.findings import EventKind, FindingKind
+from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
+from tests.support.virtual_cuda.nccl.backends import Backends, CoalescingBackend
+from tests.support.virtual_cuda.nccl.collectives import COLLECTIVES, Collective
+from tests.support.virtual_cuda.nccl.work import (
     CoalescedWork,
     VirtualWork,
     run_on_copies,
     start_message,
 )
-from megatron_fssdp.testing.virtual_cuda.posing.patches import Patches
+from tests.support.virtual_cuda.posing.patches import Patches
 
 
 @dataclass

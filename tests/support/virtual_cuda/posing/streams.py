@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megatron_fssdp.testing.virtual_cuda.books.stream_order import Clock
-from megatron_fssdp.testing.virtual_cuda.books.virtual_device import VirtualDevice, current_device
+from tests.support.virtual_cuda.books.stream_order import Clock
+from tests.support.virtual_cuda.books.virtual_device import VirtualDevice, current_device
 
 _MS_OF_OPERATION = 0.01  # Times are made up, but they are positive, and the same in every run.
 

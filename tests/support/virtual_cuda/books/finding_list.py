@@ -1,9 +1,9 @@
 """Collects the findings of a virtual device, each defect once."""
 
-from megatron_fssdp.testing.virtual_cuda.books.code_place import code_place
-from megatron_fssdp.testing.virtual_cuda.books.findings import Finding, FindingKind
-from megatron_fssdp.testing.virtual_cuda.books.memory_blocks import Access, Block
-from megatron_fssdp.testing.virtual_cuda.books.stream_names import StreamNames
+from tests.support.virtual_cuda.books.code_place import code_place
+from tests.support.virtual_cuda.books.findings import Finding, FindingKind
+from tests.support.virtual_cuda.books.memory_blocks import Access, Block
+from tests.support.virtual_cuda.books.stream_names import StreamNames
 
 
 class FindingList:

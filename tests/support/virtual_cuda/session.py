@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from megatron_fssdp.testing.virtual_cuda.books.virtual_device import VirtualDevice
-from megatron_fssdp.testing.virtual_cuda.nccl.groups import NcclGroups
-from megatron_fssdp.testing.virtual_cuda.posing.cuda_functions import (
+from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
+from tests.support.virtual_cuda.nccl.groups import NcclGroups
+from tests.support.virtual_cuda.posing.cuda_functions import (
     storage_members,
     tensor_members,
     torch_accelerator_members,
     torch_cuda_members,
 )
-from megatron_fssdp.testing.virtual_cuda.posing.device_mode import DeviceMode
-from megatron_fssdp.testing.virtual_cuda.posing.operator_mode import OperatorMode
-from megatron_fssdp.testing.virtual_cuda.posing.patches import Patches
+from tests.support.virtual_cuda.posing.device_mode import DeviceMode
+from tests.support.virtual_cuda.posing.operator_mode import OperatorMode
+from tests.support.virtual_cuda.posing.patches import Patches
 
 _GIB = 1 << 30
 

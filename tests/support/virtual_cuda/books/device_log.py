@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Callable
 
-from megatron_fssdp.testing.virtual_cuda.books.code_place import code_place
-from megatron_fssdp.testing.virtual_cuda.books.findings import DeviceEvent, EventKind
-from megatron_fssdp.testing.virtual_cuda.books.stream_names import StreamNames
+from tests.support.virtual_cuda.books.code_place import code_place
+from tests.support.virtual_cuda.books.findings import DeviceEvent, EventKind
+from tests.support.virtual_cuda.books.stream_names import StreamNames
 
 
 class DeviceLog:
