@@ -134,9 +134,10 @@ def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[i
             parents = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*parents, *filter(None, [node.module])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
-            if isinstance(node.args[0], ast.Constant):
-                yield node.lineno, str(node.args[0].value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            yield from (
+                (node.lineno, str(name.value)) for name in node.args if isinstance(name, ast.Constant)
+            )
 
 
 def violations(source: str, parts: tuple[str, ...]) -> list[str]:

@@ -103,8 +103,8 @@ def build_data(
         counts = (tokenizer.vocab_size, tokenizer.eod_id, num_documents, sum(builder.sequence_lengths))
         manifest = DataManifest(wanted, tokenizer.kind, *counts, files)
         manifest.write(partial)
-    for name in set(_OUTPUTS) - {MANIFEST_FILE, *files}:  # of the data that was replaced
-        (out_dir / name).unlink(missing_ok=True)
+        for name in reversed(_OUTPUTS):  # The new files are complete, so the old data makes way.
+            (out_dir / name).unlink(missing_ok=True)
     return manifest, True
 
 
