@@ -9,7 +9,7 @@ KERNELS = Extension(
     ["megatron_fssdp/planning/kernels.py"],
     # A contracted a * b + c rounds once where plain Python rounds twice: ranks could plan differently.
     extra_compile_args=["-ffp-contract=off"],
-    # Without a C compiler the installation goes on, and planning runs as plain Python. Published wheels have it.
+    # Without a C compiler, planning runs as plain Python. Published wheels have it compiled.
     optional="CIBUILDWHEEL" not in os.environ,
 )
 
