@@ -1,5 +1,7 @@
 """What pyproject.toml cannot say: a compiled module that may be missing, and where the configs lie."""
 
+import os
+
 from setuptools import Extension, find_packages, setup
 
 KERNELS = Extension(
@@ -7,7 +9,8 @@ KERNELS = Extension(
     ["megatron_fssdp/planning/kernels.py"],
     # A contracted a * b + c rounds once where plain Python rounds twice: ranks could plan differently.
     extra_compile_args=["-ffp-contract=off"],
-    optional=True,  # without a C compiler the installation goes on, and planning runs as plain Python
+    # Without a C compiler, planning runs as plain Python. Published wheels have it compiled.
+    optional="CIBUILDWHEEL" not in os.environ,
 )
 
 setup(
@@ -17,5 +20,6 @@ setup(
         "": ["py.typed", "*.css", "*.js", "*.j2", "*.pxd"],
         "megatron_fssdp.configs": ["**/*.yaml", "*.json"],
     },
-    ext_modules=[KERNELS],
+    # MEGATRON_FSSDP_PURE makes a wheel for every machine, in which planning runs as plain Python.
+    ext_modules=[] if os.environ.get("MEGATRON_FSSDP_PURE") else [KERNELS],
 )

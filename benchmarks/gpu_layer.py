@@ -10,7 +10,7 @@ Host overhead is the host's time for planning and for preparing the dispatch, wh
 synchronizations are those that torch's sync debug mode warns about (CUDA only). ``--trace`` writes a Chrome
 trace of both passes of the plugin's layer, with the host's calls and the device's kernels.
 
-``--virtual`` runs the CUDA code on a virtual device (``megatron_fssdp.testing.virtual_cuda``). Times then
+``--virtual`` runs the CUDA code on a virtual device (``tests.support.virtual_cuda``). Times then
 mean nothing and are left out. The device counts synchronizations, and races and other faults end the run with
 exit code 3.
 """
@@ -71,7 +71,7 @@ def main() -> None:
             f"--repetitions {options.repetitions}: wanted 2 or more, because the result includes quartiles"
         )
     if options.virtual:
-        from megatron_fssdp.testing.virtual_cuda import virtual_cuda
+        from tests.support.virtual_cuda import virtual_cuda
     with virtual_cuda() if options.virtual else nullcontext() as virtual:
         measure_all(options, virtual)
     for finding in virtual.findings if virtual is not None else ():

@@ -18,7 +18,7 @@ the hidden share.
 overlapped. On GPUs, torch's profiler writes one such file for each rank (``t.rank0.json`` and so on), with
 the host's calls and the device's kernels.
 
-``--device virtual`` runs the CUDA code on virtual devices (``megatron_fssdp.testing.virtual_cuda``). Times
+``--device virtual`` runs the CUDA code on virtual devices (``tests.support.virtual_cuda``). Times
 then mean nothing and are not written. Races and other faults make the benchmark fail.
 """
 
@@ -89,7 +89,7 @@ DEVICES = {
     ),
     "cuda": Devices(PLUGIN, "--distributed-backend nccl", {"MEGATRON_FSSDP_DEVICE": "cuda"}),
     "virtual": Devices(
-        ("-m", "megatron_fssdp.testing.virtual_cuda", *PLUGIN),
+        ("-m", "tests.support.virtual_cuda", *PLUGIN),
         f"--distributed-backend nccl {UNCOMPILED}",
         {"MEGATRON_FSSDP_DEVICE": "cuda", "OMP_NUM_THREADS": "1"},
     ),

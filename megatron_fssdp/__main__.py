@@ -19,7 +19,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] in (["-h"], ["--help"]):
         print(_HELP)
     elif sys.argv[1:2] in (["profile"], ["doctor"], ["--version"]):
-        from megatron_fssdp.cli.app import main
+        from megatron_fssdp.cli import main
 
         main()
     else:

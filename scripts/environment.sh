@@ -92,7 +92,7 @@ _install() {
   echo "environment: installing into .venv, which takes some minutes the first time (log: $log)"
   rm -f "$INSTALL_STAMP"
   if ! "$VENV_PYTHON" -m pip install --disable-pip-version-check --progress-bar off \
-    --constraint "$ROOT/constraints.txt" --editable "${ROOT}[dev,plots]" >"$log" 2>&1; then
+    --constraint "$ROOT/constraints.txt" --editable "${ROOT}[dev]" >"$log" 2>&1; then
     tail -n 15 "$log" >&2
     echo "error: the installation failed; the whole output is in $log" >&2
     return 1

@@ -29,7 +29,7 @@ if [[ -n "${DEPENDENCIES:-}" ]]; then
   chmod +x venv/bin/torchrun
   echo "$DEPENDENCIES" >"$(venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/dependencies.pth"
 else
-  venv/bin/pip install --quiet --disable-pip-version-check "$wheel"
+  venv/bin/pip install --quiet --disable-pip-version-check "${wheel}[tools]"
 fi
 export PATH="$folder/venv/bin:$PATH"
 megatron-fssdp --version

@@ -22,10 +22,18 @@ step "python -m build: an sdist, and a wheel from it"
 }
 ls "$folder/dist"
 
-step "pip install WHEEL, into an empty environment"
+step "pip install WHEEL, into an empty environment: enough for the launcher"
 "$python" -m venv "$folder/venv"
 cd "$folder"
 venv/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+venv/bin/pip check
+venv/bin/python -c 'import megatron_fssdp; megatron_fssdp.register()'
+code=0
+venv/bin/megatron-fssdp --help 2>hint.txt || code=$?
+[[ $code == 2 ]] && grep "pip install 'megatron-fssdp\[tools\]'" hint.txt
+
+step "pip install 'WHEEL[tools]'"
+venv/bin/pip install --quiet --disable-pip-version-check "$(ls dist/*.whl)[tools]"
 venv/bin/pip check
 
 step "imports, with type information and without torch"

@@ -35,7 +35,7 @@ def _virtual_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.config.option.virtual_gpu or "gpu" not in request.keywords:
         yield
         return
-    from megatron_fssdp.testing.virtual_cuda import virtual_cuda
+    from tests.support.virtual_cuda import virtual_cuda
 
     with virtual_cuda() as device:
         yield

@@ -30,7 +30,7 @@ from megatron_fssdp.planning.transfer.message_size import (
     reduction_stages,
 )
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
-from megatron_fssdp.testing.random_placement import plain_transfer
+from tests.support.random_placement import plain_transfer
 
 EXPERT_BYTES = {
     "2048 x 1408, gated": 2 * 3 * 2048 * 1408,

@@ -24,7 +24,7 @@ from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
-from megatron_fssdp.testing.virtual_cuda import VirtualDevice, virtual_cuda
+from tests.support.virtual_cuda import VirtualDevice, virtual_cuda
 
 RANKS, NUM_ITERATIONS = 4, 4
 SIZE = StackSize(2, 16, 2, 8, 16, 32)

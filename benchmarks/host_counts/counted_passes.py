@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
-from megatron_fssdp.testing.virtual_cuda import EventKind, VirtualDevice
+from tests.support.virtual_cuda import EventKind, VirtualDevice
 
 EXPERTS, PLANNED_AHEAD, PLANNED_AFTER_GATE = "experts", "planned ahead", "planned after the gate"
 """Marks in the log: the experts' compute begins; a plan was made for an iteration, or for exact counts."""

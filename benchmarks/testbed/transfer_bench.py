@@ -20,7 +20,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.testing.random_placement import plain_transfer
+from tests.support.random_placement import plain_transfer
 
 
 def reaches(topology: Topology) -> dict[str, list[int]]:

@@ -1,117 +1,118 @@
-"""Finds the text files to train on: files that the user names, or Python's standard library."""
+"""Finds and reads the texts to train on: files that the user names, or Python's standard library."""
 
+import json
 import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.data.json_lines import JSON_SUFFIXES, TEXT_KEY, parts_of
-from megatron_fssdp.data.source_file import SourceFile
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+JSON_SUFFIXES = (".jsonl", ".json")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", *JSON_SUFFIXES)
+TEXT_KEY = "text"
 
 # Folders below the standard library that hold other sources, compiled files, or only tests.
-_NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
-_TESTS = frozenset({"test", "tests", "idle_test", "idlelib_test"})
+_NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
+_TESTS = ("test", "tests", "idle_test", "idlelib_test")
+
+
+class Document(NamedTuple):
+    """One document: its text, whether it is Python source, and the bytes that it takes in its file."""
+
+    text: str
+    is_python: bool
+    num_bytes: int
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text documents in a fixed order.
+    """Text documents in a fixed order. A text file is one document, and so is each line of a JSON-lines file.
 
     Attributes:
         name: Name of the corpus in messages.
-        files: Files of the documents. A large JSON-lines file is several entries.
+        files: Files of the documents.
+        folders: Folders in which files were looked for.
+        json_key: Key that holds the text in the lines of files with a suffix of ``JSON_SUFFIXES``.
     """
 
     name: str
-    files: tuple[SourceFile, ...]
+    files: tuple[Path, ...]
+    folders: tuple[Path, ...] = ()
+    json_key: str = TEXT_KEY
 
     def __post_init__(self) -> None:
         if not self.num_bytes:
             raise ConfigurationError(
-                f"{self.name}: no text found; give files with text or folders with "
-                f"{', '.join((*TEXT_SUFFIXES, *JSON_SUFFIXES))} files"
+                f"{self.name}: no text found; give files, or folders with {', '.join(TEXT_SUFFIXES)} files"
             )
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
-        """Total size of all documents, in bytes."""
-        return sum(file.num_bytes for file in self.files)
+        """Total size of all files, in bytes."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def documents(self) -> Iterator[Document]:
+        """Read the documents, one after the other.
+
+        Raises:
+            ConfigurationError: A file cannot be read, or a line is no JSON object with text under the key.
+        """
+        for file in self.files:
+            try:
+                if file.suffix in JSON_SUFFIXES:
+                    yield from self._lines(file)
+                else:
+                    content = file.read_bytes()
+                    yield Document(content.decode("utf-8"), file.suffix == ".py", len(content))
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigurationError(
+                    f"{file}: cannot be read ({error}); wanted UTF-8 text; convert the file or leave it out"
+                ) from None
+
+    def _lines(self, file: Path) -> Iterator[Document]:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield Document(json.loads(line)[self.json_key] + "", False, len(line))
+                except (ValueError, TypeError, KeyError):
+                    raise ConfigurationError(
+                        f"{file}: line {number}: wanted a JSON object with text under the key "
+                        f"'{self.json_key}'; correct the line, or name another key with --json-key"
+                    ) from None
 
 
 def corpus_from_paths(paths: Iterable[Path], json_key: str = TEXT_KEY) -> Corpus:
-    """Collect files, and the text files inside folders, into a corpus.
-
-    Args:
-        paths: Files and folders. Files are taken with any suffix. Inside folders, files with a suffix of
-            ``TEXT_SUFFIXES`` or ``JSON_SUFFIXES`` are taken, in the order of their names.
-        json_key: Key that holds the text in the lines of files with a suffix of ``JSON_SUFFIXES``.
-
-    Returns:
-        The corpus. It contains each file once.
+    """Collect files with any suffix, and inside folders those with a suffix of ``TEXT_SUFFIXES``, once each.
 
     Raises:
         ConfigurationError: A path does not exist, or the files contain no text.
     """
     paths = list(paths)
-    found: dict[Path, list[SourceFile]] = {}
+    found: dict[Path, Path] = {}
     for path in paths:
-        if path.is_dir():
-            files = _files_below(path, _NOT_STANDARD_LIBRARY)
-            wanted = [file for file in files if file.suffix in (*TEXT_SUFFIXES, *JSON_SUFFIXES)]
-        elif path.is_file():
-            wanted = [path]
-        else:
+        if not path.exists():
             raise ConfigurationError(f"{path}: no such file or folder; give text to build data from")
-        for file in wanted:
-            is_json = file.suffix in JSON_SUFFIXES
-            found.setdefault(file.resolve(), parts_of(file, json_key) if is_json else [_describe(file)])
-    every = tuple(part for parts in found.values() for part in parts)
-    return Corpus(name=", ".join(str(path) for path in paths[:3]), files=every)
+        files = _files_below(path, TEXT_SUFFIXES, _NOT_STANDARD_LIBRARY) if path.is_dir() else [path]
+        for file in files:
+            found.setdefault(file.resolve(), file)
+    folders = tuple(path for path in paths if path.is_dir())
+    return Corpus(", ".join(str(path) for path in paths[:3]), tuple(found.values()), folders, json_key)
 
 
-def default_corpus(with_tests: bool = False) -> Corpus:
-    """Collect the sources of the running Python's standard library, in the order of their paths.
-
-    Args:
-        with_tests: Whether to include the library's own test folders.
-
-    Returns:
-        The corpus. Files that are not UTF-8 are left out.
-
-    Raises:
-        ConfigurationError: This Python was installed without the sources of its standard library.
-    """
+def default_corpus() -> Corpus:
+    """Collect the sources of the running Python's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = _NOT_STANDARD_LIBRARY if with_tests else _NOT_STANDARD_LIBRARY | _TESTS
-    files = [file for file in _files_below(root, skipped) if file.suffix == ".py" and _is_utf8(file)]
-    try:
-        return Corpus(name="the standard library's sources", files=tuple(map(_describe, files)))
-    except ConfigurationError:
-        raise ConfigurationError(
-            f"{root}: this Python was installed without the sources of its standard library; give text files "
-            "instead: megatron-fssdp data build PATH…"
-        ) from None
+    files = _files_below(root, (".py",), (*_NOT_STANDARD_LIBRARY, *_TESTS))
+    return Corpus(f"the standard library's sources in {root}", tuple(files))
 
 
-def _files_below(root: Path, skipped: frozenset[str]) -> Iterable[Path]:
+def _files_below(root: Path, suffixes: tuple[str, ...], skipped: tuple[str, ...]) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
-        for name in sorted(names):
-            yield Path(folder) / name
-
-
-def _describe(path: Path) -> SourceFile:
-    status = path.stat()
-    return SourceFile(path=path, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
-    return True
+        yield from (Path(folder) / name for name in sorted(names) if name.endswith(suffixes))

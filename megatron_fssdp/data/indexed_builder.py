@@ -1,69 +1,48 @@
-"""Builds Megatron's indexed data (``.bin`` and ``.idx``) from a corpus.
+"""Builds Megatron's indexed data (``.bin`` and ``.idx``) from a corpus, completely or not at all."""
 
-The corpus is divided into shards of whole documents. Each finished shard is renamed to its final name, so
-that an interrupted build continues after the last finished shard. Then the shards are joined. The manifest is
-written last.
-"""
-
-import contextlib
-import fcntl
-import json
+import hashlib
 import logging
-import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.json_records import parse_record
-from megatron_fssdp.config.written_files import written_file
-from megatron_fssdp.data.corpus import Corpus
-from megatron_fssdp.data.documents import documents_of, encode_documents
-from megatron_fssdp.data.manifest import (
-    DATA_NAME,
-    MANIFEST_FILE,
-    DataManifest,
-    describe_file,
-    fingerprint,
-    read_manifest,
-)
-from megatron_fssdp.data.pretrained_tokenizer import PRETRAINED, PretrainedTokenizer
-from megatron_fssdp.data.source_file import SourceFile
+from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.data.corpus import Corpus, Document
+from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, BuiltFile, DataManifest, read_manifest
+from megatron_fssdp.data.sentences import sentences
 from megatron_fssdp.data.tokenizer import (
+    CONFIG_FILE,
+    MIN_VOCAB_SIZE,
     TOKENIZER_FILE,
-    BpeTokenizer,
-    ByteTokenizer,
-    Tokenizer,
+    TextTokenizer,
     TokenizerKind,
-    check_vocab_size,
+    train_bpe,
 )
-from megatron_fssdp.data.wordpiece import WordPieceTokenizer
+from megatron_fssdp.data.wordpiece import VOCAB_FILE, WordPieceTokenizer
 
 # Called with the name of the current step, the bytes that are done, and the total bytes of the step.
 OnProgress = Callable[[str, int, int], None]
 
-_ENCODE_BATCH_BYTES = 4 << 20
-_TRAIN_TOKENIZER_BYTES = 64 << 20
+MAX_SENTENCE_TOKENS = 256
+"""Maximum tokens of a sentence. Megatron ignores documents that have a sentence of more than 512 tokens."""
 
-
-@dataclass(frozen=True)
-class _FinishedShard:
-    num_documents: int
-    num_tokens: int
-    num_bytes: int
+_BATCH = 64
+_TRAIN_TOKENIZER_BYTES = 16 << 20
+_LEAST_VOCABULARY = {"bpe": MIN_VOCAB_SIZE, "wordpiece": 64}
+_OUTPUTS = (MANIFEST_FILE, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx", TOKENIZER_FILE, CONFIG_FILE, VOCAB_FILE)
 
 
 def build_data(
     corpus: Corpus,
     out_dir: Path,
-    tokenizer: TokenizerKind | PretrainedTokenizer = "bpe",
+    tokenizer: TokenizerKind | TextTokenizer = "bpe",
     vocab_size: int = 4096,
-    num_shards: int = 4,
     rebuild: bool = False,
     on_progress: OnProgress = lambda phase, done, total: None,
 ) -> tuple[DataManifest, bool]:
@@ -76,223 +55,132 @@ def build_data(
             encoding on the corpus. ``bytes`` needs no training. ``wordpiece`` splits the texts into sentences
             and trains BERT's tokenizer on them.
         vocab_size: Vocabulary size of a trained tokenizer, special tokens included.
-        num_shards: Number of shards. An interrupted build does not repeat its finished shards.
-        rebuild: Whether to replace data that is damaged or was built from other documents or settings.
+        rebuild: Whether to replace existing data.
         on_progress: Function that is called with the current step, bytes done and total bytes.
 
     Returns:
         The manifest of the data, and whether anything was built. Data that is up to date is not built again.
 
     Raises:
-        ConfigurationError: The folder cannot be written or holds other data, or a document cannot be read.
+        ConfigurationError: The folder cannot be written or holds other data or other files, or a document
+            cannot be read.
     """
-    if num_shards < 1:
-        raise ConfigurationError(f"--shards: got {num_shards}, wanted 1 or more")
-    wanted = _wanted(corpus, tokenizer, vocab_size)
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(out_dir):
-            if found := _found(out_dir, rebuild):
-                if found.fingerprint == wanted:
-                    return found, False
-                if not rebuild:
-                    raise ConfigurationError(
-                        f"{out_dir}: holds data that was built from other text or with another tokenizer; "
-                        "choose another --out, or replace the data with --rebuild"
-                    )
-            return _build(corpus, out_dir, tokenizer, vocab_size, num_shards, wanted, on_progress), True
-    except OSError as error:
-        if error.errno is None:  # not from the system: an import of Megatron may raise such an error
-            raise
-        raise ConfigurationError(
-            f"{error.filename or out_dir}: cannot be written ({error.strerror}); choose another --out"
-        ) from None
-
-
-def _wanted(corpus: Corpus, tokenizer: TokenizerKind | PretrainedTokenizer, vocab_size: int) -> str:
-    """Return the fingerprint of the data to build."""
-    if isinstance(tokenizer, PretrainedTokenizer):
-        return fingerprint(corpus, tokenizer.identity, tokenizer.vocab_size)
-    check_vocab_size(tokenizer, vocab_size)
-    return fingerprint(corpus, tokenizer, ByteTokenizer.vocab_size if tokenizer == "bytes" else vocab_size)
-
-
-def _found(out_dir: Path, rebuild: bool) -> DataManifest | None:
-    """Return the manifest of existing data, or None. With ``rebuild``, damaged data counts as none."""
-    if not (out_dir / MANIFEST_FILE).exists():
-        return None
-    try:
-        return read_manifest(out_dir)
-    except ConfigurationError:
-        if rebuild:
-            return None
-        raise
-
-
-def _build(
-    corpus: Corpus,
-    out_dir: Path,
-    asked: TokenizerKind | PretrainedTokenizer,
-    vocab_size: int,
-    num_shards: int,
-    wanted: str,
-    on_progress: OnProgress,
-) -> DataManifest:
-    work = out_dir / f".building-{wanted[:12]}-{num_shards}"
-    for stale in out_dir.glob(".building-*"):
-        if stale != work:
-            shutil.rmtree(stale)
-    work.mkdir(exist_ok=True)
-    kind: TokenizerKind = PRETRAINED if isinstance(asked, PretrainedTokenizer) else asked
-    tokenizer = (
-        asked
-        if isinstance(asked, PretrainedTokenizer)
-        else _tokenizer(corpus, asked, vocab_size, work, on_progress)
-    )
-    finished: list[_FinishedShard] = []
-    done_bytes = 0
-    for number, files in enumerate(_cut(corpus, num_shards)):
-        finished.append(
-            _write_shard(files, work / _shard_name(number), tokenizer, kind, on_progress, done_bytes, corpus)
-        )
-        done_bytes += sum(file.num_bytes for file in files)
-        on_progress("tokenizing", done_bytes, corpus.num_bytes)
-    if not any(shard.num_documents for shard in finished):
-        raise ConfigurationError(
-            f"{corpus.name}: no file has two or more sentences; give other texts, or Python sources with "
-            "docstrings"
-        )
-    on_progress("joining shards", 0, 1)
-    _join(work, len(finished), out_dir, tokenizer)
-    tokenizer.save(out_dir)
-    names = [f"{DATA_NAME}.bin", f"{DATA_NAME}.idx"] + ([TOKENIZER_FILE] if kind != "bytes" else [])
-    manifest = DataManifest(
-        fingerprint=wanted,
-        tokenizer=kind,
-        vocab_size=tokenizer.vocab_size,
-        eod_id=tokenizer.eod_id,
-        num_documents=sum(shard.num_documents for shard in finished),
-        num_tokens=sum(shard.num_tokens for shard in finished),
-        files={name: describe_file(out_dir / name) for name in names},
-    )
-    manifest.write(out_dir)
-    shutil.rmtree(work)
-    on_progress("joining shards", 1, 1)
-    return manifest
-
-
-def _tokenizer(
-    corpus: Corpus, kind: TokenizerKind, vocab_size: int, work: Path, on_progress: OnProgress
-) -> Tokenizer:
-    if kind == "bytes":
-        return ByteTokenizer()
-    trained = WordPieceTokenizer if kind == "wordpiece" else BpeTokenizer
-    finished = work / "tokenizer"
-    if not finished.exists():
-        partial = work / "tokenizer.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        trained.train(_training_texts(corpus, kind, on_progress), vocab_size).save(partial)
-        os.replace(partial, finished)
-    return trained.load(finished)
-
-
-def _training_texts(corpus: Corpus, kind: TokenizerKind, on_progress: OnProgress) -> Iterator[str]:
-    """Yield the texts of evenly spaced documents, about ``_TRAIN_TOKENIZER_BYTES`` bytes at most."""
-    stride = -(-corpus.num_bytes // _TRAIN_TOKENIZER_BYTES)
-    done = 0
-    files = corpus.files[::stride]
-    total = sum(file.num_bytes for file in files)
-    for file in files:
-        done += file.num_bytes
-        on_progress("training the tokenizer", done, total)
-        for texts in documents_of(file, kind):
-            yield from texts
-
-
-def _cut(corpus: Corpus, num_shards: int) -> list[list[SourceFile]]:
-    """Divide the documents into contiguous ranges of about equal bytes. No range is empty."""
-    shards: list[list[SourceFile]] = [[] for _ in range(num_shards)]
-    done = 0
-    for file in corpus.files:
-        shards[min(done * num_shards // corpus.num_bytes, num_shards - 1)].append(file)
-        done += file.num_bytes
-    return [shard for shard in shards if shard]
-
-
-def _write_shard(
-    files: list[SourceFile],
-    prefix: Path,
-    tokenizer: Tokenizer,
-    kind: TokenizerKind,
-    on_progress: OnProgress,
-    done_bytes: int,
-    corpus: Corpus,
-) -> _FinishedShard:
-    record = prefix.with_suffix(".json")
-    with contextlib.suppress(FileNotFoundError, ValueError):  # a missing or damaged shard is written again
-        return parse_record(_FinishedShard, record.read_bytes())
-    partial = Path(f"{prefix}.partial")
-    builder = _indexed_builder(f"{partial}.bin", tokenizer)
-    num_documents = num_tokens = 0
-    for batch in _batches(files):
-        for sequences in encode_documents(batch, tokenizer, kind):
+    if tokenizer == "bytes":
+        vocab_size = MIN_VOCAB_SIZE
+    least = _LEAST_VOCABULARY.get(tokenizer, 0) if isinstance(tokenizer, str) else 0
+    if vocab_size < least:
+        raise ConfigurationError(f"--vocab-size: got {vocab_size}, wanted {least} or more for {tokenizer}")
+    wanted = _fingerprint(corpus, tokenizer, vocab_size)
+    _refuse_foreign_files(corpus, out_dir)
+    if (out_dir / MANIFEST_FILE).exists():
+        found = read_manifest(out_dir, complete=not rebuild)
+        if not rebuild and found.fingerprint == wanted:
+            return found, False
+        if not rebuild:
+            raise ConfigurationError(
+                f"{out_dir}: holds data that was built from other text or with another tokenizer; choose "
+                "another --out, or replace the data with --rebuild"
+            )
+    new_builder = _megatrons_builder()
+    with written_whole(out_dir, "--out") as partial:
+        if isinstance(tokenizer, str):
+            tokenizer = _trained(corpus, tokenizer, vocab_size, on_progress)
+        builder = new_builder(str(partial / f"{DATA_NAME}.bin"), tokenizer.vocab_size)
+        for sequences in _encoded(corpus, tokenizer, on_progress):
             builder.add_document(np.concatenate(sequences), [len(ids) for ids in sequences])
-            num_documents += 1
-            num_tokens += sum(len(ids) for ids in sequences)
-        done_bytes += sum(file.num_bytes for file in batch)
-        on_progress("tokenizing", done_bytes, corpus.num_bytes)
-    builder.finalize(f"{partial}.idx")
-    shard = _FinishedShard(num_documents, num_tokens, os.path.getsize(f"{partial}.bin"))
-    for suffix in (".bin", ".idx"):
-        os.replace(f"{partial}{suffix}", prefix.with_suffix(suffix))
-    with written_file(record, "--out") as partial_record:  # from now on the shard counts as finished
-        partial_record.write_text(json.dumps(asdict(shard)))
-    return shard
+        num_documents = len(builder.document_indices) - 1
+        if not num_documents:
+            raise ConfigurationError(f"{corpus.name}: no file has two or more sentences; give other texts")
+        builder.finalize(str(partial / f"{DATA_NAME}.idx"))
+        for name, text in tokenizer.files.items():
+            (partial / name).write_text(text, encoding="utf-8")
+        files = {}
+        for path in sorted(partial.iterdir()):
+            with path.open("rb") as file:
+                files[path.name] = BuiltFile(
+                    path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+                )
+        counts = (tokenizer.vocab_size, tokenizer.eod_id, num_documents, sum(builder.sequence_lengths))
+        manifest = DataManifest(wanted, tokenizer.kind, *counts, files)
+        manifest.write(partial)
+        for name in reversed(_OUTPUTS):  # The new files are complete, so the old data makes way.
+            (out_dir / name).unlink(missing_ok=True)
+    return manifest, True
 
 
-def _batches(files: list[SourceFile]) -> Iterator[list[SourceFile]]:
-    batch: list[SourceFile] = []
-    for file in files:
-        batch.append(file)
-        if sum(member.num_bytes for member in batch) >= _ENCODE_BATCH_BYTES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def _refuse_foreign_files(corpus: Corpus, out_dir: Path) -> None:
+    for folder in corpus.folders:
+        if out_dir.resolve().is_relative_to(folder.resolve()):
+            raise ConfigurationError(
+                f"--out {out_dir}: lies in the text's folder {folder}; choose another one"
+            )
+    for name in () if (out_dir / MANIFEST_FILE).exists() else _OUTPUTS:
+        if (out_dir / name).exists():
+            raise ConfigurationError(
+                f"--out {out_dir}: has a {name} that `data build` did not write; choose another folder"
+            )
 
 
-def _join(work: Path, num_shards: int, out_dir: Path, tokenizer: Tokenizer) -> None:
-    joined = work / "joined"
-    builder = _indexed_builder(f"{joined}.bin", tokenizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's logging warns that no rank is set
-        for number in range(num_shards):
-            builder.add_index(str(work / _shard_name(number)))
-        builder.finalize(f"{joined}.idx")
-    (out_dir / MANIFEST_FILE).unlink(missing_ok=True)  # the next lines replace the files that it describes
-    for suffix in (".bin", ".idx"):
-        os.replace(f"{joined}{suffix}", out_dir / f"{DATA_NAME}{suffix}")
+def _fingerprint(corpus: Corpus, tokenizer: TokenizerKind | TextTokenizer, vocab_size: int) -> str:
+    """Return a hash of everything that decides the data: files with sizes and times, and the tokenizer."""
+    made_by = f"{tokenizer} {vocab_size}" if isinstance(tokenizer, str) else tokenizer.identity
+    digest = hashlib.sha256(f"{made_by}\n{corpus.json_key}\n".encode())
+    for file in corpus.files:
+        status = file.stat()
+        digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
-def _shard_name(number: int) -> str:
-    return f"shard-{number:05d}"
+def _trained(corpus: Corpus, kind: TokenizerKind, vocab_size: int, on_progress: OnProgress) -> TextTokenizer:
+    """Train on evenly spaced documents, which takes neither long nor much memory."""
+    stride = -(-corpus.num_bytes // _TRAIN_TOKENIZER_BYTES)
+    numbered = enumerate(_followed(corpus, "training the tokenizer", on_progress))
+    texts = (text for number, one in numbered if number % stride == 0 for text in _texts_of(one, kind))
+    if kind == "wordpiece":
+        return WordPieceTokenizer.train(texts, vocab_size)
+    return train_bpe(texts if kind == "bpe" else (), vocab_size)
 
 
-def _indexed_builder(bin_path: str, tokenizer: Tokenizer) -> Any:
-    # Importing Megatron gives warnings about optional packages, ranks and CUDA, which matter only for
-    # training.
+def _encoded(
+    corpus: Corpus, tokenizer: TextTokenizer, on_progress: OnProgress
+) -> Iterator[list[NDArray[np.int64]]]:
+    """Yield the token sequences of each document, int64 ``[tokens]``.
+
+    With ``wordpiece`` these are its sentences, of which BERT forms pairs. Otherwise it is the whole text,
+    followed by end-of-document. Documents without text are left out, and with ``wordpiece`` also documents of
+    a single sentence.
+    """
+    is_bert, cut = tokenizer.kind == "wordpiece", MAX_SENTENCE_TOKENS
+    for batch in batched(_followed(corpus, "tokenizing", on_progress), _BATCH):
+        texts = [_texts_of(document, tokenizer.kind) for document in batch]
+        encoded = iter(tokenizer.encode([text for of_document in texts for text in of_document]))
+        for of_document in texts:
+            found = [ids for ids in (next(encoded) for _ in of_document) if len(ids)]
+            if is_bert:
+                found = [ids[at : at + cut] for ids in found for at in range(0, len(ids), cut)]
+            else:
+                found = [np.append(ids, tokenizer.eod_id) for ids in found]
+            if len(found) > is_bert:
+                yield found
+
+
+def _texts_of(document: Document, kind: TokenizerKind) -> list[str]:
+    return sentences(document.text, document.is_python) if kind == "wordpiece" else [document.text]
+
+
+def _followed(corpus: Corpus, phase: str, on_progress: OnProgress) -> Iterator[Document]:
+    done = 0
+    for document in corpus.documents():
+        yield document
+        done += document.num_bytes
+        on_progress(phase, done, corpus.num_bytes)
+
+
+def _megatrons_builder() -> Callable[[str, int], Any]:
+    """Import Megatron's builder without warnings on optional packages, ranks and CUDA."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-        return IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(tokenizer.vocab_size))
-
-
-@contextlib.contextmanager
-def _locked(out_dir: Path) -> Iterator[None]:
-    """Allow one build at a time in a folder. A second build waits and then finds the finished data."""
-    with (out_dir / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    return lambda path, vocab_size: IndexedDatasetBuilder(path, dtype=DType.optimal_dtype(vocab_size))

@@ -2,36 +2,22 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import Count, parse_record
-from megatron_fssdp.config.written_files import written_file
-from megatron_fssdp.data.corpus import Corpus
 
 MANIFEST_FILE = "manifest.json"
 DATA_NAME = "text"
-_FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class BuiltFile:
-    """Size and hash of one file of built data.
-
-    Attributes:
-        num_bytes: Size of the file, in bytes.
-        sha256: SHA-256 hash of the file, in hexadecimal.
-    """
+    """Size in bytes and SHA-256 hash, in hexadecimal, of one file of built data."""
 
     num_bytes: Count
     sha256: str
-
-
-@dataclasses.dataclass(frozen=True)
-class _Format:
-    format: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,54 +44,32 @@ class DataManifest:
 
     def write(self, folder: Path) -> None:
         """Write ``manifest.json`` into a folder."""
-        text = json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
-        with written_file(folder / MANIFEST_FILE, "--out") as partial:
-            partial.write_text(text, encoding="utf-8")
+        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
-def fingerprint(corpus: Corpus, tokenizer: str, vocab_size: int) -> str:
-    """Return a hash of everything that decides the built data.
-
-    This includes the documents' paths, sizes and modification times, the tokenizer and its vocabulary size.
-    """
-    digest = hashlib.sha256(f"{_FORMAT} {tokenizer} {vocab_size}\n".encode())
-    for file in corpus.files:
-        digest.update(f"{file.identity}\n".encode())
-    return digest.hexdigest()
-
-
-def describe_file(path: Path) -> BuiltFile:
-    """Return the size and hash of a file."""
-    with path.open("rb") as file:
-        return BuiltFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def read_manifest(folder: Path) -> DataManifest:
-    """Read the manifest of built data and check that its files exist with the right sizes.
+def read_manifest(folder: Path, complete: bool = True) -> DataManifest:
+    """Read the manifest of built data.
 
     Args:
         folder: Folder that ``megatron-fssdp data build --out`` wrote.
-
-    Returns:
-        The manifest.
+        complete: Whether to check that the files exist with the right sizes.
 
     Raises:
         ConfigurationError: The folder contains no built data, or the data is damaged.
     """
-    path = folder / MANIFEST_FILE
     try:
-        text = path.read_bytes()
-        if parse_record(_Format, text).format != _FORMAT:
-            raise ValueError("another version of megatron-fssdp wrote it")
-        manifest = parse_record(DataManifest, text)
+        manifest = parse_record(DataManifest, (folder / MANIFEST_FILE).read_bytes())
     except FileNotFoundError:
         raise ConfigurationError(
             f"{folder}: no built data in this folder (no {MANIFEST_FILE}); "
             f"run `megatron-fssdp data build --out {folder}`"
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path}: damaged ({error}); build the data again with --rebuild") from None
-    for name, file in manifest.files.items():
+        raise ConfigurationError(
+            f"{folder / MANIFEST_FILE}: damaged, or not of built data ({error}); build data in another folder"
+        ) from None
+    for name, file in manifest.files.items() if complete else ():
         found = None
         with contextlib.suppress(OSError, ValueError):  # a name with a null byte, or too long a name
             found = (folder / name).stat().st_size

@@ -1,14 +1,10 @@
-"""Byte-level tokenizers: one token for each byte, or byte-pair encoding.
+"""Turns texts into token ids: byte-level byte-pair encoding, or a tokenizer that exists."""
 
-The data is tokenized before training. Megatron therefore needs only the size of the vocabulary and the
-end-of-document id. This id is always the last one, where Megatron's NullTokenizer expects it. Text never
-contains it.
-"""
-
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,178 +13,116 @@ from megatron_fssdp.config.errors import ConfigurationError
 
 TokenizerKind = Literal["bpe", "bytes", "wordpiece", "huggingface"]
 
-EOD_TOKEN = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
-NUM_BYTES_VALUES = 256
-MIN_VOCAB_SIZE = NUM_BYTES_VALUES + 1
+CONFIG_FILE = "tokenizer_config.json"
+MIN_VOCAB_SIZE = 257
+"""256 bytes and end-of-document."""
 
-_LEAST_VOCABULARY: dict[TokenizerKind, tuple[int, str]] = {
-    "bpe": (MIN_VOCAB_SIZE, "256 bytes and end-of-document"),
-    "wordpiece": (64, "letters and words"),
-}
+MAX_WORD = 100
+"""Trained tokenizers cut longer words: the time to learn from a word grows with its square."""
+
+_PIECE_CHARS = 50_000  # so does the time to encode a text
+_EOD = "<|endoftext|>"
+_USUAL_ENDS = (_EOD, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]")
 
 
-class Tokenizer(Protocol):
-    """Interface of a tokenizer, which turns texts into token ids."""
+class TextTokenizer:
+    """A tokenizer of the ``tokenizers`` library. Special tokens inside a text count as ordinary text.
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, end-of-document included."""
+    Attributes:
+        kind: Kind of tokenizer, for manifests.
+        ids: Id of each token.
+        vocab_size: Number of ids, end-of-document included.
+        eod_id: Id that ends a document.
+        identity: Text that decides the token ids.
+        files: Texts of the files from which the tokenizer can be loaded again, by file name.
 
-    @property
-    def eod_id(self) -> int:
-        """Id that ends a document."""
+    Raises:
+        ConfigurationError: ``json_text`` is no valid ``tokenizer.json``, or it does not have ``eod_token``.
+    """
+
+    def __init__(self, kind: TokenizerKind, json_text: str, eod_token: str) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self._library = Tokenizer.from_str(json_text)
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigurationError(
+                f"{TOKENIZER_FILE}: is no tokenizer ({error}); use another one"
+            ) from None
+        self._library.encode_special_tokens = True
+        self.ids: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        if eod_token not in self.ids:
+            raise ConfigurationError(
+                f"--eod-token {eod_token}: the tokenizer does not have this token; name one of its own"
+            )
+        self.kind = kind
+        self.eod_id, self.vocab_size = self.ids[eod_token], max(self.ids.values()) + 1  # ids may have gaps
+        self.identity = f"{kind} {hashlib.sha256(json_text.encode()).hexdigest()} {eod_token}"
+        hint = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod_token}
+        self.files = {TOKENIZER_FILE: json_text, CONFIG_FILE: json.dumps(hint) + "\n"}
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Return the token ids of each text, int64 ``[tokens]``, without end-of-document."""
-
-    def save(self, folder: Path) -> None:
-        """Write the files that are needed to load the tokenizer again."""
-
-
-def read_tokenizer_file(folder: Path) -> str:
-    """Return the text of ``tokenizer.json`` in a folder of built data.
-
-    Raises:
-        ConfigurationError: The file cannot be read.
-    """
-    try:
-        return (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{folder / TOKENIZER_FILE}: cannot be read ({error}); build the data again"
-        ) from None
+        pieces = [_pieces_of(text) for text in texts]
+        every = [piece for of_text in pieces for piece in of_text]
+        encoded = iter(self._library.encode_batch_fast(every, add_special_tokens=False))
+        return [np.concatenate([np.array(next(encoded).ids, np.int64) for _ in each]) for each in pieces]
 
 
-def parse_tokenizer(json_text: str) -> Any:
-    """Build the ``tokenizers`` library's tokenizer from the text of a ``tokenizer.json``.
-
-    The tokenizer treats names of special tokens inside a text as ordinary text.
-
-    Raises:
-        ConfigurationError: The text is not a valid tokenizer.
-    """
-    from tokenizers import Tokenizer as JsonTokenizer
-
-    try:
-        tokenizer = JsonTokenizer.from_str(json_text)
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigurationError(f"{TOKENIZER_FILE} is damaged ({error}); build the data again") from None
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-class ByteTokenizer:
-    """Tokenizer with one token for each byte of UTF-8. It needs no training."""
-
-    vocab_size = NUM_BYTES_VALUES + 1
-    eod_id = NUM_BYTES_VALUES
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Return the token ids of each text, int64 ``[tokens]``, without end-of-document."""
-        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64) for text in texts]
-
-    def save(self, folder: Path) -> None:
-        """Do nothing, because this tokenizer has no data of its own."""
-
-
-class TrainedTokenizer:
-    """A tokenizer of the ``tokenizers`` library.
+def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """Train byte-level byte-pair encoding. End-of-document has the last id.
 
     Args:
-        json_text: Text of a ``tokenizer.json``.
+        texts: Documents to train on.
+        vocab_size: Wanted number of token ids. A small amount of text gives fewer. With ``MIN_VOCAB_SIZE``,
+            each byte is a token.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([byte_level, pre_tokenizers.FixedLength(MAX_WORD)])
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator((piece for text in texts for piece in _pieces_of(text)), trainer)
+    library.add_special_tokens([AddedToken(_EOD, special=True)])
+    return TextTokenizer("bytes" if vocab_size == MIN_VOCAB_SIZE else "bpe", library.to_str(), _EOD)
+
+
+def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
+    """Load a tokenizer in Hugging Face's format.
+
+    Args:
+        name: A file ``tokenizer.json``, a folder that has it, or a name on the Hugging Face hub.
+        eod_token: Token that ends a document. Default: a usual one that the tokenizer has.
 
     Raises:
-        ConfigurationError: The text is not a valid tokenizer.
+        ConfigurationError: The tokenizer does not exist, is damaged or cannot be downloaded, or no token that
+            ends a document is known.
     """
+    from tokenizers import Tokenizer
 
-    def __init__(self, json_text: str) -> None:
-        self._tokenizer = parse_tokenizer(json_text)
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Return the token ids of each text, int64 ``[tokens]``.
-
-        Special tokens are left out, except the one for unknown words.
-        """
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-
-
-class BpeTokenizer(TrainedTokenizer):
-    """Byte-level byte-pair encoding, trained on the corpus with the ``tokenizers`` library."""
-
-    def __init__(self, json_text: str) -> None:
-        """Load from the JSON text of a saved tokenizer.
-
-        Raises:
-            ConfigurationError: The text is not a valid tokenizer, or its last token is not end-of-document.
-        """
-        super().__init__(json_text)
-        self.eod_id: int = self.vocab_size - 1
-        if self._tokenizer.token_to_id(EOD_TOKEN) != self.eod_id:
-            raise ConfigurationError(
-                f"{TOKENIZER_FILE}: {EOD_TOKEN} has id {self._tokenizer.token_to_id(EOD_TOKEN)}, "
-                f"wanted the last id {self.eod_id}; build the data again"
-            )
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "BpeTokenizer":
-        """Train a tokenizer on texts.
-
-        Args:
-            texts: Documents to train on.
-            vocab_size: Wanted number of token ids, end-of-document included. A small amount of text gives
-                fewer ids.
-
-        Returns:
-            The trained tokenizer.
-
-        Raises:
-            ConfigurationError: The vocabulary is too small for the 256 bytes and end-of-document.
-        """
-        check_vocab_size("bpe", vocab_size)
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-        from tokenizers import Tokenizer as JsonTokenizer
-
-        tokenizer = JsonTokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size - 1,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
+    path = Path(name)
+    try:
+        if path.exists():
+            library = Tokenizer.from_file(str(path / TOKENIZER_FILE if path.is_dir() else path))
+        else:
+            library = Tokenizer.from_pretrained(name)
+    except Exception as error:  # errors of the library and of the network have many types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigurationError(
+            f"--tokenizer {name}: is none of bpe, bytes and wordpiece, and no folder, file or name of a "
+            f"tokenizer on the Hugging Face hub ({reason}); give a folder with {TOKENIZER_FILE}"
+        ) from None
+    end = eod_token or next((end for end in _USUAL_ENDS if library.token_to_id(end) is not None), None)
+    if end is None:
+        raise ConfigurationError(
+            f"--tokenizer {name}: it does not say which token ends a document; name it with --eod-token"
         )
-        tokenizer.train_from_iterator(texts, trainer)
-        tokenizer.add_special_tokens([AddedToken(EOD_TOKEN, special=True)])
-        return cls(tokenizer.to_str())
-
-    @classmethod
-    def load(cls, folder: Path) -> "BpeTokenizer":
-        """Load from a folder that :meth:`save` wrote.
-
-        Raises:
-            ConfigurationError: The file is missing or damaged.
-        """
-        return cls(read_tokenizer_file(folder))
-
-    def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, and ``tokenizer_config.json`` for loading with ``transformers``."""
-        (folder / TOKENIZER_FILE).write_text(self._tokenizer.to_str(), encoding="utf-8")
-        hint = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD_TOKEN}
-        (folder / "tokenizer_config.json").write_text(json.dumps(hint, indent=2) + "\n", encoding="utf-8")
+    return TextTokenizer("huggingface", library.to_str(), end)
 
 
-def check_vocab_size(tokenizer: TokenizerKind, vocab_size: int) -> None:
-    """Check that a vocabulary size is large enough for a kind of tokenizer. ``bytes`` accepts any size.
-
-    Raises:
-        ConfigurationError: The vocabulary is too small for the tokens that every tokenizer of the kind has.
-    """
-    least, content = _LEAST_VOCABULARY.get(tokenizer, (0, ""))
-    if vocab_size < least:
-        raise ConfigurationError(f"--vocab-size: got {vocab_size}, wanted {least} or more ({content})")
+def _pieces_of(text: str) -> list[str]:
+    return [text[at : at + _PIECE_CHARS] for at in range(0, max(len(text), 1), _PIECE_CHARS)]

@@ -6,12 +6,16 @@ extension that is older than a source that somebody has changed must not be used
 
 import importlib
 import importlib.util
+import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 SOURCE = Path(__file__).with_name("kernels.py")
 
@@ -33,9 +37,25 @@ def kernels() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _stand_in_for_cython():
+        spec.loader.exec_module(module)
     module.REASON = why  # type: ignore[attr-defined]
     return module
+
+
+@contextmanager
+def _stand_in_for_cython() -> Iterator[None]:
+    """Let the kernels run as plain Python where Cython is not installed; they use two names of it."""
+    if importlib.util.find_spec("cython") is not None:
+        yield
+        return
+    stand_in: Any = ModuleType("cython")
+    stand_in.nogil = nullcontext()
+    names = {"cython": stand_in, "cython.cimports.libc.math": math}
+    sys.modules.update(names)
+    yield
+    for name in names:
+        del sys.modules[name]
 
 
 def kernel_form() -> str:

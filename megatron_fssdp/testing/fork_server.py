@@ -1,32 +1,53 @@
 """A server process that imports the libraries once, computes nothing, and forks the ranks of each job."""
 
 import contextlib
-import ctypes
+import datetime
+import faulthandler
 import gc
 import importlib
 import os
+import pickle
 import signal
 import socket
+import sys
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
-
-from megatron_fssdp.testing.rank_job import RankJob, run_rank
+from pathlib import Path
+from typing import Any
 
 _DUMP_S = 0.1  # time for ranks that timed out to print where they hang
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """One function call on every rank of a new process group.
+
+    Attributes:
+        call: Pickled function and tuple of its arguments after ``rank`` and ``world_size``.
+        world_size: Number of ranks.
+        timeout_s: Time limit of the whole job and of each collective in it, in seconds.
+        grace_s: Seconds that the other ranks have to end by themselves after a rank has failed.
+        env: Environment variables of every rank.
+        preparation: Import path, working directory and main module, as ``multiprocessing`` describes them.
+        folder: Existing folder for the ranks' files: ``<rank>.log``, ``<rank>.result`` with the pickled
+            return value, ``<rank>.failure`` with the pickled time and traceback of an exception.
+    """
+
+    call: bytes
+    world_size: int
+    timeout_s: float
+    grace_s: float
+    env: dict[str, str]
+    preparation: dict[str, Any]
+    folder: Path
 
 
 @dataclass(frozen=True)
 class JobReport:
-    """How the ranks of a job ended.
-
-    Attributes:
-        exit_codes: Exit code of each rank. A negative number is the signal that ended the rank.
-        unfinished: Ranks that the server ended, because another rank failed or the time limit was reached.
-        timed_out: Whether the time limit was reached.
-    """
+    """Exit codes of all ranks (signals are negative), ranks that the server ended, whether time was up."""
 
     exit_codes: tuple[int, ...]
     unfinished: tuple[int, ...]
@@ -34,15 +55,7 @@ class JobReport:
 
 
 def serve(descriptor: int, preload: tuple[str, ...]) -> None:
-    """Run the preload entries, then run jobs from the connection until the caller closes it.
-
-    The first message to the caller is an empty string, or the traceback of a failed preload entry.
-
-    Args:
-        descriptor: File descriptor of the connection to the caller.
-        preload: Entries to run in order. ``"module"`` is imported. ``"module:function"`` is imported, and
-            then the function is called without arguments.
-    """
+    """Run the preload entries, then run jobs from the caller's connection until the caller closes it."""
     connection = Connection(descriptor)
     try:
         for entry in preload:
@@ -61,78 +74,94 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
             connection.send(_run(connection.recv(), connection))
 
 
-def _run(job: RankJob, connection: Connection) -> JobReport:
-    deadline_s = time.monotonic() + job.timeout_s
+def _run(job: RankJob, caller: Connection) -> JobReport:
+    end_s = time.monotonic() + job.timeout_s
     with socket.create_server(("127.0.0.1", 0), backlog=max(128, job.world_size)) as listener:
-        pids = [_fork_rank(job, rank, listener, connection) for rank in range(job.world_size)]
-    children = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
-    exit_codes: dict[int, int] = {}
-    unfinished: tuple[int, ...] = ()
-    timed_out = False
+        pids = [_fork(job, rank, listener, caller) for rank in range(job.world_size)]
+    running = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
+    exit_codes = [0] * job.world_size
+    failed = timed_out = False
     try:
-        while children:
-            ready = wait([connection, *children], max(0.0, deadline_s - time.monotonic()))
-            if connection in ready:
+        while running:
+            ready = wait([caller, *running], max(0.0, end_s - time.monotonic()))
+            if caller in ready:
                 raise EOFError("the caller closed the connection")
-            for descriptor in [d for d in children if d in ready]:
-                rank = children[descriptor]
-                exit_codes[rank] = _reap(pids, children, descriptor)
-            timed_out = not ready and bool(children)
-            if timed_out or any(exit_codes.values()):
-                unfinished = _end(job, pids, children, exit_codes, timed_out)
+            for descriptor in running.keys() & set(ready):
+                rank = running.pop(descriptor)
+                exit_codes[rank] = _reap(pids[rank], descriptor)
+            if not failed and any(exit_codes):
+                failed, end_s = True, time.monotonic() + job.grace_s
+            elif not ready and (failed or timed_out):
+                break
+            elif not ready:
+                timed_out, end_s = True, time.monotonic() + _DUMP_S
+                for rank in running.values():
+                    os.kill(pids[rank], signal.SIGUSR1)
     finally:
-        for descriptor, rank in list(children.items()):
+        for descriptor, rank in running.items():
             os.kill(pids[rank], signal.SIGKILL)
-            _reap(pids, children, descriptor)
-    return JobReport(tuple(exit_codes[rank] for rank in range(job.world_size)), unfinished, timed_out)
+            exit_codes[rank] = _reap(pids[rank], descriptor)
+    return JobReport(tuple(exit_codes), tuple(running.values()), timed_out)
 
 
-def _end(
-    job: RankJob, pids: list[int], children: dict[int, int], exit_codes: dict[int, int], timed_out: bool
-) -> tuple[int, ...]:
-    """End the ranks that still run. Return those that did not end by themselves within the grace time."""
-    if timed_out:
-        for rank in children.values():
-            os.kill(pids[rank], signal.SIGUSR1)
-    grace_end_s = time.monotonic() + (_DUMP_S if timed_out else job.grace_s)
-    running = dict(children)
-    while running and (left_s := grace_end_s - time.monotonic()) > 0:
-        for descriptor in wait(list(running), left_s):
-            assert isinstance(descriptor, int)
-            running.pop(descriptor)
-    unfinished = tuple(children.values()) if timed_out else tuple(running.values())
-    for rank in running.values():
-        os.kill(pids[rank], signal.SIGKILL)
-    for descriptor, rank in list(children.items()):
-        exit_codes[rank] = _reap(pids, children, descriptor)
-    return unfinished
-
-
-def _reap(pids: list[int], children: dict[int, int], descriptor: int) -> int:
-    rank = children.pop(descriptor)
+def _reap(pid: int, descriptor: int) -> int:
     os.close(descriptor)
-    # End processes that the rank started and left, such as checkpoint writers, before its number can be
-    # reused.
+    # End processes that the rank started and left, such as checkpoint writers.
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pids[rank], signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _fork_rank(job: RankJob, rank: int, listener: socket.socket, connection: Connection) -> int:
-    pid = os.fork()
-    if pid:
+def _fork(job: RankJob, rank: int, listener: socket.socket, caller: Connection) -> int:
+    if pid := os.fork():
         return pid
     exit_code = 1
     try:
-        _die_with_parent()
         os.setpgid(0, 0)
-        connection.close()
-        exit_code = run_rank(job, rank, listener)
+        caller.close()
+        _redirect_output(job.folder / f"{rank}.log")
+        try:
+            _call(job, rank, listener)
+            exit_code = 0
+        except BaseException:
+            failure = pickle.dumps((time.monotonic(), traceback.format_exc()))
+            (job.folder / f"{rank}.failure").write_bytes(failure)
+        sys.stdout.flush()
+        sys.stderr.flush()
     finally:
         os._exit(exit_code)
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when the server ends for any reason."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def _redirect_output(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(descriptor, number)
+        setattr(sys, name, open(number, "w", buffering=1, closefd=False, errors="replace"))  # noqa: SIM115
+    # The server sends this signal to ranks that exceed the time limit. The traceback shows where they hang.
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    faulthandler.enable(file=sys.stderr)
+
+
+def _call(job: RankJob, rank: int, listener: socket.socket) -> None:
+    import torch.distributed as dist
+
+    spawn.prepare(job.preparation)
+    port = listener.getsockname()[1]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+    os.environ.update({"LOCAL_WORLD_SIZE": str(job.world_size), "MASTER_ADDR": "127.0.0.1", **job.env})
+    limit: dict[str, Any] = {"timeout": datetime.timedelta(seconds=job.timeout_s)}
+    served = dict(limit)
+    if rank == 0:  # It serves the store on the inherited socket, so that no port has to be guessed.
+        served |= {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    else:
+        listener.close()
+    store = dist.TCPStore("127.0.0.1", port, job.world_size, **served)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, **limit)
+    function, arguments = pickle.loads(job.call)
+    result = pickle.dumps(function(rank, job.world_size, *arguments))
+    (job.folder / f"{rank}.result").write_bytes(result)
+    if dist.is_initialized():
+        dist.barrier()  # Rank 0 serves the store, so no rank may leave before all ranks have finished.
+        dist.destroy_process_group()

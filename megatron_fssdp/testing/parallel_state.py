@@ -1,6 +1,7 @@
 """Sets up Megatron's parallel state on the ranks of a test."""
 
-from collections.abc import Callable, Iterator, Mapping
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,16 +10,11 @@ from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, run_ranks
 MEGATRON_PRELOAD = (
     *DEFAULT_PRELOAD,
     "megatron_fssdp.megatron_adapter.cpu.cpu_runtime:install",
-    "megatron.core",
-    "megatron.core.parallel_state",
-    "megatron.core.tensor_parallel",
     "megatron.core.models.gpt.gpt_model",
-    "megatron.training",
     "megatron.training.training",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.tokenizers.text",
-    "megatron_fssdp.testing.option_texts:keep_option_texts",
-    "megatron_fssdp.megatron_adapter.training.training_hooks",
+    "megatron_fssdp.testing.parallel_state:keep_option_texts",
     "megatron_fssdp.megatron_adapter.entry.launcher",
     "megatron_fssdp.megatron_adapter.entry.registration",
     "megatron_fssdp.strategies.fssdp",
@@ -82,37 +78,39 @@ def run_megatron_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    cp: int = 1,
-    vpp: int | None = None,
-    seed: int = 1234,
-    timeout_s: float = 120,
+    timeout_s: float = 300,
     env: Mapping[str, str] | None = None,
+    preload: Sequence[str] = MEGATRON_PRELOAD,
+    **sizes: int | None,
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ranks that have Megatron's parallel state.
 
     This is :func:`run_ranks` with Megatron and its CPU runtime preloaded, and with
-    :func:`megatron_parallel_state` around the call.
+    :func:`megatron_parallel_state`, whose arguments ``sizes`` are, around the call.
     """
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **(env or {})}
-    return run_ranks(
-        fn,
-        world_size,
-        *args,
-        timeout_s=timeout_s,
-        env=environment,
-        preload=MEGATRON_PRELOAD,
-        context=megatron_parallel_state,
-        context_options={
-            "tp": tp,
-            "pp": pp,
-            "ep": ep,
-            "etp": etp,
-            "cp": cp,
-            "vpp": vpp,
-            "seed": seed,
-        },
-    )
+    limits: dict[str, Any] = {"timeout_s": timeout_s, "env": environment, "preload": preload}
+    return run_ranks(_call_in_state, world_size, sizes, fn, args, **limits)
+
+
+def _call_in_state(
+    rank: int, world_size: int, sizes: dict[str, Any], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    with megatron_parallel_state(**sizes):
+        return fn(rank, world_size, *args)
+
+
+def keep_option_texts() -> None:
+    """Let Megatron read the help texts of its options once, and not twice on each rank of a training."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    read, texts = ArgumentGroupFactory._get_field_docstrings, {}
+
+    def kept(factory: Any, config_class: type) -> dict[str, str]:
+        if config_class not in texts:
+            texts[config_class] = read(factory, config_class)
+        return dict(texts[config_class])
+
+    ArgumentGroupFactory._get_field_docstrings = kept
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

@@ -139,7 +139,6 @@ def test_a_damaged_strategy_file_is_refused(place: Path, name: str) -> None:
         ((*PROFILE, "--least-bytes", -1), "--least-bytes -1"),
         ((*PROFILE, "--nodes", 0), "--nodes 0"),
         ((*PROFILE, "--nproc", 0), "a link connects two ranks"),
-        ((*BUILD, "--shards", 0), "--shards: got 0"),
         ((*BUILD, "--tokenizer", "bpe", "--vocab-size", -1), "--vocab-size: got -1"),
         # names and files that do not exist
         (("train", "nowhere.yaml"), "nowhere.yaml: no such file"),

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.virtual_cuda import EventKind, virtual_cuda
+from tests.support.virtual_cuda import EventKind, virtual_cuda
 
 
 def connect(rank: int, world_size: int) -> tuple[list[int], list[str], bool]:

@@ -1,17 +1,22 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.corpus import corpus_from_paths, default_corpus
 
 
+def texts(*paths: Path, key: str = "text") -> list[str]:
+    return [document.text for document in corpus_from_paths(paths, key).documents()]
+
+
 def test_default_corpus_is_the_standard_library_without_packages_and_tests():
-    corpus = default_corpus()
-    names = [file.path.as_posix() for file in corpus.files]
+    names = [file.as_posix() for file in default_corpus().files]
     assert any(name.endswith("/argparse.py") for name in names)
     assert any(name.endswith("/json/decoder.py") for name in names)
     assert not any("site-packages" in name or "/tests/" in name or "/test/" in name for name in names)
-    assert corpus.num_bytes > 1_000_000
-    assert names == [file.path.as_posix() for file in default_corpus().files]
+    assert all(document.is_python and document.text is not None for document in default_corpus().documents())
 
 
 def test_folders_give_their_text_files_in_order_and_named_files_are_always_read(tmp_path):
@@ -21,27 +26,33 @@ def test_folders_give_their_text_files_in_order_and_named_files_are_always_read(
         path.write_text(name)
     odd = tmp_path / "odd.data"
     odd.write_text("odd")
-    corpus = corpus_from_paths([odd, tmp_path / "text", tmp_path / "text" / "b.txt"])
-    assert [file.path.name for file in corpus.files] == ["odd.data", "a.md", "b.txt", "d.py"]
-    assert corpus.files[0].read() == "odd"
+    found = texts(odd, tmp_path / "text", tmp_path / "text" / "b.txt")
+    assert found == ["odd", "a.md", "b.txt", "sub/d.py"]
 
 
-def test_missing_and_empty_sources_are_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="no such file or folder"):
-        corpus_from_paths([tmp_path / "nothing"])
-    with pytest.raises(ConfigurationError, match="no text found"):
-        corpus_from_paths([tmp_path])
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(ConfigurationError, match="no text found"):
-        corpus_from_paths([tmp_path / "empty.txt"])
+def test_each_line_of_a_json_file_is_a_document(tmp_path):
+    wanted = ["first", "zweiter: größer", "", "third\nwith a line break"]
+    lines = [json.dumps({"id": 1, "content": text}) for text in wanted]
+    (tmp_path / "b.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
+    (tmp_path / "a.txt").write_text("plain")
+    assert texts(tmp_path, key="content") == ["plain", *wanted]
+    assert sum(document.num_bytes for document in corpus_from_paths([tmp_path], "content").documents()) > 0
 
 
-def test_unreadable_documents_are_named(tmp_path):
-    path = tmp_path / "latin.txt"
-    path.write_bytes(b"caf\xe9")
-    with pytest.raises(ConfigurationError, match=r"latin\.txt: not UTF-8 text \(byte 3\)"):
-        corpus_from_paths([path]).files[0].read()
-    file = corpus_from_paths([path]).files[0]
-    path.unlink()
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        file.read()
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing", None, "no such file or folder"),
+        ("empty.txt", b"", "no text found"),
+        ("latin.txt", b"caf\xe9", r"latin\.txt: cannot be read .* convert the file"),
+        ("a.jsonl", b'{"text": "a"}\n{', "line 2: wanted a JSON object with text under the key 'text'"),
+        ("a.json", b"[1]", "line 1"),
+        ("a.json", b'{"content": "x"}', "line 1: .* name another key with --json-key"),
+        ("a.json", b'{"text": 3}', "line 1"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=message):
+        texts(tmp_path / name)

@@ -1,49 +1,71 @@
-import pytest
+import json
+from pathlib import Path
 
+import pytest
+from rich.console import Console
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from megatron_fssdp.cli.training.data_command import build_with_progress
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.data.tokenizer import EOD_TOKEN, BpeTokenizer, ByteTokenizer
+from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_FILE, load_pretrained, train_bpe
 
 TEXTS = ["the quick brown fox jumps over the lazy dog\n" * 20, "def f(x):\n    return x\n" * 20]
 
 
-def test_byte_tokens_cover_all_values_except_end_of_document():
-    tokenizer = ByteTokenizer()
-    ids = tokenizer.encode(["aé\x00", ""])
-    assert ids[0].tolist() == [97, 0xC3, 0xA9, 0]
-    assert len(ids[1]) == 0
-    assert (tokenizer.vocab_size, tokenizer.eod_id) == (257, 256)
-
-
+@pytest.mark.parametrize("vocab_size", [MIN_VOCAB_SIZE, 300])
 @pytest.mark.parametrize(
-    "text", ["the fox", "  def f:\n\t", "größe — 漢字 🙂", "\x00\x7f", f"a {EOD_TOKEN} b"]
+    "text", ["the fox", "", "  def f:\n\t", "größe — 漢字 🙂", "\x00\x7f", "a <|endoftext|> b", "x" * 120_000]
 )
-def test_bpe_round_trips_and_never_uses_end_of_document(text, tmp_path):
-    BpeTokenizer.train(TEXTS, 300).save(tmp_path)
-    tokenizer = BpeTokenizer.load(tmp_path)
-    assert tokenizer.vocab_size == 300
-    assert tokenizer.eod_id == 299
+def test_bpe_round_trips_and_never_uses_end_of_document(vocab_size, text):
+    tokenizer = train_bpe(TEXTS, vocab_size)
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (vocab_size, vocab_size - 1)
     ids = tokenizer.encode([text])[0].tolist()
-    assert max(ids) < tokenizer.eod_id
-    assert tokenizer.decode(ids) == text
+    assert max(ids, default=0) < tokenizer.eod_id
+    assert len(ids) == len(text.encode()) or vocab_size > MIN_VOCAB_SIZE
+    assert Tokenizer.from_str(tokenizer.files[TOKENIZER_FILE]).decode(ids) == text
 
 
 def test_training_is_deterministic_and_compresses():
-    first, second = BpeTokenizer.train(TEXTS, 320), BpeTokenizer.train(TEXTS, 320)
-    assert first.encode(TEXTS)[0].tolist() == second.encode(TEXTS)[0].tolist()
+    first, second = train_bpe(TEXTS, 320), train_bpe(TEXTS, 320)
+    assert first.identity == second.identity
     assert len(first.encode(TEXTS)[0]) < len(TEXTS[0]) / 2
+    assert train_bpe(["ab"], 1000).vocab_size == 258  # little text gives a smaller vocabulary
 
 
-def test_little_text_gives_a_smaller_vocabulary():
-    tokenizer = BpeTokenizer.train(["ab"], 1000)
-    assert tokenizer.vocab_size == 258
-    assert tokenizer.eod_id == 257
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("line", ["x" * 1_500_000, " " * 1_500_000])
+def test_a_very_long_line_takes_seconds(line):
+    assert train_bpe([line], 500).encode([line])[0].size
 
 
-def test_invalid_vocabularies_are_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="got 256, wanted 257 or more"):
-        BpeTokenizer.train(TEXTS, 256)
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        BpeTokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigurationError, match="damaged"):
-        BpeTokenizer.load(tmp_path)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder as ``save_pretrained`` writes it. The end of a document is not the last token."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("</s>", "<pad>")])
+    tokenizer.save(str(folder / TOKENIZER_FILE))
+    return folder
+
+
+def test_the_end_of_a_document_is_a_usual_token_or_given(folder: Path) -> None:
+    tokenizer = load_pretrained(str(folder / TOKENIZER_FILE))
+    assert (tokenizer.eod_id, tokenizer.vocab_size) == (3, 5)
+    assert load_pretrained(str(folder), "<pad>").eod_id == 4
+    assert tokenizer.encode(["hello </s>"])[0].max() < 3
+    with pytest.raises(ConfigurationError, match="--eod-token <x>: the tokenizer does not have this token"):
+        load_pretrained(str(folder), "<x>")
+    content = json.loads((folder / TOKENIZER_FILE).read_text()) | {"added_tokens": []}
+    (folder / TOKENIZER_FILE).write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match="name it with --eod-token"):
+        load_pretrained(str(folder))
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"give a folder with tokenizer.json"):
+        load_pretrained(str(tmp_path))
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigurationError, match="unknown tokenizer 'wordpeice'; did you mean 'wordpiece'"):
+        build_with_progress([tmp_path / "a.txt"], tmp_path, "wordpeice", 300, False, Console())

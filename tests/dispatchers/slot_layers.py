@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.planning.placement.topology import GroupRing, Topology
-from megatron_fssdp.testing.parallel_state import megatron_parallel_state
-from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, run_ranks
+from megatron_fssdp.testing import DEFAULT_PRELOAD, run_megatron_ranks
 
 from ..megatron_adapter.layer.small_config import moe_config
 
@@ -35,9 +34,7 @@ def run_layer_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, **sizes: int
 ) -> list[Any]:
     """Call a function on ranks that have Megatron's parallel state of these sizes."""
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    context = {"context": megatron_parallel_state, "context_options": sizes}
-    return run_ranks(function, world_size, *arguments, env=environment, preload=PRELOAD, **context)
+    return run_megatron_ranks(function, world_size, *arguments, preload=PRELOAD, **sizes)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ SOURCES = [Path(module.__file__) for module in (argparse, json.decoder, pathlib,
 def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of Megatron's indexed data: some sources of the standard library, tokenized as bytes."""
     folder = tmp_path_factory.mktemp("text")
-    build_data(corpus_from_paths(SOURCES), folder, tokenizer="bytes", num_shards=1)
+    build_data(corpus_from_paths(SOURCES), folder, tokenizer="bytes")
     return folder / DATA_NAME
 
 
@@ -26,5 +26,5 @@ def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sentence_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of Megatron's indexed data for BERT: the sentences of those sources, in WordPiece."""
     folder = tmp_path_factory.mktemp("sentences")
-    build_data(corpus_from_paths(SOURCES), folder, tokenizer="wordpiece", vocab_size=600, num_shards=1)
+    build_data(corpus_from_paths(SOURCES), folder, tokenizer="wordpiece", vocab_size=600)
     return folder / DATA_NAME

@@ -21,7 +21,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
-from megatron_fssdp.testing.random_placement import plain_transfer
+from tests.support.random_placement import plain_transfer
 
 from .layer_case import LayerCase
 

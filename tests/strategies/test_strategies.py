@@ -24,8 +24,8 @@ from megatron_fssdp.planning.transfer.transfer_plan import TransferEdge, Transfe
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
-from megatron_fssdp.testing.random_placement import plain_transfer
 from tests.drawn_examples import examples
+from tests.support.random_placement import plain_transfer
 
 PLACEMENT_STRATEGIES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
 

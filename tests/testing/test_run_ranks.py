@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.testing import RankError, RankTimeoutError, run_ranks
+from megatron_fssdp.testing import RankError, run_ranks
 
 
 @dataclass
@@ -78,13 +78,6 @@ def look_around(rank, world_size):
     return {name: os.environ.get(name) for name in names}, os.getcwd(), torch.get_num_threads()
 
 
-def use_subgroups(rank, world_size):
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    total = torch.tensor([rank])
-    dist.all_reduce(total, group=groups[rank // 2])
-    return int(total)
-
-
 def print_a_line(rank, world_size):
     print(f"line of {rank}")
     os.write(2, b"straight to the descriptor\n")
@@ -103,15 +96,6 @@ def test_types_of_a_test_file_can_be_arguments_and_results():
     assert results == [Greeting("hello", 0), Greeting("hello", 1)]
 
 
-def test_ranks_can_form_subgroups():
-    assert run_ranks(use_subgroups, 4) == [1, 1, 5, 5]
-
-
-def test_ranks_start_after_the_caller_computed_with_threads():
-    torch.randn(512, 512) @ torch.randn(512, 512)
-    assert len(run_ranks(add_up, 2, 0)) == 2
-
-
 def test_an_exception_of_a_rank_is_raised_soon_with_its_traceback_and_output():
     start_s = time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -126,7 +110,7 @@ def test_an_exception_of_a_rank_is_raised_soon_with_its_traceback_and_output():
 
 
 def test_a_timeout_names_the_hanging_ranks_and_their_stacks():
-    with pytest.raises(RankTimeoutError, match="still running: rank 1, 3\n") as caught:
+    with pytest.raises(RankError, match="still running: rank 1, 3\n") as caught:
         run_ranks(hang_on, 4, [1, 3], timeout_s=6)
     assert caught.value.ranks == (1, 3)
     assert "in hang_on" in str(caught.value)
@@ -200,23 +184,6 @@ def test_preloaded_functions_run_in_order_and_report_failures(tmp_path, monkeypa
     with pytest.raises(RuntimeError, match="no_such_module"):
         run_ranks(do_nothing, 1, preload=("no_such_module",))
     sys.modules.pop("preloaded_module", None)
-
-
-def test_starting_ranks_is_cheap():
-    run_ranks(do_nothing, 4)
-    times_s = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        pids = run_ranks(do_nothing, 4)
-        times_s.append(time.perf_counter() - start_s)
-        assert len(set(pids)) == 4
-    print(f"4 ranks up and down: best {min(times_s):.3f} s, worst {max(times_s):.3f} s")
-
-
-@pytest.mark.slow
-def test_many_starts_all_succeed():
-    for i in range(50):
-        assert len(run_ranks(add_up, 4, i)) == 4
 
 
 def test_child_processes_of_a_rank_end_with_it(tmp_path):

@@ -131,15 +131,7 @@ def data_build_command(
         typer.Option(help="Token of a Hugging Face tokenizer that ends a document. Default: its own."),
     ] = None,
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of a trained tokenizer.")] = 4096,
-    shards: Annotated[
-        int, typer.Option(help="Number of shards. An interrupted build does not repeat finished shards.")
-    ] = 4,
-    with_tests: Annotated[
-        bool, typer.Option("--with-tests", help="Add the standard library's tests to the default text.")
-    ] = False,
-    rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Replace data that is damaged or was built from other text.")
-    ] = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Replace existing data.")] = False,
 ) -> None:
     """Tokenize text into Megatron's indexed data. Data that is up to date is not built again."""
     from rich.console import Console
@@ -148,7 +140,7 @@ def data_build_command(
 
     console = Console(markup=False)
     build_with_progress(
-        *(paths or [], out, tokenizer, vocab_size, shards, rebuild, with_tests, console),
+        *(paths or [], out, tokenizer, vocab_size, rebuild, console),
         json_key=json_key,
         eod_token=eod_token,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 VIRTUAL_RANKS = 4
 """Number of virtual devices: the smallest number that has two nodes of two devices."""
 
-VIRTUAL_LAUNCHER = ("-m", "megatron_fssdp.testing.virtual_cuda")
+VIRTUAL_LAUNCHER = ("-m", "tests.support.virtual_cuda")
 """Words that run a program on virtual devices; the program follows as ``-m MODULE`` or as a script."""
 
 REPORT_VARIABLE = "MEGATRON_FSSDP_VIRTUAL_CUDA_REPORT"

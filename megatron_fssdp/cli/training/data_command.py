@@ -9,12 +9,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import unknown_name
 from megatron_fssdp.config.written_files import refuse_non_folder
-from megatron_fssdp.data.corpus import corpus_from_paths, default_corpus
+from megatron_fssdp.data.corpus import TEXT_KEY, corpus_from_paths, default_corpus
 from megatron_fssdp.data.indexed_builder import build_data
-from megatron_fssdp.data.json_lines import TEXT_KEY
 from megatron_fssdp.data.manifest import DataManifest
-from megatron_fssdp.data.pretrained_tokenizer import load_pretrained
-from megatron_fssdp.data.tokenizer import TokenizerKind
+from megatron_fssdp.data.tokenizer import TokenizerKind, load_pretrained
 
 _KINDS: dict[str, TokenizerKind] = {"bpe": "bpe", "bytes": "bytes", "wordpiece": "wordpiece"}
 
@@ -24,9 +22,7 @@ def build_with_progress(
     out_dir: Path,
     tokenizer: str,
     vocab_size: int,
-    num_shards: int,
     rebuild: bool,
-    with_tests: bool,
     console: Console,
     *,
     json_key: str = TEXT_KEY,
@@ -40,9 +36,7 @@ def build_with_progress(
         tokenizer: Kind of tokenizer to train (``bpe``, ``wordpiece``), ``bytes``, or the name, folder or file
             of a tokenizer in Hugging Face's format.
         vocab_size: Vocabulary size of a trained tokenizer.
-        num_shards: Number of shards. An interrupted build does not repeat its finished shards.
-        rebuild: Whether to replace data that is damaged or was built from other text.
-        with_tests: Whether the default corpus includes the tests of the standard library.
+        rebuild: Whether to replace existing data.
         console: Console that shows the progress and the result.
         json_key: Key that holds the text in lines of ``.jsonl`` and ``.json`` files.
         eod_token: Token of a Hugging Face tokenizer that ends a document, or None for its own.
@@ -51,7 +45,7 @@ def build_with_progress(
         The manifest of the data.
     """
     refuse_non_folder(out_dir, "--out")
-    corpus = corpus_from_paths(paths, json_key) if paths else default_corpus(with_tests)
+    corpus = corpus_from_paths(paths, json_key) if paths else default_corpus()
     if tokenizer not in _KINDS and difflib.get_close_matches(tokenizer, _KINDS, n=1):
         raise ConfigurationError(f"--tokenizer: {unknown_name('tokenizer', tokenizer, _KINDS)}")
     asked = _KINDS.get(tokenizer) or load_pretrained(tokenizer, eod_token)
@@ -66,7 +60,7 @@ def build_with_progress(
                     console.print(f"{phase}…", highlight=False)
             progress.update(bars[phase], completed=done, total=total)
 
-        manifest, built = build_data(corpus, out_dir, asked, vocab_size, num_shards, rebuild, show)
+        manifest, built = build_data(corpus, out_dir, asked, vocab_size, rebuild, show)
     verb = "built from" if built else "up to date with"
     size = f"{manifest.num_documents:,} documents, {corpus.num_bytes / 1e6:,.1f} MB"
     console.print(

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from megatron_fssdp.cli.ranks.training_progress import TrainingProgress
 
 _DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
-_DEFAULT_SHARDS = 4
 _SIGNALS = {130: "Ctrl-C", 143: "SIGTERM"}
 """Names of what interrupted a run, by the exit code of the command."""
 
@@ -233,9 +232,7 @@ def _built_data(config: RunConfig, out_dir: Path, console: Console) -> Tokenized
     if settings.path is None and not (folder / MANIFEST_FILE).exists():
         from megatron_fssdp.cli.training.data_command import build_with_progress
 
-        build_with_progress(
-            [], folder, settings.tokenizer, settings.vocab_size, _DEFAULT_SHARDS, False, False, console
-        )
+        build_with_progress([], folder, settings.tokenizer, settings.vocab_size, False, console)
     return _read_data(config, folder)
 
 

@@ -13,7 +13,6 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -294,4 +293,5 @@ def _free_bytes(replicas_bytes: int) -> int:
         free, _ = torch.cuda.mem_get_info()
         peak = torch.cuda.max_memory_allocated() - replicas_bytes
         return max(0, free + torch.cuda.memory_reserved() - peak)
-    return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    available_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -12,7 +12,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages, PipelinedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.testing import RankError, run_ranks
-from megatron_fssdp.testing.random_placement import plain_transfer, random_placement
+from tests.support.random_placement import plain_transfer, random_placement
 
 RULES = (
     None,

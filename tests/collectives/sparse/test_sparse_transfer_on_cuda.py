@@ -15,8 +15,8 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.random_placement import plain_transfer
-from megatron_fssdp.testing.virtual_cuda import EventKind, VirtualDevice, virtual_cuda
+from tests.support.random_placement import plain_transfer
+from tests.support.virtual_cuda import EventKind, VirtualDevice, virtual_cuda
 
 WORLD = 4
 ELEMENTS = 1024

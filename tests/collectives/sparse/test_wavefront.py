@@ -4,7 +4,7 @@ import pytest
 from megatron_fssdp.collectives.sparse.wavefront import Wavefront
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.testing.random_placement import plain_transfer, random_placement
+from tests.support.random_placement import plain_transfer, random_placement
 
 
 def plans(num_cases=40):

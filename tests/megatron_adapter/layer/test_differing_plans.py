@@ -21,7 +21,7 @@ def plan_alone() -> None:
 
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
     from megatron_fssdp.strategies.fssdp import FssdpStrategy
-    from megatron_fssdp.testing.random_placement import plain_transfer
+    from tests.support.random_placement import plain_transfer
 
     def other_plan(before_gate: Any, self: Any, context: Any, history: Any) -> Any:
         plan = before_gate(self, context, history)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megatron_fssdp.testing.virtual_cuda import FindingKind
 from tests.megatron_adapter.training_run import EP2, INTERLEAVED, PP2, command_line, flags, rows, wrap
 from tests.megatron_adapter.virtual_training import (
     VIRTUAL_GPT,
@@ -20,6 +19,7 @@ from tests.megatron_adapter.virtual_training import (
     train_on_cpu,
     train_virtually,
 )
+from tests.support.virtual_cuda import FindingKind
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 8000"
 TP_PARTS = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2"
@@ -156,9 +156,7 @@ def test_a_run_is_recorded_with_the_memory_of_the_device(text_data: Path, tmp_pa
 def test_torchrun_trains_through_both_launchers(text_data: Path, tmp_path: Path) -> None:
     """Megatron makes its NCCL groups itself, in real processes."""
     argv = command_line(VIRTUAL_GPT, f"{EP2} {OVERLAP} --moe-strategy fssdp", text_data)
-    launchers = (
-        "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_fssdp.testing.virtual_cuda "
-    )
+    launchers = "-m torch.distributed.run --standalone --nproc-per-node 2 -m tests.support.virtual_cuda "
     words = [*launchers.split(), "--report", str(tmp_path / "report"), "-m", "megatron_fssdp", *argv]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     options: Any = {

@@ -24,9 +24,9 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.testing.random_placement import plain_transfer
 from tests.planning.cost.dense_traffic import pairs_traffic
 from tests.planning.cost.transfer_cost import transfer_seconds
+from tests.support.random_placement import plain_transfer
 
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
 PROFILE = LayerProfile(0.0, FAST, expert_bytes=3, token_bytes=1, flops_per_token=1.0, memory_capacity=1)

@@ -11,8 +11,8 @@ from megatron_fssdp.planning.transfer.transfer_plan import (
     additional_transfer,
     two_level_transfer,
 )
-from megatron_fssdp.testing.random_placement import plain_transfer
 from tests.drawn_examples import examples
+from tests.support.random_placement import plain_transfer
 
 from ..placement_cases import placements
 

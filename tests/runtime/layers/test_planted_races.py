@@ -17,8 +17,8 @@ from megatron_fssdp.collectives.stream_lane import StreamTransfer
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.runtime.layers import pass_maker, slot_layer
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.virtual_cuda import FindingKind
-from megatron_fssdp.testing.virtual_cuda.programs.known_findings import explained
+from tests.support.virtual_cuda import FindingKind
+from tests.support.virtual_cuda.programs.known_findings import explained
 
 from ..layer_case import LayerCase
 from ..rank_layer import VIRTUAL_PRELOAD, CaseRun, virtual_rank

@@ -21,7 +21,7 @@ from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
 from megatron_fssdp.runtime.layers import pass_maker
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.testing import RankError, run_ranks
-from megatron_fssdp.testing.virtual_cuda import VirtualDevice
+from tests.support.virtual_cuda import VirtualDevice
 
 from ..layer_case import LayerCase
 from ..rank_layer import (

@@ -20,7 +20,7 @@ from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.runtime.slots.resident_gradients import ResidentGradients
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.random_placement import random_placement
+from tests.support.random_placement import random_placement
 
 SHAPES = (torch.Size((3, 2)), torch.Size((2, 3)))
 NUM_EXPERTS = 6

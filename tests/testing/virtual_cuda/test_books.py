@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_fssdp.testing.virtual_cuda.books.memory_blocks import Access, Block, MemoryBlocks
-from megatron_fssdp.testing.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST, StreamOrder
+from tests.support.virtual_cuda.books.memory_blocks import Access, Block, MemoryBlocks
+from tests.support.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST, StreamOrder
 
 SIDE = 1
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fssdp.testing.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
+from tests.support.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.testing.virtual_cuda import FindingKind, virtual_cuda
-from megatron_fssdp.testing.virtual_cuda.books.findings import Finding
-from megatron_fssdp.testing.virtual_cuda.programs.known_findings import (
+from tests.support.virtual_cuda import FindingKind, virtual_cuda
+from tests.support.virtual_cuda.books.findings import Finding
+from tests.support.virtual_cuda.programs.known_findings import (
     KNOWN_IN_MEGATRON,
     KnownFinding,
     explained,
 )
-from megatron_fssdp.testing.virtual_cuda.programs.launcher import EXIT_FINDINGS, Program, report
-from megatron_fssdp.testing.virtual_cuda.programs.megatron_loop import described_replacements
+from tests.support.virtual_cuda.programs.launcher import EXIT_FINDINGS, Program, report
+from tests.support.virtual_cuda.programs.megatron_loop import described_replacements
 
 PAGE = Path(__file__).parents[3] / "docs" / "virtual-cuda.md"
 
@@ -89,7 +89,7 @@ def test_known_findings_about_a_stream_need_its_file_and_the_stream_that_uses_it
 
 
 def test_the_page_has_the_tables_of_replacements_and_known_findings() -> None:
-    """`python -m megatron_fssdp.testing.virtual_cuda --replacements` prints the page's table."""
+    """`python -m tests.support.virtual_cuda --replacements` prints the page's table."""
     page = PAGE.read_text()
     assert described_replacements() in page
     for known in KNOWN_IN_MEGATRON:
@@ -104,7 +104,7 @@ def test_all_ranks_of_torchrun_print_their_findings(tmp_path: Path) -> None:
         "dist.all_reduce(x)\nassert x.tolist() == [2.0] * 4, x\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "megatron_fssdp.testing.virtual_cuda", "--report", str(tmp_path / "reports")]
+    command += ["-m", "tests.support.virtual_cuda", "--report", str(tmp_path / "reports")]
     done = subprocess.run(
         [*command, str(script), "1"],
         capture_output=True,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.virtual_cuda import EventKind, FindingKind, virtual_cuda
+from tests.support.virtual_cuda import EventKind, FindingKind, virtual_cuda
 
 WORLD_SIZE = 2
 

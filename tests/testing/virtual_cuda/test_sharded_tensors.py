@@ -4,7 +4,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.virtual_cuda import virtual_cuda
+from tests.support.virtual_cuda import virtual_cuda
 
 
 def _devices(rank: int, world_size: int) -> tuple[str, str]:

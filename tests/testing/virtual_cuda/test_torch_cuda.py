@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_fssdp.testing.virtual_cuda import EventKind, VirtualDevice, virtual_cuda
+from tests.support.virtual_cuda import EventKind, VirtualDevice, virtual_cuda
 
 
 @pytest.fixture

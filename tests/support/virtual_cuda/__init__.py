@@ -1,0 +1,7 @@
+"""Executes CUDA code paths on the CPU, with NCCL on gloo, and finds races between streams."""
+
+from tests.support.virtual_cuda.books.findings import DeviceEvent, EventKind, Finding, FindingKind
+from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
+from tests.support.virtual_cuda.session import virtual_cuda
+
+__all__ = ["DeviceEvent", "EventKind", "Finding", "FindingKind", "VirtualDevice", "virtual_cuda"]

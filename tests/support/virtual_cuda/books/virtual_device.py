@@ -1,0 +1,273 @@
+"""The books of a virtual CUDA device: order between streams, memory, findings and a log."""
+
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from tests.support.virtual_cuda.books.code_place import code_place
+from tests.support.virtual_cuda.books.device_log import DeviceLog
+from tests.support.virtual_cuda.books.finding_list import FindingList
+from tests.support.virtual_cuda.books.findings import EventKind, Finding
+from tests.support.virtual_cuda.books.memory_blocks import (
+    Access,
+    Block,
+    MemoryBlocks,
+    byte_range,
+)
+from tests.support.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST, Clock, StreamOrder
+from tests.support.virtual_cuda.books.unfinished_work import UnfinishedWork
+
+_current: list["VirtualDevice"] = []
+
+
+def current_device() -> "VirtualDevice":
+    """The virtual device of this process.
+
+    Raises:
+        RuntimeError: The code is not inside ``with virtual_cuda()``.
+    """
+    if not _current:
+        raise RuntimeError("virtual_cuda: a stream or an event was used outside of `with virtual_cuda()`")
+    return _current[-1]
+
+
+class VirtualDevice(DeviceLog):
+    """What happened on a virtual CUDA device, and which defects it showed.
+
+    Attributes:
+        capability: Compute capability, as (major, minor).
+        num_devices: Number of devices that ``torch.cuda.device_count()`` reports.
+        total_memory: Bytes that ``torch.cuda.mem_get_info()`` reports as the size of the device's memory.
+        index: Index of the current device; ``torch.cuda.set_device`` changes it.
+        order: Order between the work on streams and on the host.
+        memory: Allocations of the device and page-locked allocations of the host.
+        events: All entries of the log, in the order in which the host issued the work.
+        unfinished: Operations that come to their end when something waits for them.
+        names: Names of streams.
+        found: Findings so far.
+        host_factory: Whether Python code calls a function now that makes a tensor on the host.
+        ignores_record_stream: Set it to find out whether the code under test depends on ``record_stream``.
+    """
+
+    def __init__(self, capability: tuple[int, int], num_devices: int, total_memory: int) -> None:
+        super().__init__(lambda: self.current_stream)
+        self.capability = capability
+        self.num_devices = num_devices
+        self.total_memory = total_memory
+        self.index = 0
+        self.order = StreamOrder()
+        self.memory = MemoryBlocks()
+        self.host_factory = False
+        self.ignores_record_stream = False
+        self.found = FindingList(self.names)
+        self._current = threading.local()
+        self.unfinished = UnfinishedWork(self.order)
+
+    def __enter__(self) -> "VirtualDevice":
+        if _current:
+            raise RuntimeError("virtual_cuda: there is a virtual device already; leave it first")
+        _current.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.remove(self)
+
+    @property
+    def device(self) -> torch.device:
+        """The current device, such as ``cuda:0``."""
+        return torch.device("cuda", self.index)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All defects so far, in the order in which they were found."""
+        self.notice_freed_memory()
+        return self.found.all
+
+    def assert_clean(self) -> None:
+        """Raise an error that lists all findings.
+
+        Raises:
+            AssertionError: There are findings.
+        """
+        findings = self.findings
+        if findings:
+            lines = "\n".join(f"{i + 1}. {finding}" for i, finding in enumerate(findings))
+            raise AssertionError(f"the virtual device has {len(findings)} findings, wanted none:\n{lines}")
+
+    # ---------------------------------------------------------------- streams
+
+    @property
+    def current_stack(self) -> list[int]:
+        """Numbers of this thread's current streams; the last one is current."""
+        if not hasattr(self._current, "streams"):
+            self._current.streams = [DEFAULT_STREAM]
+        streams: list[int] = self._current.streams
+        return streams
+
+    @property
+    def current_stream(self) -> int:
+        """Number of this thread's current stream."""
+        return self.current_stack[-1]
+
+    def add_stream(self, name: str = "") -> int:
+        """Number of a new stream."""
+        place = code_place()
+        stream = self.names.add(name or f"the stream made at [{place.split(' < ')[0]}]")
+        self.order.add_stream(stream)
+        self.log(EventKind.STREAM_MADE, self.names.of(stream), stream, place)
+        return stream
+
+    def know_stream(self, stream: int) -> int:
+        """Return the number of a stream; a program may have made it on an earlier virtual device."""
+        if self.names.know(stream):
+            self.order.add_stream(stream)
+        return stream
+
+    def wait(self, stream: int, clock: Clock) -> None:
+        """Make a stream wait for an event that has this clock."""
+        self.notice_freed_memory()
+        self.log(EventKind.STREAM_WAIT, "wait", stream)
+        self.order.wait(stream, clock)
+        self.unfinished.finish_known(stream)
+
+    def snapshot(self, stream: int) -> Clock:
+        """Clock of an event that is recorded on a stream now."""
+        self.notice_freed_memory()
+        return self.order.snapshot(stream)
+
+    def host_sync(self, what: str, clock: Clock | None = None) -> None:
+        """Note that the host waits for an event, or for the current stream if no clock is given."""
+        self.notice_freed_memory()
+        if clock is None:
+            clock = self.order.snapshot(self.current_stream)
+        elif self.order.knows(HOST, clock):
+            return
+        self.log(EventKind.HOST_SYNC, what)
+        self.order.wait(HOST, clock)
+        self.unfinished.finish_known(HOST)
+
+    def synchronize(self) -> None:
+        """Make the host wait for all streams."""
+        self.notice_freed_memory()
+        self.log(EventKind.HOST_SYNC, "device.synchronize")
+        self.order.wait_for_all_streams()
+        self.unfinished.finish_known(HOST)
+
+    def host_knows(self, clock: Clock) -> None:
+        """Note that the host has seen that an event is complete, without waiting for it."""
+        self.notice_freed_memory()
+        self.order.wait(HOST, clock)
+        self.unfinished.finish_known(HOST)
+
+    def finish_all(self) -> None:
+        """Let everything that was issued come to its end."""
+        self.notice_freed_memory()
+        self.order.wait_for_all_streams()
+        self.unfinished.finish_all()
+
+    # ---------------------------------------------------------------- work
+
+    def launch(
+        self,
+        what: str,
+        reads: Iterable[Tensor] = (),
+        writes: Iterable[Tensor] = (),
+        *,
+        actor: int | None = None,
+        kind: EventKind | None = EventKind.OPERATOR,
+        num_bytes: int = 0,
+        num_messages: int = 0,
+    ) -> None:
+        """Note an operation of a stream or of the host, and check what it reads and writes.
+
+        Args:
+            what: Name of the operation.
+            reads: Tensors that it reads.
+            writes: Tensors that it writes.
+            actor: Number of the stream, or ``HOST``; the current stream if it is left out.
+            kind: Kind of the log entry; None for no entry.
+            num_bytes: Bytes for the log entry.
+            num_messages: Messages for the log entry.
+        """
+        self.notice_freed_memory()
+        actor = self.current_stream if actor is None else actor
+        place = code_place()
+        number = self.order.launch(actor)
+        if kind is not None:
+            self.log(kind, what, actor, place, num_bytes, num_messages)
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                self._access(tensor, is_write, actor, number, what, place)
+
+    def _access(self, tensor: Tensor, is_write: bool, actor: int, number: int, what: str, place: str) -> None:
+        block = self.memory.of(tensor)
+        if block is None or not tensor.numel():
+            return
+        if block.is_free:
+            self.found.use_after_free(what, block)
+            return
+        access = Access(*byte_range(tensor), is_write, actor, number, what, place)
+        for other in block.conflicts(access, self.order.is_ordered):
+            self.found.race(access, other, block)
+        block.add(access)
+
+    # ---------------------------------------------------------------- memory
+
+    def allocate(self, tensor: Tensor, *, is_pinned: bool = False) -> None:
+        """Make a tensor's storage one of the device, or page-locked memory of the host."""
+        self.memory.add(tensor.untyped_storage(), self.current_stream, code_place(), is_pinned=is_pinned)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the device."""
+        block = self.memory.of(tensor)
+        return block is not None and not block.is_pinned
+
+    def holds_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in page-locked memory of the host."""
+        block = self.memory.of(tensor)
+        return block is not None and block.is_pinned
+
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        """Note that the memory of a tensor is not reused before the work on a stream is complete."""
+        self.log(EventKind.RECORD_STREAM, "record_stream", stream)
+        block = self.memory.of(tensor)
+        if block is not None and not self.ignores_record_stream:
+            block.recorded.add(stream)
+
+    def notice_freed_memory(self) -> None:
+        """Check the memory that was given back since the last call."""
+        for block in self.memory.take_expired():
+            self.give_back(block)
+
+    def give_back(self, block: Block) -> None:
+        """Check that the streams that have used a block are ordered before all later uses of its memory.
+
+        The rule is strict: the stream of the memory must have waited when the memory is given back, not only
+        when it gets its next work. Otherwise the code would be right only until somebody adds an operator.
+        """
+        if block.is_free:
+            return
+        self.memory.give_back(block)
+        if block.is_pinned:
+            return  # The allocator of page-locked memory waits for all streams that use it.
+        known = self.order.completed_before_reuse(block.stream, block.recorded)
+        for actor, access in block.last.items():
+            if actor != block.stream and known.get(actor, 0) < access.number:
+                self.found.freed_in_use(block, access, code_place())
+
+    def is_freed(self, tensor: Tensor) -> bool:
+        """Whether a tensor has elements whose memory was given back."""
+        block = self.memory.of(tensor)
+        return block is not None and block.is_free and bool(tensor.numel())
+
+    def refuse_freed(self, what: str, tensor: Tensor) -> None:
+        """Report an operator on memory that was given back, and end it: there is nothing to compute with.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        block = self.memory.of(tensor)
+        assert block is not None
+        raise RuntimeError(f"virtual_cuda: {self.found.use_after_free(what, block)}")

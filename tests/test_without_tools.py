@@ -1,0 +1,70 @@
+"""Without the extra ``tools``, the launcher trains with a strategy from YAML; commands give a hint."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+REFUSING = """
+import sys
+
+for name in ("Cython", "cython", "huggingface_hub", "jinja2", "markupsafe", "matplotlib", "plotly", "psutil",
+             "rich", "tokenizers", "typer"):
+    sys.modules[name] = None  # an import fails
+"""
+TRAINING = """
+from megatron_fssdp.planning import compiled_form
+from megatron_fssdp.megatron_adapter.entry.launcher import launch
+
+compiled_form._why_plain = lambda: "no compiler"
+launch(sys.argv[1:])
+"""
+ARGUMENTS = """
+--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16
+--max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3
+--lr-decay-style constant --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none
+--moe-token-dispatcher-type alltoall --mock-data --tokenizer-type NullTokenizer --vocab-size 257
+--split 100,0,0 --num-workers 0 --eval-iters 0 --eval-interval 1000 --distributed-backend gloo
+--use-cpu-initialization --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+--no-persist-layer-norm --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+--no-bias-swiglu-fusion --disable-jit-fuser --disable-bias-linear --moe-strategy fssdp --log-interval 1
+"""
+
+
+def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", REFUSING + code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+    )
+
+
+def test_the_launcher_trains_with_a_strategy_from_yaml(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    settings = tmp_path / "strategy.yaml"
+    settings.write_text(f"record_dir: {tmp_path / 'records'}\n")
+    words = [*ARGUMENTS.split(), "--moe-strategy-config", str(settings)]
+    done = run(TRAINING, "pretrain_gpt", *words, MEGATRON_FSSDP_DEVICE="cpu", OMP_NUM_THREADS="1", **rank)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "iteration        2/       2" in done.stdout
+    assert (tmp_path / "records" / "metrics.jsonl").exists()
+
+
+def test_a_command_says_what_to_install() -> None:
+    done = run("sys.argv[1:] = ['--help']\nfrom megatron_fssdp.cli import main\nmain()")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "typer" in line
+    assert "pip install 'megatron-fssdp[tools]'" in line
