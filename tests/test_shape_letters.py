@@ -1,4 +1,4 @@
-"""Names, docstrings, legends and the glossary use one letter for one axis: those of ``SHAPE_LETTERS``."""
+"""Names, docstrings and legends use one letter for one axis: those of ``SHAPE_LETTERS``."""
 
 import ast
 import re
@@ -11,7 +11,6 @@ import megatron_fssdp
 from megatron_fssdp.planning.shape_letters import SHAPE_LETTERS
 
 ROOT = Path(megatron_fssdp.__file__).parent
-GLOSSARY = ROOT.parent / "docs" / "glossary.md"
 MODULES = sorted(ROOT.rglob("*.py"))
 # counts_DE, _owner_E, expert_LDW: lower-case words, then the letters. CHUNK_BYTES does not match.
 SUFFIX = re.compile(r"^_*[a-z][a-z0-9]*(?:_[a-z0-9]+)*_([A-Z][A-Za-z]*)$")
@@ -67,12 +66,6 @@ def problems(source: str) -> list[str]:
 def test_modules_use_the_packages_letters(path: Path) -> None:
     if path.name != "shape_letters.py":
         assert problems(path.read_text(encoding="utf-8")) == []
-
-
-def test_the_glossary_has_the_same_table() -> None:
-    section = GLOSSARY.read_text(encoding="utf-8").partition("## Shape letters")[2]
-    rows = dict(re.findall(r"^\| `([A-Z])` \| ([^|]+?) \|", section, re.MULTILINE))
-    assert rows == SHAPE_LETTERS
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Builds the documentation into a folder that a browser can open, without a server and without a network.
 
-It prepares all pages in a temporary folder and runs Zensical on them. Preparing means: add the reference pages,
-which are made from the code, and replace links to files that are not pages.
+It prepares all pages in a temporary folder and runs Zensical on them. Preparing means: add the reference
+pages, which are made from the code, and replace links to files that are not pages.
 """
 
 import argparse

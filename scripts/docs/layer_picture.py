@@ -1,6 +1,6 @@
 """Draws docs/pictures/fssdp_layer.svg: what computes and what travels in one layer under FSSDP.
 
-usage: python docs/pictures/fssdp_layer.py [FILE.svg | FILE.png]
+usage: python scripts/docs/layer_picture.py [FILE.svg | FILE.png]
 """
 
 import sys
@@ -140,6 +140,10 @@ def draw() -> Figure:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_suffix(".svg")
+    target = (
+        Path(sys.argv[1])
+        if len(sys.argv) > 1
+        else Path(__file__).parents[2] / "docs" / "pictures" / "fssdp_layer.svg"
+    )
     metadata = {"Date": None} if target.suffix == ".svg" else None
     draw().savefig(target, metadata=metadata, dpi=110)

@@ -143,6 +143,7 @@ def _without_sections(model: type[BaseModel]) -> type[BaseModel]:
 
 
 def kind_of_field(field: FieldInfo) -> str:
+    """The kind of a key and its limits, in words."""
     words = _kind_of(field.annotation)
     limits = {type(rule).__name__: rule for rule in field.metadata}
     for name, attribute, text in (("Ge", "ge", "≥"), ("Gt", "gt", ">"), ("Le", "le", "≤"), ("Lt", "lt", "<")):
@@ -173,6 +174,7 @@ def _kind_of(annotation: Any) -> str:
 
 
 def shown_default(field: FieldInfo) -> str:
+    """The default of a key as code, or that the key is required."""
     if field.default is not PydanticUndefined:
         value = field.default
         return f"`{value if isinstance(value, str) and value else json.dumps(value, default=list)}`"

@@ -1,6 +1,6 @@
-"""Draw docs/pictures/strategy_NAME.svg: what each strategy decides for the same uneven load.
+"""Draw docs/pictures/strategy_fssdp.svg: what ep and fssdp make of the same uneven load.
 
-usage: python scripts/docs/strategy_pictures.py [FOLDER]           (without FOLDER: docs/pictures)
+usage: python scripts/docs/strategy_picture.py [FILE]
 
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
@@ -19,8 +19,7 @@ from matplotlib.patches import Patch
 from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, STRATEGIES
-from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.simulation.lanes import ALL_TO_ALL, COMPUTE, TRANSFER
@@ -30,7 +29,7 @@ from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 ROOT = Path(__file__).parents[2]
-PICTURES = ROOT / "docs" / "pictures"
+PICTURE = ROOT / "docs" / "pictures" / "strategy_fssdp.svg"
 
 PARTS = ("models/hecate-gpt-moe-s", "parallelism/hecate-a", "training/measure")
 JOB = (
@@ -39,7 +38,7 @@ JOB = (
     *("training.micro_batch_size=4", "training.global_batch_size=32"),
 )
 CLUSTER = ("hecate-a", ("num_nodes=2", "devices_per_node=4"))
-WORKLOAD, ITERATIONS, LAYER = "lognormal-medium", 30, 0  # SmartMoE and FlexMoE have acted after the 25th
+WORKLOAD, ITERATIONS, LAYER = "lognormal-medium", 30, 0
 SLOTS = 2
 """Most replicas of a layer on a device. Without a limit all of these small experts would be everywhere."""
 
@@ -78,13 +77,6 @@ class Case:
         return float(load_D.max() / load_D.mean())
 
     @property
-    def has_moved_owners(self) -> bool:
-        """Whether an expert has another owner than at the start."""
-        num_devices, num_experts = self.tokens_DE.shape
-        home_E = np.arange(num_experts) // (num_experts // num_devices)
-        return bool((self.plan.placement.owner_E != home_E).any())
-
-    @property
     def iteration_ms(self) -> float:
         """Simulated milliseconds of the last iteration."""
         return 1e3 * float(self.outcome.iteration_s[-1])
@@ -93,24 +85,6 @@ class Case:
 def job_and_cluster() -> tuple[MoeJob, ClusterDescription]:
     """Return a job of two GPT-MoE-S layers with 16 experts, and its cluster of two nodes of four V100."""
     return job_of_run(load_run(PARTS, JOB)), described_cluster(*CLUSTER)
-
-
-def settings_of(name: str) -> StrategySettings:
-    """Return settings with at most :data:`SLOTS` replicas on a device, so that strategies have equal memory.
-
-    Args:
-        name: Name of the strategy. The limit holds for each candidate of ``auto``.
-    """
-    kind = STRATEGIES[name].settings
-    limited = {
-        key: {"slots": SLOTS} for key in kind.model_fields.keys() & STRATEGIES.keys() if has_slots(key)
-    }
-    return kind.model_validate({"slots": SLOTS} if has_slots(name) else limited)
-
-
-def has_slots(name: str) -> bool:
-    """Whether a strategy has a limit of replicas on a device."""
-    return "slots" in STRATEGIES[name].settings.model_fields
 
 
 def case(name: str) -> Case:
@@ -124,7 +98,7 @@ def case(name: str) -> Case:
     plans: dict[tuple[int, int], LayerPlan] = {}
     outcome = simulate(
         name,
-        settings_of(name),
+        STRATEGIES[name].settings.model_validate({} if name == BASELINE else {"slots": SLOTS}),
         counts_ILDE,
         cluster,
         job,
@@ -207,73 +181,37 @@ def _colour(lane: str, name: str) -> str:
 
 
 def draw(cases: list[Case]) -> Figure:
-    """Return a picture of ``ep``, alone or beside another strategy."""
-    figure = Figure(figsize=(10.5, 6.3 if len(cases) > 1 else 4.9), facecolor="white", layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1) if len(cases) > 1 else (1.7, 1))
+    """Return a picture of two strategies, side by side and one below the other."""
+    figure = Figure(figsize=(10.5, 6.3), facecolor="white", layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1))
     top = max(drawn.tokens_DE.sum(axis=1).max() for drawn in cases) / 1e3
     for column, drawn in enumerate(cases):
-        where = grid[0, column] if len(cases) > 1 else grid[0, :]
-        draw_bars(figure.add_subplot(where), drawn, top)
+        draw_bars(figure.add_subplot(grid[0, column]), drawn, top)
     draw_timeline(figure.add_subplot(grid[1, :]), cases)
-    kinds = [("an owner's expert", OWNED)]
-    if any(
-        (
-            drawn.tokens_DE[drawn.plan.placement.owner_E, range(drawn.tokens_DE.shape[1])]
-            < drawn.tokens_DE.sum(axis=0)
-        ).any()
-        for drawn in cases
-    ):
-        kinds.append(("a replica", REPLICA))
-    if any(drawn.has_moved_owners for drawn in cases):
-        kinds.append(("an expert that has changed its owner", MOVED))
-    kinds += [
-        (COLOURS["compute"].name, COLOURS["compute"].colour),
-        (COLOURS["experts"].name, COLOURS["experts"].colour),
-        (COLOURS["tokens"].name, COLOURS["tokens"].colour),
+    kinds = [
+        ("an owner's expert", OWNED),
+        ("a replica", REPLICA),
+        ("an expert that has changed its owner", MOVED),
+        *((COLOURS[part].name, COLOURS[part].colour) for part in ("compute", "experts", "tokens")),
+        ("experts' weights", COLOURS["weights"].colour),
+        ("experts' gradients", COLOURS["gradients"].colour),
     ]
-    if any(drawn.outcome.of_layers("replicas").any() for drawn in cases):
-        kinds += [
-            ("experts' weights", COLOURS["weights"].colour),
-            ("experts' gradients", COLOURS["gradients"].colour),
-        ]
     handles = [Patch(facecolor=colour, label=label) for label, colour in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 
-def _drawn() -> list[str]:
-    """Shipped strategies that differ from ``ep`` by where experts are."""
-    return [
-        name
-        for name, entry in STRATEGIES.items()
-        if entry.package == SHIPPED and entry.strategy not in (None, STRATEGIES[BASELINE].strategy)
-    ]
-
-
-def draw_all(folder: Path) -> list[Path]:
-    """Write all pictures.
+def write(file: Path) -> None:
+    """Write the picture.
 
     Args:
-        folder: Existing folder that the files are written to.
-
-    Returns:
-        Paths of the written files.
+        file: File to write.
     """
-    import tensor_schedule_picture
-
     settings = {"svg.fonttype": "none", "svg.hashsalt": "fssdp", "font.family": "sans-serif"}
     with matplotlib.rc_context(settings):
-        plain = case(BASELINE)
-        figures = {BASELINE: draw([plain]), **{name: draw([plain, case(name)]) for name in _drawn()}}
-        figures["parm"] = tensor_schedule_picture.draw()
-        files = []
-        for name, figure in figures.items():
-            files.append(folder / f"strategy_{name}.svg")
-            figure.savefig(files[-1], metadata={"Date": None})
-    return files
+        draw([case(BASELINE), case("fssdp")]).savefig(file, metadata={"Date": None})
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    for path in draw_all(Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES):
-        print(path)
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE)

@@ -63,7 +63,7 @@ _PART = re.compile(
 
 
 def settings(which: str) -> str:
-    """Keys of a strategy, or of ``shared``, ``data``, ``sweep`` or ``cluster``, with kind, default and meaning."""
+    """Keys of a strategy, or of ``shared``, ``data``, ``sweep`` or ``cluster``."""
     models: dict[str, type[BaseModel]] = {"sweep": SweepConfig, "cluster": ClusterDescription}
     if which == "data":
         section = RunConfig.model_fields["data"].annotation
@@ -90,7 +90,7 @@ def settings(which: str) -> str:
 
 
 def results(words: str) -> str:
-    """A file of ``benchmarks/results`` as a table: ``NAME``, or ``NAME by COLUMN: COLUMN`` with one row a value."""
+    """A file of ``benchmarks/results`` as a table: ``NAME``, or ``NAME by COLUMN: COLUMN`` (a pivot)."""
     name, _, pivot = words.partition(" by ")
     (path,) = RESULTS.glob(f"*-{name}.json")
     run = json.loads(path.read_text(encoding="utf-8"))

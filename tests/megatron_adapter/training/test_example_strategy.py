@@ -1,4 +1,4 @@
-"""The worked example of docs/contributing.md, installed as a user installs it, and used everywhere."""
+"""The worked example of docs/adding_a_strategy.md, installed as a user installs it, and used everywhere."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from ...reporting.page.page_parts import PageParts
 from ..training_run import assert_close, note, train, train_on_all_ranks, wrap
 
 ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "docs" / "examples" / "second_home"
+PACKAGE = ROOT / "examples" / "second_home"
 NAME, COLOUR = "second_home", "#332288"
 
 
