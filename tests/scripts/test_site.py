@@ -1,4 +1,4 @@
-"""Links of the pages lead somewhere, generated parts are fresh, examples run, and a browser draws the site."""
+"""Links of the pages lead somewhere, generated parts are fresh, examples run, and browsers draw the site."""
 
 import html
 import importlib
@@ -17,7 +17,7 @@ from ..browser import WIDTHS, needs_browser, opened_browser
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SCRIPTS = ROOT / "scripts" / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(DOCS.glob("*.md"))]
 LINK = re.compile(r"\]\((?P<path>[^)\s#:]*)(?:#[^)\s]*)?\)")
 # Addresses on other hosts that a browser fetches when it shows a page.
 LOADED_FROM_ELSEWHERE = re.compile(
@@ -41,7 +41,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "-" + page.name)
 def test_links_lead_to_files_of_the_repository(page: Path) -> None:
     """Also without a build, as on GitHub."""
     links = [unquote(link["path"]) for link in LINK.finditer(page.read_text(encoding="utf-8"))]
@@ -67,7 +67,9 @@ def test_links_and_places_on_the_site_exist(site: Path) -> None:
     assert {page for page, text in pages.items() if LOADED_FROM_ELSEWHERE.search(text)} == set()
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", sorted(DOCS.glob("*.md")), ids=lambda page: page.parent.name + "-" + page.name
+)
 def test_generated_parts_are_fresh(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
     renewed = script("tables", monkeypatch).written(
