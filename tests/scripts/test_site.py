@@ -1,4 +1,4 @@
-"""Links of the pages lead somewhere, generated parts are fresh, examples run, and browsers draw the site."""
+"""Links of the pages lead somewhere, generated parts are fresh, examples run, and a browser draws them."""
 
 import html
 import importlib
