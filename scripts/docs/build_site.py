@@ -1,7 +1,7 @@
 """Builds the documentation into a folder that a browser can open, without a server and without a network.
 
-It prepares all pages in a temporary folder and runs Zensical on them. Preparing means: add the pages and the
-tables that are made from the code, and replace links to files that are not pages.
+It prepares all pages in a temporary folder and runs Zensical on them. Preparing means: add the reference
+pages, which are made from the code, and replace links to files that are not pages.
 """
 
 import argparse
@@ -20,12 +20,9 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import api_pages  # noqa: E402
-import compatibility_tables  # noqa: E402
 import settings_pages  # noqa: E402
 
 _LINK_OUT = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>(?:\.\./)+[^)#\s]+)(?:#[^)]*)?\)")
-_TABLE = re.compile(r"^<!-- table: (?P<name>\w+) -->$", re.MULTILINE)
-_SNIPPET = re.compile(r'^--8<-- "(?P<path>[^":]+)', re.MULTILINE)
 _ASSETS = ("pictures", "javascripts")
 _IN_EVERY_SITE = ("404.html", "index.html", "search.json")
 
@@ -38,8 +35,6 @@ def prepared_pages() -> dict[str, str]:
     """
     docs = ROOT / "docs"
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(docs.glob("*.md"))}
-    tables = compatibility_tables.tables()
-    texts = {name: _TABLE.sub(lambda marker: tables[marker["name"]], text) for name, text in texts.items()}
     texts |= settings_pages.pages() | api_pages.pages()
     return {name: _with_named_files(name, text) for name, text in texts.items()}
 
@@ -61,18 +56,13 @@ def _with_named_files(page: str, text: str) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """Write the pages, everything that they include, and the site's settings into an empty folder."""
+    """Write the pages, their pictures, and the site's settings into an empty folder."""
     for name, text in prepared_pages().items():
         page = folder / "pages" / name
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text, encoding="utf-8")
-        for snippet in _SNIPPET.finditer(text):
-            included = folder / snippet["path"]
-            included.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / snippet["path"], included)
     for name in _ASSETS:
-        ignored = shutil.ignore_patterns("*.py", "__pycache__")
-        shutil.copytree(ROOT / "docs" / name, folder / "pages" / name, ignore=ignored)
+        shutil.copytree(ROOT / "docs" / name, folder / "pages" / name)
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     for plugin in settings["plugins"]:
         if isinstance(plugin, dict) and "mkdocstrings" in plugin:

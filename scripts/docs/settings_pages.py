@@ -46,7 +46,7 @@ def settings_table(model: type[BaseModel], *, without: Sequence[type[BaseModel]]
         if name in known and repr(known[name]) == repr(field):
             continue
         meaning = field.description or description(name)
-        cells = (f"`{name}`", _kind(field), _default(field), meaning)
+        cells = (f"`{name}`", kind_of_field(field), shown_default(field), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -142,7 +142,8 @@ def _without_sections(model: type[BaseModel]) -> type[BaseModel]:
     return other
 
 
-def _kind(field: FieldInfo) -> str:
+def kind_of_field(field: FieldInfo) -> str:
+    """The kind of a key and its limits, in words."""
     words = _kind_of(field.annotation)
     limits = {type(rule).__name__: rule for rule in field.metadata}
     for name, attribute, text in (("Ge", "ge", "≥"), ("Gt", "gt", ">"), ("Le", "le", "≤"), ("Lt", "lt", "<")):
@@ -172,7 +173,8 @@ def _kind_of(annotation: Any) -> str:
     return _KINDS.get(annotation, str(annotation))
 
 
-def _default(field: FieldInfo) -> str:
+def shown_default(field: FieldInfo) -> str:
+    """The default of a key as code, or that the key is required."""
     if field.default is not PydanticUndefined:
         value = field.default
         return f"`{value if isinstance(value, str) and value else json.dumps(value, default=list)}`"

@@ -26,13 +26,6 @@ def run(words: list[str], folder: Path, **variables: str) -> str:
     return done.stdout
 
 
-def test_the_list_names_every_example() -> None:
-    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    files = [path for path in EXAMPLES.rglob("*") if path.suffix in (".sh", ".py", ".yaml")]
-    assert files
-    assert all(f"({path.relative_to(EXAMPLES)})" in text for path in files)
-
-
 @pytest.mark.slow
 def test_the_python_api_trains_without_the_launcher(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

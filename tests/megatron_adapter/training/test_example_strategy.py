@@ -1,4 +1,4 @@
-"""The worked example of docs/contributing.md, installed as a user installs it, and used everywhere."""
+"""The worked example of docs/adding_a_strategy.md, installed as a user installs it, and used everywhere."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from ...reporting.page.page_parts import PageParts
 from ..training_run import assert_close, note, train, train_on_all_ranks, wrap
 
 ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "docs" / "examples" / "second_home"
+PACKAGE = ROOT / "examples" / "second_home"
 NAME, COLOUR = "second_home", "#332288"
 
 
@@ -75,7 +75,6 @@ def watch_transfers() -> None:
     wrap(ReplicaTransfers, "gather", watched_gather)
 
 
-# --8<-- [start:training]
 def test_it_trains_with_overlap_and_moved_owners_and_the_losses_of_plain_expert_parallelism(
     installed: Path, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +96,6 @@ def test_it_trains_with_overlap_and_moved_owners_and_the_losses_of_plain_expert_
     assert [entry.iteration for entry in metrics if entry.resharded_experts] == [4]  # before the fourth
 
 
-# --8<-- [end:training]
 def test_help_schema_and_doctor_know_it(installed: Path) -> None:
     assert NAME in command(installed, "train", "--help")
     schema = json.loads(command(installed, "schema"))

@@ -1,0 +1,243 @@
+"""Write the generated parts of the pages into the pages themselves, so that GitHub shows what the site shows.
+
+usage: python scripts/docs/tables.py            (rewrites docs/*.md; a test compares them)
+
+A generated part stands between ``<!-- table: WHAT -->`` and ``<!-- end -->``. WHAT is one of ``GENERATORS``.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Another checkout may be installed, but the pages must be made from this one.
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from pydantic import BaseModel  # noqa: E402
+from settings_pages import kind_of_field, shown_default  # noqa: E402
+
+from megatron_fssdp.config.cluster_description import ClusterDescription  # noqa: E402
+from megatron_fssdp.config.run.megatron_options import description  # noqa: E402
+from megatron_fssdp.config.run.run_config import RunConfig  # noqa: E402
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
+from megatron_fssdp.config.sweep.sweep_config import SweepConfig  # noqa: E402
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import (  # noqa: E402
+    CHECKPOINT_REPLACEMENTS,
+)
+from megatron_fssdp.megatron_adapter.support import (  # noqa: E402
+    capabilities,
+    dispatch_limits,
+    supported_features,
+)
+from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS  # noqa: E402
+from megatron_fssdp.planning.shape_letters import SHAPE_LETTERS  # noqa: E402
+
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+SHARED_KEYS = ("exchange", "nodes", "record_dir")
+"""Settings that nearly all strategies have: one page describes them for all."""
+
+LINES_BEFORE = {
+    "config": 3316,
+    "planning": 6657,
+    "strategies": 2194,
+    "simulation": 1952,
+    "collectives": 1665,
+    "dispatchers": 1801,
+    "runtime": 3500,
+    "reporting": 5942,
+    "data": 1289,
+    "megatron_adapter": 6747,
+    "cli": 5007,
+    "testing": 3917,
+    "files outside rooms": 80,
+}
+"""Lines of Python of each room at commit 0a62d6f9."""
+
+_PART = re.compile(
+    r"^<!-- table: (?P<what>.+) -->$(?:(?:(?!<!-- table)[\s\S])*?^<!-- end -->$)?", re.MULTILINE
+)
+
+
+def settings(which: str) -> str:
+    """Keys of a strategy, or of ``shared``, ``data``, ``sweep`` or ``cluster``."""
+    models: dict[str, type[BaseModel]] = {"sweep": SweepConfig, "cluster": ClusterDescription}
+    if which == "data":
+        section = RunConfig.model_fields["data"].annotation
+        assert isinstance(section, type)
+        models["data"] = section
+    if which == "shared":
+        model, names = STRATEGIES["fssdp"].settings, list(SHARED_KEYS)
+    elif which in models:
+        model, names = models[which], list(models[which].model_fields)
+    else:
+        model = STRATEGIES[which].settings
+        names = [name for name in model.model_fields if name not in SHARED_KEYS]
+    fields = model.model_fields
+    rows = (
+        (
+            f"`{name}`",
+            kind_of_field(fields[name]),
+            shown_default(fields[name]),
+            fields[name].description or description(name),
+        )
+        for name in names
+    )
+    return table(("key", "kind", "default", "meaning"), rows)
+
+
+def results(words: str) -> str:
+    """A file of ``benchmarks/results`` as a table: ``NAME``, or ``NAME by COLUMN: COLUMN`` (a pivot)."""
+    name, _, pivot = words.partition(" by ")
+    (path,) = RESULTS.glob(f"*-{name}.json")
+    run = json.loads(path.read_text(encoding="utf-8"))
+    columns, rows = run["columns"], run["rows"]
+    if pivot:
+        return _pivot(columns, rows, *pivot.split(": "))
+    shown = [column for column in columns if not column.endswith((" q1", " q3"))]
+    header = [column or " " for column in shown]
+    return table(header, zip(*(_column(columns, rows, column) for column in shown), strict=True))
+
+
+def _pivot(columns: list[str], rows: list[list[object]], by: str, value: str) -> str:
+    """One row for each value of ``by``, and one column for each value of the column after it."""
+    key, second, wanted = columns.index(by), 1 + columns.index(by), columns.index(value)
+    names = list(dict.fromkeys(str(row[second]) for row in rows))
+    shown = _shown([row[wanted] for row in rows])
+    found = {(row[key], row[second]): cell for row, cell in zip(rows, shown, strict=True)}
+    lines = (
+        [str(one), *(found.get((one, name), "–") for name in names)]
+        for one in dict.fromkeys(row[key] for row in rows)
+    )
+    return table([by, *names], lines)
+
+
+def _column(columns: list[str], rows: list[list[object]], name: str) -> list[str]:
+    """The cells of a column, with its quartiles if it has them."""
+    parts = [one for one in (name, f"{name} q1", f"{name} q3") if one in columns]
+    values = [[row[columns.index(one)] for one in parts] for row in rows]
+    cells = iter(_shown([value for cell in values for value in cell]))
+    triples = [[next(cells) for _ in parts] for _ in values]
+    return [
+        f"{cell[0]} [{cell[1]}, {cell[2]}]" if len(cell) == 3 and cell[1] != "–" else cell[0]
+        for cell in triples
+    ]
+
+
+def _shown(values: Sequence[object]) -> list[str]:
+    """Values of one column as texts with equally many decimals."""
+    numbers = [value for value in values if isinstance(value, float)]
+    decimals = max((len(f"{value:.3f}".rstrip("0").partition(".")[2]) for value in numbers), default=0)
+    return [_text(value, decimals) for value in values]
+
+
+def _text(value: object, decimals: int = 0) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        small = 0 < abs(value) < 1e-3
+        return f"{value:.1e}".replace("e-0", "e-") if small else f"{value:.{decimals}f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def code(path: str) -> str:
+    """A file as a block of code."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return f"```{'toml' if path.endswith('.toml') else 'python'}\n{text.strip()}\n```"
+
+
+def versions(_: str) -> str:
+    """The tested ranges."""
+    return table(("package", "tested range"), ((f"`{a}`", f"`{b}`") for a, b in TESTED_VERSIONS.items()))
+
+
+def refused(_: str) -> str:
+    """Features that every strategy refuses."""
+    return table(
+        ("refused", "what to do"), ((what, advice) for what, _, advice in supported_features.REFUSALS)
+    )
+
+
+def combinations(_: str) -> str:
+    """Features that some strategies and settings refuse."""
+    return table(("refused", "what to do"), ((what, advice) for what, _, advice in dispatch_limits.RULES))
+
+
+def replaced(_: str) -> str:
+    """Checkpoint options that are replaced."""
+    return table(
+        ("given", "what happens instead"), ((one.what, one.meaning) for one in CHECKPOINT_REPLACEMENTS)
+    )
+
+
+def seams(_: str) -> str:
+    """What the plugin needs of Megatron."""
+    return table(
+        ("in Megatron", "what the plugin does with it", "who needs it"),
+        ((f"`{seam.module}.{seam.path}`", seam.purpose, seam.needed_by) for seam in capabilities.SEAMS),
+    )
+
+
+def letters(_: str) -> str:
+    """The shape letters."""
+    return table(("letter", "axis"), ((f"`{letter}`", axis) for letter, axis in SHAPE_LETTERS.items()))
+
+
+def lines(_: str) -> str:
+    """Lines of Python of each room."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "megatron_fssdp"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    now: dict[str, int] = {}
+    for name in tracked:
+        if name.endswith(".py") and (ROOT / name).exists():
+            room = name.split("/")[1] if name.count("/") > 1 else "files outside rooms"
+            now[room] = now.get(room, 0) + len((ROOT / name).read_text(encoding="utf-8").splitlines())
+    rooms = [*LINES_BEFORE, *(room for room in now if room not in LINES_BEFORE)]
+    rows = [
+        (room if " " in room else f"`{room}`", _text(LINES_BEFORE.get(room)), _text(now.get(room)))
+        for room in rooms
+    ]
+    sums = (_text(sum(counts.values())) for counts in (LINES_BEFORE, now))
+    return table(("room", "before", "now"), [*rows, ("sum", *sums)])
+
+
+GENERATORS: dict[str, Callable[[str], str]] = {
+    one.__name__: one
+    for one in (settings, results, code, versions, refused, combinations, replaced, seams, letters, lines)
+}
+"""What may stand after ``table:``, by its first word. The other words are the argument."""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    drawn = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '\\|') for cell in row)} |" for row in drawn)
+
+
+def written(page: str, *, without: Sequence[str] = ()) -> str:
+    """Return the text of a page with all its generated parts renewed.
+
+    Args:
+        page: The page as it is.
+        without: Generators whose parts stay as they are.
+    """
+
+    def renew(part: re.Match[str]) -> str:
+        kind, _, argument = part["what"].partition(" ")
+        if kind in without:
+            return part[0]
+        return f"<!-- table: {part['what']} -->\n\n{GENERATORS[kind](argument)}\n\n<!-- end -->"
+
+    return _PART.sub(renew, page)
+
+
+if __name__ == "__main__":
+    for path in sorted(DOCS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if (renewed := written(text)) != text:
+            path.write_text(renewed, encoding="utf-8")
+            print(path.relative_to(ROOT))
