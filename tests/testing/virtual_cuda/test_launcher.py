@@ -11,14 +11,10 @@ import pytest
 from tests.support.virtual_cuda import FindingKind, virtual_cuda
 from tests.support.virtual_cuda.books.findings import Finding
 from tests.support.virtual_cuda.programs.known_findings import (
-    KNOWN_IN_MEGATRON,
     KnownFinding,
     explained,
 )
 from tests.support.virtual_cuda.programs.launcher import EXIT_FINDINGS, Program, report
-from tests.support.virtual_cuda.programs.megatron_loop import described_replacements
-
-PAGE = Path(__file__).parents[3] / "docs" / "virtual-cuda.md"
 
 RACING = """
 import sys
@@ -86,14 +82,6 @@ def test_known_findings_about_a_stream_need_its_file_and_the_stream_that_uses_it
     unknown, known = explained([same, other_memory, other_reader], [row])
     assert unknown == [other_memory, other_reader]
     assert known == [(same, row)]
-
-
-def test_the_page_has_the_tables_of_replacements_and_known_findings() -> None:
-    """`python -m tests.support.virtual_cuda --replacements` prints the page's table."""
-    page = PAGE.read_text()
-    assert described_replacements() in page
-    for known in KNOWN_IN_MEGATRON:
-        assert f"| `{known.file}` | {known.kind}, by `{known.operation}` | {known.reason} |" in page
 
 
 @pytest.mark.slow
