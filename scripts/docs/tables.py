@@ -81,11 +81,15 @@ def settings(which: str) -> str:
         (
             f"`{name}`",
             shown_default(fields[name]),
-            f"{kind_of_field(fields[name])}. {fields[name].description or description(name)}",
+            f"{_sentence(kind_of_field(fields[name]))} {fields[name].description or description(name)}",
         )
         for name in names
     )
     return table(("key", "default", "kind and meaning"), rows)
+
+
+def _sentence(kind: str) -> str:
+    return f"{kind[0].upper()}{kind[1:]}."
 
 
 def results(words: str) -> str:
