@@ -80,13 +80,16 @@ def settings(which: str) -> str:
     rows = (
         (
             f"`{name}`",
-            kind_of_field(fields[name]),
             shown_default(fields[name]),
-            fields[name].description or description(name),
+            f"{_sentence(kind_of_field(fields[name]))} {fields[name].description or description(name)}",
         )
         for name in names
     )
-    return table(("key", "kind", "default", "meaning"), rows)
+    return table(("key", "default", "kind and meaning"), rows)
+
+
+def _sentence(kind: str) -> str:
+    return f"{kind[0].upper()}{kind[1:]}."
 
 
 def results(words: str) -> str:
