@@ -71,6 +71,7 @@ def main() -> None:
             f"--repetitions {options.repetitions}: wanted 2 or more, because the result includes quartiles"
         )
     if options.virtual:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
         from tests.support.virtual_cuda import virtual_cuda
     with virtual_cuda() if options.virtual else nullcontext() as virtual:
         measure_all(options, virtual)

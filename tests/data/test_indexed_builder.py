@@ -108,6 +108,10 @@ def test_only_own_output_is_replaced(corpus, tmp_path):
         build_data(corpus, tmp_path / "file" / "out", "bytes")
     with pytest.raises(ConfigurationError, match="--vocab-size: got 6, wanted 64 or more"):
         build_data(corpus, tmp_path / "out", "wordpiece", 6)
+    (tmp_path / "a.py").write_text("x = 1\n" * 50)
+    with pytest.raises(ConfigurationError, match="two or more sentences"):
+        build_data(corpus_from_paths([tmp_path / "a.py"]), tmp_path / "out", "wordpiece", 200)
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_sentence_data_has_a_sequence_for_each_sentence(tmp_path, monkeypatch):
@@ -129,10 +133,3 @@ def test_sentence_data_has_a_sequence_for_each_sentence(tmp_path, monkeypatch):
     assert starts == [0, 2, len(found)]
     assert max(map(len, found)) == 50
     assert (manifest.num_documents, manifest.num_tokens) == (2, sum(map(len, found)))
-
-
-def test_texts_without_sentences_are_refused(tmp_path):
-    (tmp_path / "a.py").write_text("x = 1\n" * 50)
-    with pytest.raises(ConfigurationError, match="two or more sentences"):
-        build_data(corpus_from_paths([tmp_path / "a.py"]), tmp_path / "out", "wordpiece", 200)
-    assert not list((tmp_path / "out").iterdir())

@@ -3,9 +3,6 @@
 import textwrap
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from megatron_fssdp.data.sentences import MAX_WORDS, sentences
 
 SOURCE = '''\
@@ -49,10 +46,3 @@ def test_long_sentences_are_cut() -> None:
     found = sentences(" ".join(words), is_python=False)
     assert [len(sentence.split()) for sentence in found] == [MAX_WORDS, MAX_WORDS, 5]
     assert " ".join(found).split() == words
-
-
-@given(st.text(max_size=300), st.booleans())
-def test_any_text_can_be_read(text: str, is_python: bool) -> None:
-    for sentence in sentences(text, is_python):
-        assert 3 <= len(sentence.split()) <= MAX_WORDS
-        assert sentence == " ".join(sentence.split())

@@ -26,42 +26,29 @@ def all_calls(rank: int) -> dict[str, Any]:
     def note(name: str, *tensors: torch.Tensor) -> None:
         results[name] = [value for tensor in tensors for value in tensor.tolist()]
 
-    x = full(2, value=mine)
-    dist.all_reduce(x)
+    dist.all_reduce(x := full(2, value=mine))
     note("all_reduce", x)
-    x = full(2, value=mine)
-    dist.broadcast(x, 1)
+    dist.broadcast(x := full(2, value=mine), 1)
     note("broadcast", x)
-    out = full(4)
-    dist.all_gather_into_tensor(out, full(2, value=mine))
+    dist.all_gather_into_tensor(out := full(4), full(2, value=mine))
     note("all_gather_into_tensor", out)
-    parts = [full(1), full(2)]
-    dist.all_gather(parts, full(rank + 1, value=mine))
+    dist.all_gather(parts := [full(1), full(2)], full(rank + 1, value=mine))
     note("all_gather of different sizes", *parts)
-    out = full(1)
-    dist.reduce_scatter_tensor(out, torch.tensor([mine, 10 * mine], device="cuda"))
+    dist.reduce_scatter_tensor(out := full(1), torch.tensor([mine, 10 * mine], device="cuda"))
     note("reduce_scatter_tensor", out)
-    out = full(rank + 1)
-    dist.reduce_scatter(out, [full(1, value=mine), full(2, value=10 * mine)])
+    dist.reduce_scatter(out := full(rank + 1), [full(1, value=mine), full(2, value=10 * mine)])
     note("reduce_scatter of different sizes", out)
-    out = full(3)
-    dist.all_to_all_single(
-        out, full(3, value=mine), [1, 2] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [2, 1]
-    )
+    sizes = [1, 2] if rank == 0 else [2, 1]
+    dist.all_to_all_single(out := full(3), full(3, value=mine), sizes, sizes)
     note("all_to_all_single", out)
-    parts = [full(1), full(1)]
-    dist.all_to_all(parts, [full(1, value=mine), full(1, value=10 * mine)])
+    dist.all_to_all(parts := [full(1), full(1)], [full(1, value=mine), full(1, value=10 * mine)])
     note("all_to_all", *parts)
-    work = dist.isend(full(1, value=mine), other), dist.irecv(out := full(1), other)
-    for each in work:
-        each.wait()
+    for work in (dist.isend(full(1, value=mine), other), dist.irecv(out := full(1), other)):
+        work.wait()
     note("isend and irecv", out)
-    operations = [
-        dist.P2POp(dist.isend, full(1, value=mine), other),
-        dist.P2POp(dist.irecv, out := full(1), other),
-    ]
-    for each in dist.batch_isend_irecv(operations):
-        each.wait()
+    send = dist.P2POp(dist.isend, full(1, value=mine), other)
+    for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, out := full(1), other)]):
+        work.wait()
     note("batch_isend_irecv", out)
     x, y = full(1, value=mine), full(1, value=10 * mine)
     with dist._coalescing_manager(async_ops=True) as coalesced:
@@ -69,9 +56,8 @@ def all_calls(rank: int) -> dict[str, Any]:
         dist.all_reduce(y)
     coalesced.wait()
     note("coalesced all_reduce", x, y)
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, rank)
-    results["all_gather_object"] = gathered
+    results["all_gather_object"] = [None, None]
+    dist.all_gather_object(results["all_gather_object"], rank)
     dist.barrier()
     return results
 

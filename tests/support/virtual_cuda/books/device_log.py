@@ -1,11 +1,28 @@
 """The log of a virtual device: everything that was issued, in order."""
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tests.support.virtual_cuda.books.code_place import code_place
 from tests.support.virtual_cuda.books.findings import DeviceEvent, EventKind
-from tests.support.virtual_cuda.books.stream_names import StreamNames
+from tests.support.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST
+
+# A program may keep a stream longer than a virtual device exists.
+_numbers = itertools.count(DEFAULT_STREAM + 1)
+_names: dict[int, str] = {HOST: "the host", DEFAULT_STREAM: "the default stream"}
+
+
+def new_stream(name: str, known: Iterable[int]) -> int:
+    """Number of a new stream. If a known stream has the name already, a number is added to the name."""
+    num_before = sum(f"{_names[other]} (".startswith(f"{name} (") for other in known)
+    stream = next(_numbers)
+    _names[stream] = f"{name} ({num_before + 1})" if num_before else name
+    return stream
+
+
+def name_of(actor: int) -> str:
+    return _names[actor]
 
 
 class DeviceLog:
@@ -16,12 +33,10 @@ class DeviceLog:
 
     Attributes:
         events: All entries, in the order in which the host issued the work.
-        names: Names of streams.
     """
 
     def __init__(self, current_stream: Callable[[], int]) -> None:
         self.events: list[DeviceEvent] = []
-        self.names = StreamNames()
         self._current_stream = current_stream
 
     @property
@@ -32,15 +47,11 @@ class DeviceLog:
     @property
     def counts(self) -> Counter[str]:
         """Number of log entries by kind, and of operators by stream (``operators on <stream>``)."""
-        counts: Counter[str] = Counter()
-        for event in self.events:
-            counts[event.kind.value] += 1
-            if event.kind is EventKind.OPERATOR:
-                counts[f"operators on {event.stream}"] += 1
-        return counts
+        operators = self.events_of(EventKind.OPERATOR)
+        counts = Counter(event.kind.value for event in self.events)
+        return counts + Counter(f"operators on {event.stream}" for event in operators)
 
     def events_of(self, *kinds: EventKind) -> tuple[DeviceEvent, ...]:
-        """Log entries of some kinds, in order."""
         return tuple(event for event in self.events if event.kind in kinds)
 
     def mark(self, text: str) -> None:
@@ -56,7 +67,6 @@ class DeviceLog:
         num_bytes: int = 0,
         num_messages: int = 0,
     ) -> None:
-        """Add an entry to the log."""
         stream = self._current_stream() if stream is None else stream
-        entry = DeviceEvent(kind, what, self.names.of(stream), place or code_place(), num_bytes, num_messages)
+        entry = DeviceEvent(kind, what, name_of(stream), place or code_place(), num_bytes, num_messages)
         self.events.append(entry)

@@ -63,9 +63,8 @@ class Block:
         """Earlier uses of the same bytes that are not ordered before this one, of which one writes."""
         for other in self.accesses:
             overlaps = other.begin < access.end and access.begin < other.end
-            if not overlaps or not (access.writes or other.writes):
-                continue
-            if not is_ordered(access.actor, other.actor, other.number):
+            is_conflict = overlaps and (access.writes or other.writes)
+            if is_conflict and not is_ordered(access.actor, other.actor, other.number):
                 yield other
 
     def add(self, access: Access) -> None:
@@ -107,17 +106,13 @@ class MemoryBlocks:
         self.peak_bytes = 0
 
     def of(self, tensor: Tensor) -> Block | None:
-        """The block of a tensor; None for ordinary CPU tensors."""
         key = storage_key(tensor)
         return None if key is None else self._blocks.get(key)
 
     def of_storage(self, storage: torch.UntypedStorage) -> Block | None:
-        """The block of a storage; None for ordinary CPU storages."""
         return self._blocks.get(int(storage._cdata))
 
-    def add(
-        self, storage: torch.UntypedStorage, stream: int, place: str, *, is_pinned: bool = False
-    ) -> Block:
+    def add(self, storage: torch.UntypedStorage, stream: int, place: str, *, is_pinned: bool = False) -> None:
         """Make a storage one of the device (or page-locked); a storage that already is stays as it is."""
         key = int(storage._cdata)
         self._undecided.pop(key, None)
@@ -125,7 +120,6 @@ class MemoryBlocks:
             block = Block(StorageWeakRef(storage), stream, place, storage.nbytes(), is_pinned)
             self._blocks[key] = block
             self._count(block, 1)
-        return self._blocks[key]
 
     def leave_undecided(self, tensor: Tensor) -> None:
         """Note that a new tensor may be on the device; the first operator that uses it decides."""
@@ -139,21 +133,13 @@ class MemoryBlocks:
         return reference is not None and not reference.expired()
 
     def replace(self, storage: torch.UntypedStorage, stream: int, place: str) -> None:
-        """Give new memory to a storage whose memory was given back."""
         del self._blocks[int(storage._cdata)]
         self.add(storage, stream, place)
 
     def give_back(self, block: Block) -> None:
-        """Note that the memory of a block is free."""
         if not block.is_free:
             block.is_free = True
             self._count(block, -1)
-
-    def remove(self, tensor: Tensor) -> None:
-        """Make the storage of a tensor an ordinary one of the CPU again."""
-        key = storage_key(tensor)
-        if key is not None and key in self._blocks:
-            self.give_back(self._blocks.pop(key))
 
     def take_expired(self) -> list[Block]:
         """Remove and return the blocks whose storage no tensor uses any more."""
@@ -161,10 +147,6 @@ class MemoryBlocks:
             del self._undecided[key]
         expired = [key for key, block in self._blocks.items() if block.storage.expired()]
         return [self._blocks.pop(key) for key in expired]
-
-    def reset_peak(self) -> None:
-        """Start to measure the largest number of allocated bytes anew."""
-        self.peak_bytes = self.allocated_bytes
 
     def _count(self, block: Block, sign: int) -> None:
         if not block.is_pinned:

@@ -4,6 +4,8 @@ Every stream, and the host, has a vector clock: for each actor, the number of it
 certainly complete before the next operation of the clock's owner starts.
 """
 
+from collections.abc import Iterable
+
 HOST = -1
 """Number of the host among the actors. Streams have numbers from 0."""
 
@@ -21,19 +23,22 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 
 class StreamOrder:
-    """The order of operations on streams and on the host, from launches, events and synchronizations."""
+    """The order of operations on streams and on the host, from launches, events and synchronizations.
+
+    Attributes:
+        num_operations: Number of operations so far, which is also the number of the last one.
+    """
 
     def __init__(self) -> None:
         self._clocks: dict[int, Clock] = {HOST: {}, DEFAULT_STREAM: {}}
-        self._num_operations = 0
+        self.num_operations = 0
 
     @property
-    def num_operations(self) -> int:
-        """Number of operations so far; it is also the number of the last operation."""
-        return self._num_operations
+    def streams(self) -> Iterable[int]:
+        return self._clocks.keys()
 
     def add_stream(self, stream: int) -> None:
-        """Add a stream, whose work starts after all that the host knows to be complete."""
+        """Add a stream, unless it is known. Its work starts after all that the host knows to be complete."""
         self._clocks.setdefault(stream, dict(self._clocks[HOST]))
 
     def launch(self, actor: int) -> int:
@@ -41,12 +46,12 @@ class StreamOrder:
 
         An operation that the host launches comes after all work whose end the host has awaited.
         """
-        self._num_operations += 1
+        self.num_operations += 1
         clock = self._clocks[actor]
         if actor != HOST:
             _merge(clock, self._clocks[HOST])
-        clock[actor] = self._num_operations
-        return self._num_operations
+        clock[actor] = self.num_operations
+        return self.num_operations
 
     def snapshot(self, actor: int) -> Clock:
         """What an event knows that is recorded on a stream now."""
@@ -59,14 +64,12 @@ class StreamOrder:
         _merge(self._clocks[actor], clock)
 
     def knows(self, actor: int, clock: Clock) -> bool:
-        """Whether everything in the clock is complete for a stream or for the host."""
         own = self._clocks[actor]
         return all(own.get(other, 0) >= number for other, number in clock.items())
 
     def wait_for_all_streams(self) -> None:
-        """Make the host wait for all work on all streams."""
-        for actor in list(self._clocks):
-            _merge(self._clocks[HOST], self._clocks[actor])
+        for clock in self._clocks.values():
+            _merge(self._clocks[HOST], clock)
 
     def is_ordered(self, actor: int, other: int, number: int) -> bool:
         """Whether the next operation of ``actor`` starts after operation ``number`` of ``other``."""

@@ -7,15 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.support.virtual_cuda.books.code_place import code_place
-from tests.support.virtual_cuda.books.device_log import DeviceLog
+from tests.support.virtual_cuda.books.device_log import DeviceLog, name_of, new_stream
 from tests.support.virtual_cuda.books.finding_list import FindingList
 from tests.support.virtual_cuda.books.findings import EventKind, Finding
-from tests.support.virtual_cuda.books.memory_blocks import (
-    Access,
-    Block,
-    MemoryBlocks,
-    byte_range,
-)
+from tests.support.virtual_cuda.books.memory_blocks import Access, Block, MemoryBlocks, byte_range
 from tests.support.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST, Clock, StreamOrder
 from tests.support.virtual_cuda.books.unfinished_work import UnfinishedWork
 
@@ -38,14 +33,12 @@ class VirtualDevice(DeviceLog):
 
     Attributes:
         capability: Compute capability, as (major, minor).
-        num_devices: Number of devices that ``torch.cuda.device_count()`` reports.
-        total_memory: Bytes that ``torch.cuda.mem_get_info()`` reports as the size of the device's memory.
+        num_devices: Number of devices to report.
+        total_memory: Bytes to report as the size of the device's memory.
         index: Index of the current device; ``torch.cuda.set_device`` changes it.
         order: Order between the work on streams and on the host.
         memory: Allocations of the device and page-locked allocations of the host.
-        events: All entries of the log, in the order in which the host issued the work.
         unfinished: Operations that come to their end when something waits for them.
-        names: Names of streams.
         found: Findings so far.
         host_factory: Whether Python code calls a function now that makes a tensor on the host.
         ignores_record_stream: Set it to find out whether the code under test depends on ``record_stream``.
@@ -61,7 +54,7 @@ class VirtualDevice(DeviceLog):
         self.memory = MemoryBlocks()
         self.host_factory = False
         self.ignores_record_stream = False
-        self.found = FindingList(self.names)
+        self.found = FindingList()
         self._current = threading.local()
         self.unfinished = UnfinishedWork(self.order)
 
@@ -76,7 +69,6 @@ class VirtualDevice(DeviceLog):
 
     @property
     def device(self) -> torch.device:
-        """The current device, such as ``cuda:0``."""
         return torch.device("cuda", self.index)
 
     @property
@@ -86,43 +78,31 @@ class VirtualDevice(DeviceLog):
         return self.found.all
 
     def assert_clean(self) -> None:
-        """Raise an error that lists all findings.
-
-        Raises:
-            AssertionError: There are findings.
-        """
         findings = self.findings
-        if findings:
-            lines = "\n".join(f"{i + 1}. {finding}" for i, finding in enumerate(findings))
-            raise AssertionError(f"the virtual device has {len(findings)} findings, wanted none:\n{lines}")
-
-    # ---------------------------------------------------------------- streams
+        lines = "\n".join(f"{number}. {finding}" for number, finding in enumerate(findings, 1))
+        assert not findings, f"the virtual device has {len(findings)} findings, wanted none:\n{lines}"
 
     @property
     def current_stack(self) -> list[int]:
         """Numbers of this thread's current streams; the last one is current."""
-        if not hasattr(self._current, "streams"):
-            self._current.streams = [DEFAULT_STREAM]
-        streams: list[int] = self._current.streams
-        return streams
+        stack: list[int] = self._current.__dict__.setdefault("streams", [DEFAULT_STREAM])
+        return stack
 
     @property
     def current_stream(self) -> int:
-        """Number of this thread's current stream."""
         return self.current_stack[-1]
 
     def add_stream(self, name: str = "") -> int:
-        """Number of a new stream."""
         place = code_place()
-        stream = self.names.add(name or f"the stream made at [{place.split(' < ')[0]}]")
+        name = name or f"the stream made at [{place.split(' < ')[0]}]"
+        stream = new_stream(name, self.order.streams)
         self.order.add_stream(stream)
-        self.log(EventKind.STREAM_MADE, self.names.of(stream), stream, place)
+        self.log(EventKind.STREAM_MADE, name_of(stream), stream, place)
         return stream
 
     def know_stream(self, stream: int) -> int:
         """Return the number of a stream; a program may have made it on an earlier virtual device."""
-        if self.names.know(stream):
-            self.order.add_stream(stream)
+        self.order.add_stream(stream)
         return stream
 
     def wait(self, stream: int, clock: Clock) -> None:
@@ -133,23 +113,17 @@ class VirtualDevice(DeviceLog):
         self.unfinished.finish_known(stream)
 
     def snapshot(self, stream: int) -> Clock:
-        """Clock of an event that is recorded on a stream now."""
         self.notice_freed_memory()
         return self.order.snapshot(stream)
 
     def host_sync(self, what: str, clock: Clock | None = None) -> None:
         """Note that the host waits for an event, or for the current stream if no clock is given."""
-        self.notice_freed_memory()
-        if clock is None:
-            clock = self.order.snapshot(self.current_stream)
-        elif self.order.knows(HOST, clock):
+        if clock is not None and self.order.knows(HOST, clock):
             return
         self.log(EventKind.HOST_SYNC, what)
-        self.order.wait(HOST, clock)
-        self.unfinished.finish_known(HOST)
+        self.host_knows(self.order.snapshot(self.current_stream) if clock is None else clock)
 
     def synchronize(self) -> None:
-        """Make the host wait for all streams."""
         self.notice_freed_memory()
         self.log(EventKind.HOST_SYNC, "device.synchronize")
         self.order.wait_for_all_streams()
@@ -162,12 +136,9 @@ class VirtualDevice(DeviceLog):
         self.unfinished.finish_known(HOST)
 
     def finish_all(self) -> None:
-        """Let everything that was issued come to its end."""
         self.notice_freed_memory()
         self.order.wait_for_all_streams()
         self.unfinished.finish_all()
-
-    # ---------------------------------------------------------------- work
 
     def launch(
         self,
@@ -177,8 +148,7 @@ class VirtualDevice(DeviceLog):
         *,
         actor: int | None = None,
         kind: EventKind | None = EventKind.OPERATOR,
-        num_bytes: int = 0,
-        num_messages: int = 0,
+        **numbers: int,
     ) -> None:
         """Note an operation of a stream or of the host, and check what it reads and writes.
 
@@ -188,15 +158,14 @@ class VirtualDevice(DeviceLog):
             writes: Tensors that it writes.
             actor: Number of the stream, or ``HOST``; the current stream if it is left out.
             kind: Kind of the log entry; None for no entry.
-            num_bytes: Bytes for the log entry.
-            num_messages: Messages for the log entry.
+            **numbers: ``num_bytes`` and ``num_messages`` for the log entry.
         """
         self.notice_freed_memory()
         actor = self.current_stream if actor is None else actor
         place = code_place()
         number = self.order.launch(actor)
         if kind is not None:
-            self.log(kind, what, actor, place, num_bytes, num_messages)
+            self.log(kind, what, actor, place, **numbers)
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 self._access(tensor, is_write, actor, number, what, place)
@@ -213,19 +182,14 @@ class VirtualDevice(DeviceLog):
             self.found.race(access, other, block)
         block.add(access)
 
-    # ---------------------------------------------------------------- memory
-
     def allocate(self, tensor: Tensor, *, is_pinned: bool = False) -> None:
-        """Make a tensor's storage one of the device, or page-locked memory of the host."""
         self.memory.add(tensor.untyped_storage(), self.current_stream, code_place(), is_pinned=is_pinned)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the device."""
         block = self.memory.of(tensor)
         return block is not None and not block.is_pinned
 
     def holds_pinned(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in page-locked memory of the host."""
         block = self.memory.of(tensor)
         return block is not None and block.is_pinned
 
@@ -257,17 +221,8 @@ class VirtualDevice(DeviceLog):
             if actor != block.stream and known.get(actor, 0) < access.number:
                 self.found.freed_in_use(block, access, code_place())
 
-    def is_freed(self, tensor: Tensor) -> bool:
-        """Whether a tensor has elements whose memory was given back."""
-        block = self.memory.of(tensor)
-        return block is not None and block.is_free and bool(tensor.numel())
-
     def refuse_freed(self, what: str, tensor: Tensor) -> None:
-        """Report an operator on memory that was given back, and end it: there is nothing to compute with.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Report an operator on memory that was given back, and end it: there is nothing to compute with."""
         block = self.memory.of(tensor)
-        assert block is not None
-        raise RuntimeError(f"virtual_cuda: {self.found.use_after_free(what, block)}")
+        if block is not None and block.is_free and tensor.numel():
+            raise RuntimeError(f"virtual_cuda: {self.found.use_after_free(what, block)}")

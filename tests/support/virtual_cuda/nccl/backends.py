@@ -18,7 +18,7 @@ class Backends:
     def install(self, patches: Patches) -> None:
         """Replace the functions that make groups or ask for their backend."""
         functions = {
-            "get_backend": self._name_of,
+            "get_backend": lambda group=None: "nccl" if self.is_nccl(group) else "gloo",
             "new_group": self._making(distributed_c10d.new_group),
             "init_process_group": _without_nccl(distributed_c10d.init_process_group),
             "is_nccl_available": lambda: True,
@@ -26,19 +26,15 @@ class Backends:
         patches.put(dist, functions)
         patches.put(distributed_c10d, functions)
         device_of = distributed_c10d._get_object_coll_device
-
-        def object_device(group: ProcessGroup | None = None) -> str:
-            return "cuda" if self.is_nccl(group) else device_of(group)
-
-        patches.put(distributed_c10d, {"_get_object_coll_device": object_device})
+        object_device = {
+            "_get_object_coll_device": lambda group=None: "cuda" if self.is_nccl(group) else device_of(group)
+        }
+        patches.put(distributed_c10d, object_device)
 
     def is_nccl(self, group: ProcessGroup | None) -> bool:
         """Whether a group is NCCL's; None stands for the group of all ranks."""
         group = group or dist.group.WORLD
         return isinstance(group, ProcessGroup) and group.group_name not in self._gloo_groups
-
-    def _name_of(self, group: ProcessGroup | None = None) -> str:
-        return "nccl" if self.is_nccl(group) else "gloo"
 
     def _making(self, new_group: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:

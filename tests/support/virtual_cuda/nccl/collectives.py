@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
 
 Touched = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Tensors that a call reads, and tensors that it writes."""
@@ -40,26 +41,8 @@ def _in_place(group: ProcessGroup, tensors: Sequence[Tensor], *_: Any, **__: Any
     return tensors, tensors
 
 
-def _output_input(group: ProcessGroup, output: Tensor, given: Tensor, *_: Any, **__: Any) -> Touched:
-    return [given], [output]
-
-
-def _outputs_inputs(
-    group: ProcessGroup, outputs: Sequence[Tensor], given: Sequence[Tensor], *_: Any, **__: Any
-) -> Touched:
-    return given, outputs
-
-
-def _gathered(
-    group: ProcessGroup, outputs: Sequence[Sequence[Tensor]], given: Sequence[Tensor], *_: Any, **__: Any
-) -> Touched:
-    return given, [tensor for tensors in outputs for tensor in tensors]
-
-
-def _scattered(
-    group: ProcessGroup, outputs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], *_: Any, **__: Any
-) -> Touched:
-    return [tensor for tensors in given for tensor in tensors], outputs
+def _output_input(group: ProcessGroup, outputs: Any, given: Any, *_: Any, **__: Any) -> Touched:
+    return pytree.tree_leaves(given), pytree.tree_leaves(outputs)
 
 
 def _from_root(group: ProcessGroup, tensors: Sequence[Tensor], opts: Any, *_: Any) -> Touched:
@@ -102,15 +85,10 @@ def _flat(method: str) -> Callable[..., None]:
     """Call a method with flat tensors: unlike NCCL, gloo also compares the shapes."""
 
     def run(originals: Originals, group: ProcessGroup, output: Any, given: Any, *options: Any) -> None:
-        originals[method](group, _flattened(output), _flattened(given), *options).wait()
+        flat = pytree.tree_map(lambda tensor: tensor.view(-1), (output, given))
+        originals[method](group, *flat, *options).wait()
 
     return run
-
-
-def _flattened(tensors: Any) -> Any:
-    if isinstance(tensors, Tensor):
-        return tensors.view(-1)
-    return [tensor.view(-1) for tensor in tensors]
 
 
 def _all_gather(originals: Originals, group: ProcessGroup, outputs: Any, given: Any, *_: Any) -> None:
@@ -140,30 +118,23 @@ COLLECTIVES: dict[str, Collective] = {
     "allreduce_coalesced": Collective("all_reduce (coalesced)", _in_place),
     "broadcast": Collective("broadcast", _from_root),
     "reduce": Collective("reduce", _to_root),
-    "allgather": Collective("all_gather (list)", _gathered, _all_gather),
-    "all_gather_single": Collective("all_gather", _output_input, _flat("all_gather_single")),
-    "_allgather_base": Collective("all_gather", _output_input, _flat("_allgather_base")),
-    "all_gather_single_coalesced": Collective(
-        "all_gather (coalesced)", _outputs_inputs, _flat("all_gather_single_coalesced")
-    ),
-    "allgather_into_tensor_coalesced": Collective(
-        "all_gather (coalesced)", _outputs_inputs, _flat("allgather_into_tensor_coalesced")
-    ),
-    "reduce_scatter": Collective("reduce_scatter (list)", _scattered, _reduce_scatter),
-    "reduce_scatter_single": Collective("reduce_scatter", _output_input, _flat("reduce_scatter_single")),
-    "_reduce_scatter_base": Collective("reduce_scatter", _output_input, _flat("_reduce_scatter_base")),
-    "reduce_scatter_single_coalesced": Collective(
-        "reduce_scatter (coalesced)", _outputs_inputs, _flat("reduce_scatter_single_coalesced")
-    ),
-    "reduce_scatter_tensor_coalesced": Collective(
-        "reduce_scatter (coalesced)", _outputs_inputs, _flat("reduce_scatter_tensor_coalesced")
-    ),
-    "alltoall": Collective("all_to_all (list)", _outputs_inputs, _all_to_all),
-    "all_to_all_single": Collective("all_to_all", _output_input),
-    "alltoall_base": Collective("all_to_all", _output_input),
-    "gather": Collective("gather", _gathered),
-    "gather_single": Collective("gather", _output_input),
-    "scatter": Collective("scatter", _scattered),
+    "allgather": Collective("all_gather (list)", _output_input, _all_gather),
+    "reduce_scatter": Collective("reduce_scatter (list)", _output_input, _reduce_scatter),
+    "alltoall": Collective("all_to_all (list)", _output_input, _all_to_all),
     "barrier": Collective("barrier", _nothing),
 }
-"""By the name of the method of ``ProcessGroup``. Older versions of torch use the second of two names."""
+"""By the name of the method of ``ProcessGroup``. Other versions of torch have other names of one call."""
+
+for _name, _methods in {
+    "all_gather": "all_gather_single _allgather_base",
+    "all_gather (coalesced)": "all_gather_single_coalesced allgather_into_tensor_coalesced",
+    "reduce_scatter": "reduce_scatter_single _reduce_scatter_base",
+    "reduce_scatter (coalesced)": "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced",
+}.items():
+    COLLECTIVES |= {one: Collective(_name, _output_input, _flat(one)) for one in _methods.split()}
+for _name, _methods in {
+    "all_to_all": "all_to_all_single alltoall_base",
+    "gather": "gather gather_single",
+    "scatter": "scatter",
+}.items():
+    COLLECTIVES |= {one: Collective(_name, _output_input) for one in _methods.split()}

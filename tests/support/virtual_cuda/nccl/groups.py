@@ -24,12 +24,7 @@ from tests.support.virtual_cuda.books.findings import EventKind, FindingKind
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
 from tests.support.virtual_cuda.nccl.backends import Backends, CoalescingBackend
 from tests.support.virtual_cuda.nccl.collectives import COLLECTIVES, Collective
-from tests.support.virtual_cuda.nccl.work import (
-    CoalescedWork,
-    VirtualWork,
-    run_on_copies,
-    start_message,
-)
+from tests.support.virtual_cuda.nccl.work import Operation, VirtualWork, run_on_copies, start_message
 from tests.support.virtual_cuda.posing.patches import Patches
 
 
@@ -43,7 +38,7 @@ class _Communicator:
     """
 
     stream: int
-    coalesced: CoalescedWork | None = None
+    coalesced: Operation | None = None
 
 
 class NcclGroups:
@@ -79,18 +74,13 @@ class NcclGroups:
         is_nccl = self._backends.is_nccl(group)
         return CoalescingBackend() if is_nccl else self._originals["_get_backend"](group, device)
 
-    # ---------------------------------------------------------------- collectives
-
     def _method(self, method: str, collective: Collective) -> Callable[..., Any]:
-        """What replaces a method of process groups."""
-
         def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             original = self._originals[method]
             reads, writes = collective.touched(group, *args, **kwargs)
             if not self._backends.is_nccl(group):
-                return self._on_gloo(
-                    collective.name, reads, writes, partial(original, group, *args, **kwargs)
-                )
+                whole = partial(original, group, *args, **kwargs)
+                return self._on_gloo(collective.name, reads, writes, whole)
 
             def on_gloo(*args: Any, **kwargs: Any) -> None:
                 if collective.run is None:
@@ -98,20 +88,11 @@ class NcclGroups:
                 else:
                     collective.run(self._originals, group, *args, **kwargs)
 
-            self._check(collective.name, [*reads, *writes])
-            run = partial(run_on_copies, on_gloo, writes, args, kwargs)
-            is_async = all(getattr(option, "asyncOp", True) for option in (*args, *kwargs.values()))
-            communicator = self._communicator(group)
-            if communicator.coalesced is None:
-                stops = method == "barrier"
-                return self._issue(
-                    communicator, collective.name, reads, writes, run, is_async=is_async, stops_host=stops
-                )
-            communicator.coalesced.reads += reads
-            communicator.coalesced.writes += writes
-            communicator.coalesced.collectives.append(run)
-            communicator.coalesced.is_async |= is_async
-            return None
+            operation = Operation(collective.name, [*reads], [*writes])
+            operation.others.append(partial(run_on_copies, on_gloo, writes, args, kwargs))
+            operation.is_async = all(getattr(one, "asyncOp", True) for one in (*args, *kwargs.values()))
+            operation.stops_host = method == "barrier"
+            return self._add(group, operation, self._communicator(group))
 
         return call
 
@@ -128,35 +109,47 @@ class NcclGroups:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return call()
 
-    def _issue(
-        self,
-        communicator: _Communicator,
-        name: str,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        run: Callable[[], None],
-        *,
-        is_async: bool,
-        kind: EventKind = EventKind.COLLECTIVE,
-        num_messages: int = 0,
-        stops_host: bool = False,
-    ) -> VirtualWork | None:
+    def _add(self, group: ProcessGroup, operation: Operation, communicator: _Communicator) -> Any:
+        """Do an operation, or keep it for the end of coalescing."""
+        tensors = [*operation.reads, *operation.writes]
+        if any(not self._books.holds(tensor) for tensor in tensors):
+            self._books.found.wrong_tensor(FindingKind.NCCL_CPU, operation.name)
+        if any(not tensor.is_contiguous() for tensor in tensors):
+            self._books.found.wrong_tensor(FindingKind.NCCL_NOT_CONTIGUOUS, operation.name)
+        coalesced = self._communicator(group).coalesced
+        if coalesced is None:
+            return self._issue(communicator, operation)
+        coalesced.add(operation)
+        return None
+
+    def _issue(self, communicator: _Communicator, operation: Operation) -> VirtualWork | None:
         """Note an operation of a communicator, and do it."""
-        books = self._books
-        stream = communicator.stream if is_async else books.current_stream
-        if is_async:
+        books, tensors = self._books, [*operation.reads, *operation.writes]
+        stream = communicator.stream if operation.is_async else books.current_stream
+        if operation.is_async:
             books.order.wait(stream, books.snapshot(books.current_stream))
-        num_bytes = sum(tensor.nbytes for tensor in _without_repetition([*reads, *writes]))
         books.launch(
-            name, reads, writes, actor=stream, kind=kind, num_bytes=num_bytes, num_messages=num_messages
+            operation.name,
+            operation.reads,
+            operation.writes,
+            actor=stream,
+            kind=EventKind.P2P_BATCH if operation.num_messages else EventKind.COLLECTIVE,
+            num_bytes=sum(tensor.nbytes for tensor in {id(one): one for one in tensors}.values()),
+            num_messages=operation.num_messages,
         )
-        run()
-        if is_async:
+        finishes = operation.start()
+        # A message outside of a batch waits for the other rank only when a stream waits for it.
+        is_single = operation.name in ("send", "recv")
+        for finish in () if is_single else finishes:
+            finish()
+        if operation.is_async:
             # Torch keeps the tensors alive until a stream waits, also without a handle.
-            books.unfinished.finish_later(stream, [*reads, *writes].clear)
-            return VirtualWork(books, books.order.snapshot(stream), stops_host=stops_host)
-        if stops_host:
-            books.host_sync(name)
+            books.unfinished.finish_later(stream, tensors.clear)
+            for finish in finishes if is_single else ():
+                books.unfinished.finish_later(stream, finish)
+            return VirtualWork(books, books.order.snapshot(stream), stops_host=operation.stops_host)
+        if operation.stops_host:
+            books.host_sync(operation.name)
         return None
 
     def _communicator(self, group: ProcessGroup, pair: str = "") -> _Communicator:
@@ -166,14 +159,6 @@ class NcclGroups:
             name = f"the NCCL stream of group {group.group_desc if described else group.group_name}{pair}"
             self._communicators[key] = _Communicator(self._books.add_stream(name))
         return self._communicators[key]
-
-    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
-        if any(not self._books.holds(tensor) for tensor in tensors):
-            self._books.found.in_nccl(FindingKind.NCCL_CPU, name)
-        if any(not tensor.is_contiguous() for tensor in tensors):
-            self._books.found.in_nccl(FindingKind.NCCL_NOT_CONTIGUOUS, name)
-
-    # ---------------------------------------------------------------- messages
 
     def _recv_anysource(self, group: ProcessGroup, tensors: Sequence[Tensor], tag: int = 0) -> Any:
         if self._backends.is_nccl(group):
@@ -187,46 +172,17 @@ class NcclGroups:
         if not self._backends.is_nccl(group):
             call = partial(self._originals[direction], group, tensors, peer, tag)
             return self._on_gloo(direction, reads, writes, call)
-        self._check(direction, tensors)
         start = partial(start_message, self._originals, group, direction, tensors[0], peer)
-        coalesced = self._communicator(group).coalesced
-        if coalesced is None:
-            return self._single_message(direction, group, reads, writes, peer, start)
-        coalesced.reads += reads
-        coalesced.writes += writes
-        (coalesced.sends if direction == "send" else coalesced.receives).append(start)
-        coalesced.is_async = True
-        return None
-
-    def _single_message(
-        self,
-        direction: str,
-        group: ProcessGroup,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        peer: int,
-        start: Callable[[], Callable[[], None]],
-    ) -> Any:
-        """A message outside of a batch, which waits for the other rank only when a stream waits for it."""
+        operation = Operation(direction, [*reads], [*writes], num_messages=1, is_async=True)
+        (operation.others if direction == "send" else operation.receives).append(start)
         first, second = sorted((group.rank(), peer))
-        communicator = self._communicator(group, f", ranks {first} and {second}")
-        finishes: list[Callable[[], None]] = []
-        work = self._issue(
-            communicator,
-            direction,
-            reads,
-            writes,
-            lambda: finishes.append(start()),
-            is_async=True,
-            kind=EventKind.P2P_BATCH,
-            num_messages=1,
-        )
-        self._books.unfinished.finish_later(communicator.stream, finishes[0])
-        return work
+        is_coalesced = self._communicator(group).coalesced is not None
+        pair = "" if is_coalesced else f", ranks {first} and {second}"
+        return self._add(group, operation, self._communicator(group, pair))
 
     def _start_coalescing(self, group: ProcessGroup, device: torch.device) -> None:
         if self._backends.is_nccl(group):
-            self._communicator(group).coalesced = CoalescedWork()
+            self._communicator(group).coalesced = Operation()
         else:
             self._originals["_start_coalescing"](group, device)
 
@@ -236,17 +192,7 @@ class NcclGroups:
         communicator = self._communicator(group)
         coalesced, communicator.coalesced = communicator.coalesced, None
         assert coalesced is not None
-        is_p2p = coalesced.num_messages > 0
-        return self._issue(
-            communicator,
-            "batch of messages" if is_p2p else "coalesced collectives",
-            coalesced.reads,
-            coalesced.writes,
-            coalesced.run,
-            is_async=coalesced.is_async,
-            kind=EventKind.P2P_BATCH if is_p2p else EventKind.COLLECTIVE,
-            num_messages=coalesced.num_messages,
-        )
+        return self._issue(communicator, coalesced)
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,7 +200,3 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(group, *args, **kwargs)
 
     return method
-
-
-def _without_repetition(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())

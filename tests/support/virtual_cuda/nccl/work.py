@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.support.virtual_cuda.books.stream_order import Clock
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
 
+Start = Callable[[], Callable[[], None]]
+
 
 class VirtualWork:
     """Replaces the handle of an NCCL operation."""
@@ -27,64 +29,59 @@ class VirtualWork:
             self._books.host_sync("barrier")
         return True
 
-    def synchronize(self) -> None:
-        """Make the current stream wait for the operation."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Make the current stream wait for the operation."""
-        self.wait()
+    synchronize = block_current_stream = wait
 
     def is_completed(self) -> bool:
         """Return that the operation is complete; from then on the host knows it."""
         self._books.host_knows(self._clock)
         return True
 
-    def is_success(self) -> bool:
-        """Return that the operation has not failed."""
-        return True
-
-    def exception(self) -> None:
-        """Return that there is no exception."""
+    is_success = is_completed
 
 
 @dataclass
-class CoalescedWork:
-    """Operations between the begin and the end of coalescing, which start together.
+class Operation:
+    """What NCCL does in one go: a collective, a message, or several of either that were coalesced.
 
     Attributes:
-        reads: Tensors that they read.
-        writes: Tensors that they write.
+        name: Name for the log.
+        reads: Tensors that it reads.
+        writes: Tensors that it writes.
         receives: Functions that start to receive, and return a function that waits.
-        sends: Functions that start to send, and return a function that waits.
-        collectives: Functions that do a collective and wait.
-        is_async: Whether one of them was asked to run beside the current stream.
+        others: Functions that start something else, and return a function that waits.
+        num_messages: Number of messages, sent and received.
+        is_async: Whether it was asked to run beside the current stream.
+        stops_host: Whether the host waits for its end.
     """
 
+    name: str = ""
     reads: list[Tensor] = field(default_factory=list)
     writes: list[Tensor] = field(default_factory=list)
-    receives: list[Callable[[], Callable[[], None]]] = field(default_factory=list)
-    sends: list[Callable[[], Callable[[], None]]] = field(default_factory=list)
-    collectives: list[Callable[[], None]] = field(default_factory=list)
+    receives: list[Start] = field(default_factory=list)
+    others: list[Start] = field(default_factory=list)
+    num_messages: int = 0
     is_async: bool = False
+    stops_host: bool = False
 
-    @property
-    def num_messages(self) -> int:
-        """Number of messages, sent and received."""
-        return len(self.receives) + len(self.sends)
+    def add(self, part: "Operation") -> None:
+        """Coalesce an operation with the ones before."""
+        self.reads += part.reads
+        self.writes += part.writes
+        self.receives += part.receives
+        self.others += part.others
+        self.num_messages += part.num_messages
+        self.is_async |= part.is_async
+        self.name = "batch of messages" if self.num_messages else "coalesced collectives"
 
-    def run(self) -> None:
-        """Do everything and wait."""
-        for finish in [start() for start in (*self.receives, *self.sends)]:
-            finish()
-        for run in self.collectives:
-            run()
+    def start(self) -> list[Callable[[], None]]:
+        """Start everything, and return the functions that wait."""
+        return [start() for start in (*self.receives, *self.others)]
 
 
 def run_on_copies(
     run: Callable[..., None], writes: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Call a collective on copies of its tensors, and copy its results back.
+) -> Callable[[], None]:
+    """Call a collective on copies of its tensors, and copy its results back. Nothing is left to wait for.
 
     gloo's threads hold tensors a little longer than the call. With copies, the moment at which memory is
     given back does not depend on them.
@@ -101,6 +98,7 @@ def run_on_copies(
         run(*copied_args, **copied_kwargs)
         for tensor in writes:
             tensor.data.copy_(copies[id(tensor)])
+    return lambda: None
 
 
 def start_message(

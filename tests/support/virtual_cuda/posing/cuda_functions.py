@@ -1,9 +1,9 @@
-"""The table of what replaces the members of ``torch.cuda`` and of ``torch.Tensor``."""
+"""The table of what replaces the members of ``torch.cuda``, ``torch.Tensor`` and ``torch.UntypedStorage``."""
 
 import contextlib
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,27 +13,23 @@ from tests.support.virtual_cuda.books.code_place import code_place
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
 from tests.support.virtual_cuda.posing.streams import VirtualEvent, VirtualStream, stream_context
 
-_LEGACY_TYPES = {
-    "FloatTensor": torch.float32,
-    "DoubleTensor": torch.float64,
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "IntTensor": torch.int32,
-    "LongTensor": torch.int64,
-    "ShortTensor": torch.int16,
-    "CharTensor": torch.int8,
-    "ByteTensor": torch.uint8,
-    "BoolTensor": torch.bool,
-}
+_LEGACY_TYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
+_LEGACY_TYPES |= {"Int": "int32", "Long": "int64", "Short": "int16", "Byte": "uint8", "Bool": "bool"}
 
 
 def torch_cuda_members(books: VirtualDevice) -> dict[str, Any]:
     """Replacements of members of ``torch.cuda``, by name."""
+
+    def set_stream(stream: VirtualStream | None) -> None:
+        if stream is not None:
+            books.current_stack[-1] = stream.number
+
+    nvtx = dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _nothing)
     return {
         **_device_members(books),
         **_memory_members(books),
         **_random_members(),
-        **{name: _legacy_type(name, dtype) for name, dtype in _LEGACY_TYPES.items()},
+        **{f"{name}Tensor": _legacy_type(getattr(torch, of)) for name, of in _LEGACY_TYPES.items()},
         "Stream": VirtualStream,
         "Event": VirtualEvent,
         "ExternalStream": _absent("ExternalStream"),
@@ -42,19 +38,12 @@ def torch_cuda_members(books: VirtualDevice) -> dict[str, Any]:
         "default_stream": lambda device=None: VirtualStream.numbered(0),
         "stream": stream_context,
         "StreamContext": stream_context,
-        "set_stream": lambda stream: _set_stream(books, stream),
+        "set_stream": set_stream,
         "synchronize": lambda device=None: books.synchronize(),
         "is_current_stream_capturing": lambda: False,
-        "nvtx": types.SimpleNamespace(
-            range_push=lambda message: 0,
-            range_pop=lambda: 0,
-            range_start=lambda message: 0,
-            range_end=lambda range_id: None,
-            mark=lambda message: None,
-            range=lambda message, *args, **kwargs: contextlib.nullcontext(),
-        ),
-        "profiler": types.SimpleNamespace(start=lambda: None, stop=lambda: None),
-        "cudart": lambda: types.SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),
+        "nvtx": types.SimpleNamespace(**nvtx, range=lambda *_, **__: contextlib.nullcontext()),
+        "profiler": types.SimpleNamespace(start=_nothing, stop=_nothing),
+        "cudart": lambda: types.SimpleNamespace(cudaProfilerStart=_nothing, cudaProfilerStop=_nothing),
     }
 
 
@@ -70,18 +59,18 @@ def torch_accelerator_members(books: VirtualDevice) -> dict[str, Any]:
     }
 
 
+def _nothing(*_: Any, **__: Any) -> int:
+    return 0
+
+
 def _device_members(books: VirtualDevice) -> dict[str, Any]:
+    name = "virtual CUDA device"
+
     def properties(device: Any = None) -> Any:
         major, minor = books.capability
-        return types.SimpleNamespace(
-            name="virtual CUDA device",
-            major=major,
-            minor=minor,
-            total_memory=books.total_memory,
-            multi_processor_count=132,
-            warp_size=32,
-            is_integrated=False,
-        )
+        numbers = {"major": major, "minor": minor, "multi_processor_count": 132, "warp_size": 32}
+        total = books.total_memory
+        return types.SimpleNamespace(name=name, total_memory=total, is_integrated=False, **numbers)
 
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
@@ -89,7 +78,7 @@ def _device_members(books: VirtualDevice) -> dict[str, Any]:
             books.index = index
 
     @contextlib.contextmanager
-    def device_context(device: Any) -> Any:
+    def device_context(device: Any) -> Iterator[None]:
         before = books.index
         set_device(device)
         try:
@@ -98,23 +87,19 @@ def _device_members(books: VirtualDevice) -> dict[str, Any]:
             books.index = before
 
     return {
+        **dict.fromkeys(("init", "_lazy_init", "utilization", "ipc_collect", "empty_cache"), _nothing),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
         "_lazy_call": lambda call, **kwargs: call(),
         "is_bf16_supported": lambda including_emulation=True: books.capability >= (8, 0),
         "device_count": lambda: books.num_devices,
         "current_device": lambda: books.index,
         "set_device": set_device,
         "device": device_context,
-        "get_device_name": lambda device=None: "virtual CUDA device",
+        "get_device_name": lambda device=None: name,
         "get_device_capability": lambda device=None: books.capability,
         "get_device_properties": properties,
         "can_device_access_peer": lambda device, peer_device: True,
-        "utilization": lambda device=None: 0,
-        "ipc_collect": lambda: None,
-        "empty_cache": lambda: None,
     }
 
 
@@ -127,51 +112,38 @@ def _memory_members(books: VirtualDevice) -> dict[str, Any]:
         return books.memory.peak_bytes
 
     def reset(device: Any = None) -> None:
-        books.notice_freed_memory()
-        books.memory.reset_peak()
+        books.memory.peak_bytes = allocated()
 
     def statistics(device: Any = None) -> dict[str, int]:
         current = {"current": allocated(), "peak": peak()}
+        kinds = ("allocated", "reserved", "active")
         return defaultdict(
-            int,
-            {
-                f"{kind}_bytes.all.{when}": number
-                for kind in ("allocated", "reserved", "active")
-                for when, number in current.items()
-            },
+            int, {f"{kind}_bytes.all.{when}": current[when] for kind in kinds for when in current}
         )
 
     return {
-        "memory_allocated": allocated,
-        "memory_reserved": allocated,
-        "device_memory_used": allocated,
-        "max_memory_allocated": peak,
-        "max_memory_reserved": peak,
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "device_memory_used"), allocated),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), peak),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), reset),
         "memory_stats": statistics,
-        "reset_peak_memory_stats": reset,
-        "reset_max_memory_allocated": reset,
         "mem_get_info": lambda device=None: (books.total_memory - allocated(), books.total_memory),
-        "memory_snapshot": lambda *args, **kwargs: [],
-        "memory_summary": lambda *args, **kwargs: "",
-        "set_per_process_memory_fraction": lambda fraction, device=None: None,
+        "memory_snapshot": lambda *_, **__: [],
+        "memory_summary": lambda *_, **__: "",
+        "set_per_process_memory_fraction": _nothing,
     }
 
 
 def _random_members() -> dict[str, Any]:
     """The device draws random numbers from the generator of the CPU, as the operators do."""
-
-    def seed_all(seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
-
+    generator = torch.default_generator
     return {
-        "manual_seed": seed_all,
-        "manual_seed_all": seed_all,
-        "initial_seed": lambda: torch.default_generator.initial_seed(),
-        "get_rng_state": lambda device="cuda": torch.default_generator.get_state(),
-        "set_rng_state": lambda new_state, device="cuda": torch.default_generator.set_state(new_state),
-        "get_rng_state_all": lambda: [torch.default_generator.get_state()],
-        "set_rng_state_all": lambda states: torch.default_generator.set_state(states[0]),
-        "default_generators": (torch.default_generator,) * 64,
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda seed: generator.manual_seed(int(seed))),
+        "initial_seed": generator.initial_seed,
+        "get_rng_state": lambda device="cuda": generator.get_state(),
+        "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state_all": lambda states: generator.set_state(states[0]),
+        "default_generators": (generator,) * 64,
     }
 
 
@@ -216,11 +188,6 @@ def storage_members(books: VirtualDevice) -> dict[str, Any]:
     return {"resize_": resize_}
 
 
-def _set_stream(books: VirtualDevice, stream: VirtualStream | None) -> None:
-    if stream is not None:
-        books.current_stack[-1] = stream.number
-
-
 def _absent(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(
@@ -230,7 +197,7 @@ def _absent(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def _legacy_type(name: str, dtype: torch.dtype) -> Any:
+def _legacy_type(dtype: torch.dtype) -> Any:
     """Stands for a class such as ``torch.cuda.FloatTensor``: makes tensors and recognizes them."""
 
     class Recognizing(type):
@@ -242,4 +209,4 @@ def _legacy_type(name: str, dtype: torch.dtype) -> Any:
                 return torch.empty(*args, dtype=dtype, device="cuda")
             return torch.tensor(args[0] if args else [], dtype=dtype, device="cuda")
 
-    return Recognizing(name, (), {})
+    return Recognizing("legacy_type", (), {})

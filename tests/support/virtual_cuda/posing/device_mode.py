@@ -15,18 +15,11 @@ from tests.support.virtual_cuda.posing.operator_mode import copied_between
 
 _CPU = torch.device("cpu")
 _MADE_FROM_HOST_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
-_ONLY_RESERVES = (
-    torch.empty,
-    torch.empty_like,
-    torch.empty_strided,
-    Tensor.new_empty,
-    Tensor.new_empty_strided,
-)
-_FROM_STORAGE_TYPE = {torch.float32: "Float", torch.float64: "Double", torch.float16: "Half"}
+_ONLY_RESERVES = {torch.empty, torch.empty_like, torch.empty_strided}
+_ONLY_RESERVES |= {Tensor.new_empty, Tensor.new_empty_strided}
 
 
 def is_cuda_device(device: object) -> bool:
-    """Whether a device argument names a CUDA device."""
     if device is None or isinstance(device, bool):
         return False
     return isinstance(device, int) or str(device).startswith("cuda")
@@ -62,7 +55,6 @@ class DeviceMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function with its device arguments redirected."""
         kwargs = dict(kwargs or {})
         special = self._special.get(func)
         if special is not None:
@@ -76,20 +68,16 @@ class DeviceMode(TorchFunctionMode):
             self.books.host_factory = before
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("device") is None and not kwargs.get("pin_memory"):
+        """Call a function, which may make a tensor on a device of the caller's choice."""
+        device, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
+        on_cuda = is_cuda_device(device)
+        if not on_cuda and not pinned and (device is None or torch.device(device).type != "cpu"):
             return func(*args, **kwargs)
-        return self._factory(func, args, kwargs)
-
-    def _factory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function that makes a tensor on a device of the caller's choice."""
-        on_cuda, pinned = is_cuda_device(kwargs.get("device")), bool(kwargs.pop("pin_memory", False))
-        if not on_cuda and not pinned and torch.device(kwargs["device"]).type != "cpu":
-            return func(*args, **kwargs)
+        kwargs.pop("pin_memory", None)
         if "device" in kwargs:
             kwargs["device"] = _CPU
         if on_cuda:
-            outputs = func(*args, **kwargs)
-            return self._pose(func, outputs)
+            return self._pose(func, func(*args, **kwargs))
         with _disable_current_modes():
             outputs = func(*args, **kwargs)
         if pinned:
@@ -108,27 +96,19 @@ class DeviceMode(TorchFunctionMode):
                         books.host_sync("copy to the device")
         return outputs
 
-    # ---------------------------------------------------------------- moves
-
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        device, rest = _device_of(args, kwargs)
-        non_blocking = bool(kwargs.pop("non_blocking", False))
-        if len(rest) > 1 and isinstance(rest[0], torch.dtype):
-            non_blocking = bool(rest[1])  # Tensor.to(dtype, non_blocking, copy)
-        elif len(rest) > 1 and rest[0] is None:
-            non_blocking, rest = bool(rest[1]), ()  # Tensor.to(device, None, non_blocking), as of Module.to
-        elif rest and isinstance(rest[0], bool):
-            non_blocking, rest = bool(rest[0]), (None, *rest[2:])  # after (device, dtype)
-        other = kwargs.pop("other", None) if "other" in kwargs else None
-        if rest and isinstance(rest[0], Tensor):
-            other, rest = rest[0], rest[1:]
-        if other is not None:
+        other, copies = kwargs.get("other", args[0] if args else None), kwargs.pop("copy", False)
+        if isinstance(other, int) and not isinstance(other, bool):
+            args = (torch.device("cuda", other), *args[1:])
+        with torch._C.DisableTorchFunction():
+            device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if isinstance(other, Tensor):
             device = self.books.device if self.books.holds(other) else _CPU
-            kwargs["dtype"] = other.dtype
-        rest = tuple(one for one in rest if one is not None)
         if device is not None:
             tensor = self._moved(tensor, device, non_blocking=non_blocking)
-        return Tensor.to(tensor, *rest, **kwargs) if rest or kwargs else tensor
+        rest = {"dtype": dtype, "memory_format": memory_format, "copy": copies or None}
+        rest = {name: value for name, value in rest.items() if value is not None}
+        return Tensor.to(tensor, **rest) if rest else tensor
 
     def _cuda(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
         return self._moved(tensor, self.books.device, non_blocking=non_blocking)
@@ -170,8 +150,6 @@ class DeviceMode(TorchFunctionMode):
     def _is_pinned(self, tensor: Tensor, *_: Any, **__: Any) -> bool:
         return self.books.holds_pinned(tensor)
 
-    # ---------------------------------------------------------------- other
-
     def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:
             name: str = Tensor.type(tensor)
@@ -198,13 +176,6 @@ class DeviceMode(TorchFunctionMode):
 
     def _get_device(self, tensor: Tensor) -> int:
         return self.books.index if self.books.holds(tensor) else -1
-
-
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The device among the arguments of ``Tensor.to``, and the other positional arguments."""
-    if args and isinstance(args[0], (str, int, torch.device)) and not isinstance(args[0], bool):
-        return args[0], args[1:]
-    return kwargs.pop("device", None), args
 
 
 class _Move(torch.autograd.Function):

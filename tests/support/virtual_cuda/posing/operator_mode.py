@@ -1,6 +1,5 @@
 """Sees every operator that reaches the dispatcher, and notes what it does on the virtual device."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -9,34 +8,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.virtual_cuda.books.findings import FindingKind
 from tests.support.virtual_cuda.books.stream_order import HOST
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
 
 # The host waits in these operators, because it needs their values or the size of their results.
-_HOST_WAITS = frozenset(
-    {
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "_unique",
-        "_unique2",
-        "unique_consecutive",
-        "unique_dim",
-        "unique_dim_consecutive",
-        "equal",
-        "bincount",
-        "is_nonzero",
-    }
-)
+_HOST_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "is_nonzero"}
+_HOST_WAITS |= {"_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive"}
 # These operators only reserve memory.
-_RESERVES = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-)
+_RESERVES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 # CUDA accepts CPU tensors here and copies them.
-_COPIES = frozenset({"copy_", "_to_copy", "_foreach_copy_"})
-_INDEXES = frozenset(
-    {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-)
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
+_INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+_ONLY_WRITES = {"copy_", "zero_", "fill_", "uniform_", "normal_", "random_", "exponential_"}
 _GROUPED_MM_CAPABILITIES = (9, 10)  # On others, torch loops over the groups and reads their sizes.
 
 
@@ -50,26 +34,23 @@ class OperatorMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Execute an operator and note it."""
         kwargs = kwargs or {}
-        books, signature = self._books, _signature(func)
-        named = [
-            (name, writes, tensor)
-            for name, writes, value in _arguments(signature, args, kwargs)
-            for tensor in _tensors(value)
-        ]
+        books = self._books
+        namespace, name, arguments = _signature(func)
+        values = [(*argument, value) for argument, value in zip(arguments, args, strict=False)]
+        values += [(*argument, kwargs[argument[0]]) for argument in arguments if argument[0] in kwargs]
+        named = [(of, writes, tensor) for of, writes, value in values for tensor in _tensors(value)]
         on_device = [tensor for *_, tensor in named if books.holds(tensor)]
         if not on_device:
             return self._on_host(func, named, args, kwargs)
-        if signature.namespace in ("c10d", "_c10d_functional"):
+        if namespace in ("c10d", "_c10d_functional"):
             raise NotImplementedError(
                 f"virtual_cuda: {func} is not in the table of collectives in nccl_groups.py; add it there"
             )
-        name = signature.name
-        if name in _COPIES and _crosses(books, named):
+        if name in _COPIES and any(not books.holds(tensor) and tensor.numel() for *_, tensor in named):
             return self._copy(func, name, args, kwargs)
         if name not in _RESERVES and not _is_view(func):
-            for tensor in filter(books.is_freed, on_device):
+            for tensor in on_device:
                 books.refuse_freed(name, tensor)
         num_synced = self._check_devices(name, named)
         outputs = func(*args, **kwargs)
@@ -78,7 +59,7 @@ class OperatorMode(TorchDispatchMode):
         for tensor in made:
             books.allocate(tensor)
         written = [tensor for _, writes, tensor in named if writes] + made
-        reads = [tensor for _, writes, tensor in named if not writes or not _only_writes(name)]
+        reads = [tensor for _, writes, tensor in named if not writes or name not in _ONLY_WRITES]
         waits = _waits(books, name, args, kwargs)
         if name in _RESERVES or not (waits or written):
             return outputs
@@ -135,7 +116,7 @@ class OperatorMode(TorchDispatchMode):
             if name in _INDEXES and argument == "indices" and self._books.holds(named[0][2]):
                 num_copied += 1
             elif tensor.dim():
-                self._books.found.device_mix(name, argument)
+                self._books.found.wrong_tensor(FindingKind.DEVICE_MIX, f"argument {argument!r} of {name}")
         return num_copied
 
 
@@ -151,36 +132,17 @@ def copied_between(books: VirtualDevice, source: Tensor, target: Tensor, *, non_
         books.host_sync("copy to the host" if to_host else "copy to the device")
 
 
-class _Signature:
-    """What the mode needs of an operator's schema."""
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        self.namespace, _, self.name = schema.name.partition("::")
-        self.arguments = [
-            (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
-            for argument in schema.arguments
-        ]
-
-
 @cache
-def _signature(func: Any) -> _Signature:
-    return _Signature(func)
+def _signature(func: Any) -> tuple[str, str, list[tuple[str, bool]]]:
+    """Namespace and name of an operator, and of each argument the name and whether it is written."""
+    namespace, _, name = func._schema.name.partition("::")
+    infos = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    return namespace, name, [(name, info is not None and info.is_write) for name, info in infos]
 
 
 @cache
 def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-
-
-def _arguments(
-    signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[str, bool, Any]]:
-    """Name, whether it is written, and value of each argument that was given."""
-    positional = [(*argument, value) for argument, value in zip(signature.arguments, args, strict=False)]
-    return positional + [
-        (name, writes, kwargs[name]) for name, writes in signature.arguments if name in kwargs
-    ]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -191,50 +153,16 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _crosses(books: VirtualDevice, named: list[tuple[str, bool, Tensor]]) -> bool:
-    return any(not books.holds(tensor) and tensor.numel() for *_, tensor in named)
-
-
-def _only_writes(name: str) -> bool:
-    return name in ("copy_", "zero_", "fill_", "uniform_", "normal_", "random_", "exponential_")
-
-
 def _waits(books: VirtualDevice, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How often the host waits inside an operator."""
-    if name in _HOST_WAITS:
-        return 1
-    rule: Callable[..., int] | None = _WAIT_RULES.get(name)
-    return 0 if rule is None else rule(books, args, kwargs)
-
-
-def _of_index(books: VirtualDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """An index by a mask needs the number of the mask's true elements.
-
-    The exception is a number that is assigned to the elements of a mask, because CUDA only fills them.
-    """
-    is_number = len(args) > 2 and not args[2].dim() and not books.holds(args[2])
-    return (
-        0
-        if is_number
-        else sum(1 for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8))
-    )
-
-
-def _of_repeat_interleave(books: VirtualDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Without the size of its output, the operator has to compute it."""
-    return int(kwargs.get("output_size") is None)
-
-
-def _of_grouped_mm(books: VirtualDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Where torch has no grouped kernel, it reads the offsets and loops over the groups."""
-    return int(books.capability[0] not in _GROUPED_MM_CAPABILITIES)
-
-
-_WAIT_RULES: dict[str, Callable[..., int]] = {
-    "index": _of_index,
-    "index_put": _of_index,
-    "index_put_": _of_index,
-    "_index_put_impl_": _of_index,
-    "repeat_interleave": _of_repeat_interleave,
-    "_grouped_mm": _of_grouped_mm,
-}
+    if name == "repeat_interleave":  # Without the size of its output, the operator has to compute it.
+        return int(kwargs.get("output_size") is None)
+    if name == "_grouped_mm":
+        return int(books.capability[0] not in _GROUPED_MM_CAPABILITIES)
+    if name in _INDEXES:
+        # An index by a mask needs the number of the mask's true elements. The exception is a number that is
+        # assigned to the elements of a mask, because CUDA only fills them.
+        if len(args) > 2 and not args[2].dim() and not books.holds(args[2]):
+            return 0
+        return sum(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return int(name in _HOST_WAITS)

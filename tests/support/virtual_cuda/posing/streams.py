@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tests.support.virtual_cuda.books.device_log import name_of
 from tests.support.virtual_cuda.books.stream_order import Clock
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice, current_device
 
@@ -26,7 +27,6 @@ class VirtualStream:
 
     @classmethod
     def numbered(cls, number: int) -> "VirtualStream":
-        """Handle of a stream that exists."""
         stream = cls.__new__(cls)
         stream.cuda_stream, stream.priority = number, 0
         return stream
@@ -37,12 +37,10 @@ class VirtualStream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Lowest and highest priority, as on current devices."""
         return (0, -5)
 
     @property
     def stream_id(self) -> int:
-        """Number of the stream."""
         return self.cuda_stream
 
     @property
@@ -52,30 +50,24 @@ class VirtualStream:
 
     @property
     def device(self) -> torch.device:
-        """Device of the stream."""
         return self._books.device
 
     @property
     def device_index(self) -> int:
-        """Index of the stream's device."""
         return self._books.index
 
     def record_event(self, event: "VirtualEvent | None" = None) -> "VirtualEvent":
-        """Record an event, or a new event if none is given, after the work that is on this stream now."""
         event = event or VirtualEvent()
         event.record(self)
         return event
 
     def wait_event(self, event: "VirtualEvent") -> None:
-        """Make the following work of this stream wait for an event."""
         self._books.wait(self.number, event.clock)
 
     def wait_stream(self, stream: "VirtualStream") -> None:
-        """Make the following work of this stream wait for the work that is on another stream now."""
         self._books.wait(self.number, self._books.snapshot(stream.number))
 
     def synchronize(self) -> None:
-        """Make the host wait for the work of this stream."""
         clock = self._books.snapshot(self.number)
         self._books.host_sync("stream.synchronize", clock)
 
@@ -85,7 +77,6 @@ class VirtualStream:
         return True
 
     def is_capturing(self) -> bool:
-        """Return that no graph is being captured."""
         return False
 
     def __enter__(self) -> "VirtualStream":
@@ -102,7 +93,7 @@ class VirtualStream:
         return hash(self.cuda_stream)
 
     def __repr__(self) -> str:
-        return f"<VirtualStream {self._books.names.of(self.number)}>"
+        return f"<VirtualStream {name_of(self.number)}>"
 
 
 class VirtualEvent:
@@ -121,18 +112,15 @@ class VirtualEvent:
         return current_device()
 
     def record(self, stream: VirtualStream | None = None) -> None:
-        """Record the event after the work that is on a stream now; the current stream by default."""
         number = self._books.current_stream if stream is None else stream.number
         self.clock = self._books.snapshot(number)
         self._recorded_after = self._books.order.num_operations
 
     def wait(self, stream: VirtualStream | None = None) -> None:
-        """Make a stream wait for the event; the current stream by default."""
         number = self._books.current_stream if stream is None else stream.number
         self._books.wait(number, self.clock)
 
     def synchronize(self) -> None:
-        """Make the host wait for the event."""
         self._books.host_sync("event.synchronize", self.clock)
 
     def query(self) -> bool:

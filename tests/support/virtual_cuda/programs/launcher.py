@@ -2,8 +2,6 @@
 
 import atexit
 import contextlib
-import datetime
-import importlib.util
 import json
 import os
 import runpy
@@ -11,14 +9,13 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
 from tests.support.virtual_cuda.programs.known_findings import explained
+from tests.support.virtual_cuda.programs.megatron_loop import megatron_on_virtual_cuda
 
 EXIT_FINDINGS = 3
 """Exit code of a rank whose program succeeded, but whose device has findings."""
@@ -28,49 +25,13 @@ REPORT_VARIABLE = "MEGATRON_FSSDP_VIRTUAL_CUDA_REPORT"
 
 USAGE = """usage: [torchrun …] -m tests.support.virtual_cuda [--report FOLDER] SCRIPT.py ARGS…
        [torchrun …] -m tests.support.virtual_cuda [--report FOLDER] -m MODULE ARGS…
-       python -m tests.support.virtual_cuda --replacements
 
 Runs a program on a virtual CUDA device. When it ends, every rank prints the findings of its device.
 The exit code is that of the program, or 3 if the program succeeds and the device has findings.
 Known findings of Megatron's own code are printed with their reason and do not change the exit code.
---report (or the variable MEGATRON_FSSDP_VIRTUAL_CUDA_REPORT) writes FOLDER/rank<N>.json.
---replacements prints what is replaced for Megatron, by what, and why.
-"""
-_OTHER_RANKS_S = 30.0  # time for the other ranks to print their findings before a failing rank ends the job
+--report (or the variable MEGATRON_FSSDP_VIRTUAL_CUDA_REPORT) writes FOLDER/rank<N>.json."""
 
-
-@dataclass(frozen=True)
-class Program:
-    """What the launcher runs.
-
-    Attributes:
-        name: Path of a script, or name of a module.
-        is_module: Whether it is a module.
-        arguments: Arguments of the program.
-    """
-
-    name: str
-    is_module: bool
-    arguments: tuple[str, ...]
-
-    def run(self) -> int:
-        """Run the program like Python does, and return its exit code."""
-        sys.argv = [self.name, *self.arguments]
-        try:
-            if self.is_module:
-                runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-            else:
-                sys.path.insert(0, str(Path(self.name).resolve().parent))
-                runpy.run_path(self.name, run_name="__main__")
-        except SystemExit as request:
-            if request.code is None or isinstance(request.code, int):
-                return request.code or 0
-            print(request.code, file=sys.stderr)
-            return 1
-        except BaseException:
-            traceback.print_exc()
-            return 1
-        return 0
+_entered = contextlib.ExitStack()
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -82,16 +43,42 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: Always; with the exit code.
     """
-    program, folder = _parsed(list(arguments))
+    words, folder = list(arguments), os.environ.get(REPORT_VARIABLE)
+    if words[:1] == ["--report"]:
+        folder, words = words[1], words[2:]
+    is_module = words[:1] == ["-m"]
+    words = words[is_module:]
+    if not words or words[0].startswith("-"):
+        sys.exit(USAGE)
     # The plugin must not patch Megatron for CPU ranks.
     os.environ["MEGATRON_FSSDP_DEVICE"] = "cuda"
-    device = _device()
-    code = program.run()
+    # The device stays until this process ends, since functions at exit may ask for CUDA too.
+    atexit.register(_leave)
+    device = _entered.enter_context(megatron_on_virtual_cuda())
+    code = run_program(words, is_module)
     with contextlib.suppress(Exception):  # After a failure, messages may be left without a partner.
         device.finish_all()
-    code = report(device, code, folder)
-    _meet_other_ranks(waits=bool(code))
-    sys.exit(code)
+    sys.exit(report(device, code, Path(folder) if folder else None))
+
+
+def run_program(words: list[str], is_module: bool) -> int:
+    """Run a script or a module with its arguments like Python does, and return its exit code."""
+    sys.argv = words
+    try:
+        if is_module:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as request:
+        if request.code is None or isinstance(request.code, int):
+            return request.code or 0
+        print(request.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def report(device: VirtualDevice, code: int, folder: Path | None) -> int:
@@ -106,14 +93,15 @@ def report(device: VirtualDevice, code: int, folder: Path | None) -> int:
     unknown, known = explained(device.findings)
     counts = device.counts
     lines = [
-        f"[virtual CUDA] rank {rank}: {len(unknown)} findings, {len(known)} known findings of Megatron's own "
-        f"code, {len(device.host_syncs)} host synchronizations, {counts['operator']} operators, "
+        f"{len(unknown)} findings, {len(known)} known findings of Megatron's own code, "
+        f"{len(device.host_syncs)} host synchronizations, {counts['operator']} operators, "
         f"{counts['collective']} collectives"
     ]
-    lines += [f"[virtual CUDA] rank {rank}: {number + 1}. {one}" for number, one in enumerate(unknown)]
-    for reason, number in Counter(f"{row.file}: {row.reason}" for _, row in known).items():
-        lines.append(f"[virtual CUDA] rank {rank}: known ({number}): {reason}")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    lines += [f"{number}. {finding}" for number, finding in enumerate(unknown, 1)]
+    reasons = Counter(f"{row.file}: {row.reason}" for _, row in known)
+    lines += [f"known ({number}): {reason}" for reason, number in reasons.items()]
+    for line in lines:
+        print(f"[virtual CUDA] rank {rank}: {line}", file=sys.stderr, flush=True)
     code = code or (EXIT_FINDINGS if unknown else 0)
     if folder is not None:
         facts: dict[str, Any] = {
@@ -126,67 +114,10 @@ def report(device: VirtualDevice, code: int, folder: Path | None) -> int:
             "host_syncs": dict(Counter(f"{sync.what} at [{sync.place}]" for sync in device.host_syncs)),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"rank{rank}.json.partial"
-        partial.write_text(json.dumps(facts, indent=1))
-        partial.rename(folder / f"rank{rank}.json")
+        (folder / f"rank{rank}.json").write_text(json.dumps(facts, indent=1))
     return code
-
-
-def _parsed(arguments: list[str]) -> tuple[Program, Path | None]:
-    folder = os.environ.get(REPORT_VARIABLE)
-    if arguments[:1] == ["--replacements"]:
-        from tests.support.virtual_cuda.programs.megatron_loop import described_replacements
-
-        print(described_replacements())
-        sys.exit(0)
-    if arguments[:1] == ["--report"] and len(arguments) > 1:
-        folder, arguments = arguments[1], arguments[2:]
-    is_module = arguments[:1] == ["-m"]
-    rest = arguments[1:] if is_module else arguments
-    if not rest or rest[0].startswith("-"):
-        print(USAGE, file=sys.stderr, end="")
-        sys.exit(0 if rest[:1] in (["-h"], ["--help"]) else 2)
-    if not is_module and not Path(rest[0]).is_file():
-        print(f"{USAGE}\nscript: got {rest[0]}, which is not a file", file=sys.stderr)
-        sys.exit(2)
-    return Program(rest[0], is_module, tuple(rest[1:])), Path(folder) if folder else None
-
-
-def _device() -> VirtualDevice:
-    """A virtual device that stays until this process ends, since functions at exit may ask for CUDA too."""
-    atexit.register(_leave)  # Functions that are registered later run earlier.
-    if importlib.util.find_spec("megatron.training") is not None:
-        from tests.support.virtual_cuda.programs.megatron_loop import megatron_on_virtual_cuda
-
-        return _entered.enter_context(megatron_on_virtual_cuda())
-    from tests.support.virtual_cuda.session import virtual_cuda
-
-    return _entered.enter_context(virtual_cuda())
-
-
-_entered = contextlib.ExitStack()
 
 
 def _leave() -> None:
     with contextlib.suppress(Exception):  # Process groups are gone, also those with unfinished messages.
         _entered.close()
-
-
-def _meet_other_ranks(*, waits: bool) -> None:
-    """Tell the other ranks that this rank has printed its findings, and wait for theirs if asked.
-
-    torchrun ends all ranks as soon as one of them fails.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1 or "MASTER_PORT" not in os.environ:
-        return
-    timeout = datetime.timedelta(seconds=_OTHER_RANKS_S)
-    with contextlib.suppress(Exception):  # The store may be gone with another rank.
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timeout=timeout
-        )
-        key = f"virtual_cuda/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        if store.add(f"{key}/reported", 1) == world_size:
-            store.set(f"{key}/all", "")
-        if waits:
-            store.wait([f"{key}/all"], timeout)
