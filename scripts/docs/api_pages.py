@@ -9,9 +9,11 @@ ROOMS = {
     "planning": "placements, loads, costs and all algorithms, as pure functions",
     "simulation": "the seconds, bytes and memory that decisions cost",
     "config": "settings, YAML and JSON Schema",
-    "testing": "functions that run on forked ranks, and virtual CUDA devices",
+    "testing": "functions that run on forked ranks",
 }
 """Packages that have a page, because they can be used on their own, with a short description."""
+if (PACKAGE / "records").is_dir():
+    ROOMS["records"] = "the files of a run"
 
 
 def pages() -> dict[str, str]:
@@ -34,7 +36,9 @@ def _is_public(path: Path) -> bool:
 
 
 def _index() -> str:
-    rooms = "\n".join(f"- [`{room}`]({room}.md): {words}" for room, words in ROOMS.items())
+    rooms = "\n".join(
+        f"- [`{room}`]({room}.md): {words}" for room, words in ROOMS.items() if (PACKAGE / room).is_dir()
+    )
     return f"""# API
 
 These pages are made from the docstrings of the packages that can be used on their own.

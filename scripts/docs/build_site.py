@@ -67,6 +67,7 @@ def prepare(folder: Path) -> None:
     for plugin in settings["plugins"]:
         if isinstance(plugin, dict) and "mkdocstrings" in plugin:
             plugin["mkdocstrings"]["handlers"]["python"]["paths"] = [str(ROOT)]
+    settings["nav"][-1]["Reference"].append({"API": list(api_pages.pages())})
     settings["docs_dir"] = "pages"
     (folder / "mkdocs.yml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 

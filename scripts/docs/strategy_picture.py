@@ -21,7 +21,6 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.planning.cost.link_seconds import topology_of
-from megatron_fssdp.reporting.colours import TIME_PARTS
 from megatron_fssdp.simulation.lanes import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
@@ -43,14 +42,14 @@ SLOTS = 2
 """Most replicas of a layer on a device. Without a limit all of these small experts would be everywhere."""
 
 OWNED, REPLICA, MOVED = "#d3d7dc", "#f2b872", "#cdb7e2"
-COLOURS = {
-    "compute": TIME_PARTS["other compute"],
-    "experts": TIME_PARTS["experts"],
-    "tokens": TIME_PARTS["all-to-all"],
-    "weights": TIME_PARTS["waiting for spAG"],
-    "gradients": TIME_PARTS["waiting for spRS"],
+SPANS = {
+    "compute": ("attention, gate, dense", "#A0BCDB"),
+    "experts": ("experts", "#2F5A88"),
+    "tokens": ("tokens to experts and back (all-to-all)", "#76B7B2"),
+    "weights": ("experts' weights", "#D55E00"),
+    "gradients": ("experts' gradients", "#E69F00"),
 }
-"""Colours of a timeline's spans, which are those of the waits that the spans can cause."""
+"""Name and colour of each kind of span; reports show the waits that it can cause in the same colour."""
 INK, FAINT = "#1c1c1c", "#6a6a6a"
 
 
@@ -174,10 +173,10 @@ def draw_timeline(axes: Axes, cases: list[Case]) -> None:
 
 def _colour(lane: str, name: str) -> str:
     if lane == COMPUTE:
-        return COLOURS["experts" if name.startswith("experts") else "compute"].colour
+        return SPANS["experts" if name.startswith("experts") else "compute"][1]
     if lane == ALL_TO_ALL:
-        return COLOURS["tokens"].colour
-    return COLOURS["gradients" if name.startswith("spRS") else "weights"].colour
+        return SPANS["tokens"][1]
+    return SPANS["gradients" if name.startswith("spRS") else "weights"][1]
 
 
 def draw(cases: list[Case]) -> Figure:
@@ -192,9 +191,7 @@ def draw(cases: list[Case]) -> Figure:
         ("an owner's expert", OWNED),
         ("a replica", REPLICA),
         ("an expert that has changed its owner", MOVED),
-        *((COLOURS[part].name, COLOURS[part].colour) for part in ("compute", "experts", "tokens")),
-        ("experts' weights", COLOURS["weights"].colour),
-        ("experts' gradients", COLOURS["gradients"].colour),
+        *SPANS.values(),
     ]
     handles = [Patch(facecolor=colour, label=label) for label, colour in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)

@@ -95,7 +95,7 @@ def _sentence(kind: str) -> str:
 def results(words: str) -> str:
     """A file of ``benchmarks/results`` as a table: ``NAME``, or ``NAME by COLUMN: COLUMN`` (a pivot)."""
     name, _, pivot = words.partition(" by ")
-    (path,) = RESULTS.glob(f"*-{name}.json")
+    path = max(RESULTS.glob(f"20??-??-??-{name}.json"))  # the newest
     run = json.loads(path.read_text(encoding="utf-8"))
     columns, rows = run["columns"], run["rows"]
     if pivot:
