@@ -8,8 +8,14 @@ cdef Py_ssize_t _NUM_LEVELS
 cdef Py_ssize_t _WIDTH
 cdef Py_ssize_t _KICK_PRICES
 cdef double _ROUNDING
+cdef Py_ssize_t _MOST_FREE
 cdef double _NO_PAIRS
 cdef Py_ssize_t _HOP_BITS
+cdef Py_ssize_t _WORK
+cdef Py_ssize_t _IN
+cdef Py_ssize_t _OUT
+cdef Py_ssize_t _GETS
+cdef Py_ssize_t _SENDS
 
 cdef class Trees:
     cdef Py_ssize_t num_experts
@@ -23,6 +29,7 @@ cdef class Trees:
     cdef Py_ssize_t[::1] start_E
     cdef unsigned char[:, ::1] has_ED
     cdef Py_ssize_t[::1] line_D
+    cdef Py_ssize_t leader_at(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
     cdef Py_ssize_t line_up(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
     cdef Py_ssize_t write_edges(self, Py_ssize_t[:, ::1] edges) noexcept nogil
     cdef void write_edge(self, Py_ssize_t[:, ::1] edges, Py_ssize_t row, Py_ssize_t expert, Py_ssize_t source, Py_ssize_t to, Py_ssize_t depth) noexcept nogil
@@ -32,35 +39,16 @@ cdef class Layer(Trees):
     cdef double[:, ::1] load_EN
     cdef double[::1] total_E
     cdef double all_pairs
-    cdef Py_ssize_t[::1] spare_ints
-    cdef double[::1] spare_reals
-    cdef Py_ssize_t[::1] ints(self, Py_ssize_t size)
-    cdef double[::1] reals(self, Py_ssize_t size)
     cdef Py_ssize_t slots
     cdef Py_ssize_t[::1] used_D
     cdef Py_ssize_t[::1] holders_E
     cdef Py_ssize_t[:, ::1] holders_EN
-    cdef double[:, ::1] most_N
-    cdef double[::1] work_D
-    cdef double[::1] in_D
-    cdef double[::1] out_D
-    cdef double[::1] far_in_N
-    cdef double[::1] far_out_N
-    cdef Py_ssize_t[::1] gets_D
-    cdef Py_ssize_t[::1] sends_D
-    cdef Py_ssize_t[::1] gets_N
-    cdef Py_ssize_t[::1] sends_N
+    cdef double[:, ::1] busy
+    cdef double[:, ::1] rest_EN
+    cdef double[:, ::1] own
+    cdef double[:, ::1] most
     cdef Py_ssize_t[::1] hops_E
     cdef Py_ssize_t[::1] fill_E
-    cdef double[::1] own_work_D
-    cdef double[::1] own_in_D
-    cdef double[::1] own_out_D
-    cdef double[::1] own_far_in_N
-    cdef double[::1] own_far_out_N
-    cdef Py_ssize_t[::1] own_gets_D
-    cdef Py_ssize_t[::1] own_sends_D
-    cdef Py_ssize_t[::1] own_gets_N
-    cdef Py_ssize_t[::1] own_sends_N
     cdef Py_ssize_t own_hops
     cdef Py_ssize_t own_fill
     cdef Py_ssize_t hops
@@ -81,15 +69,17 @@ cdef class Layer(Trees):
     cdef bint each_pass
     cdef double[:, ::1] of_hops
     cdef void count_all(self) noexcept nogil
-    @cython.locals(num=Py_ssize_t, left=Py_ssize_t)
+    @cython.locals(num=Py_ssize_t, left=Py_ssize_t, unserved=double, each_far=double, place=Py_ssize_t)
     cdef void walk(self, Py_ssize_t expert) noexcept nogil
     @cython.locals(rest=double, share=double, num=Py_ssize_t)
     cdef void walk_node(self, Py_ssize_t expert, Py_ssize_t node, double each_far) noexcept nogil
     cdef void count(self, Py_ssize_t expert, Py_ssize_t sign) noexcept nogil
+    cdef void add(self, Py_ssize_t place, double sign) noexcept nogil
     cdef void put(self, Py_ssize_t expert, Py_ssize_t device, Py_ssize_t sign) noexcept nogil
-    @cython.locals(tokens=double, pairs=double, moved=double)
     cdef double price(self) noexcept nogil
-    @cython.locals(tokens=double, near=double, far=double, moved_near=double, moved_far=double, moved=double, gets=double, sends=double, far_in=double, far_out=double, hops=Py_ssize_t, fill=Py_ssize_t, is_held=bint, weight=double)
+    @cython.locals(tokens=double, pairs=double, moved=double, is_smooth=bint)
+    cdef void look_at(self, Py_ssize_t node, Py_ssize_t row, double weight) noexcept nogil
+    @cython.locals(tokens=double, near=double, far=double, moved_near=double, moved_far=double, hops=Py_ssize_t, fill=Py_ssize_t, is_held=bint, is_smooth=bint, weight=double, row=Py_ssize_t)
     cdef double price_with(self, Py_ssize_t expert, Py_ssize_t beside) noexcept nogil
     cdef double on_link(self, double[::1] line, double pairs) noexcept nogil
     cdef double moving(self, Py_ssize_t is_far, double experts, Py_ssize_t fill, Py_ssize_t hops, Py_ssize_t first, double[::1] per_expert) noexcept nogil
@@ -106,9 +96,9 @@ cdef class Search(Layer):
     cdef Py_ssize_t most_replicated
     cdef Py_ssize_t most_prices
     cdef double[::1] part_E
+    cdef Py_ssize_t[::1] is_tired_E
     cdef Py_ssize_t[::1] ranked
     cdef unsigned char[:, ::1] tried_D
-    cdef Py_ssize_t[::1] free_N
     cdef Py_ssize_t[::1] want_E
     cdef double[::1] plan_D
     cdef Py_ssize_t[::1] by_owner_E
@@ -116,31 +106,35 @@ cdef class Search(Layer):
     cdef Py_ssize_t[::1] hottest_E
     cdef void keep(self, double seconds) noexcept nogil
     cdef void hold(self, Py_ssize_t expert, unsigned char[:, ::1] table, Py_ssize_t row) noexcept nogil
-    @cython.locals(any_put=bint)
-    cdef bint spread(self, Py_ssize_t expert, Py_ssize_t kind) noexcept nogil
+    cdef void spread(self, Py_ssize_t expert, Py_ssize_t kind) noexcept nogil
     cdef void become(self, unsigned char[:, ::1] to_ED) noexcept nogil
     @cython.locals(num=Py_ssize_t)
-    cdef Py_ssize_t num_replicated(self) noexcept nogil
-    @cython.locals(part=double, num=Py_ssize_t)
+    cdef bint may_grow(self, Py_ssize_t expert) noexcept nogil
+    @cython.locals(num=Py_ssize_t, at=Py_ssize_t, column=Py_ssize_t, most=double)
     cdef Py_ssize_t rank(self, bint of_links) noexcept nogil
     cdef Py_ssize_t least_loaded(self, Py_ssize_t expert, Py_ssize_t node, bint is_full) noexcept nogil
     cdef double note(self, Py_ssize_t expert) noexcept nogil
-    @cython.locals(may_grow=bint, gained=bint, added=Py_ssize_t, dropped=Py_ssize_t, added_s=double, dropped_s=double)
+    cdef void try_put(self, Py_ssize_t expert, Py_ssize_t device, Py_ssize_t sign) noexcept nogil
+    @cython.locals(may_grow=bint, gained=bint)
     cdef bint improve(self, Py_ssize_t expert) noexcept nogil
     cdef bint swap(self, Py_ssize_t expert) noexcept nogil
     @cython.locals(least=double, seconds=double)
     cdef double price_exchange(self, Py_ssize_t expert, Py_ssize_t other, Py_ssize_t device, Py_ssize_t back) noexcept nogil
     cdef void exchange(self, Py_ssize_t comes, Py_ssize_t goes, Py_ssize_t device, Py_ssize_t back) noexcept nogil
     cdef Py_ssize_t least_useful(self, Py_ssize_t device) noexcept nogil
-    cdef void descend(self, bint is_smooth) noexcept nogil
+    cdef void descend(self, bint is_smooth, Py_ssize_t num_free) noexcept nogil
+    cdef bint step(self) noexcept nogil
+    @cython.locals(gained=bint)
+    cdef void climb(self) noexcept nogil
+    @cython.locals(is_device=bint, node=Py_ssize_t)
+    cdef double part_of(self, Py_ssize_t expert, Py_ssize_t place, Py_ssize_t column) noexcept nogil
     cdef Py_ssize_t largest_part(self) noexcept nogil
     @cython.locals(room=Py_ssize_t, gain=double, most=double, wanted=Py_ssize_t, picked=Py_ssize_t, more=Py_ssize_t)
     cdef Py_ssize_t give_away(self, bint in_all_nodes, double level, Py_ssize_t room) noexcept nogil
     cdef void place_wanted(self) noexcept nogil
     cdef void seed_by_levels(self) noexcept nogil
-    @cython.locals(may_grow=bint)
+    @cython.locals(turn=Py_ssize_t, missed=Py_ssize_t, expert=Py_ssize_t)
     cdef void kick(self) noexcept nogil
-    @cython.locals(is_more=bint)
     cdef void seed_everywhere(self) noexcept nogil
     cdef void prune(self) noexcept nogil
     cdef void run(self) noexcept nogil
@@ -199,5 +193,6 @@ cdef class Choices(Trees):
     cdef void add(self, Py_ssize_t place, double share) noexcept nogil
 
 cdef void _copy(unsigned char[:, ::1] source_ED, unsigned char[:, ::1] to_ED) noexcept nogil
-cdef double _most(bint is_smooth, double most, double value) noexcept nogil
+cdef double _raised(bint is_smooth, double value) noexcept nogil
+cdef double _join(bint is_smooth, double most, double value) noexcept nogil
 cdef double _eighth_root(double number) noexcept nogil

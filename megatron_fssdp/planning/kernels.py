@@ -24,15 +24,23 @@ _LEVEL_STEP = 0.14
 _NUM_LEVELS = 6
 # Experts of the busiest device, and of the busiest link, that one step of the descent looks at. More of them
 # take longer and find little more.
-_WIDTH = 2
+_WIDTH = 4
 # Prices of all kicks, times the number of experts: small layers need more kicks, and their prices are quick.
 _KICK_PRICES = 6000
 # Part of a price below which a difference is rounding.
 _ROUNDING = 1e-9
+# Most experts of a link whose transfers cost nothing in a descent.
+_MOST_FREE = 64
 # Part of all pairs below which the traffic of a link is the rounding error of a difference.
 _NO_PAIRS = 1e-12
 # Bits of a number of hops inside a node, which is at most the logarithm of the devices.
 _HOP_BITS = 6
+# Columns of what devices and nodes do.
+_WORK = 0
+_IN = 1
+_OUT = 2
+_GETS = 3
+_SENDS = 4
 
 
 class Trees:
@@ -74,13 +82,18 @@ class Trees:
             self.start_E[expert] = self.place_D[owner] + owned_D[owner]
             owned_D[owner] += 1
 
+    def leader_at(self, expert: int, node: int) -> int:
+        """Position in ``member_D`` from which on the holders of an expert in a node are lined up."""
+        owner = self.owner_E[expert]
+        place = self.place_D[owner] if self.node_D[owner] == node else self.start_E[expert]
+        first = self.first_N[node]
+        return first + place % (self.first_N[node + 1] - first)
+
     def line_up(self, expert: int, node: int) -> int:
         """Write the holders of an expert in a node to ``line_D``, the leader first; return their number."""
-        owner = self.owner_E[expert]
         first = self.first_N[node]
         end = self.first_N[node + 1]
-        place = self.place_D[owner] if self.node_D[owner] == node else self.start_E[expert]
-        at = first + place % (end - first)
+        at = self.leader_at(expert, node)
         num = 0
         for _ in range(end - first):
             if self.has_ED[expert, self.member_D[at]]:
@@ -151,25 +164,23 @@ class Layer(Trees):
     their node, or to all holders if the node has none.
 
     Attributes:
-        load_ED: (token, k) pairs by expert and source device.
-        load_EN: The same by source node.
-        total_E: Pairs of each expert.
-        all_pairs: Pairs of all experts.
+        load_ED: (token, k) pairs by expert and source device, and ``load_EN`` by source node.
+        total_E: Pairs of each expert, and ``all_pairs`` of all.
         slots: Most replicas that a device may hold.
         used_D: Replicas of each device.
         holders_E: Number of holders of each expert, and ``holders_EN`` in each node.
-        work_D: Pairs that each device computes; ``in_D`` come from its node, and it sends ``out_D`` there.
-        far_in_N: Pairs that a node gets from others; it sends ``far_out_N``.
-        gets_D: Experts that a device gets from its node; it sends ``sends_D`` there.
-        gets_N: Experts that a node gets from others; it sends ``sends_N``.
+        busy: What each device does, and then each node; ``[D + N, 5]``. Columns: pairs that one computes,
+            gets from its node and sends there; experts that it gets from its node and sends there. A node
+            gets and sends between nodes.
+        own: What the expert that was last walked adds to ``busy``.
         hops_E: Hops of each expert's longest path; 0 while it is out.
         fill_E: Hops before the last one of that path: those between nodes, shifted, plus those inside.
         costs: What a pair, an expert and a hop cost; see ``SearchCosts``.
         num_prices: Prices so far.
-        is_smooth: Whether prices have norms of the eighth power in place of highest values. Every device and
-            link then counts a little, and not only the busiest one.
-        most_N: Load, pairs and moved experts of each node's devices, without the expert that is out: their
-            highest values, or sums of eighth powers; ``[N, 3]``.
+        is_smooth: Whether prices have norms of the eighth power in place of the highest numbers of pairs.
+            Every device and link then counts a little, and not only the busiest one.
+        most: For each node, load, pairs and moved experts of its devices: highest values, or sums of eighth
+            powers; and at last the same of one node with the expert that is out. ``[N + 1, 3]``.
     """
 
     def __init__(
@@ -202,59 +213,35 @@ class Layer(Trees):
         self.hidden, self.hidden_back = costs.hidden, costs.hidden_back
         self.each_pass, self.of_hops = costs.each_pass, costs.of_hops
         devices, num_nodes, experts = self.num_devices, self.num_nodes, self.num_experts
-        # One allocation for each type: many small ones take longer than the search of a small layer.
-        ints = _ints(4 * experts + 5 * devices + 5 * num_nodes)
-        reals = _reals(2 * experts + 7 * devices + 4 * num_nodes)
-        self.spare_ints, self.spare_reals = ints, reals
-        self.total_E, self.all_pairs, self.num_prices = self.reals(experts), 0.0, 0
+        self.total_E, self.all_pairs, self.num_prices = _reals(experts), 0.0, 0
         self.is_smooth = False
-        self.holders_E, self.used_D = self.ints(experts), self.ints(devices)
+        self.holders_E, self.used_D = _ints(experts), _ints(devices)
+        self.hops_E, self.fill_E = _ints(experts), _ints(experts)
         self.holders_EN = memoryview(np.zeros((experts, num_nodes), np.int64))
-        self.most_N = memoryview(np.zeros((num_nodes, 3)))
-        self.hops_E, self.fill_E = self.ints(experts), self.ints(experts)
-        self.work_D, self.in_D, self.out_D = self.reals(devices), self.reals(devices), self.reals(devices)
-        self.far_in_N, self.far_out_N = self.reals(num_nodes), self.reals(num_nodes)
-        self.gets_D, self.sends_D = self.ints(devices), self.ints(devices)
-        self.gets_N, self.sends_N = self.ints(num_nodes), self.ints(num_nodes)
-        self.own_work_D, self.own_in_D = self.reals(devices), self.reals(devices)
-        self.own_out_D = self.reals(devices)
-        self.own_far_in_N, self.own_far_out_N = self.reals(num_nodes), self.reals(num_nodes)
-        self.own_gets_D, self.own_sends_D = self.ints(devices), self.ints(devices)
-        self.own_gets_N, self.own_sends_N = self.ints(num_nodes), self.ints(num_nodes)
+        self.rest_EN = memoryview(np.array(load_EN))
+        self.busy = memoryview(np.zeros((devices + num_nodes, 5)))
+        self.own = memoryview(np.zeros((devices + num_nodes, 5)))
+        self.most = memoryview(np.zeros((num_nodes + 1, 3)))
         self.count_all()
-
-    def ints(self, size: int) -> memoryview:
-        """The next part of the memory for whole numbers: zeros."""
-        taken = self.spare_ints[:size]
-        self.spare_ints = self.spare_ints[size:]
-        return taken
-
-    def reals(self, size: int) -> memoryview:
-        """The next part of the memory for floats: zeros."""
-        taken = self.spare_reals[:size]
-        self.spare_reals = self.spare_reals[size:]
-        return taken
 
     def count_all(self) -> None:
         """Count the experts and their replicas."""
         for expert in range(self.num_experts):
             for i in range(self.num_nodes):
                 self.total_E[expert] += self.load_EN[expert, i]
+            self.all_pairs += self.total_E[expert]
             for i in range(self.num_devices):
                 if self.has_ED[expert, i]:
-                    self.holders_E[expert] += 1
-                    self.holders_EN[expert, self.node_D[i]] += 1
-                    if self.owner_E[expert] != i:
-                        self.used_D[i] += 1
-            self.all_pairs += self.total_E[expert]
+                    self.put(expert, i, 1)
+            self.used_D[self.owner_E[expert]] -= 1
             self.count(expert, 1)
 
     def walk(self, expert: int) -> None:
-        """Find what an expert with its holders adds to the sums; nothing in nodes without a holder."""
+        """Find what an expert with its holders adds to ``busy``; not in nodes without one."""
         unserved = 0.0
         for i in range(self.num_nodes):
-            self.own_far_out_N[i] = 0.0 if self.holders_EN[expert, i] else self.load_EN[expert, i]
-            unserved += self.own_far_out_N[i]
+            self.own[self.num_devices + i, 2] = 0.0 if self.holders_EN[expert, i] else self.load_EN[expert, i]
+            unserved += self.own[self.num_devices + i, 2]
         each_far = unserved / self.holders_E[expert]
         left = self.holders_E[expert]
         position = 0  # place of the node in the chain between nodes
@@ -264,9 +251,10 @@ class Layer(Trees):
         for _ in range(self.num_nodes):
             num = self.holders_EN[expert, node]
             left -= num
-            self.own_far_in_N[node] = each_far * num
-            self.own_gets_N[node] = 1 if num > 0 and position > 0 else 0
-            self.own_sends_N[node] = 1 if num > 0 and left > 0 else 0
+            place = self.num_devices + node
+            self.own[place, 1] = each_far * num
+            self.own[place, 3] = 1.0 if num > 0 and position > 0 else 0.0
+            self.own[place, 4] = 1.0 if num > 0 and left > 0 else 0.0
             if num > 0:
                 self.walk_node(expert, node, each_far)
                 depth = 0
@@ -282,44 +270,43 @@ class Layer(Trees):
 
     def walk_node(self, expert: int, node: int, each_far: float) -> None:
         """:meth:`walk` in a node with holders, which also compute ``each_far`` pairs of other nodes each."""
-        num = self.line_up(expert, node)
-        rest = self.load_EN[expert, node]
-        for i in range(self.first_N[node], self.first_N[node + 1]):
-            device = self.member_D[i]
-            self.own_work_D[device] = self.own_in_D[device] = 0.0
-            self.own_gets_D[device] = self.own_sends_D[device] = 0
-            self.own_out_D[device] = self.load_ED[expert, device]
-        for i in range(num):
-            rest -= self.load_ED[expert, self.line_D[i]]
-        share = rest / num
-        for i in range(num):
-            device = self.line_D[i]
-            self.own_work_D[device] = self.load_ED[expert, device] + share + each_far
-            self.own_in_D[device] = share
-            self.own_out_D[device] = 0.0
-            self.own_gets_D[device] = 1 if i > 0 else 0
-            self.own_sends_D[device] = min(max(num - 1 - 2 * i, 0), 2)
+        first = self.first_N[node]
+        end = self.first_N[node + 1]
+        num = self.holders_EN[expert, node]
+        share = self.rest_EN[expert, node] / num
+        rank = 0  # of a holder in the tree
+        at = self.leader_at(expert, node)
+        for _ in range(end - first):
+            device = self.member_D[at]
+            load = self.load_ED[expert, device]
+            if self.has_ED[expert, device]:
+                self.own[device, 0] = load + share + each_far
+                self.own[device, 1] = share
+                self.own[device, 2] = 0.0
+                self.own[device, 3] = 1.0 if rank > 0 else 0.0
+                self.own[device, 4] = min(max(num - 1 - 2 * rank, 0), 2)
+                rank += 1
+            else:
+                self.own[device, 0] = self.own[device, 1] = 0.0
+                self.own[device, 2] = load
+                self.own[device, 3] = self.own[device, 4] = 0.0
+            at = at + 1 if at + 1 < end else first
 
     def count(self, expert: int, sign: int) -> None:
         """Add an expert to the sums (sign 1), or take it out (sign -1)."""
         self.walk(expert)
-        weight = 1.0 * sign
         for node in range(self.num_nodes):
-            self.far_in_N[node] += weight * self.own_far_in_N[node]
-            self.far_out_N[node] += weight * self.own_far_out_N[node]
-            self.gets_N[node] += sign * self.own_gets_N[node]
-            self.sends_N[node] += sign * self.own_sends_N[node]
-            if self.holders_EN[expert, node] == 0:
-                continue
-            for i in range(self.first_N[node], self.first_N[node + 1]):
-                device = self.member_D[i]
-                self.work_D[device] += weight * self.own_work_D[device]
-                self.in_D[device] += weight * self.own_in_D[device]
-                self.out_D[device] += weight * self.own_out_D[device]
-                self.gets_D[device] += sign * self.own_gets_D[device]
-                self.sends_D[device] += sign * self.own_sends_D[device]
+            self.add(self.num_devices + node, sign)
+            if self.holders_EN[expert, node] > 0:
+                for i in range(self.first_N[node], self.first_N[node + 1]):
+                    self.add(self.member_D[i], sign)
         self.hops_E[expert] = self.own_hops if sign > 0 else 0
         self.fill_E[expert] = self.own_fill if sign > 0 else 0
+
+    def add(self, place: int, sign: int) -> None:
+        """Add one row of ``own`` to the sums."""
+        for column in range(5):
+            self.busy[place, column] += sign * self.own[place, column]
 
     def put(self, expert: int, device: int, sign: int) -> None:
         """Give an expert that is out to one more device (sign 1), or take it away (sign -1)."""
@@ -327,6 +314,7 @@ class Layer(Trees):
         self.used_D[device] += sign
         self.holders_E[expert] += sign
         self.holders_EN[expert, self.node_D[device]] += sign
+        self.rest_EN[expert, self.node_D[device]] -= sign * self.load_ED[expert, device]
 
     def price(self) -> float:
         """Seconds of the layer without the experts that are out, which every placement of theirs exceeds."""
@@ -335,18 +323,26 @@ class Layer(Trees):
             self.hops = max(self.hops, self.hops_E[i])
             self.fill = max(self.fill, self.fill_E[i])
         for node in range(self.num_nodes):
-            tokens = pairs = moved = 0.0
-            for i in range(self.first_N[node], self.first_N[node + 1]):
-                device = self.member_D[i]
-                tokens = _most(self.is_smooth, tokens, self.work_D[device])
-                pairs = _most(self.is_smooth, pairs, self.in_D[device])
-                pairs = _most(self.is_smooth, pairs, self.out_D[device])
-                moved = _most(self.is_smooth, moved, self.gets_D[device])
-                moved = _most(self.is_smooth, moved, self.sends_D[device])
-            self.most_N[node, 0] = tokens
-            self.most_N[node, 1] = pairs
-            self.most_N[node, 2] = moved
+            self.look_at(node, node, 0.0)
         return self.price_with(-1, -1)
+
+    def look_at(self, node: int, row: int, weight: float) -> None:
+        """Write to a row of ``most`` what a node's devices do, ``own`` included with a weight."""
+        tokens = pairs = moved = 0.0
+        is_smooth = self.is_smooth
+        for i in range(self.first_N[node], self.first_N[node + 1]):
+            device = self.member_D[i]
+            computed = self.busy[device, 0] + weight * self.own[device, 0]
+            got = self.busy[device, 1] + weight * self.own[device, 1]
+            sent = self.busy[device, 2] + weight * self.own[device, 2]
+            tokens = _join(is_smooth, tokens, _raised(is_smooth, computed))
+            pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
+            got = self.busy[device, 3] + weight * self.own[device, 3]
+            sent = self.busy[device, 4] + weight * self.own[device, 4]
+            moved = _join(is_smooth, moved, _raised(is_smooth, max(got, sent)))
+        self.most[row, 0] = tokens
+        self.most[row, 1] = pairs
+        self.most[row, 2] = moved
 
     def price_with(self, expert: int, beside: int) -> float:
         """Seconds of the layer with experts that were out when :meth:`price` was last called.
@@ -355,44 +351,31 @@ class Layer(Trees):
             expert: An expert that is out, with its present holders; -1 for none.
             beside: An expert that has come in since; -1 for none.
         """
-        tokens = near = far = moved_near = moved_far = 0.0
-        hops, fill = self.hops, self.fill
+        tokens = near = far = moved_near = moved_far = weight = 0.0
+        hops, fill, is_smooth = self.hops, self.fill, self.is_smooth
         if expert >= 0:
+            weight = 1.0
             self.walk(expert)
             hops, fill = max(hops, self.own_hops), max(fill, self.own_fill)
         if beside >= 0:
             hops, fill = max(hops, self.hops_E[beside]), max(fill, self.fill_E[beside])
         for node in range(self.num_nodes):
-            far_in, far_out = self.far_in_N[node], self.far_out_N[node]
-            gets, sends = self.gets_N[node], self.sends_N[node]
-            if expert >= 0:
-                far_in += self.own_far_in_N[node]
-                far_out += self.own_far_out_N[node]
-                gets += self.own_gets_N[node]
-                sends += self.own_sends_N[node]
-            far = _most(self.is_smooth, _most(self.is_smooth, far, far_in), far_out)
-            moved_far = _most(self.is_smooth, _most(self.is_smooth, moved_far, gets), sends)
+            place = self.num_devices + node
+            got = self.busy[place, 1] + weight * self.own[place, 1]
+            sent = self.busy[place, 2] + weight * self.own[place, 2]
+            far = _join(is_smooth, far, _raised(is_smooth, max(got, sent)))
+            got = self.busy[place, 3] + weight * self.own[place, 3]
+            sent = self.busy[place, 4] + weight * self.own[place, 4]
+            moved_far = _join(is_smooth, moved_far, _raised(is_smooth, max(got, sent)))
             is_held = expert >= 0 and self.holders_EN[expert, node] > 0
-            if not is_held and (beside < 0 or self.holders_EN[beside, node] == 0):
-                if self.is_smooth:
-                    tokens += self.most_N[node, 0]
-                    near += self.most_N[node, 1]
-                    moved_near += self.most_N[node, 2]
-                else:
-                    tokens = max(tokens, self.most_N[node, 0])
-                    near = max(near, self.most_N[node, 1])
-                    moved_near = max(moved_near, self.most_N[node, 2])
-                continue
-            weight = 1.0 if is_held else 0.0  # the last walk left its numbers in nodes without a holder
-            for i in range(self.first_N[node], self.first_N[node + 1]):
-                device = self.member_D[i]
-                tokens = _most(self.is_smooth, tokens, self.work_D[device] + weight * self.own_work_D[device])
-                near = _most(self.is_smooth, near, self.in_D[device] + weight * self.own_in_D[device])
-                near = _most(self.is_smooth, near, self.out_D[device] + weight * self.own_out_D[device])
-                gets = self.gets_D[device] + weight * self.own_gets_D[device]
-                sends = self.sends_D[device] + weight * self.own_sends_D[device]
-                moved_near = _most(self.is_smooth, _most(self.is_smooth, moved_near, gets), sends)
-        if self.is_smooth:
+            row = node
+            if is_held or (beside >= 0 and self.holders_EN[beside, node] > 0):
+                row = self.num_nodes
+                self.look_at(node, row, 1.0 if is_held else 0.0)
+            tokens = _join(is_smooth, tokens, self.most[row, 0])
+            near = _join(is_smooth, near, self.most[row, 1])
+            moved_near = _join(is_smooth, moved_near, self.most[row, 2])
+        if is_smooth:
             tokens, near, far = _eighth_root(tokens), _eighth_root(near), _eighth_root(far)
             moved_near, moved_far = _eighth_root(moved_near), _eighth_root(moved_far)
         return self.seconds(tokens, near, far, moved_near, moved_far, hops, fill)
@@ -453,21 +436,22 @@ class Search(Layer):
         ranked: The experts with the largest parts.
         hottest_E: The experts by their pairs, descending.
         tried_D: Holders of an expert before :meth:`improve`, and in its best trial of ``trial_s`` seconds.
-        free_N: Least loaded device of each node that can take a replica; -1 if there is none.
+        is_tired_E: 1 for the experts that saved nothing during the present descent.
         want_E: Holders that water filling wants for each expert, and ``plan_D`` the loads of devices then.
     """
 
     def __init__(self, layer: tuple, most_replicated: int, most_prices: int, start_ED: object) -> None:
         """Prepare a search; :func:`search_replicas` says what the arguments are."""
         Layer.__init__(self, *layer)
-        experts, devices, nodes = self.num_experts, self.num_devices, self.num_nodes
+        experts, devices = self.num_experts, self.num_devices
         self.most_replicated, self.most_prices = most_replicated, most_prices
         self.owners_ED, self.start_ED = memoryview(np.array(self.has_ED)), start_ED
         self.kept_ED = memoryview(np.array(self.has_ED))
-        self.part_E, self.ranked, self.want_E = self.reals(experts), _ints(_WIDTH), self.ints(experts)
+        self.part_E, self.ranked, self.want_E = _reals(experts), _ints(_WIDTH), _ints(experts)
         self.hottest_E = memoryview(np.argsort(-np.asarray(self.total_E), kind="stable"))
         self.tried_D = memoryview(np.zeros((2, devices), np.uint8))
-        self.free_N, self.plan_D = self.ints(nodes), self.reals(devices)
+        self.is_tired_E = _ints(experts)
+        self.plan_D = _reals(devices)
         # The experts by owner, and where those of each device begin.
         self.by_owner_E = memoryview(np.argsort(np.asarray(self.owner_E), kind="stable"))
         owned_D = np.bincount(np.asarray(self.owner_E), minlength=devices)
@@ -495,35 +479,31 @@ class Search(Layer):
             if self.has_ED[expert, device] != table[row, device]:
                 self.put(expert, device, 1 if table[row, device] else -1)
 
-    def spread(self, expert: int, kind: int) -> bool:
-        """Change the replicas of an expert that is out; say whether it got any.
+    def spread(self, expert: int, kind: int) -> None:
+        """Change the replicas of an expert that is out.
 
         Args:
             expert: The expert.
             kind: 0: it loses all. 1: it gets one in every node without it. 2: it gets one more in every node.
                 3: it gets one on every device with a free slot.
         """
-        any_put = False
         for node in range(self.num_nodes):
             if kind == 2 or (kind == 1 and self.holders_EN[expert, node] == 0):
                 device = self.least_loaded(expert, node, False)
                 if device >= 0:
                     self.put(expert, device, 1)
-                    any_put = True
         for device in range(self.num_devices):
             if kind == 0 and self.has_ED[expert, device] and device != self.owner_E[expert]:
                 self.put(expert, device, -1)
             elif kind == 3 and not self.has_ED[expert, device] and self.used_D[device] < self.slots:
                 self.put(expert, device, 1)
-                any_put = True
-        return any_put
 
-    def num_replicated(self) -> int:
-        """Number of experts with replicas."""
+    def may_grow(self, expert: int) -> bool:
+        """Whether an expert may get replicas."""
         num = 0
-        for expert in range(self.num_experts):
-            num += self.holders_E[expert] > 1
-        return num
+        for other in range(self.num_experts):
+            num += self.holders_E[other] > 1
+        return self.holders_E[expert] > 1 or num < self.most_replicated
 
     def rank(self, of_links: bool) -> int:
         """Find the experts with the largest parts of the busiest device, or of the busiest link.
@@ -534,40 +514,22 @@ class Search(Layer):
         Returns:
             The number of experts in ``ranked``.
         """
-        kind = 0
         at = 0
+        column = _WORK
         most = -1.0
         near_s = self.dispatch_near[1] + self.combine_near[1]
         far_s = self.dispatch_far[1] + self.combine_far[1]
-        if not of_links:
-            for i in range(self.num_devices):
-                if self.work_D[i] > most:
-                    most, at = self.work_D[i], i
-        else:
-            for i in range(self.num_devices):
-                if near_s * self.in_D[i] > most:
-                    most, at, kind = near_s * self.in_D[i], i, 1
-                if near_s * self.out_D[i] > most:
-                    most, at, kind = near_s * self.out_D[i], i, 2
-            for i in range(self.num_nodes):
-                if far_s * self.far_in_N[i] > most:
-                    most, at, kind = far_s * self.far_in_N[i], i, 3
-                if far_s * self.far_out_N[i] > most:
-                    most, at, kind = far_s * self.far_out_N[i], i, 4
-        node = at if kind > 2 else self.node_D[at]
+        for place in range(self.num_devices + (self.num_nodes if of_links else 0)):
+            if not of_links:
+                if self.busy[place, 0] > most:
+                    most, at = self.busy[place, 0], place
+                continue
+            seconds = near_s if place < self.num_devices else far_s
+            for side in range(_IN, _OUT + 1):
+                if seconds * self.busy[place, side] > most:
+                    most, at, column = seconds * self.busy[place, side], place, side
         for expert in range(self.num_experts):
-            num = self.holders_EN[expert, node]
-            part = 0.0
-            if kind == 2:
-                part = self.load_ED[expert, at] if num > 0 and not self.has_ED[expert, at] else 0.0
-            elif kind == 4:
-                part = self.load_EN[expert, node] if num == 0 else 0.0
-            elif num > 0 and (kind == 3 or self.has_ED[expert, at]):
-                self.walk(expert)
-                part = self.own_far_in_N[node]
-                if kind < 2:
-                    part = self.own_in_D[at] if kind == 1 else self.own_work_D[at]
-            self.part_E[expert] = part
+            self.part_E[expert] = 0.0 if self.is_tired_E[expert] else self.part_of(expert, at, column)
         num = 0
         while num < _WIDTH:
             largest = self.largest_part()
@@ -577,6 +539,20 @@ class Search(Layer):
             self.ranked[num] = largest
             num += 1
         return num
+
+    def part_of(self, expert: int, place: int, column: int) -> float:
+        """The part of an expert in one number of ``busy``."""
+        is_device = place < self.num_devices
+        node = self.node_D[place] if is_device else place - self.num_devices
+        num = self.holders_EN[expert, node]
+        if column == _OUT:
+            if is_device:
+                return self.load_ED[expert, place] if num > 0 and not self.has_ED[expert, place] else 0.0
+            return self.load_EN[expert, node] if num == 0 else 0.0
+        if num == 0 or (is_device and not self.has_ED[expert, place]):
+            return 0.0
+        self.walk(expert)
+        return self.own[place, column]
 
     def largest_part(self) -> int:
         """The expert with the highest ``part_E``; of equal ones the first."""
@@ -593,7 +569,7 @@ class Search(Layer):
             device = self.member_D[i]
             if self.has_ED[expert, device] or (self.used_D[device] >= self.slots) != is_full:
                 continue
-            if found < 0 or self.work_D[device] < self.work_D[found]:
+            if found < 0 or self.busy[device, 0] < self.busy[found, 0]:
                 found = device
         return found
 
@@ -606,6 +582,12 @@ class Search(Layer):
                 self.tried_D[1, device] = self.has_ED[expert, device]
         return seconds
 
+    def try_put(self, expert: int, device: int, sign: int) -> None:
+        """Note one more replica (sign 1), or one less, of an expert that is out; nothing is changed."""
+        self.put(expert, device, sign)
+        self.note(expert)
+        self.put(expert, device, -sign)
+
     def improve(self, expert: int) -> bool:
         """Try changes of one expert's holders, and make the best one; say whether there was one.
 
@@ -617,47 +599,27 @@ class Search(Layer):
             self.count(expert, 1)
             return False
         owner = self.owner_E[expert]
-        may_grow = self.holders_E[expert] > 1 or self.num_replicated() < self.most_replicated
+        may_grow = self.may_grow(expert)
         for device in range(self.num_devices):
             self.tried_D[0, device] = self.has_ED[expert, device]
         self.trial_s = self.best
-        added = dropped = -1
-        added_s = dropped_s = 0.0
         for node in range(self.num_nodes):
             free = self.least_loaded(expert, node, False) if may_grow else -1
-            self.free_N[node] = free
             if free >= 0:
-                self.put(expert, free, 1)
-                seconds = self.note(expert)
-                self.put(expert, free, -1)
-                if added < 0 or seconds < added_s:
-                    added, added_s = free, seconds
-        for device in range(self.num_devices):
-            if self.tried_D[0, device] and device != owner:
-                self.put(expert, device, -1)
-                seconds = self.note(expert)
-                if dropped < 0 or seconds < dropped_s:
-                    dropped, dropped_s = device, seconds
-                if added >= 0:
-                    self.put(expert, added, 1)
-                    self.note(expert)
-                    self.put(expert, added, -1)
-                self.put(expert, device, 1)
-        if dropped >= 0:
-            self.put(expert, dropped, -1)
-            for node in range(self.num_nodes):
-                if self.free_N[node] >= 0 and self.free_N[node] != added:
-                    self.put(expert, self.free_N[node], 1)
-                    self.note(expert)
-                    self.put(expert, self.free_N[node], -1)
-            self.put(expert, dropped, 1)
+                self.try_put(expert, free, 1)
         if may_grow:
             self.spread(expert, 1)
             self.note(expert)
-            self.spread(expert, 3)
+            self.hold(expert, self.tried_D, 0)
+        if self.trial_s == self.best:
+            for device in range(self.num_devices):
+                if self.tried_D[0, device] and device != owner:
+                    self.try_put(expert, device, -1)
+            if may_grow:
+                self.spread(expert, 3)
+                self.note(expert)
+            self.spread(expert, 0)
             self.note(expert)
-        self.spread(expert, 0)
-        self.note(expert)
         gained = self.trial_s < self.best
         self.hold(expert, self.tried_D, 1 if gained else 0)
         self.count(expert, 1)
@@ -675,7 +637,7 @@ class Search(Layer):
         instead = -1
         given = -1
         least = self.best
-        if self.holders_E[expert] == 1 and self.num_replicated() >= self.most_replicated:
+        if not self.may_grow(expert):
             return False
         self.count(expert, -1)
         for node in range(self.num_nodes):
@@ -688,7 +650,7 @@ class Search(Layer):
                 seconds = self.price_exchange(expert, other, device, -1)
                 if seconds < least * (1.0 - _ROUNDING):
                     least, to, instead, given = seconds, device, other, -1
-                for back in range(self.num_devices):
+                for back in range(self.num_devices if to < 0 else 0):
                     if (
                         self.has_ED[expert, back]
                         and back != self.owner_E[expert]
@@ -735,24 +697,55 @@ class Search(Layer):
                     found, least = expert, part
         return found
 
-    def descend(self, is_smooth: bool) -> None:
-        """Change experts of the busiest device and of the busiest link while this saves seconds."""
+    def descend(self, is_smooth: bool, num_free: int) -> None:
+        """Change experts of the busiest device and of the busiest link while this saves seconds.
+
+        Args:
+            is_smooth: Whether the smooth price falls, or the exact one, by which the result is kept.
+            num_free: Experts that each link carries in addition to those that compute hides, and that cost
+                nothing during the descent.
+        """
+        hidden, hidden_back = self.hidden, self.hidden_back
+        if num_free > 0:
+            self.hidden += self.start[1] + num_free * max(self.gather[0], self.gather[1])
+            self.hidden_back += self.start[1] + num_free * max(self.reduce[0], self.reduce[1])
+        for expert in range(self.num_experts):
+            self.is_tired_E[expert] = 0
+        last = self.num_prices + self.most_prices
         self.is_smooth = is_smooth
         self.best = self.price()
-        moved = True
-        while moved and self.num_prices < self.most_prices:
-            moved = False
-            for what in range(2):
-                num = self.rank(what == 1)
-                for i in range(num):
-                    expert = self.ranked[i]
-                    if self.improve(expert) or self.swap(expert):
-                        moved = True
-                        break
-                if moved:
-                    break
+        while self.step() and self.num_prices < last:
+            pass
         self.is_smooth = False
+        self.hidden, self.hidden_back = hidden, hidden_back
         self.keep(self.price())
+
+    def step(self) -> bool:
+        """Change one expert of the busiest device or link; False if nothing saves seconds."""
+        for of_links in range(2):
+            num = self.rank(of_links == 1)
+            for i in range(num):
+                expert = self.ranked[i]
+                if self.improve(expert) or self.swap(expert):
+                    return True
+                self.is_tired_E[expert] = 1
+        return False
+
+    def climb(self) -> None:
+        """Descend by the smooth price while more and more transfers cost nothing.
+
+        One replica that crosses a link makes a whole transfer longer, and the next ones over other links are
+        then free. So a single replica rarely pays, although several together do.
+        """
+        self.become(self.owners_ED)
+        self.descend(True, 0)
+        num_free = 1
+        gained = True
+        while num_free <= _MOST_FREE and gained:
+            before = self.kept_s
+            self.descend(True, num_free)
+            gained = num_free == 1 or self.kept_s < before
+            num_free *= 2
 
     def give_away(self, in_all_nodes: bool, level: float, room: int) -> int:
         """Water filling: raise ``want_E`` until no owner keeps more than a part of the mean load.
@@ -853,10 +846,8 @@ class Search(Layer):
         """Keep the best of the placements with the hottest 1, 2, … experts on all devices (FasterMoE)."""
         for i in range(min(self.num_experts, self.most_replicated)):
             self.count(self.hottest_E[i], -1)
-            is_more = self.spread(self.hottest_E[i], 3)
+            self.spread(self.hottest_E[i], 3)
             self.count(self.hottest_E[i], 1)
-            if not is_more:
-                return
             self.keep(self.price())
 
     def prune(self) -> None:
@@ -880,36 +871,35 @@ class Search(Layer):
 
     def kick(self) -> None:
         """Change all replicas of one expert at once and descend; keep what gains, otherwise go back."""
-        limit = _KICK_PRICES // self.num_experts
-        last = self.num_prices + limit
-        for i in range(self.num_experts):
-            expert = self.hottest_E[i]
-            for kind in range(3):
-                if self.num_prices >= last:
-                    return
-                self.become(self.kept_ED)
-                may_grow = self.holders_E[expert] > 1 or self.num_replicated() < self.most_replicated
+        self.most_prices = _KICK_PRICES // self.num_experts
+        last = self.num_prices + self.most_prices
+        turn = 0
+        missed = 0
+        while missed < 3 * self.num_experts and self.num_prices < last:
+            expert = self.hottest_E[turn // 3 % self.num_experts]
+            before = self.kept_s
+            self.become(self.kept_ED)
+            if turn % 3 == 0 or self.may_grow(expert):
                 self.count(expert, -1)
-                if kind == 0 or may_grow:
-                    self.spread(expert, kind)
+                self.spread(expert, turn % 3)
                 self.count(expert, 1)
-                self.most_prices = self.num_prices + limit
-                self.descend(False)
+                self.descend(False, 0)
+            turn += 1
+            missed = 0 if self.kept_s < before else missed + 1
 
     def run(self) -> None:
         """Search; the result is ``kept_ED`` and ``kept_s``."""
-        limit = self.most_prices
         self.plain_s = self.kept_s = self.price()
         self.seed_everywhere()
         self.seed_by_levels()
         self.become(self.start_ED)
         self.keep(self.price())
-        self.become(self.owners_ED)
-        self.most_prices = self.num_prices + limit
-        self.descend(True)
+        self.climb()
         self.become(self.kept_ED)
-        self.most_prices = self.num_prices + limit
-        self.descend(False)
+        self.descend(False, 0)
+        # Several devices or links are equally busy now, so no single change lowers the exact price.
+        self.descend(True, 0)
+        self.descend(False, 0)
         self.kick()
         self.prune()
 
@@ -1256,12 +1246,17 @@ def _copy(source_ED: memoryview, to_ED: memoryview) -> None:
             to_ED[expert, device] = source_ED[expert, device]
 
 
-def _most(is_smooth: bool, most: float, value: float) -> float:
-    """The higher of two numbers; or a sum of eighth powers with one more."""
+def _raised(is_smooth: bool, value: float) -> float:
+    """A number, or its eighth power."""
     if not is_smooth:
-        return max(most, value)
+        return value
     fourth = value * value * value * value
-    return most + fourth * fourth
+    return fourth * fourth
+
+
+def _join(is_smooth: bool, most: float, value: float) -> float:
+    """The higher of two numbers, or the sum of two eighth powers."""
+    return most + value if is_smooth else max(most, value)
 
 
 def _eighth_root(number: float) -> float:
