@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.figures import DPI, new_figure
 from megatron_fssdp.config.cluster_description import ClusterDescription, LinkDescription
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
-from megatron_fssdp.reporting.colours import distinct_colours
-from megatron_fssdp.reporting.figures import DPI, new_figure
+from megatron_fssdp.report.colours import distinct_colours
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import simulate
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.reporting.colours import strategy_colours
-from megatron_fssdp.reporting.figures import DPI, new_figure
+from benchmarks.figures import DPI, new_figure
+from megatron_fssdp.report.colours import strategy_colours
 
 # The plugin's own strategies come first.
 STRATEGIES = ("auto", "fssdp", "prophet", "fastermoe", "quota", "flexmoe", "smartmoe")

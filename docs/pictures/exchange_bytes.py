@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from megatron_fssdp.reporting.figures import DPI, new_figure
+from benchmarks.figures import DPI, new_figure
 
 NODES, TOP_K = (2, 4, 8), range(1, 9)
 EXPERTS = {16: "-", 256: ":"}

@@ -14,8 +14,8 @@ from megatron_fssdp.cli.analysis.simulate_command import SimulateRequest, run_si
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
-from megatron_fssdp.reporting.units import format_memory
+from megatron_fssdp.report.simulations.simulation_report import RankedStrategy, SimulationReport
+from megatron_fssdp.report.units import format_memory
 from megatron_fssdp.simulation.break_even import BreakEven
 from megatron_fssdp.simulation.device_memory import device_memory
 from megatron_fssdp.simulation.moe_job import job_of_run

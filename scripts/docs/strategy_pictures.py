@@ -22,7 +22,7 @@ from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.link_seconds import topology_of
-from megatron_fssdp.reporting.colours import TIME_PARTS
+from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.simulation.lanes import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate

@@ -13,8 +13,9 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
 from megatron_fssdp.data.manifest import BuiltFile, DataManifest
 from megatron_fssdp.megatron_adapter.entry.launcher import launch
-from megatron_fssdp.reporting.records.arrays.load_records import LoadsWriter
-from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
+from megatron_fssdp.records.loads import LoadsWriter
+from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
+from megatron_fssdp.records.metrics_file import MetricsWriter
 
 from .damaged_files import ANY_FILE, LOADS_FILE, METRICS_FILE, RUN_FILE, YAML_FILE, Damage, contents
 

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.colours import TIME_PARTS
+from megatron_fssdp.report.colours import TIME_PARTS
 
-from ...reporting.page.made_runs import write_made_run
-from ...reporting.page.page_parts import PageParts, unpacked
+from ...report.made_runs import write_made_run
+from ...report.page_parts import PageParts, unpacked
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.reporting.colours import TIME_PARTS
-from megatron_fssdp.reporting.records.arrays.load_records import LoadsWriter
+from megatron_fssdp.records.loads import LoadsWriter
+from megatron_fssdp.report.colours import TIME_PARTS
 
-from ...reporting.page.page_parts import PageParts, unpacked
+from ...report.page_parts import PageParts, unpacked
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"

@@ -24,8 +24,8 @@ from megatron_fssdp.cli.training.sweep_command import (
 from megatron_fssdp.cli.training.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
 
-from ...reporting.page.made_runs import write_made_run
-from ...reporting.page.page_parts import PageParts
+from ...report.made_runs import write_made_run
+from ...report.page_parts import PageParts
 
 ROOT = Path(__file__).parents[3]
 SWEEP = """

@@ -12,10 +12,10 @@ import pytest
 import torch
 import yaml
 
-from megatron_fssdp.reporting.records.run_records import read_metrics
+from megatron_fssdp.records.metrics_file import read_metrics
 
-from ...reporting.page.made_runs import write_made_run
-from ...reporting.page.page_parts import PageParts
+from ...report.made_runs import write_made_run
+from ...report.page_parts import PageParts
 from ..training_run import assert_close, note, train, train_on_all_ranks, wrap
 
 ROOT = Path(__file__).parents[3]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
-from megatron_fssdp.reporting.records.arrays.load_records import read_loads
-from megatron_fssdp.reporting.records.arrays.placement_records import read_placements
-from megatron_fssdp.reporting.records.evaluations import read_evaluations
-from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
-from megatron_fssdp.reporting.records.run_session import RunSession
+from megatron_fssdp.records.evaluations import read_evaluations
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.metrics import IterationMetrics, RunSession
+from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.placements import read_placements
 
 from ..training_run import relative_difference, train
 
