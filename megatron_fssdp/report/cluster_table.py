@@ -43,7 +43,7 @@ def cluster_table(cluster: ClusterDescription) -> TerminalTable:
         Table(header, tuple(rows), frozenset(("link",))),
         f"{cluster.name}: {cluster.num_nodes} × {cluster.devices_per_node} devices; {compute}",
         doubts,
-        unbroken=len(header),
+        whole=header,
     )
 
 

@@ -1,5 +1,6 @@
 """Tables of text, which pages and terminals show."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,14 +28,16 @@ class Table:
         return Table(tuple(self.header[i] for i in wanted), rows, self.prose)
 
 
-def terminal_table(table: Table, title: str = "", caption: str = "", unbroken: int = 1) -> TerminalTable:
+def terminal_table(
+    table: Table, title: str = "", caption: str = "", whole: Collection[str] = ()
+) -> TerminalTable:
     """Return a table for the terminal. Cells that are too long for its width continue on the next line.
 
     Args:
         table: The table.
         title: A line above it.
         caption: Lines below it.
-        unbroken: Number of first columns whose cells stay on one line.
+        whole: Names of the columns whose cells stay on one line.
     """
     shown = TerminalTable(
         title=title or None,
@@ -48,7 +51,7 @@ def terminal_table(table: Table, title: str = "", caption: str = "", unbroken: i
     for position, heading in enumerate(table.header):
         is_left = position == 0 or heading in table.prose
         justify: Literal["left", "right"] = "left" if is_left else "right"
-        shown.add_column(heading, justify=justify, overflow="fold", no_wrap=position < unbroken)
+        shown.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in whole)
     for row in table.rows:
         shown.add_row(*row)
     return shown

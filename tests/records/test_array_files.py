@@ -1,5 +1,6 @@
-"""A run's array files with other content are refused with one clear line."""
+"""A run's array files are read as they were written; other content is refused with one clear line."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -11,27 +12,34 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.loads import LOADS_FILE, LoadsWriter, read_loads
 from megatron_fssdp.records.placements import PLACEMENTS_FILE, PlacementsWriter, read_placements
 
-from ..row_files import rows_in, save_rows
+from .row_files import rows_in, save_rows
 
-NUM_LAYERS, NUM_DEVICES, NUM_EXPERTS = 2, 3, 4
 LAYERS = [1, 3]
+NUM_EXPERTS, NUM_DEVICES = 5, 11  # 11 devices do not fill a whole number of bytes
+
+
+def counts(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, (2, NUM_DEVICES, NUM_EXPERTS))
 
 
 def write_loads(folder: Path) -> Path:
     with closing(LoadsWriter(folder, LAYERS)) as writer:
         for iteration in (1, 2):
-            counts_LDE = np.full((NUM_LAYERS, NUM_DEVICES, NUM_EXPERTS), 5)
-            writer.append(iteration, counts_LDE, np.full((NUM_LAYERS, 2), 7), np.full((NUM_LAYERS, 3), 7))
+            writer.append(iteration, counts(iteration), np.full((2, 2), 7), np.full((2, 3), 7))
     return folder / LOADS_FILE
 
 
+def placed(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    owned_LED = rng.integers(0, NUM_DEVICES, (2, NUM_EXPERTS))[:, :, None] == np.arange(NUM_DEVICES)
+    present_LED = owned_LED | (rng.random(owned_LED.shape) < 0.3)
+    return (owned_LED, present_LED, *rng.integers(0, 1000, (2, 2, NUM_DEVICES)))
+
+
 def write_placements(folder: Path) -> Path:
-    owned_LED = np.zeros((NUM_LAYERS, NUM_EXPERTS, NUM_DEVICES), np.bool_)
-    owned_LED[:, :, 0] = True
-    tokens_LD = np.full((NUM_LAYERS, NUM_DEVICES), 7)
     with closing(PlacementsWriter(folder, LAYERS)) as writer:
         for iteration in (1, 2):
-            writer.append(iteration, owned_LED, owned_LED, tokens_LD, tokens_LD)
+            writer.append(iteration, *placed(iteration))
     return folder / PLACEMENTS_FILE
 
 
@@ -40,24 +48,63 @@ RECORDS: dict[str, tuple[Callable, Callable, Callable]] = {
     "loads": (write_loads, read_loads, LoadsWriter),
     "placements": (write_placements, read_placements, PlacementsWriter),
 }
-ARRAYS = {
-    "loads": ("counts_ILDE", "by_nodes_ILN", "by_devices_ILD", "iterations", "layers"),
-    "placements": ("owned_bits", "present_bits", "ep_tokens_ILD", "tokens_ILD", "iterations", "layers"),
-}
-OPTIONAL = ("by_nodes_ILN", "by_devices_ILD")  # Not every run records them.
-EACH_ARRAY = [(record, name) for record, names in ARRAYS.items() for name in names]
 
-CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "a dimension more": lambda array: array[:, None],
-    "floats": lambda array: array.astype(np.float64),
-    "not finite": lambda array: np.full(array.shape, np.nan),
-    "complex numbers": lambda array: array.astype(np.complex64),
-    "strings": lambda array: array.astype(str),
-    "bytes": lambda array: array.astype(bytes),
-    "booleans": lambda array: array.astype(np.bool_),
-    "dates": lambda array: np.zeros(array.shape, "datetime64[s]"),
-    "records": lambda array: np.zeros(array.shape, [("count", np.int32)]),
-    "too large integers": lambda array: array.astype(np.uint64),
+
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
+    write_loads(tmp_path)
+    write_placements(tmp_path)
+    with (
+        closing(LoadsWriter(tmp_path, LAYERS)) as loads,
+        closing(PlacementsWriter(tmp_path, LAYERS)) as placements,
+    ):
+        for iteration, seed in ((2, 22), (3, 3)):
+            loads.append(iteration, counts(seed), np.full((2, 2), 7), np.full((2, 3), 7))
+            placements.append(iteration, *placed(seed))
+        found, shown = read_loads(tmp_path), read_placements(tmp_path)  # while the run continues
+    assert found.iterations.tolist() == shown.iterations.tolist() == [1, 2, 3]
+    for i, seed in enumerate((1, 22, 3)):
+        np.testing.assert_array_equal(found.counts_ILDE[i], counts(seed))
+        for name, wanted in zip(vars(shown), placed(seed), strict=False):
+            np.testing.assert_array_equal(getattr(shown, name)[i], wanted)
+    assert shown.most_replicas == NUM_EXPERTS * NUM_DEVICES - NUM_EXPERTS
+    with pytest.raises(ConfigurationError, match="choose another output folder"):
+        LoadsWriter(tmp_path, [1, 2])
+
+
+def test_histograms_continue_a_file_without_them(tmp_path: Path) -> None:
+    with closing(LoadsWriter(tmp_path, LAYERS)) as writer:
+        writer.append(1, counts(1))
+    assert read_loads(tmp_path).by_nodes_ILN is None
+    by_nodes = np.arange(4).reshape(2, 2)
+    with closing(LoadsWriter(tmp_path, LAYERS)) as resumed:
+        resumed.append(2, counts(2), by_nodes, by_nodes)
+        with pytest.raises(ValueError, match="wanted"):
+            resumed.append(3, counts(1)[0])
+    np.testing.assert_array_equal(read_loads(tmp_path).by_nodes_ILN, [0 * by_nodes, by_nodes])
+
+
+def test_iterations_are_sliced_in_every_array(tmp_path: Path) -> None:
+    write_loads(tmp_path)
+    loads = read_loads(tmp_path)
+    last = loads.of_iterations(slice(-1, None))
+    for field in dataclasses.fields(loads):
+        whole, part = getattr(loads, field.name), getattr(last, field.name)
+        np.testing.assert_array_equal(part, whole if field.name == "layers" else whole[1:])
+
+
+CHANGES: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
+    "counts_ILDE, tokens_ILD .* dimensions": lambda rows: rows.update(
+        {name: array[:, None] for name, array in rows.items() if name in ("counts_ILDE", "tokens_ILD")}
+    ),
+    "data type float64": lambda rows: rows.update(iterations=rows["iterations"] * 1.0),
+    "data type uint64": lambda rows: rows.update(iterations=rows["iterations"].astype(np.uint64)),
+    "got no array layers": lambda rows: rows.pop("layers"),
+    "iterations are negative or not ascending": lambda rows: rows.update(iterations=np.array([2, 1])),
+    "layers are negative or not ascending": lambda rows: rows.update(layers=np.array([[3, 1]] * 2)),
+    "layers differ between iterations": lambda rows: rows.update(layers=np.array([[1, 3], [1, 4]])),
+    "negative numbers": lambda rows: rows.update(
+        {name: -array for name, array in rows.items() if name in ("counts_ILDE", "tokens_ILD")}
+    ),
 }
 
 
@@ -65,102 +112,53 @@ def assert_refused(record: str, file: Path, words: str = "") -> None:
     """The reader and the writer of a resumed run must both refuse the file."""
     _, read, open_writer = RECORDS[record]
     for refuse in (lambda: read(file.parent), lambda: open_writer(file.parent, LAYERS)):
-        with pytest.raises(ConfigurationError) as caught:
+        with pytest.raises(ConfigurationError, match=words) as caught:
             refuse()
         message = str(caught.value)
         assert message.startswith(f"{file}: damaged, incomplete or not a record of a run (")
-        assert message.endswith("; record the run again")
-        assert words in message
         assert len(message.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("record", "name"), EACH_ARRAY)
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_field_of_rows_is_refused(tmp_path: Path, record: str, name: str, change: Callable) -> None:
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("words", CHANGES)
+def test_changed_rows_are_refused(tmp_path: Path, record: str, words: str) -> None:
     file = RECORDS[record][0](tmp_path)
     content = rows_in(file)
-    save_rows(file, **{**content, name: change(content[name])})
-    assert_refused(record, file, {"owned_bits": "own", "present_bits": "pres"}.get(name, name))
-
-
-@pytest.mark.parametrize(("record", "name"), [each for each in EACH_ARRAY if each[1] not in OPTIONAL])
-def test_a_missing_array_is_named(tmp_path: Path, record: str, name: str) -> None:
-    file = RECORDS[record][0](tmp_path)
-    content = rows_in(file)
-    del content[name]
+    CHANGES[words](content)
     save_rows(file, **content)
-    assert_refused(record, file, f"got no array {name}; found: ")
-
-
-@pytest.mark.parametrize(("record", "name"), [case for case in EACH_ARRAY if not case[1].endswith("_bits")])
-def test_negative_numbers_are_refused(tmp_path: Path, record: str, name: str) -> None:
-    file = RECORDS[record][0](tmp_path)
-    content = rows_in(file)
-    content[name] = content[name].astype(np.int32)
-    content[name].flat[0] = -1
-    save_rows(file, **content)
-    assert_refused(record, file, name)
+    assert_refused(record, file, words.partition(" .*")[2] or words)
 
 
 @pytest.mark.parametrize("record", RECORDS)
-@pytest.mark.parametrize("numbers", [[2, 1], [1, 1], [0, -(2**63)], [-(2**63), 2**63 - 1]], ids=str)
-def test_numbers_that_do_not_ascend_are_refused(tmp_path: Path, record: str, numbers: list[int]) -> None:
-    file = RECORDS[record][0](tmp_path)
-    content = rows_in(file)
-    save_rows(file, **{**content, "iterations": np.array(numbers)})
-    assert_refused(record, file, "iterations are negative or not ascending")
-    save_rows(file, **{**content, "layers": np.array([numbers, numbers])})
-    assert_refused(record, file, "layers are negative or not ascending")
-
-
-@pytest.mark.parametrize("record", RECORDS)
-def test_layers_that_differ_between_iterations_are_refused(tmp_path: Path, record: str) -> None:
-    file = RECORDS[record][0](tmp_path)
-    save_rows(file, **{**rows_in(file), "layers": np.array([[1, 3], [1, 4]])})
-    assert_refused(record, file, "the layers differ between iterations")
-
-
-@pytest.mark.parametrize("record", RECORDS)
-@pytest.mark.parametrize("kept", [0, 1, 30, 0.5, 0.99])
-def test_a_truncated_file_is_refused(tmp_path: Path, record: str, kept: float) -> None:
+def test_other_kinds_of_files_are_refused(tmp_path: Path, record: str) -> None:
     file = RECORDS[record][0](tmp_path)
     content = file.read_bytes()
-    file.write_bytes(content[: kept if isinstance(kept, int) else round(kept * len(content))])
-    assert_refused(record, file)
-
-
-@pytest.mark.parametrize("record", RECORDS)
-def test_another_kind_of_file_is_refused(tmp_path: Path, record: str) -> None:
-    file = RECORDS[record][0](tmp_path)
+    for kept in (0, 1, 30, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:kept])
+        assert_refused(record, file)
     np.save(file, np.arange(8))
     assert_refused(record, file, "the file has no rows of named arrays")
     np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    assert_refused(record, file, "the file has no rows of named arrays")
-    file.write_bytes(b"text")
     assert_refused(record, file)
     file.unlink()
-    file.mkdir()
-    assert_refused(record, file)
+    with pytest.raises(ConfigurationError, match="no such file"):
+        RECORDS[record][1](tmp_path)
 
 
-def test_bits_for_another_number_of_devices_are_refused(tmp_path: Path) -> None:
+def test_placements_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     file = write_placements(tmp_path)
     content = rows_in(file)
     save_rows(file, **{**content, "owned_bits": np.concatenate([content["owned_bits"]] * 2, axis=-1)})
-    assert_refused("placements", file, "owned_bits has 2 bytes for each expert, wanted 1 for 3 devices")
-    save_rows(file, **{**content, "owned_bits": content["owned_bits"][:, :, :2]})
-    assert_refused("placements", file, "owned_ILED has shape")
+    assert_refused("placements", file, "owned_bits has 4 bytes for 11 devices")
+    save_rows(file, **{**content, "present_bits": 0 * content["present_bits"]})
+    assert_refused("placements", file, "not present on its owner")
 
 
-@pytest.mark.parametrize("record", RECORDS)
-def test_smaller_integers_and_further_arrays_are_accepted(tmp_path: Path, record: str) -> None:
-    write, read, _ = RECORDS[record]
-    file = write(tmp_path)
-    expected = read(tmp_path)
-    smaller = {name: array.astype(np.uint8) for name, array in rows_in(file).items()}
+def test_smaller_integers_and_further_arrays_are_accepted(tmp_path: Path) -> None:
+    file = write_loads(tmp_path)
+    expected = read_loads(tmp_path)
+    smaller = {name: array.astype(np.uint16) for name, array in rows_in(file).items()}
     save_rows(file, **{**smaller, "other": np.array(["text"] * 2)})
-    found = read(tmp_path)
-    assert found.iterations.dtype == np.int64
-    for name, array in vars(expected).items():
-        np.testing.assert_array_equal(getattr(found, name), array)
-        assert getattr(found, name).dtype == array.dtype
+    for name, array in vars(read_loads(tmp_path)).items():
+        np.testing.assert_array_equal(array, getattr(expected, name))
+        assert array.dtype == getattr(expected, name).dtype

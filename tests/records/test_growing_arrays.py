@@ -4,6 +4,7 @@ import multiprocessing
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -47,28 +48,39 @@ def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Pat
     assert [file.name for file in path.parent.iterdir()] == ["values.npy"]
 
 
-def test_an_iteration_writes_only_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Disk:
+    """A file that counts what is written, and can be full."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.written, self.is_full = file, [], False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.file, name)
+
+    def write(self, content: bytes) -> int:
+        if self.is_full:
+            self.file.write(content[:5])
+            raise OSError(28, "No space left on device")
+        self.written.append(len(content))
+        return self.file.write(content)
+
+
+def test_an_iteration_writes_its_own_bytes_and_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "values.npy"
     with closing(opened(path)) as writer:
-        for iteration in (1, 2):
-            writer.append(iteration, {"values": values(iteration, 1000)})
-        written: list[int] = []
+        writer.append(1, {"values": values(1, 1000)})
         assert writer._file is not None
-        inner = writer._file
-
-        class Counting:
-            def __getattr__(self, name: str) -> object:
-                return getattr(inner, name)
-
-            def write(self, content: bytes) -> int:
-                written.append(len(content))
-                return inner.write(content)
-
-        monkeypatch.setattr(writer, "_file", Counting())
-        for iteration in range(3, 50):
+        writer._file = disk = Disk(writer._file)
+        for iteration in range(2, 30):
             writer.append(iteration, {"values": values(iteration, 1000)})
-    row_bytes = np.load(path).dtype.itemsize
-    assert written == [row_bytes] * 47
+        disk.is_full = True
+        with pytest.raises(ConfigurationError, match="cannot be written \\(No space left on device\\)"):
+            writer.append(30, {"values": values(30, 1000)})
+        assert checked(path) == list(range(1, 30))
+        disk.is_full = False
+        writer.append(30, {"values": values(30, 1000)})
+    assert checked(path) == list(range(1, 31))
+    assert disk.written == [np.load(path).dtype.itemsize] * 29
 
 
 @pytest.mark.parametrize("again_from", [1, 2, 3, 4, 5])
@@ -131,32 +143,6 @@ def test_a_killed_run_keeps_all_complete_iterations(tmp_path: Path) -> None:
         assert found == list(range(1, len(found) + 1))
         assert found[-1] >= seen
         last = found[-1]
-
-
-def test_a_full_disk_leaves_the_earlier_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "values.npy"
-    with closing(opened(path)) as writer:
-        writer.append(1, {"values": values(1)})
-        inner = writer._file
-        assert inner is not None
-
-        class Full:
-            def __getattr__(self, name: str) -> object:
-                return getattr(inner, name)
-
-            def write(self, content: bytes) -> int:
-                inner.write(content[:5])
-                raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(writer, "_file", Full())
-            with pytest.raises(ConfigurationError, match="cannot be written \\(No space left on device\\)"):
-                writer.append(2, {"values": values(2)})
-        size = path.stat().st_size
-        assert checked(path) == [1]
-        writer.append(2, {"values": values(2)})
-        assert checked(path) == [1, 2]
-        assert path.stat().st_size - size == np.load(path).dtype.itemsize
 
 
 def test_other_layers_names_and_shapes_are_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def write_made_run(
     num_devices: int = 4,
     seed: int = 0,
     has_parts: bool = True,
+    has_histograms: bool = False,
     starts: Mapping[int, RunSession] | None = None,
 ) -> Path:
     """Write ``metrics.jsonl``, ``loads.npy``, ``placements.npy`` and a log's memory line.
@@ -34,6 +35,8 @@ def write_made_run(
         num_experts: Number of experts of a layer.
         num_devices: Number of devices.
         seed: Seed of the loads.
+        has_parts: Whether the parts of the layers' passes were measured.
+        has_histograms: Whether the nodes and devices of tokens were counted.
         starts: What each start of the training records, by its first iteration. Default: nothing.
     """
     rng = np.random.default_rng(seed)
@@ -58,7 +61,8 @@ def write_made_run(
                 present_LED[np.arange(num_layers), hot_L] = True
                 mean_L1 = ep_LD.mean(axis=1, keepdims=True)
                 tokens_LD = np.rint(mean_L1 + 0.25 * (ep_LD - mean_L1)).astype(np.int64)
-            loads.append(iteration, counts_LDE)
+            histogram_LD = np.full((num_layers, num_devices), 7)
+            loads.append(iteration, counts_LDE, *([histogram_LD] * 2 if has_histograms else ()))
             placements.append(
                 iteration, np.repeat(owned_ED[None], num_layers, axis=0), present_LED, ep_LD, tokens_LD
             )

@@ -16,8 +16,7 @@ class PageParts(HTMLParser):
     Attributes:
         anchors: Anchors of the sections.
         addresses: All addresses that elements refer to.
-        figures: Figures by name, as they are given to plotly.
-        placements: Data of the placement viewer.
+        figures: Figures of each section, as they are given to plotly.
         texts: Words of each section.
         summary: The sentence at the top of the page.
     """
@@ -26,22 +25,27 @@ class PageParts(HTMLParser):
         super().__init__()
         self.anchors: list[str] = []
         self.addresses: list[str] = []
-        self.scripts: dict[str, str] = {}
         self.styles: list[str] = []
         self.texts: dict[str, str] = {}
         self.summary = ""
+        self._places: list[str] = []
+        self._data = ""
         self._open: list[tuple[str, dict[str, str | None]]] = []
         self.feed(html)
         self.close()
         assert not self._open, f"not closed: {self._open}"
-        self.figures = {one["name"]: one for one in json.loads(self.scripts["figures-data"])}
-        self.placements = json.loads(self.scripts["placements-data"])
+        self.figures: dict[str, list[dict[str, Any]]] = {}
+        for anchor, figure in zip(self._places, json.loads(self._data), strict=True):
+            self.figures.setdefault(anchor, []).append(figure)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
         if tag == "section":
             self.anchors.append(found["id"] or "")
+        if found.get("class") == "figure":
+            assert found["id"] == f"figure-{len(self._places)}"
+            self._places.append(self.anchors[-1])
         if tag not in VOID:
             self._open.append((tag, found))
 
@@ -53,8 +57,8 @@ class PageParts(HTMLParser):
         tag, attributes = self._open[-1] if self._open else ("", {})
         if tag == "style":
             self.styles.append(data)
-        elif tag == "script" and attributes.get("type") == "application/json":
-            self.scripts[attributes["id"] or ""] = data
+        elif attributes.get("id") == "figures-data":
+            self._data = data
         elif attributes.get("class") == "summary":
             self.summary = data
         elif tag != "script" and "section" in [opened for opened, _ in self._open]:

@@ -5,39 +5,39 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from megatron_fssdp.reporting.html.html_page import HtmlPage
-from megatron_fssdp.reporting.page.report_page import report_page
-from megatron_fssdp.reporting.page.reported_run import read_reported_runs
 
 from megatron_fssdp.records.metrics import RunSession
+from megatron_fssdp.report.page import Page
+from megatron_fssdp.report.runs.run_page import run_page
+from megatron_fssdp.report.runs.shown_run import shown_runs
 
-from ...browser import WIDTHS, Browser, needs_browser, opened_browser
-from ..page.made_runs import write_made_run
-from ..simulation_page.made_simulation import made_simulation_page
+from ..browser import WIDTHS, Browser, needs_browser, opened_browser
+from .made_runs import write_made_run
+from .made_simulation import made_simulation_page
 
 pytestmark = needs_browser
 
 
-def page_of_a_run(folder: Path) -> HtmlPage:
+def page_of_a_run(folder: Path) -> Page:
     sizes = {"num_iterations": 40, "num_layers": 6, "num_experts": 32, "num_devices": 16}
-    return report_page(read_reported_runs([write_made_run(folder / "hecate-gpt-moe-s", **sizes)]))
+    return run_page(shown_runs([write_made_run(folder / "hecate-gpt-moe-s", **sizes)]))
 
 
-def page_of_three_runs(folder: Path) -> HtmlPage:
+def page_of_three_runs(folder: Path) -> Page:
     names = ("ep", "fssdp", "fastermoe")
-    folders = [write_made_run(folder / name, name, num_iterations=60, num_layers=4) for name in names]
-    return report_page(read_reported_runs(folders))
+    return run_page(
+        shown_runs([write_made_run(folder / name, name, num_iterations=60, num_layers=4) for name in names])
+    )
 
 
-def page_of_a_resumed_run(folder: Path) -> HtmlPage:
+def page_of_a_resumed_run(folder: Path) -> Page:
     shared = {"ranks": 4, "cores": 2}
     starts = {1: RunSession("ep", 60, **shared), 21: RunSession("fssdp", 80, **shared)}
-    starts |= {61: RunSession("fssdp", 80, **shared), 64: RunSession("fastermoe", 80, **shared)}
     run = write_made_run(folder / "resumed", num_iterations=70, num_layers=4, starts=starts)
-    return report_page(read_reported_runs([run]))
+    return run_page(shown_runs([run]))
 
 
-PAGES: dict[str, Callable[[Path], HtmlPage]] = {
+PAGES: dict[str, Callable[[Path], Page]] = {
     "run": page_of_a_run,
     "comparison": page_of_three_runs,
     "resumed": page_of_a_resumed_run,
@@ -53,37 +53,29 @@ def browser() -> Iterator[Browser]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_nothing_is_wrong_with_a_page(name: str, browser: Browser, tmp_path: Path) -> None:
-    page, path = PAGES[name](tmp_path), tmp_path / "page.html"
-    page.write(path)
+    path = tmp_path / "page.html"
+    PAGES[name](tmp_path).write(path)
     for width in WIDTHS:
         browser.open(path, width)
         assert browser.faults() == [], f"{width} px"
     browser.prefer("dark")  # draws all figures again
     assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
     assert browser.faults() == []
-    names = [f"figure-{figure.name}" for section in page.sections for figure in section.figures]
-    names += ["placement-figure"] if page.placements else []
-    undrawn = [
-        one for one in names if not browser.evaluate(f"document.querySelector('#{one} .main-svg') !== null")
-    ]
-    assert undrawn == []
+    undrawn = (
+        "[...document.querySelectorAll('.figure')].filter((one) => !one.querySelector('.main-svg')).length"
+    )
+    assert browser.evaluate(undrawn) == 0
 
 
 def test_the_slider_shows_another_iteration(browser: Browser, tmp_path: Path) -> None:
-    runs = read_reported_runs([write_made_run(tmp_path / "ep", "ep"), write_made_run(tmp_path / "fssdp")])
-    report_page(runs).write(tmp_path / "page.html")
+    run_page(shown_runs([write_made_run(tmp_path / "fssdp")])).write(tmp_path / "page.html")
     browser.open(tmp_path / "page.html")
-    browser.evaluate(
-        "const slider = document.getElementById('placement-iteration');"
-        "slider.value = 0; slider.dispatchEvent(new Event('input'));"
-    )
-    placements = runs[-1].placements
-    assert placements is not None
-    layer = int(placements.ep_tokens_ILD[-1].max(axis=1).argmax())
-    tokens_D = placements.tokens_ILD[0, layer]
-    words = browser.evaluate("document.getElementById('placement-words').textContent")
-    assert words.startswith(f"iteration 1: {placements.replicas_IL[0, layer]} replicas; busiest device ")
-    assert f" {tokens_D.max() / tokens_D.mean():.2f} × mean" in words
+    figure = "[...document.querySelectorAll('.figure')].find((one) => one.layout.sliders)"
+    shown = f"{figure}.data.map((trace) => trace.visible)"
+    assert browser.evaluate(shown) == [False] * 4 + [True]
+    browser.evaluate(f"Plotly.restyle({figure}, ...{figure}.layout.sliders[0].steps[1].args).then(() => 0)")
+    assert browser.evaluate(shown) == [False, True, False, False, False]
+    assert browser.faults() == []
 
 
 FAULTS = {

@@ -78,12 +78,12 @@ def write_report(
         rows = tuple((key, *values) for key, values in differing.items())
         names = tuple(one.name for one in runs)
         table = Table(("setting", *names), rows, frozenset(names))
-        console.print(terminal_table(table, "settings that differ", unbroken=0))
+        console.print(terminal_table(table, "settings that differ"))
     below = ["load: tokens of the busiest device over those of an average one; 1 is even"]
     below += [reason] if (reason := not_comparable([one.run for one in runs])) else []
     below += [f"simulated, not measured: {what_if.title}"] if what_if is not None else []
     figures = comparison_table(runs, with_losses=not loads_only, what_if=what_if)
-    console.print(terminal_table(figures, caption="\n".join(below), unbroken=0))
+    console.print(terminal_table(figures, caption="\n".join(below)))
     words = f"wrote {path}; open it in a browser (it works without a network)"
     console.print(words, highlight=False, soft_wrap=not console.is_terminal)
     return path

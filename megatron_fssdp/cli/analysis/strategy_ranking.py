@@ -105,8 +105,8 @@ def _notes(
     )
     notes = [note] if note else []
     notes.append(
-        "× ep: how many times as fast as plain expert parallelism. % of even ep: the speed in percent of that of "
-        "ep with perfectly even loads; more than 100 if replicas also save traffic. "
+        "× ep: how many times as fast as plain expert parallelism. % of even ep: the speed in percent of "
+        "that of ep with perfectly even loads; more than 100 if replicas also save traffic. "
         "load max/mean: tokens of the busiest device over those of an average one; 1 is even. Not simulated: "
         "optimizer step, data loading, launches of kernels."
     )

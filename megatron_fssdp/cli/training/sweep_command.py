@@ -238,7 +238,7 @@ def _write_page(sweep: Sweep, states: dict[PlannedRun, RunState], console: Conso
         details = detailed_runs(groups)
         what_if = cost_on_a_cluster(details)
         sweep_page(f"sweep {sweep.name}", groups, details, missing, what_if).write(page)
-    console.print(terminal_table(group_table(groups), "median (quartiles) of repeated runs", unbroken=0))
+    console.print(terminal_table(group_table(groups), "median (quartiles) of repeated runs"))
     _say(console, f"wrote {page}; open it in a browser (it works without a network)")
 
 

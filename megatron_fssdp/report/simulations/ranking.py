@@ -24,6 +24,8 @@ _RANKING = (
     "peak memory",
 )
 _PAYS = ("pays from", "pays up to")
+_WHOLE = ("strategy", "warm-up")
+"""Columns whose cells stay on one line; the headings of the others are wrapped first."""
 
 
 def ranking_table(report: SimulationReport) -> Table:
@@ -44,8 +46,8 @@ def ranking_tables(report: SimulationReport) -> Sequence[TerminalTable]:
     """
     table, count = ranking_table(report), len(_RANKING)
     return (
-        terminal_table(table.columns(*range(count)), report.title),
-        terminal_table(table.columns(0, *range(count, len(table.header)))),
+        terminal_table(table.columns(*range(count)), report.title, whole=_WHOLE),
+        terminal_table(table.columns(0, *range(count, len(table.header))), whole=_WHOLE),
     )
 
 
