@@ -82,7 +82,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "clocks": {"", "slots"},
         "layers": {"", "experts", "slots", "clocks"},
     },
-    "report": {"": set(), "simulations": {""}, "runs": {"", "simulations"}},
+    "report": {"": set(), "simulations": {""}, "trainings": {"", "simulations"}},
     "megatron_adapter": {
         "": set(),
         "experts": {""},

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-
-from benchmarks.figures import DPI, new_figure
+from matplotlib.figure import Figure
 
 NODES, TOP_K = (2, 4, 8), range(1, 9)
 EXPERTS = {16: "-", 256: ":"}
@@ -42,7 +41,7 @@ def draw(path: Path) -> None:
         path: SVG or PNG file.
     """
     matplotlib.rcParams.update({"svg.hashsalt": "exchange", "svg.fonttype": "none", "font.size": 10})
-    figure = new_figure((7.2, 4.2))
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for colour, num_nodes in zip(COLOURS, NODES, strict=False):
         for num_experts, line in EXPERTS.items():
@@ -79,7 +78,7 @@ def draw(path: Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower left")
-    figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def table(name: str, iterations: int = ITERATIONS) -> str:
             cells.append(_limit(row.bandwidth if is_searched else None, 8e-9))
         lines.append(_row(cells))
     skews = [f"`{key}` {fitting[key].steady_load(plain[key]):.2f}" for key in fitting]
-    ceilings = [f"`{key}` {report.plain_s / report.ceiling_s:.2f}" for key, report in fitting.items()]
+    ceilings = [f"`{key}` {report.plain_s / report.even_ep_s:.2f}" for key, report in fitting.items()]
     needs = [
         f"`{key}` {whole.gib(outcome.memory.total_bytes):.0f}"
         + ("" if key in fitting else " (does not fit, so it has no column)")

@@ -108,7 +108,7 @@ CHANGES: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
 }
 
 
-def assert_refused(record: str, file: Path, words: str = "") -> None:
+def assert_refused(record: str, file: Path, words: str | None = None) -> None:
     """The reader and the writer of a resumed run must both refuse the file."""
     _, read, open_writer = RECORDS[record]
     for refuse in (lambda: read(file.parent), lambda: open_writer(file.parent, LAYERS)):

@@ -10,12 +10,12 @@ import pytest
 from megatron_fssdp.records import RecordedRun, load
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
 from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsWriter
-from megatron_fssdp.report.runs.headline import headline_of
-from megatron_fssdp.report.runs.measures import comparison_table, measures_of
-from megatron_fssdp.report.runs.run_sections import parts_section
-from megatron_fssdp.report.runs.shown_run import parts_of, progress_of, shown_runs
-from megatron_fssdp.report.runs.time_parts import layer_parts, mean_parts_s, time_parts
 from megatron_fssdp.report.tables import Table
+from megatron_fssdp.report.trainings.headline import headline_of
+from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
+from megatron_fssdp.report.trainings.run_sections import parts_section
+from megatron_fssdp.report.trainings.shown_run import parts_of, progress_of, shown_runs
+from megatron_fssdp.report.trainings.time_parts import layer_parts, mean_parts_s, time_parts
 
 from .made_runs import write_made_run
 

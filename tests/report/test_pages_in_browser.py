@@ -8,8 +8,8 @@ import pytest
 
 from megatron_fssdp.records.metrics import RunSession
 from megatron_fssdp.report.page import Page
-from megatron_fssdp.report.runs.run_page import run_page
-from megatron_fssdp.report.runs.shown_run import shown_runs
+from megatron_fssdp.report.trainings.run_page import run_page
+from megatron_fssdp.report.trainings.shown_run import shown_runs
 
 from ..browser import WIDTHS, Browser, needs_browser, opened_browser
 from .made_runs import write_made_run

@@ -15,8 +15,8 @@ from megatron_fssdp.records.metrics import IterationMetrics, SeenGain, Selection
 from megatron_fssdp.records.metrics_file import MetricsWriter, read_metrics
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.report.page import Page
-from megatron_fssdp.report.runs.run_page import run_page
-from megatron_fssdp.report.runs.shown_run import shown_runs
+from megatron_fssdp.report.trainings.run_page import run_page
+from megatron_fssdp.report.trainings.shown_run import shown_runs
 
 from .made_runs import write_made_run
 from .page_parts import PageParts, unpacked

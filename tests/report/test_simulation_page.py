@@ -15,13 +15,13 @@ from megatron_fssdp.config.cluster_description import FittedLink
 from megatron_fssdp.records import load
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.cluster_table import cluster_table
-from megatron_fssdp.report.runs.measures import comparison_table
-from megatron_fssdp.report.runs.run_groups import RunGroup, group_table
-from megatron_fssdp.report.runs.shown_run import shown_runs
 from megatron_fssdp.report.simulations.ranking import ranking_table, ranking_tables
 from megatron_fssdp.report.simulations.simulation_page import simulation_headline
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import terminal_table
+from megatron_fssdp.report.trainings.measures import comparison_table
+from megatron_fssdp.report.trainings.run_groups import RunGroup, group_table
+from megatron_fssdp.report.trainings.shown_run import shown_runs
 from megatron_fssdp.simulation.break_even import BreakEven
 
 from ..simulation.small_jobs import cluster_of, job_of, settings_of

@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.records import load
-from megatron_fssdp.report.runs.run_groups import LOADS, SPEEDS, RunGroup, Spread, group_records, group_table
-from megatron_fssdp.report.runs.sweep_page import detailed_runs, sweep_headline, sweep_page
+from megatron_fssdp.report.trainings.run_groups import (
+    LOADS,
+    SPEEDS,
+    RunGroup,
+    Spread,
+    group_records,
+    group_table,
+)
+from megatron_fssdp.report.trainings.sweep_page import detailed_runs, sweep_headline, sweep_page
 
 from .made_runs import write_made_run
 from .page_parts import PageParts

@@ -12,12 +12,12 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import refuse_special_file
 from megatron_fssdp.records.json_lines import without_nan
 from megatron_fssdp.records.run_settings import differing_settings, loss_obstacle
-from megatron_fssdp.report.runs.headline import headline_of
-from megatron_fssdp.report.runs.measures import comparison_table, largest_difference, measures_of
-from megatron_fssdp.report.runs.run_page import run_page
-from megatron_fssdp.report.runs.shown_run import ShownRun, not_comparable, shown_runs
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport, ranking_data
 from megatron_fssdp.report.tables import Table, terminal_table
+from megatron_fssdp.report.trainings.headline import headline_of
+from megatron_fssdp.report.trainings.measures import comparison_table, largest_difference, measures_of
+from megatron_fssdp.report.trainings.run_page import run_page
+from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, shown_runs
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"

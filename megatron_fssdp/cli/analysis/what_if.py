@@ -11,9 +11,9 @@ from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.records.run_settings import run_config_of
-from megatron_fssdp.report.runs.shown_run import ShownRun, not_comparable
 from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
+from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable
 from megatron_fssdp.simulation.moe_job import job_of_run
 
 WHAT_IF_ITERATIONS = slice(-60, None)

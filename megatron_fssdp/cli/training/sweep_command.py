@@ -25,9 +25,9 @@ from megatron_fssdp.config.sweep.planned_runs import PlannedRun, planned_runs
 from megatron_fssdp.config.sweep.sweep_config import load_sweep
 from megatron_fssdp.config.written_files import cannot_write, refuse_non_folder, written_file
 from megatron_fssdp.records.recorded_run import load
-from megatron_fssdp.report.runs.run_groups import RunGroup, group_records, group_table
-from megatron_fssdp.report.runs.sweep_page import detailed_runs, sweep_page
 from megatron_fssdp.report.tables import terminal_table
+from megatron_fssdp.report.trainings.run_groups import RunGroup, group_records, group_table
+from megatron_fssdp.report.trainings.sweep_page import detailed_runs, sweep_page
 
 PAGE_FILE, RESULTS_FILE, _LOCK_FILE = "sweep.html", "sweep.json", ".sweep.lock"
 
