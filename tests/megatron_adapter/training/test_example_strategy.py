@@ -136,5 +136,5 @@ def test_a_report_ranks_it_by_default_and_shows_its_colour_and_name(installed: P
     (folder / "config.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
     command(installed, "report", folder, "--cluster", "hpwnv")
     page = PageParts((folder / "report.html").read_text(encoding="utf-8"))
-    assert page.figures["loss"]["data"][0]["line"]["color"] == COLOUR
+    assert page.figures["loss"][0]["data"][0]["line"]["color"] == COLOUR
     assert NAME in page.texts["what-if"]

@@ -119,7 +119,7 @@ def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devi
     assert (placements.owned_ILED.sum(axis=3) == num_devices // 2).all()
     tokens_ILD, ep_tokens_ILD = placements.tokens_ILD, placements.ep_tokens_ILD
     for key, values_IL in (
-        ("num_replicas", placements.replicas_IL),
+        ("num_replicas", (placements.present_ILED & ~placements.owned_ILED).sum(axis=(2, 3))),
         ("load_max_over_mean", tokens_ILD.max(axis=2) / tokens_ILD.mean(axis=2)),
         ("ep_load_max_over_mean", ep_tokens_ILD.max(axis=2) / ep_tokens_ILD.mean(axis=2)),
     ):
