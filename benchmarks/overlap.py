@@ -41,7 +41,7 @@ if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.overlap_on_rank import TURNS, WARM_UP_ITERATIONS, Iteration, RankReport
-from megatron_fssdp.reporting.chrome_trace import TraceSpan, write_chrome_trace
+from megatron_fssdp.report.chrome_trace import TraceSpan, write_chrome_trace
 
 SIZES = {
     "tiny": "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --seq-length 128 --micro-batch-size 4",

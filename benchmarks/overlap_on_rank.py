@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.reporting.chrome_trace import TraceSpan
+from megatron_fssdp.report.chrome_trace import TraceSpan
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_gpt.py"
 WARM_UP_ITERATIONS = 4

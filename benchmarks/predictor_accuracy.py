@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, LinkDescription
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
-from megatron_fssdp.reporting.colours import distinct_colours
-from megatron_fssdp.reporting.figures import DPI, new_figure
+from megatron_fssdp.report.colours import distinct_colours
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import simulate
 
@@ -353,7 +353,7 @@ def draw(comparisons: Sequence[Comparison], figures: dict[str, Any], path: Path)
     """Plot measured against simulated seconds. Each strategy has a colour, each rate a marker."""
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-    figure = new_figure((6, 8))
+    figure = Figure(figsize=(6, 8), layout="constrained")
     axes = figure.subplots()
     strategies = list(dict.fromkeys(one.strategy for one in comparisons))
     rates = list(dict.fromkeys(one.rate for one in comparisons))
@@ -383,7 +383,7 @@ def draw(comparisons: Sequence[Comparison], figures: dict[str, Any], path: Path)
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(ScalarFormatter())
     figure.legend(fontsize="small", loc="outside lower center")
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ for strategy in ep fssdp; do
   "${cli[@]}" train "$config" --moe-strategy "$strategy" --set data.path="$out/data" --out "$out/$strategy"
 done
 
-"${cli[@]}" compare "$out/ep" "$out/fssdp" --png "$out/device_loads.png" --out "$out/comparison.html"
+"${cli[@]}" compare "$out/ep" "$out/fssdp" --out "$out/comparison.html"
 echo "run folders:  $out/ep"
 echo "              $out/fssdp"
-echo "device loads: $out/device_loads.png"
 echo "all pictures: $out/comparison.html"

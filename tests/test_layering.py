@@ -28,9 +28,11 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     # Megatron's dispatchers with other exchanges: they know slots, and nothing of placements or plans.
     "dispatchers": ({"collectives", "planning", "config"}, {"torch", "numpy", "megatron"}),
     "runtime": ({"collectives", "strategies", "planning"}, {"torch", "numpy"}),
-    "reporting": (
-        {"planning", "simulation", "config"},
-        {"numpy", "matplotlib", "pydantic", "rich", "jinja2", "markupsafe", "plotly"},
+    # Files of a run folder, which the adapter writes. pandas is imported only when a frame is asked for.
+    "records": ({"config"}, {"numpy", "pydantic", "pandas"}),
+    "report": (
+        {"records", "planning", "simulation", "config"},
+        {"numpy", "rich", "jinja2", "markupsafe", "plotly"},
     ),
     # Text to Megatron's indexed files, written by Megatron's own writer: knows no model, no strategy.
     "data": ({"config"}, {"numpy", "tokenizers", "megatron"}),
@@ -45,12 +47,12 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             "collectives",
             "dispatchers",
             "runtime",
-            "reporting",
+            "records",
         },
         {"numpy", "torch", "megatron", "packaging", "psutil", "transformer_engine"},
     ),
     "cli": (
-        {"config", "planning", "strategies", "simulation", "reporting", "data", "megatron_adapter"},
+        {"config", "planning", "strategies", "simulation", "records", "report", "data", "megatron_adapter"},
         {"megatron", "torch", "typer", "rich", "psutil", "yaml", "jinja2", "markupsafe"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
@@ -80,14 +82,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "clocks": {"", "slots"},
         "layers": {"", "experts", "slots", "clocks"},
     },
-    "reporting": {
-        "": {"records"},
-        "records": set(),
-        "html": {"records"},
-        "page": {"", "records", "html"},
-        "simulation_page": {"", "records", "html", "page"},
-        "sweep": {"", "records", "html", "page"},
-    },
+    "report": {"": set(), "simulations": {""}, "trainings": {"", "simulations"}},
     "megatron_adapter": {
         "": set(),
         "experts": {""},

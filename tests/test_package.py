@@ -60,7 +60,7 @@ def test_the_wheel_has_every_module_type_information_and_licence(distributions: 
         for path in (ROOT / "megatron_fssdp").rglob("*")
         if path.is_file() and path.suffix not in (".pyc", ".c", ".so")
     }
-    assert {"megatron_fssdp/py.typed", "megatron_fssdp/reporting/html/page.css"} < files
+    assert {"megatron_fssdp/py.typed", "megatron_fssdp/report/page.css"} < files
     assert files <= names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
     top = {name.partition("/")[0] for name in names}

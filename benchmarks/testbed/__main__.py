@@ -190,7 +190,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     from megatron_fssdp.planning.cost.layer_profile import LayerProfile
     from megatron_fssdp.planning.placement.topology import Topology
     from megatron_fssdp.planning.transfer.message_size import message_rule
-    from megatron_fssdp.reporting.chrome_trace import write_chrome_trace
+    from megatron_fssdp.report.chrome_trace import write_chrome_trace
 
     facts = report.host_facts()
     world_size = options.nodes * options.ranks_per_node
@@ -344,7 +344,7 @@ def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, 
 
     from benchmarks.testbed.testbed_loads import replay
     from megatron_fssdp.config.errors import ConfigurationError
-    from megatron_fssdp.reporting.records.arrays.load_records import read_loads
+    from megatron_fssdp.records.loads import read_loads
     from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 
     shape = WorkloadShape(world_size, size.num_experts, size.tokens_per_rank, size.top_k, iterations)

@@ -19,7 +19,7 @@ from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.reporting.chrome_trace import TraceSpan
+from megatron_fssdp.report.chrome_trace import TraceSpan
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.strategies.registry import build_strategy
 

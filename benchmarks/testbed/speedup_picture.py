@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.reporting.colours import strategy_colours
-from megatron_fssdp.reporting.figures import DPI, new_figure
+from matplotlib.figure import Figure
+
+from megatron_fssdp.report.colours import strategy_colours
 
 # The plugin's own strategies come first.
 STRATEGIES = ("auto", "fssdp", "prophet", "fastermoe", "quota", "flexmoe", "smartmoe")
@@ -68,7 +69,7 @@ def draw(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
     }
     workloads = [name for name in WORKLOADS if any(of == name for of, _ in speed_up)]
     strategies = [name for name in STRATEGIES if any(of == name for _, of in speed_up)]
-    figure = new_figure((9, 0.55 * len(workloads) + 1.2))
+    figure = Figure(figsize=(9, 0.55 * len(workloads) + 1.2), layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(1, color="#888888", linewidth=1, zorder=0)
     for position, strategy in enumerate(strategies):
@@ -103,7 +104,7 @@ def draw(summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.12), ncols=len(strategies), frameon=False)
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=150)
 
 
 def _label(workload: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.reporting.records.row_files import rows_in, save_rows
+from tests.records.row_files import rows_in, save_rows
 
 Damage = Callable[[Path], object]
 

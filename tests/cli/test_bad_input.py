@@ -13,8 +13,9 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
 from megatron_fssdp.data.manifest import BuiltFile, DataManifest
 from megatron_fssdp.megatron_adapter.entry.launcher import launch
-from megatron_fssdp.reporting.records.arrays.load_records import LoadsWriter
-from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
+from megatron_fssdp.records.loads import LoadsWriter
+from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
+from megatron_fssdp.records.metrics_file import MetricsWriter
 
 from .damaged_files import ANY_FILE, LOADS_FILE, METRICS_FILE, RUN_FILE, YAML_FILE, Damage, contents
 
@@ -57,7 +58,7 @@ SIMULATE = (
     *("--model", "run.yaml", "--out", "new", "--no-break-even", "--no-plots"),
 )
 ROOFLINE = ("roofline", "done", "--cluster", "cluster.yaml", "--cluster-set", "devices_per_node=2")
-COMPARE = ("compare", "done", "done")
+REPORT = ("report", "done")
 PROFILE = ("profile", "--nproc", 2, "--out", "new.yaml", "--model", "run.yaml")
 BUILD = ("data", "build", "text.txt", "--out", "new", "--tokenizer", "bytes")
 
@@ -75,11 +76,10 @@ READERS: list[tuple[tuple[object, ...], str, dict[str, Damage]]] = [
     (ROOFLINE, "cluster.yaml", YAML_FILE),
     (ROOFLINE, "done/config.yaml", RUN_FILE),
     (ROOFLINE, "done/loads.npy", LOADS_FILE),
-    (COMPARE, "done/metrics.jsonl", METRICS_FILE),
-    (("report", "done"), "done/metrics.jsonl", METRICS_FILE),
-    # Of this file, `compare` reads only the strategy's name.
+    (REPORT, "done/metrics.jsonl", METRICS_FILE),
+    # Of this file, `report` reads only the strategy's name.
     (
-        COMPARE,
+        REPORT,
         "done/config.yaml",
         {name: YAML_FILE[name] for name in ("folder", "binary", "empty", "aliases")},
     ),
@@ -172,9 +172,6 @@ def test_a_damaged_strategy_file_is_refused(place: Path, name: str) -> None:
         ((*SIMULATE, "--out", "run.yaml"), "--out run.yaml: is not a folder"),
         ((*SIMULATE, "--out", "run.yaml/below"), "--out run.yaml/below: run.yaml is not a folder but a file"),
         ((*ROOFLINE, "--out", "run.yaml"), "--out run.yaml: is not a folder"),
-        ((*COMPARE, "--png", "run.yaml/loads.png"), "--png run.yaml: is not a folder"),
-        ((*COMPARE, "--png", "done"), "--png done"),
-        ((*COMPARE, "--png", "loads.gigantic"), "--png"),
         ((*PROFILE, "--out", "done"), "is a folder"),
         ((*PROFILE, "--out", "nowhere/c.yaml"), "the folder nowhere does not exist"),
         ((*BUILD, "--out", "run.yaml"), "run.yaml"),
@@ -199,7 +196,7 @@ def test_wrong_arguments_give_one_line_and_change_nothing(
         (SIMULATE, 100),
         (SIMULATE, 2000),
         (ROOFLINE, 100),
-        ((*COMPARE, "--png", "loads.png"), 1000),
+        (REPORT, 1000),
         (BUILD, 100),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),

@@ -128,6 +128,6 @@ def test_a_second_data_build_reuses_the_first(command, tmp_path):
 
 
 def test_comparing_something_other_than_a_run_is_refused(command, tmp_path):
-    code, _, err = command("compare", tmp_path, tmp_path)
+    code, _, err = command("compare", tmp_path, tmp_path / "other")
     assert code == 2
     assert "no such file" in err

@@ -18,7 +18,7 @@ import yaml
 
 from megatron_fssdp.config.loading import validate
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.reporting.records.run_records import read_metrics
+from megatron_fssdp.records.metrics_file import read_metrics
 
 from .two_nodes import NODE, RUN, UNFINISHED, TwoNodes
 

@@ -24,7 +24,8 @@ from megatron_fssdp.cli.gpu_check.parity import CASES, TOLERANCES, compared, rec
 from megatron_fssdp.cli.gpu_check.step import Step, StepResult, StepVerdict
 from megatron_fssdp.cli.gpu_check.step_runner import run_step
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
-from megatron_fssdp.reporting.records.run_records import METRICS_FILE, IterationMetrics
+from megatron_fssdp.records.metrics import IterationMetrics
+from megatron_fssdp.records.metrics_file import METRICS_FILE
 
 ROOT = Path(__file__).parents[2]
 FP32 = Precision.FP32

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.reporting.records.arrays.load_records import read_loads
-from megatron_fssdp.reporting.records.run_records import read_metrics
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.metrics_file import read_metrics
 
 from .two_nodes import ROOT, TwoNodes
 

@@ -1,132 +1,115 @@
 """``megatron-fssdp report`` and ``compare``: write the HTML page of one run or of several runs."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from megatron_fssdp.cli.analysis.what_if import cost_on_a_cluster, ranking_on
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.written_files import refuse_special_file
-from megatron_fssdp.reporting.comparison_table import comparison_table, settings_table
-from megatron_fssdp.reporting.device_load_plot import check_picture, draw_device_loads
-from megatron_fssdp.reporting.page.headline import headline_of
-from megatron_fssdp.reporting.page.report_page import report_page
-from megatron_fssdp.reporting.page.reported_run import ReportedRun, read_reported_runs
-from megatron_fssdp.reporting.records.run_settings import loss_obstacle
-from megatron_fssdp.reporting.simulation_report import SimulationReport
+from megatron_fssdp.records.json_lines import without_nan
+from megatron_fssdp.records.run_settings import differing_settings, loss_obstacle
+from megatron_fssdp.report.simulations.simulation_report import SimulationReport, ranking_data
+from megatron_fssdp.report.tables import Table, terminal_table
+from megatron_fssdp.report.trainings.headline import headline_of
+from megatron_fssdp.report.trainings.measures import comparison_table, largest_difference, measures_of
+from megatron_fssdp.report.trainings.run_page import run_page
+from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, shown_runs
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 
 
-def _ranked() -> tuple[str, ...]:
-    return tuple(name for name, entry in STRATEGIES.items() if entry.is_ranked)
-
-
-@dataclass(frozen=True)
-class ReportRequest:
-    """Options of ``megatron-fssdp report`` and ``compare``.
-
-    Attributes:
-        runs: Output folders of recorded runs.
-        out: HTML file to write, or None for a file in the first run's folder.
-        cluster: YAML file or name of a cluster on which strategies are ranked, or None for no ranking.
-        strategies: Names of the strategies to rank. Default: all that are registered as ranked.
-        loads_only: Whether runs are compared without their losses.
-    """
-
-    runs: Sequence[Path]
-    out: Path | None = None
-    cluster: str | None = None
-    strategies: Sequence[str] = field(default_factory=_ranked)
-    loads_only: bool = False
-
-    def with_strategies(self, names: Sequence[str]) -> "ReportRequest":
-        """Return the same request with other strategies to rank, if ``names`` is not empty."""
-        return replace(self, strategies=names) if names else self
-
-
-def write_report_page(request: ReportRequest, console: Console) -> Path:
-    """Write the page of one run, and print its figures.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ConfigurationError: The run cannot be read, run and cluster do not fit together, or the page cannot be
-            written.
-    """
-    path = request.out or request.runs[0] / REPORT_FILE
-    refuse_special_file(path, "--out")
-    runs = read_reported_runs(request.runs)
-    what_if = _write(request, runs, path, console)
-    _say(headline_of(runs, what_if).sentence, console)
-    console.print(comparison_table(*(run.records for run in runs), what_if=what_if))
-    _say_where(path, console)
-    return path
-
-
-def compare_runs(request: ReportRequest, png: Path | None, console: Console) -> Path:
-    """Compare runs: print a table, write the page, and optionally draw the device loads.
+def write_report(
+    paths: Sequence[Path],
+    console: Console,
+    *,
+    out: Path | None = None,
+    cluster: str | None = None,
+    strategies: Sequence[str] = (),
+    loads_only: bool = False,
+    as_json: bool = False,
+) -> Path:
+    """Write the page of one run, or of several runs that are compared with the first, and print the figures.
 
     Args:
-        request: Options of the command.
-        png: File for the plot of the device loads, or None.
-        console: Console that prints the table.
+        paths: Output folders of recorded runs.
+        console: Console that prints.
+        out: HTML file to write, or None for a file in the first run's folder.
+        cluster: YAML file or name of a cluster on which strategies are ranked, or None for no ranking.
+        strategies: Names of the strategies to rank; empty for all that are registered as ranked.
+        loads_only: Whether runs are compared without their losses.
+        as_json: Whether the figures are printed as JSON.
 
     Returns:
         Path of the page.
 
     Raises:
-        ConfigurationError: There is only one run, a run cannot be read, the losses of the runs cannot be
-            compared, run and cluster do not fit together, or a file cannot be written.
+        ConfigurationError: A run cannot be read or is given twice, the losses of the runs cannot be compared,
+            run and cluster do not fit together, or the page cannot be written.
     """
-    if len(request.runs) < 2:
-        raise ConfigurationError(
-            "compare: got one run, wanted two or more; `megatron-fssdp report RUN_DIR` shows a single one"
-        )
-    path = request.out or request.runs[0] / COMPARISON_FILE
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigurationError("compare: got the same run twice, wanted different runs; give each one once")
+    path = out or paths[0] / (REPORT_FILE if len(paths) == 1 else COMPARISON_FILE)
     refuse_special_file(path, "--out")
-    if png is not None:
-        check_picture(png)
-    runs = read_reported_runs(request.runs)
-    records = [run.records for run in runs]
-    obstacle = loss_obstacle(records)
-    if obstacle and not request.loads_only:
+    runs = shown_runs(paths)
+    settings = [one.run.settings for one in runs]
+    obstacle = loss_obstacle(settings)
+    if obstacle and not loads_only:
         raise ConfigurationError(
-            f"compare: the losses of {' and '.join(run.name for run in runs)} say nothing about each other, "
+            f"compare: the losses of {' and '.join(one.name for one in runs)} say nothing about each other, "
             f"because the runs have {obstacle}; add --loads-only to compare everything else"
         )
-    what_if = _write(request, runs, path, console)
-    _say(headline_of(runs, what_if, with_losses=not request.loads_only).sentence, console)
-    if (table := settings_table(records)) is not None:
-        console.print(table)
-    console.print(comparison_table(*records, with_losses=not request.loads_only, what_if=what_if))
-    _say_where(path, console)
-    if png is not None:  # a picture that fails does not cost the page and the table
-        draw_device_loads(records, png)
+    with console.status("reading" if cluster is None else "simulating"):
+        what_if = cost_on_a_cluster(runs) if cluster is None else ranking_on(cluster, runs, strategies)
+        run_page(runs, what_if, with_losses=not loads_only).write(path)
+    sentence, _ = headline_of(runs, what_if, with_losses=not loads_only)
+    if as_json:
+        data = report_data(runs, sentence, path, what_if, with_losses=not loads_only)
+        console.print(json.dumps(without_nan(data), indent=2), highlight=False, soft_wrap=True)
+        return path
+    problems = [f"{one.name}: {problem}" for one in runs for problem in one.run.problems]
+    for line in (sentence, *problems):
+        console.print(line, highlight=False, soft_wrap=not console.is_terminal)
+    if differing := differing_settings(settings):
+        rows = tuple((key, *values) for key, values in differing.items())
+        names = tuple(one.name for one in runs)
+        table = Table(("setting", *names), rows, frozenset(names))
+        console.print(terminal_table(table, "settings that differ"))
+    below = ["load: tokens of the busiest device over those of an average one; 1 is even"]
+    below += [reason] if (reason := not_comparable([one.run for one in runs])) else []
+    below += [f"simulated, not measured: {what_if.title}"] if what_if is not None else []
+    figures = comparison_table(runs, with_losses=not loads_only, what_if=what_if)
+    console.print(terminal_table(figures, caption="\n".join(below)))
+    words = f"wrote {path}; open it in a browser (it works without a network)"
+    console.print(words, highlight=False, soft_wrap=not console.is_terminal)
     return path
 
 
-def _write(
-    request: ReportRequest, runs: Sequence[ReportedRun], path: Path, console: Console
-) -> SimulationReport | None:
-    """Write the page, and return the results of the simulation that it shows."""
-    with console.status(f"simulating {', '.join(request.strategies)}" if request.cluster else "reading"):
-        if request.cluster is None:
-            what_if = cost_on_a_cluster(runs)
-        else:
-            what_if = ranking_on(request.cluster, runs, request.strategies)
-    report_page(runs, what_if, with_losses=not request.loads_only).write(path)
-    return what_if
-
-
-def _say_where(path: Path, console: Console) -> None:
-    _say(f"wrote {path}; open it in a browser (it works without a network)", console)
-
-
-def _say(sentence: str, console: Console) -> None:
-    console.print(sentence, highlight=False, soft_wrap=not console.is_terminal)
+def report_data(
+    runs: Sequence[ShownRun],
+    sentence: str,
+    page: Path,
+    what_if: SimulationReport | None,
+    *,
+    with_losses: bool,
+) -> dict[str, Any]:
+    """Return what ``--json`` prints: the figures of every run by key, and the page's first sentence."""
+    rows = []
+    for one in runs:
+        figures = {measure.key: measure.value for measure in measures_of(one.run, what_if)}
+        if with_losses and one is not runs[0]:
+            figures["largest_loss_difference"] = largest_difference(runs[0].run, one.run)
+        about = {"name": one.name, "path": str(one.run.path), "strategy": one.run.strategy}
+        rows.append({**about, **figures, "problems": list(one.run.problems)})
+    return {
+        "sentence": sentence,
+        "page": str(page),
+        "speed_not_comparable": not_comparable([one.run for one in runs]) or None,
+        "runs": rows,
+        "settings_that_differ": differing_settings([one.run.settings for one in runs]),
+        "simulation": None if what_if is None else ranking_data(what_if),
+    }

@@ -10,8 +10,8 @@ from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
-from megatron_fssdp.reporting.records.job_records import unknown_loads
-from megatron_fssdp.reporting.records.recorded_settings import SETTINGS_FILE
+from megatron_fssdp.records.run_settings import SETTINGS_FILE
+from megatron_fssdp.report.simulations.simulated_loads import unknown_loads
 from megatron_fssdp.simulation.workloads import WORKLOADS
 
 

@@ -17,12 +17,6 @@ class SimulationProgress:
 
     The bar counts strategies: the simulated iterations of a strategy are one step, and the search for the
     values at which it pays is another one.
-
-    Args:
-        console: Console that shows the progress.
-        num_iterations: Number of iterations of the simulation.
-        num_strategies: Number of strategies that are simulated.
-        searches: Whether the values are searched at which the strategies pay.
     """
 
     def __init__(
@@ -31,6 +25,7 @@ class SimulationProgress:
         self._console, self._num_iterations, self._num_strategies = console, num_iterations, num_strategies
         self._strategy, self._num_begun = "", 0
         self._num_searched: int | None = None
+        self._num_plans = 0
         self._shown_s = time.monotonic()
         self._bar: Progress | None = None
         if console.is_terminal:
@@ -58,15 +53,11 @@ class SimulationProgress:
         self._num_begun += 1
 
     def planned(self, iteration: int, layer: int, plan: LayerPlan) -> None:
-        """Show how far the strategy is. The simulator calls this after every plan.
-
-        Args:
-            iteration: Index of the iteration.
-            layer: Index of the layer.
-            plan: The final plan.
-        """
+        """Show how far the strategy is. The simulator calls this after every plan."""
         if self._num_searched is not None:
-            self._show(self._num_begun + self._num_searched - 1, "searching where it pays")
+            self._num_plans += 1
+            what = f"searching where it pays ({self._num_plans:,} layers planned)"
+            self._show(self._num_begun + self._num_searched - 1, what)
             return
         share = iteration / self._num_iterations
         self._show(self._num_begun - 1 + share, f"iteration {iteration + 1}/{self._num_iterations}")
@@ -74,7 +65,7 @@ class SimulationProgress:
     def search(self, strategy: str) -> None:
         """Begin to search the values at which a strategy starts to pay. All strategies are simulated."""
         self._strategy = strategy
-        self._num_searched = (self._num_searched or 0) + 1
+        self._num_searched, self._num_plans = (self._num_searched or 0) + 1, 0
 
     def _show(self, num_done: float, what: str) -> None:
         now_s = time.monotonic()

@@ -8,10 +8,10 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
-from megatron_fssdp.reporting.records.arrays.load_records import RecordedLoads
-from megatron_fssdp.reporting.records.job_records import with_recorded_choices
-from megatron_fssdp.reporting.simulation_report import RankedStrategy, SimulationReport
-from megatron_fssdp.reporting.units import format_memory
+from megatron_fssdp.records.loads import RecordedLoads
+from megatron_fssdp.report.simulations.simulated_loads import with_recorded_choices
+from megatron_fssdp.report.simulations.simulation_report import RankedStrategy, SimulationReport
+from megatron_fssdp.report.units import format_memory
 from megatron_fssdp.simulation.break_even import BreakEvenSearch
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import OnPlan, StrategyOutcome, ceiling_s, checked_strategy, simulate
@@ -105,8 +105,8 @@ def _notes(
     )
     notes = [note] if note else []
     notes.append(
-        "× ep: how many times as fast as plain expert parallelism. ceiling: the speed of the same job under "
-        "ep with balanced routing. A strategy whose replicas save traffic can exceed it. "
+        "× ep: how many times as fast as plain expert parallelism. % of even ep: the speed in percent of "
+        "that of ep with perfectly even loads; more than 100 if replicas also save traffic. "
         "load max/mean: tokens of the busiest device over those of an average one; 1 is even. Not simulated: "
         "optimizer step, data loading, launches of kernels."
     )
@@ -122,6 +122,8 @@ def _notes(
         "its first turn, with their mean time (all: it never gets further, and is ranked after those that "
         "do)."
     )
+    if any(row.label == "parm" for row in rows):
+        notes.append("parm equals ep here: only jobs without tensor parallelism are simulated.")
     shares = {row.label: float(row.outcome.of_layers("deduplicated").mean()) for row in rows}
     if any(shares.values()):
         described = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items())

@@ -28,6 +28,8 @@ RankedStrategies = Annotated[
     ),
 ]
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
+
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
@@ -40,14 +42,21 @@ def report_command(
     ] = None,
     cluster: RankingCluster = None,
     strategies: RankedStrategies = "",
+    as_json: AsJson = False,
 ) -> None:
     """Write an HTML page with the losses, loads, times, placements and memory of a run."""
     from rich.console import Console
 
-    from megatron_fssdp.cli.analysis.report_command import ReportRequest, write_report_page
+    from megatron_fssdp.cli.analysis.report_command import write_report
 
-    request = ReportRequest([run], out, cluster)
-    write_report_page(request.with_strategies(_names(strategies)), Console(markup=False))
+    write_report(
+        [run],
+        Console(markup=False),
+        out=out,
+        cluster=cluster,
+        strategies=_names(strategies),
+        as_json=as_json,
+    )
 
 
 def compare_command(
@@ -58,9 +67,6 @@ def compare_command(
         Path | None,
         typer.Option(help="HTML file to write. Default: comparison.html in the first run's folder."),
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="PNG file to write with a plot of the device loads.")
-    ] = None,
     loads_only: Annotated[
         bool,
         typer.Option(
@@ -69,14 +75,27 @@ def compare_command(
     ] = False,
     cluster: RankingCluster = None,
     strategies: RankedStrategies = "",
+    as_json: AsJson = False,
 ) -> None:
     """Compare the losses, device loads, speed and moved bytes of runs in a table and an HTML page."""
     from rich.console import Console
 
-    from megatron_fssdp.cli.analysis.report_command import ReportRequest, compare_runs
+    from megatron_fssdp.cli.analysis.report_command import write_report
+    from megatron_fssdp.config.errors import ConfigurationError
 
-    request = ReportRequest(runs, out, cluster, loads_only=loads_only)
-    compare_runs(request.with_strategies(_names(strategies)), png, Console(markup=False))
+    if len(runs) < 2:
+        raise ConfigurationError(
+            "compare: got one run, wanted two or more; `megatron-fssdp report RUN_DIR` shows a single one"
+        )
+    write_report(
+        runs,
+        Console(markup=False),
+        out=out,
+        cluster=cluster,
+        strategies=_names(strategies),
+        loads_only=loads_only,
+        as_json=as_json,
+    )
 
 
 def simulate_command(
@@ -113,7 +132,7 @@ def simulate_command(
     break_even: Annotated[
         bool, typer.Option(help="Find the batch size and bandwidth at which each strategy starts to pay.")
     ] = True,
-    plots: Annotated[bool, typer.Option(help="Write the HTML page and the pictures.")] = True,
+    plots: Annotated[bool, typer.Option(help="Write the HTML page.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of generated loads.")] = 0,
 ) -> None:
     """Predict which strategy is fastest on a cluster, from recorded or generated loads."""
@@ -155,14 +174,14 @@ def roofline_command(
     """Draw how close a run's MoE layers come to the limits of compute and communication (FasterMoE, §3.3)."""
     from rich.console import Console
 
-    from megatron_fssdp.cli.analysis.roofline_command import RooflineRequest, run_roofline
+    from megatron_fssdp.cli.analysis.roofline_command import run_roofline
 
-    request = RooflineRequest(
-        run=run,
-        cluster=cluster,
+    run_roofline(
+        run,
+        cluster,
+        Console(markup=False),
         strategies=_names(strategies),
         out=out,
         cluster_overrides=cluster_set or (),
         strategy_overrides=moe_strategy_set or (),
     )
-    run_roofline(request, Console(markup=False))

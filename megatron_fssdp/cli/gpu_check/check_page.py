@@ -46,7 +46,7 @@ def page_html(outcome: CheckOutcome) -> str:
         failed=[result for result in outcome.results if result.verdict is StepVerdict.FAILED],
         outputs=[(name, *texts, _output(outcome, name)) for name, texts in _OUTPUTS.items()],
         zip_name=ZIP,
-        style=Markup(files("megatron_fssdp.reporting.html").joinpath("page.css").read_text(encoding="utf-8")),
+        style=Markup(files("megatron_fssdp.report").joinpath("page.css").read_text(encoding="utf-8")),
     )
 
 

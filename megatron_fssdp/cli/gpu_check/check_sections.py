@@ -2,13 +2,27 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fssdp.cli.gpu_check.check_outcome import CheckOutcome
 from megatron_fssdp.cli.gpu_check.check_steps import GPU_LAYER, OVERLAP
 from megatron_fssdp.cli.gpu_check.parity import BASELINE, TOLERANCES, ParityRow
 from megatron_fssdp.cli.gpu_check.step import StepResult
-from megatron_fssdp.reporting.html.section import Section, Table
+from megatron_fssdp.report.tables import Table
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of the check's page; ``missing`` is the reason why there is nothing to show."""
+
+    anchor: str
+    title: str
+    lead: str
+    table: Table | None = None
+    notes: tuple[str, ...] = ()
+    missing: str = ""
+
 
 NO_TIMES = "virtual devices: no times"
 

@@ -10,7 +10,8 @@ from megatron_fssdp.cli.gpu_check.check_plan import VIRTUAL_LAUNCHER, CheckPlan,
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.reporting.records.run_records import METRICS_FILE, IterationMetrics, read_metrics
+from megatron_fssdp.records.metrics import IterationMetrics
+from megatron_fssdp.records.metrics_file import METRICS_FILE, read_metrics
 
 BASELINE = "none"
 

@@ -72,7 +72,7 @@ def _measure(request: ProfileRequest) -> int:
     from megatron_fssdp.config.cluster_files import cluster_yaml
     from megatron_fssdp.config.written_files import written_file
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import profile_cluster
-    from megatron_fssdp.reporting.cluster_table import cluster_table
+    from megatron_fssdp.report.cluster_table import cluster_table
 
     cluster = profile_cluster(request.settings, lambda line: print(line, flush=True))
     if request.is_writer:

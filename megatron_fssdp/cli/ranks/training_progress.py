@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 
-from megatron_fssdp.reporting.records.run_records import IterationMetrics, parse_metrics_line
+from megatron_fssdp.records.metrics import IterationMetrics
+from megatron_fssdp.records.metrics_file import parse_metrics_line
 
 _RECENT = 20
 _PLAIN_INTERVAL_S = 10.0

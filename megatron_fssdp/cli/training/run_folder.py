@@ -11,13 +11,12 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import TrainingArguments
 from megatron_fssdp.config.written_files import refuse_non_folder, written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
-from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE
-from megatron_fssdp.reporting.records.arrays.placement_records import PLACEMENTS_FILE
-from megatron_fssdp.reporting.records.evaluations import EVALUATIONS_FILE
-from megatron_fssdp.reporting.records.recorded_run import run_config_of
-from megatron_fssdp.reporting.records.recorded_settings import RECORDED_RUN_HEADER
-from megatron_fssdp.reporting.records.run_log import STOP_MARK
-from megatron_fssdp.reporting.records.run_records import METRICS_FILE
+from megatron_fssdp.records.evaluations import EVALUATIONS_FILE
+from megatron_fssdp.records.loads import LOADS_FILE
+from megatron_fssdp.records.metrics_file import METRICS_FILE
+from megatron_fssdp.records.placements import PLACEMENTS_FILE
+from megatron_fssdp.records.run_log import STOP_MARK
+from megatron_fssdp.records.run_settings import RECORDED_RUN_HEADER, run_config_of
 
 # A checkpoint's optimizer states are valid only with the same values of these keys.
 _FIXED_TRAINING_KEYS = frozenset({"optimizer", "lr", "min_lr", "bf16", "fp16"})

@@ -24,9 +24,10 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.sweep.planned_runs import PlannedRun, planned_runs
 from megatron_fssdp.config.sweep.sweep_config import load_sweep
 from megatron_fssdp.config.written_files import cannot_write, refuse_non_folder, written_file
-from megatron_fssdp.reporting.records.recorded_run import read_run
-from megatron_fssdp.reporting.sweep.run_groups import RunGroup, group_records, group_terminal_table
-from megatron_fssdp.reporting.sweep.sweep_page import detailed_runs, sweep_page
+from megatron_fssdp.records.recorded_run import load
+from megatron_fssdp.report.tables import terminal_table
+from megatron_fssdp.report.trainings.run_groups import RunGroup, group_records, group_table
+from megatron_fssdp.report.trainings.sweep_page import detailed_runs, sweep_page
 
 PAGE_FILE, RESULTS_FILE, _LOCK_FILE = "sweep.html", "sweep.json", ".sweep.lock"
 
@@ -237,7 +238,7 @@ def _write_page(sweep: Sweep, states: dict[PlannedRun, RunState], console: Conso
         details = detailed_runs(groups)
         what_if = cost_on_a_cluster(details)
         sweep_page(f"sweep {sweep.name}", groups, details, missing, what_if).write(page)
-    console.print(group_terminal_table(groups))
+    console.print(terminal_table(group_table(groups), "median (quartiles) of repeated runs"))
     _say(console, f"wrote {page}; open it in a browser (it works without a network)")
 
 
@@ -246,7 +247,7 @@ def _groups(sweep: Sweep, states: dict[PlannedRun, RunState]) -> list[RunGroup]:
     for run, state in states.items():
         if state == "finished":
             known = groups.get(run.group, RunGroup(run.group, {}))
-            recorded = read_run(sweep.requests[run].folder.path)
+            recorded = load(sweep.requests[run].folder.path)
             groups[run.group] = RunGroup(run.group, {**known.runs, (run.seed, run.repetition): recorded})
     return list(groups.values())
 

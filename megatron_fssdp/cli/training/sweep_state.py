@@ -6,9 +6,8 @@ from megatron_fssdp.cli.training.run_folder import RunFolder, has_checkpoint, la
 from megatron_fssdp.cli.training.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.reporting.records.recorded_run import run_config_of
-from megatron_fssdp.reporting.records.run_records import read_metrics
-from megatron_fssdp.reporting.records.run_settings import flat_settings
+from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.run_settings import flat_settings, run_config_of
 
 RunState = Literal["new", "again", "continue", "finished"]
 """new: nothing was run. again: the run has no checkpoint to continue from; it is deleted and started again.

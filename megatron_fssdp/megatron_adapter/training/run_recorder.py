@@ -26,12 +26,17 @@ from megatron_fssdp.megatron_adapter.training.stage_records import (
 )
 from megatron_fssdp.megatron_adapter.training.training_boards import write_to_boards
 from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
-from megatron_fssdp.reporting.records.arrays.load_records import LoadsWriter
-from megatron_fssdp.reporting.records.arrays.placement_records import PlacementsWriter
-from megatron_fssdp.reporting.records.pass_metrics import PassMetrics
-from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics, MetricsWriter
-from megatron_fssdp.reporting.records.run_session import RunSession
-from megatron_fssdp.reporting.records.selection_metrics import SeenGain, SelectionMetrics
+from megatron_fssdp.records.loads import LoadsWriter
+from megatron_fssdp.records.metrics import (
+    IterationMetrics,
+    LayerMetrics,
+    PassMetrics,
+    RunSession,
+    SeenGain,
+    SelectionMetrics,
+)
+from megatron_fssdp.records.metrics_file import MetricsWriter
+from megatron_fssdp.records.placements import PlacementsWriter
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.strategies.selection_report import SelectionReport

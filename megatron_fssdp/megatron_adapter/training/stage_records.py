@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
-from megatron_fssdp.reporting.records.selection_metrics import SelectionMetrics
+from megatron_fssdp.records.metrics import SelectionMetrics
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 

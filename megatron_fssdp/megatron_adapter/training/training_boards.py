@@ -12,7 +12,7 @@ import numpy as np
 import torch.distributed as dist
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
-from megatron_fssdp.reporting.records.run_records import IterationMetrics
+from megatron_fssdp.records.metrics import IterationMetrics
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 
 _LAYER_SCALARS = {

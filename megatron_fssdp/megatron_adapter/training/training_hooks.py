@@ -36,8 +36,8 @@ from megatron_fssdp.megatron_adapter.training.stage_records import gather
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.compiled_form import kernel_form
-from megatron_fssdp.reporting.records.evaluations import Evaluation, append_evaluation
-from megatron_fssdp.reporting.records.recorded_settings import write_recorded_settings
+from megatron_fssdp.records.evaluations import Evaluation, append_evaluation
+from megatron_fssdp.records.run_settings import write_recorded_settings
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_fssdp.cli.ranks.training_progress import MetricsTail, TrainingProgress, progress_text
-from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics
+from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
 
 
 def record(iteration: int) -> IterationMetrics:

@@ -24,8 +24,8 @@ from megatron_fssdp.cli.training.sweep_command import (
 from megatron_fssdp.cli.training.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
 
-from ...reporting.page.made_runs import write_made_run
-from ...reporting.page.page_parts import PageParts
+from ...report.made_runs import write_made_run
+from ...report.page_parts import PageParts
 
 ROOT = Path(__file__).parents[3]
 SWEEP = """
@@ -100,8 +100,8 @@ def test_every_run_is_trained_and_compared_and_not_repeated(sweep, tmp_path: Pat
     assert trainer.asked == [(name, False, False) for name in names]
     assert "run 4 of 4: fssdp-seed2 (all runs: about" in output
     page = PageParts((tmp_path / "out" / PAGE_FILE).read_text())
-    assert page.anchors[0] == "repeated"
-    assert len(page.figures["repeated-last-loss"]["data"][0]["x"]) == 4
+    assert page.anchors[0] == "repeated-runs"
+    assert len(page.figures["repeated-runs"][0]["data"][0]["x"]) == 2
     results = json.loads((tmp_path / "out" / RESULTS_FILE).read_text())
     assert [group["name"] for group in results["groups"]] == ["ep", "fssdp"]
     assert {run["state"] for run in results["runs"]} == {"finished"}
@@ -121,7 +121,7 @@ def test_a_failing_run_is_named_and_run_again_by_the_same_command(sweep, tmp_pat
     log = tmp_path / "out" / "fssdp-seed1" / "log.txt"
     assert f"failed: fssdp-seed1: rank 1: ValueError: out of luck; all output: {log}" in output
     assert "3 of 4 runs are finished, 1 failed; the same command runs them again" in output
-    assert "Missing" in PageParts((tmp_path / "out" / PAGE_FILE).read_text()).texts["repeated"]
+    assert "Missing" in PageParts((tmp_path / "out" / PAGE_FILE).read_text()).texts["repeated-runs"]
     again = Trainer()
     assert sweep(again)[0] == 0
     assert again.asked == [("fssdp-seed1", False, True)]

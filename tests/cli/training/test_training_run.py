@@ -14,8 +14,8 @@ import pytest
 
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.reporting.records.arrays.load_records import read_loads
-from megatron_fssdp.reporting.records.recorded_run import read_run
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.recorded_run import load
 
 RUN = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4,
@@ -68,7 +68,7 @@ def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_pa
     assert last_line.startswith("done: 3 iterations, loss ")
     assert last_line.endswith(f"; next: megatron-fssdp report {out}")
 
-    run, loads = read_run(out), read_loads(out)
+    run, loads = load(out), read_loads(out)
     assert run.strategy == "fssdp"
     assert run.iterations.tolist() == loads.iterations.tolist() == [1, 2, 3]
     assert run.layers == loads.layers.tolist()
@@ -97,7 +97,7 @@ def test_a_bert_trains_resumes_and_is_compared_and_simulated(
     assert "iteration 3/3" in command(*words)
     assert "iteration 5/5" in command(*words, "--resume", "--iters", 5)
 
-    run, loads = read_run(out), read_loads(out)
+    run, loads = load(out), read_loads(out)
     assert run.iterations.tolist() == [1, 2, 3, 4, 5]
     assert np.isfinite(run.losses).all()
     assert loads.counts_ILDE.shape == (5, 1, 2, 4)

@@ -17,7 +17,7 @@ from megatron_fssdp.config.run.megatron_arguments import (
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.config.shipped_files import shipped_runs
-from megatron_fssdp.reporting.records.recorded_settings import SETTINGS_FILE, write_recorded_settings
+from megatron_fssdp.records.run_settings import SETTINGS_FILE, write_recorded_settings
 from megatron_fssdp.simulation.moe_job import job_of_run
 
 COMPLETE = [name for name in shipped_runs() if "/" not in name or name.startswith("experiments/")]

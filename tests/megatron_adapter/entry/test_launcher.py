@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_fssdp.megatron_adapter.support.tested_versions import requirement_of
-from megatron_fssdp.reporting.records.run_records import read_metrics
+from megatron_fssdp.records.metrics_file import read_metrics
 
 from ..training_run import (
     SCRIPT,

@@ -15,8 +15,8 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import (
     install_gate,
 )
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.reporting.records.arrays.load_records import read_loads
-from megatron_fssdp.reporting.records.run_records import read_metrics
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.metrics_file import read_metrics
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..training_run import relative_difference, train

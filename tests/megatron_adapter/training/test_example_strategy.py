@@ -12,10 +12,10 @@ import pytest
 import torch
 import yaml
 
-from megatron_fssdp.reporting.records.run_records import read_metrics
+from megatron_fssdp.records.metrics_file import read_metrics
 
-from ...reporting.page.made_runs import write_made_run
-from ...reporting.page.page_parts import PageParts
+from ...report.made_runs import write_made_run
+from ...report.page_parts import PageParts
 from ..training_run import assert_close, note, train, train_on_all_ranks, wrap
 
 ROOT = Path(__file__).parents[3]
@@ -134,5 +134,5 @@ def test_a_report_ranks_it_by_default_and_shows_its_colour_and_name(installed: P
     (folder / "config.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
     command(installed, "report", folder, "--cluster", "hpwnv")
     page = PageParts((folder / "report.html").read_text(encoding="utf-8"))
-    assert page.figures["loss"]["data"][0]["line"]["color"] == COLOUR
+    assert page.figures["loss"][0]["data"][0]["line"]["color"] == COLOUR
     assert NAME in page.texts["what-if"]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from megatron_fssdp.reporting.records.arrays.load_records import read_loads
-from megatron_fssdp.reporting.records.run_records import read_metrics
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.metrics_file import read_metrics
 
 from ..training_run import train
 

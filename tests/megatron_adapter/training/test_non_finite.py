@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fssdp.reporting.records.arrays.load_records import read_loads
+from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.testing.ranks import RankError
 
 from ..training_run import TrainingRun, assert_equal, train, train_on_all_ranks, wrap

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
-from megatron_fssdp.reporting.records.arrays.load_records import read_loads
-from megatron_fssdp.reporting.records.arrays.placement_records import read_placements
-from megatron_fssdp.reporting.records.evaluations import read_evaluations
-from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
-from megatron_fssdp.reporting.records.run_session import RunSession
+from megatron_fssdp.records.evaluations import read_evaluations
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.metrics import IterationMetrics, RunSession
+from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.placements import read_placements
 
 from ..training_run import relative_difference, train
 
@@ -119,7 +119,7 @@ def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devi
     assert (placements.owned_ILED.sum(axis=3) == num_devices // 2).all()
     tokens_ILD, ep_tokens_ILD = placements.tokens_ILD, placements.ep_tokens_ILD
     for key, values_IL in (
-        ("num_replicas", placements.replicas_IL),
+        ("num_replicas", (placements.present_ILED & ~placements.owned_ILED).sum(axis=(2, 3))),
         ("load_max_over_mean", tokens_ILD.max(axis=2) / tokens_ILD.mean(axis=2)),
         ("ep_load_max_over_mean", ep_tokens_ILD.max(axis=2) / ep_tokens_ILD.mean(axis=2)),
     ):

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fssdp.reporting.records.arrays.load_records import read_loads
-from megatron_fssdp.reporting.records.recorded_run import read_run, run_config_of
-from megatron_fssdp.reporting.records.run_records import read_metrics
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.recorded_run import load
+from megatron_fssdp.records.run_settings import run_config_of
 
 from ..training_run import note, train
 
@@ -28,7 +29,7 @@ def test_boards_have_the_scalars_and_histograms_of_logged_iterations(text_data: 
     events = accumulators.EventAccumulator(str(board), size_guidance={"histograms": 0, "scalars": 0})
     events.Reload()
     metrics = {entry.iteration: entry for entry in read_metrics(records)}
-    assert read_run(records).strategy == "fssdp"  # no command line wrote the run's settings
+    assert load(records).strategy == "fssdp"  # no command line wrote the run's settings
     run = run_config_of(records)
     assert (
         run.parallelism.pipeline_model_parallel_size,

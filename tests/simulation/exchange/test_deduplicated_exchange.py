@@ -7,7 +7,7 @@ import pytest
 
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.reporting.records.job_records import recorded_choices
+from megatron_fssdp.report.simulations.simulated_loads import recorded_choices
 from megatron_fssdp.simulation.simulator import simulate
 
 from ..small_jobs import cluster_of, job_of, loads, settings_of

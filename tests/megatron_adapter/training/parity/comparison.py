@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.reporting.records.run_records import IterationMetrics, read_metrics
+from megatron_fssdp.records.metrics import IterationMetrics
+from megatron_fssdp.records.metrics_file import read_metrics
 
 from ...training_run import GPT, Model, TrainingRun, assert_close, flags, rows, train
 

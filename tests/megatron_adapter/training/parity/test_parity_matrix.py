@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.reporting.records.run_records import read_metrics
+from megatron_fssdp.records.metrics_file import read_metrics
 
 from ...training_run import GPT, Model, assert_equal, slow
 from .comparison import Layout, assert_parity, layouts, replicas_of, trained

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.reporting.records.run_records import read_metrics
+from megatron_fssdp.records.metrics_file import read_metrics
 
 from ...training_run import relative_difference, train_on_all_ranks
 from .comparison import Layout, layouts, trained

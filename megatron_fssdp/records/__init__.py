@@ -1,0 +1,9 @@
+"""The files of a run folder: what a training writes down, and the readers.
+
+``load(folder)`` reads everything. ``load(folder).arrays`` has all numbers as NumPy arrays by name, and
+``load(folder).frame()`` one row for each iteration and MoE layer, if pandas is installed.
+"""
+
+from megatron_fssdp.records.recorded_run import RecordedRun, load
+
+__all__ = ["RecordedRun", "load"]

@@ -1,0 +1,207 @@
+"""Reads everything that a finished or running training recorded in its folder.
+
+Shape letters: I iterations, L MoE layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.records.evaluations import Evaluation, read_evaluations
+from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
+from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
+from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.placements import PLACEMENTS_FILE, RecordedPlacements, read_placements
+from megatron_fssdp.records.run_log import RunLog, read_log
+from megatron_fssdp.records.run_settings import SETTINGS_FILE, settings_of_folder
+
+_OF_ITERATIONS = (
+    *("lm_loss", "grad_norm", "iteration_s", "tokens_per_s", "passes_s", "flops"),
+    *("resharded_experts", "reshard_bytes", "reshard_s"),
+)
+_OF_LAYERS = tuple(
+    field.name
+    for field in fields(LayerMetrics)
+    if field.name not in ("layer", "schedule", "schedule_predicted_s", "strategy", "forward", "backward")
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
+    """The records of one run.
+
+    Attributes:
+        path: Folder of the run.
+        strategy: Name of the run's strategy, or the folder's name if the strategy is unknown.
+        metrics: Metrics of at least one iteration, in order.
+        asked_iterations: Number of the last iteration that the run was asked to train, or None if unknown.
+        evaluations: Losses on validation and test data, in the order of iterations.
+        settings: Content of ``config.yaml`` by dotted key. Empty without this file.
+        loads: Router counts, or None if they are not there.
+        placements: Placements of the experts, or None if they are not there.
+        log: Statements of the run's log.
+        problems: One line for each file that is there but cannot be read.
+    """
+
+    path: Path
+    strategy: str
+    metrics: tuple[IterationMetrics, ...]
+    asked_iterations: int | None
+    evaluations: tuple[Evaluation, ...]
+    settings: dict[str, Any]
+    loads: RecordedLoads | None
+    placements: RecordedPlacements | None
+    log: RunLog
+    problems: tuple[str, ...]
+
+    @cached_property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All recorded numbers by name, as float64 where nothing else is said. NaN: not recorded.
+
+        ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]`` number the entries. Fields of
+        :class:`IterationMetrics` end in ``_I``, such as ``lm_loss_I``. Fields of :class:`LayerMetrics` end in
+        ``_IL``, such as ``spag_exposed_s_IL`` and ``forward_experts_s_IL``. Arrays of ``loads.npy`` and
+        ``placements.npy`` have their own iterations and layers: ``loads.counts_ILDE``, ``loads.iterations``,
+        ``placements.tokens_ILD`` and so on.
+        """
+        found: dict[str, NDArray[Any]] = {
+            "iterations": np.array([record.iteration for record in self.metrics]),
+            "layers": np.array([layer.layer for layer in self.metrics[0].layers], dtype=np.int64),
+        }
+        for name in _OF_ITERATIONS:
+            found[f"{name}_I"] = np.array([getattr(record, name) for record in self.metrics], float)
+        for name in _OF_LAYERS:
+            found[f"{name}_IL"] = self._of_layers(attrgetter(name))
+        for which in ("forward", "backward"):
+            for part in fields(PassMetrics):
+                found[f"{which}_{part.name}_IL"] = self._of_layers(attrgetter(f"{which}.{part.name}"))
+        for name, record in (("loads", self.loads), ("placements", self.placements)):
+            for array, values in {} if record is None else vars(record).items():
+                if values is not None:
+                    found[f"{name}.{array}"] = values
+        return found
+
+    def _of_layers(self, number: Callable[[LayerMetrics], float | None]) -> NDArray[np.float64]:
+        def known(layer: LayerMetrics) -> float | None:
+            try:
+                return number(layer)
+            except AttributeError:  # the parts of this layer's passes were not measured
+                return None
+
+        return np.array([[known(layer) for layer in record.layers] for record in self.metrics], float)
+
+    def frame(self) -> Any:
+        """Return a pandas DataFrame with one row for each iteration and MoE layer, and all fields of both.
+
+        Raises:
+            ConfigurationError: pandas is not installed.
+        """
+        try:
+            import pandas  # type: ignore[import-untyped, unused-ignore]
+        except ImportError:
+            raise ConfigurationError(
+                "frame() needs pandas; install it with `pip install pandas`, or use `.arrays`"
+            ) from None
+        layers = self.arrays["layers"] if len(self.layers) else np.array([np.nan])
+        columns = {
+            "iteration": np.repeat(self.iterations, len(layers)),
+            "layer": np.tile(layers, len(self.iterations)),
+        }
+        for name, values in self.arrays.items():
+            if name.endswith("_I"):
+                columns[name[:-2]] = np.repeat(values, len(layers))
+            elif name.endswith("_IL") and len(self.layers):
+                columns[name[:-3]] = values.ravel()
+        return pandas.DataFrame(columns)
+
+    @property
+    def iterations(self) -> NDArray[np.int64]:
+        """Iteration numbers, int64 ``[I]``."""
+        return self.arrays["iterations"]
+
+    @property
+    def layers(self) -> list[int]:
+        """Megatron's numbers of the MoE layers, of length L. The list is empty under strategy ``none``."""
+        return [layer.layer for layer in self.metrics[0].layers]
+
+    @property
+    def losses(self) -> NDArray[np.float64]:
+        """Language-model losses, float64 ``[I]``."""
+        return self.arrays["lm_loss_I"]
+
+    @property
+    def load_IL(self) -> NDArray[np.float64]:
+        """Max/mean device load under the placement that was used, float64 ``[I, L]``."""
+        return self.arrays["load_max_over_mean_IL"]
+
+    def total(self, name: str) -> float:
+        """Return the sum of a field of ``LayerMetrics`` over layers and iterations."""
+        return float(self.arrays[f"{name}_IL"].sum())
+
+    @property
+    def session(self) -> RunSession | None:
+        """The last start of the training that recorded itself."""
+        return next((one.session for one in reversed(self.metrics) if one.session is not None), None)
+
+
+def load(run: Path | str) -> RecordedRun:
+    """Read the records of a run. A damaged ``loads.npy`` or ``placements.npy`` is left out and named.
+
+    Args:
+        run: Folder that ``megatron-fssdp train --out`` wrote, or any ``record_dir``.
+
+    Raises:
+        ConfigurationError: The folder holds no records, records of different models, or a damaged
+            ``config.yaml``.
+    """
+    path = Path(run)
+    metrics = read_metrics(path)
+    if not metrics:
+        raise ConfigurationError(f"{path}: the run has no finished iteration yet; wait, or give another run")
+    layers = [layer.layer for layer in metrics[0].layers]
+    if any([layer.layer for layer in record.layers] != layers for record in metrics):
+        raise ConfigurationError(
+            f"{path}: metrics.jsonl holds different MoE layers in different iterations, so it mixes "
+            "different models; record the run again"
+        )
+    session = next((record.session for record in reversed(metrics) if record.session is not None), None)
+    settings = settings_of_folder(path)
+    name = settings.get("strategy.name")
+    if not isinstance(name, str):
+        if settings or (path / SETTINGS_FILE).exists():
+            raise ConfigurationError(
+                f"{path / SETTINGS_FILE}: names no strategy, so the file is damaged or incomplete; record "
+                "the run again"
+            )
+        # The command line did not start this run's script.
+        name = path.resolve().name if session is None else session.strategy
+    asked = settings.get("training.train_iters") if session is None else session.iterations
+    problems: list[str] = []
+    return RecordedRun(
+        path,
+        name,
+        tuple(metrics),
+        asked if isinstance(asked, int) else None,
+        read_evaluations(path),
+        settings,
+        _optional(path / LOADS_FILE, read_loads, problems),
+        _optional(path / PLACEMENTS_FILE, read_placements, problems),
+        read_log(path),
+        tuple(problems),
+    )
+
+
+def _optional[RecordT](path: Path, read: Callable[[Path], RecordT], problems: list[str]) -> RecordT | None:
+    """Read a file of a run, or note why it cannot be read. None if there is none."""
+    try:
+        return read(path.parent) if path.exists() else None
+    except ConfigurationError as error:
+        problems.append(f"{error}; everything that needs it is left out")
+        return None

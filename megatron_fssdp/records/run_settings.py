@@ -1,0 +1,137 @@
+"""The settings of a recorded run, ``config.yaml``, and whether the losses of runs can be compared."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.written_files import written_file
+from megatron_fssdp.config.yaml_text import format_yaml
+
+SETTINGS_FILE = "config.yaml"
+RECORDED_RUN_HEADER = "# What this run was started with; `megatron-fssdp train` takes it as it is.\n"
+"""First line of the ``config.yaml`` that `megatron-fssdp train` writes into the folder of a run."""
+
+_HEADER = "# What Megatron's arguments say about this run. Reports and the simulator read it.\n"
+_MOST_NAMED = 4
+_DATA_PATH = "data.path"
+_SCHEDULE = ("train_iters", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters")
+
+
+def write_recorded_settings(record_dir: Path, run: RunConfig | None, strategy: Mapping[str, Any]) -> bool:
+    """Write what is known about a run, unless ``megatron-fssdp train`` has already written its settings.
+
+    Args:
+        record_dir: Folder of the run's records.
+        run: All settings, or None if a run's YAML cannot describe them.
+        strategy: Name and settings of the strategy, which alone are written if ``run`` is None.
+
+    Returns:
+        Whether the file was written.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+    """
+    path = record_dir / SETTINGS_FILE
+    if path.is_file():
+        with path.open(encoding="utf-8") as file:
+            if file.readline() == RECORDED_RUN_HEADER:
+                return False
+    data = {"strategy": dict(strategy)} if run is None else run.model_dump(mode="json")
+    with written_file(path, "record_dir") as partial:
+        partial.write_text(_HEADER + format_yaml(data), encoding="utf-8")
+    return True
+
+
+def run_config_of(path: Path) -> RunConfig:
+    """Return the settings that a run was started with.
+
+    Raises:
+        ConfigurationError: The folder has no ``config.yaml``, or the file is damaged.
+    """
+    config = path / SETTINGS_FILE
+    return validate(RunConfig, load_yaml(config), str(config))
+
+
+def settings_of_folder(path: Path) -> dict[str, Any]:
+    """Return the settings in a run's ``config.yaml`` by dotted key. It is empty without this file."""
+    config = path / SETTINGS_FILE
+    return flat_settings(load_yaml(config)) if config.exists() else {}
+
+
+def flat_settings(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested keys and values by dotted key. Empty mappings are left out."""
+    if not isinstance(value, dict) or not value:
+        return {} if value == {} else {prefix: value}
+    name = f"{prefix}." if prefix else ""
+    return {
+        key: inner
+        for part, value in value.items()
+        for key, inner in flat_settings(value, f"{name}{part}").items()
+    }
+
+
+def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Return the settings in which runs differ.
+
+    Args:
+        settings: Settings of each run by dotted key. A run without settings counts as equal.
+
+    Returns:
+        The value in each run as text, by dotted key. ``–``: not set or unknown.
+    """
+    known = [one for one in settings if one]
+    differing = [key for key in dict.fromkeys(key for one in known for key in one) if _differs(key, known)]
+    if _DATA_PATH in differing and _is_same_data([one.get(_DATA_PATH) for one in known]):
+        differing.remove(_DATA_PATH)
+    return {key: tuple(_text(one.get(key)) for one in settings) for key in differing}
+
+
+def loss_obstacle(settings: Sequence[Mapping[str, Any]]) -> str:
+    """Return why the losses of runs cannot be compared, with the settings that differ. Empty if they can.
+
+    Losses can be compared if the runs train the same model with the same batches and the same learning rates.
+
+    Args:
+        settings: Settings of each run by dotted key.
+    """
+    differing = differing_settings(settings)
+    kinds = {key: kind for key in differing if (kind := _kind(key))}
+    if not kinds:
+        return ""
+    named = [f"{key} {' and '.join(differing[key])}" for key in list(kinds)[:_MOST_NAMED]]
+    if len(kinds) > _MOST_NAMED:
+        named.append(f"and {len(kinds) - _MOST_NAMED} more")
+    return f"different {' and '.join(dict.fromkeys(kinds.values()))} ({', '.join(named)})"
+
+
+def _kind(key: str) -> str:
+    """Return what a setting decides about the loss, or an empty string."""
+    section, _, name = key.partition(".")
+    if section == "model":
+        return "model"
+    if section == "data" or key == "training.global_batch_size":
+        return "data"
+    return "learning-rate schedule" if section == "training" and name in _SCHEDULE else ""
+
+
+def _differs(key: str, known: Sequence[Mapping[str, Any]]) -> bool:
+    # A missing key stands for a default, unless the whole section is unknown.
+    section = key.partition(".")[0]
+    values = [one.get(key) for one in known if any(name.partition(".")[0] == section for name in one)]
+    return any(value != values[0] for value in values)
+
+
+def _is_same_data(paths: Sequence[Any]) -> bool:
+    """Whether folders hold the same built data, by the hashes in their manifests."""
+    try:
+        manifests = [json.loads((Path(path) / "manifest.json").read_text(encoding="utf-8")) for path in paths]
+        return all(one["files"] == manifests[0]["files"] for one in manifests)
+    except (OSError, TypeError, ValueError, KeyError):
+        return False
+
+
+def _text(value: Any) -> str:
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)

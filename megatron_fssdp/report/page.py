@@ -1,0 +1,135 @@
+"""Writes a page: title, result in one sentence, large numbers, sections. One HTML file without a network."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import plotly.graph_objects as go
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from megatron_fssdp.config.written_files import written_file
+from megatron_fssdp.report.tables import Table
+
+type Part = go.Figure | Table | str
+"""What a section shows: a figure, a table or a small note."""
+
+_PACKAGE = "megatron_fssdp.report"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One large number at the top of a page.
+
+    Attributes:
+        label: Name of the number.
+        value: The number with its unit.
+        hint: Another number to compare it with, or an explanation.
+    """
+
+    label: str
+    value: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run or a strategy that a page is about.
+
+    Attributes:
+        name: Name in all figures of the page.
+        colour: Colour of its lines and bars, ``#RRGGBB``.
+        line: A few words about it.
+    """
+
+    name: str
+    colour: str
+    line: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """One section of a page.
+
+    Attributes:
+        title: Title of the section. The words before a colon or comma stand in the page's navigation.
+        sentence: How to read the section; in a section without parts, why there is nothing to show.
+        parts: Figures, tables and small notes, from top to bottom.
+    """
+
+    title: str
+    sentence: str
+    parts: Sequence[Part] = ()
+
+    @property
+    def short_title(self) -> str:
+        """Title in the page's navigation."""
+        return re.split("[:,]", self.title)[0]
+
+    @property
+    def anchor(self) -> str:
+        """Name of the section in links."""
+        return re.sub(r"\W+", "-", self.short_title.lower())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return all(isinstance(part, str) for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """All that a page shows.
+
+    Attributes:
+        kind: What the page is, such as ``report``.
+        title: Title of the page.
+        sentence: The result in one sentence.
+        tiles: The most important numbers.
+        subjects: Runs or strategies with their colours.
+        sections: Sections, from top to bottom.
+    """
+
+    kind: str
+    title: str
+    sentence: str
+    tiles: Sequence[Tile]
+    subjects: Sequence[Subject]
+    sections: Sequence[Section]
+
+    @property
+    def html(self) -> str:
+        """The page as HTML text that needs no other file and no network."""
+        environment = Environment(
+            loader=PackageLoader(_PACKAGE, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        )
+        environment.filters["id"] = id
+        figures = [part for section in self.sections for part in section.parts if isinstance(part, go.Figure)]
+        data = f"[{','.join(figure.to_json(validate=False) for figure in figures)}]"
+        return environment.get_template("page.html.j2").render(
+            page=self,
+            number_of={id(figure): number for number, figure in enumerate(figures)},
+            figures=Markup(data.replace("<", "\\u003c")),
+            plotly=Markup(get_plotlyjs()),
+            **{name: Markup(_text(f"page.{name}")) for name in ("css", "js")},
+        )
+
+    def write(self, path: Path, asked_by: str = "--out") -> None:
+        """Write the page completely or not at all.
+
+        Args:
+            path: File to write. Its folder is created if it does not exist.
+            asked_by: The option that names the file.
+
+        Raises:
+            ConfigurationError: The file cannot be written.
+        """
+        with written_file(path, asked_by) as partial:
+            partial.write_text(self.html, encoding="utf-8")
+
+
+def _text(name: str) -> str:
+    return files(_PACKAGE).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,138 @@
+"""The loads of a simulation: from a run's record, or generated for the job.
+
+Shape letters: I iterations, L MoE layers, D devices, E experts, N nodes.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import unknown_name
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expected_hops
+from megatron_fssdp.planning.cost.link_seconds import topology_of
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
+from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads
+from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.workloads import WORKLOADS
+
+_GENERATED_ITERATIONS = 20
+
+_COMPARED_ITERATIONS = 50
+"""Most iterations of a record for which different nodes and devices are estimated, spread over the record.
+
+The mean of thousands of tokens hardly changes with more of them.
+"""
+
+
+def loads_for_job(
+    source: str, job: MoeJob, chosen: slice = slice(None), seed: int = 0
+) -> tuple[RecordedLoads, str]:
+    """Read or generate loads that fit the sizes of a job.
+
+    Args:
+        source: Folder of a run, its ``loads.npy``, or the name of a workload.
+        job: Training job whose sizes the loads must have.
+        chosen: Positions of the record's iterations to use, such as ``slice(-60, None)`` for the last 60. Its
+            end is the number of iterations to generate, 20 if it is None.
+        seed: Seed of generated loads.
+
+    Returns:
+        The loads, and a note that states how they were generated or scaled. The note is empty if a record
+        fits the job unchanged.
+
+    Raises:
+        ConfigurationError: No run or workload has this name, or the loads do not fit the job.
+    """
+    if source in WORKLOADS:
+        count = chosen.stop or _GENERATED_ITERATIONS
+        counts_ILDE = generated_loads(source, job, count, seed)
+        loads = RecordedLoads(counts_ILDE, np.arange(1, count + 1), np.arange(1, job.num_layers + 1))
+        return loads, f"loads: generated workload {source}, {WORKLOADS[source].description}"
+    path = Path(source)
+    if not path.exists():
+        raise ConfigurationError(unknown_loads(source))
+    if path.is_file() and path.name != LOADS_FILE:
+        raise ConfigurationError(
+            f"--loads {source}: is a file of another name, wanted the folder of a run or its {LOADS_FILE}"
+        )
+    found = read_loads(path.parent if path.is_file() else path).of_iterations(chosen)
+    counts, factor = fitted_loads(found.counts_ILDE, job)
+    note = "" if factor == 1.0 else f"loads: tokens scaled by {factor:.4g} to the model's batch size"
+    return replace(found, counts_ILDE=counts), note
+
+
+def unknown_loads(source: str) -> str:
+    """Return the message for loads that are neither a run nor the name of a workload."""
+    return f"--loads: {unknown_name('workload or run', source, WORKLOADS)}; or give the folder of a run"
+
+
+def with_recorded_choices(
+    job: MoeJob, record: RecordedLoads, cluster: ClusterDescription
+) -> tuple[MoeJob, str]:
+    """Add to a job what the record of its loads knows about different nodes and devices of a token.
+
+    Returns:
+        The job, and a note that states where the numbers of different tokens come from.
+
+    Raises:
+        ValueError: The job does not fit the cluster.
+    """
+    topology = topology_of(cluster, job.num_devices)
+    choices = recorded_choices(
+        record.counts_ILDE, record.by_nodes_ILN, record.by_devices_ILD, topology, job.top_k
+    )
+    if choices is None:
+        return job, "estimated from the loads"
+    factors = f"{choices.node_factor:.3f} and {choices.device_factor:.3f} times the estimate from the loads"
+    return replace(job, choices=choices), f"as recorded, {factors}"
+
+
+def recorded_choices(
+    counts_ILDE: np.ndarray,
+    by_nodes_ILN: np.ndarray | None,
+    by_devices_ILD: np.ndarray | None,
+    topology: Topology,
+    top_k: int,
+) -> TokenChoices | None:
+    """Compare the nodes and devices of a record's tokens with their estimate from the loads.
+
+    Both belong to the owners of plain expert parallelism.
+
+    Args:
+        counts_ILDE: (token, k) pairs of each source device and expert, integers ``[I, L, D, E]``.
+        by_nodes_ILN: Tokens with experts on 1, 2, … N nodes, integers ``[I, L, N]``, or None.
+        by_devices_ILD: Tokens with experts on 1, 2, … D devices, integers ``[I, L, D]``, or None.
+        topology: Nodes of the job's devices.
+        top_k: Number of experts of each token.
+
+    Returns:
+        The factors by which the record differs from the estimate. None if the record does not know it, or if
+        it knows it for other numbers of nodes or devices than the job has.
+    """
+    if by_nodes_ILN is None or by_devices_ILD is None:
+        return None
+    shape = (by_nodes_ILN.shape[2], by_devices_ILD.shape[2])
+    known_I = np.flatnonzero(by_nodes_ILN.any(axis=(1, 2)))
+    if shape != (topology.num_nodes, topology.num_devices) or not len(known_I):
+        return None
+    known_I = known_I[:: -(-len(known_I) // _COMPARED_ITERATIONS)]
+    num_experts, num_tokens = counts_ILDE.shape[3], counts_ILDE[known_I].sum() / top_k
+    owners = ExpertPlacement.owners_only(even_owners(num_experts, topology.num_devices), topology.num_devices)
+    estimated = np.zeros(2)
+    for counts_DE in counts_ILDE[known_I].reshape(-1, topology.num_devices, num_experts):
+        hops = expected_hops(counts_DE, owners, topology, TokenChoices(top_k))
+        estimated += hops.tokens_DN.sum(), hops.tokens_DD.sum()
+    recorded = np.array([_mean_places(histogram[known_I]) for histogram in (by_nodes_ILN, by_devices_ILD)])
+    node_factor, device_factor = recorded * num_tokens / estimated
+    return TokenChoices(top_k, float(node_factor), float(device_factor))
+
+
+def _mean_places(tokens: np.ndarray) -> float:
+    """Mean of a histogram over 1, 2, … places, which are its last axis."""
+    numbers = np.arange(1, tokens.shape[-1] + 1)
+    return float((tokens * numbers).sum() / tokens.sum())

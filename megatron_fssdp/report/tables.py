@@ -1,0 +1,57 @@
+"""Tables of text, which pages and terminals show."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.table import Table as TerminalTable
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    Attributes:
+        header: Names of the columns.
+        rows: Cells of each row. The first cell is the row's name.
+        prose: Names of the columns that hold words. All columns but the first hold numbers otherwise.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    prose: frozenset[str] = frozenset()
+
+    def columns(self, *wanted: int) -> "Table":
+        """Return a table of some of the columns, by their positions."""
+        rows = tuple(tuple(row[i] for i in wanted) for row in self.rows)
+        return Table(tuple(self.header[i] for i in wanted), rows, self.prose)
+
+
+def terminal_table(
+    table: Table, title: str = "", caption: str = "", whole: Collection[str] = ()
+) -> TerminalTable:
+    """Return a table for the terminal. Cells that are too long for its width continue on the next line.
+
+    Args:
+        table: The table.
+        title: A line above it.
+        caption: Lines below it.
+        whole: Names of the columns whose cells stay on one line.
+    """
+    shown = TerminalTable(
+        title=title or None,
+        caption=caption or None,
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for position, heading in enumerate(table.header):
+        is_left = position == 0 or heading in table.prose
+        justify: Literal["left", "right"] = "left" if is_left else "right"
+        shown.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in whole)
+    for row in table.rows:
+        shown.add_row(*row)
+    return shown

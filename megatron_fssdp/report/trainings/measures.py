@@ -1,0 +1,238 @@
+"""The figures of recorded runs: side by side in a table, as JSON, and pairs of losses.
+
+Shape letters: I iterations.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_fssdp.records.recorded_run import RecordedRun
+from megatron_fssdp.report.colours import TIME_PARTS
+from megatron_fssdp.report.simulations.simulation_report import SimulationReport
+from megatron_fssdp.report.tables import Table
+from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, parts_of, progress_of
+from megatron_fssdp.report.trainings.time_parts import has_layer_parts, mean_parts_s
+from megatron_fssdp.report.units import format_bytes, format_flops
+
+SPEED = "tokens_per_s"
+
+# Dense bf16 TFLOP/s of the tensor cores; that of fp16 is the same on all these GPUs. Data sheets that state
+# it with sparsity state twice as much. The first name that fits counts, so longer names come first.
+GPU_PEAKS = {
+    "H100 PCIe": 756,  # NVIDIA H100 data sheet, 2022, H100 PCIe: 1,513 with sparsity
+    "H100 NVL": 835,  # NVIDIA H100 data sheet, 2024, H100 NVL: 1,671 with sparsity
+    "H100": 989,  # NVIDIA H100 data sheet, 2022, H100 SXM: 1,979 with sparsity
+    "H200": 989,  # NVIDIA H200 data sheet, 2023, H200 SXM: 1,979 with sparsity
+    "A100": 312,  # NVIDIA A100 data sheet, 2021, all forms: 312, 624 with sparsity
+    "L40S": 362,  # NVIDIA L40S data sheet, 2023: 362, 733 with sparsity
+}
+
+
+class Measure(NamedTuple):
+    """One figure of a run.
+
+    Attributes:
+        key: Name in JSON.
+        label: Name in tables, with unit.
+        value: The plain value.
+        text: The value as text.
+    """
+
+    key: str
+    label: str
+    value: Any
+    text: str
+
+
+def comparison_table(
+    runs: Sequence[ShownRun], *, with_losses: bool = True, what_if: SimulationReport | None = None
+) -> Table:
+    """Return all figures of runs side by side.
+
+    Args:
+        runs: The runs. Losses are compared with those of the first.
+        with_losses: Whether losses can be compared.
+        what_if: Results of a simulation of the runs' loads, or None.
+    """
+    obstacle = not_comparable([one.run for one in runs])
+    columns = []
+    for one in runs:
+        found = {measure.label: measure.text for measure in measures_of(one.run, what_if)}
+        if obstacle:
+            found |= {label: "not comparable" for label in found if label.startswith("tokens/s")}
+        columns.append(found)
+    labels = _merged(columns)
+    rows = [(label, *(found.get(label, "–") for found in columns)) for label in labels]
+    if not with_losses:
+        rows = [row for row in rows if not row[0].startswith("loss")]
+    elif len(runs) > 1:
+        differences = [largest_difference(runs[0].run, one.run) for one in runs[1:]]
+        texts = ["no common iteration" if one is None else f"{one:.1e} relative" for one in differences]
+        rows.append(("loss: largest difference", "", *texts))
+    return Table(("", *(one.name for one in runs)), tuple(rows))
+
+
+def _merged(columns: Sequence[dict[str, str]]) -> list[str]:
+    """Return all labels. One that the first run lacks stands where the run that has it shows it."""
+    labels: list[str] = []
+    for column in columns:
+        position = 0
+        for label in column:
+            if label not in labels:
+                labels.insert(position, label)
+            position = labels.index(label) + 1
+    return labels
+
+
+def measures_of(run: RecordedRun, what_if: SimulationReport | None = None) -> list[Measure]:
+    """Return the figures of one run. What it did not record is left out."""
+    found = [
+        Measure("iterations", "iterations", len(run.metrics), progress_of(run).replace(" iterations", "")),
+        *_losses(run),
+        *(_loads(run) if run.layers else ()),
+        *_speeds(run),
+        *_times(run),
+        *_transfers(run),
+    ]
+    parts = parts_of(run)
+    if len(parts) > 1:
+        texts = [f"{p.records[0].iteration}–{p.records[-1].iteration} {p.strategy}" for p in parts]
+        found.insert(1, Measure("parts", "parts", texts, ", ".join(texts)))
+    for row in what_if.rows if what_if is not None else ():
+        if what_if is not None and row.label == run.strategy:
+            seconds = what_if.steady_s(row.outcome)
+            found += [
+                _number("simulated_iteration_s", "simulated: ms of an iteration", seconds, ".4g", 1e3),
+                _number("simulated_speedup", "simulated: speed, × ep", what_if.plain_s / seconds, ".2f"),
+            ]
+    return found
+
+
+def _number(key: str, label: str, value: float, form: str, factor: float = 1.0) -> Measure:
+    return Measure(key, label, value, f"{factor * value:{form}}")
+
+
+def _losses(run: RecordedRun) -> list[Measure]:
+    found = [
+        _number("first_loss", "loss: first", float(run.losses[0]), ".4f"),
+        _number("last_loss", "loss: last", float(run.losses[-1]), ".4f"),
+    ]
+    for data in ("validation", "test"):
+        last = next((one for one in reversed(run.evaluations) if one.data.startswith(data)), None)
+        if last is not None:
+            text = f"{last.loss:.4f} ({last.iteration:,})"
+            found.append(Measure(f"{data}_loss", f"loss: {data} (after iteration)", last.loss, text))
+    return found
+
+
+def _loads(run: RecordedRun) -> list[Measure]:
+    before_IL, load_IL = run.arrays["ep_load_max_over_mean_IL"], run.load_IL
+    found = [
+        _number("ep_load_max_over_mean", "load: under plain EP, mean", float(before_IL.mean()), ".3f"),
+        _number(
+            "load_max_over_mean", "load: mean of all iterations and layers", float(load_IL.mean()), ".3f"
+        ),
+        _number("last_load", "load: last iteration", float(load_IL[-1].mean()), ".3f"),
+        _number("worst_load", "load: worst layer of the run", float(load_IL.max()), ".3f"),
+    ]
+    replicas, most = replicas_of(run)
+    text = f"{replicas:.1f}" if most is None else f"{replicas:.1f} of {most:,} possible"
+    found.append(Measure("replicas_per_layer", "replicas per layer", replicas, text))
+    for key, label in (
+        ("load_similarity", "share of load on the same experts as one iteration before (median)"),
+        ("balance_ratio", "evenness: spread of device loads under plain EP / here (median)"),
+    ):
+        if np.isfinite(values_IL := run.arrays[f"{key}_IL"]).any():
+            found.append(_number(key, label, float(np.nanmedian(values_IL)), ".2f"))
+    return found
+
+
+def replicas_of(run: RecordedRun) -> tuple[float, int | None]:
+    """Return the mean number of replicas of a layer, and the largest possible number if it is known."""
+    mean = float(run.arrays["num_replicas_IL"].mean())
+    return mean, None if run.placements is None else run.placements.most_replicas
+
+
+def _speeds(run: RecordedRun) -> list[Measure]:
+    low, median, high = speed_of(run)
+    text = f"{median:,.0f} ({low:,.0f} to {high:,.0f})"
+    found = [Measure(SPEED, "tokens/s: median (quartiles)", median, text)]
+    session, flops_I = run.session, run.arrays["flops_I"]
+    if session is not None and session.devices and flops_I.any():
+        rates_I = (flops_I / run.arrays["iteration_s_I"])[flops_I > 0]
+        rate = float(np.median(rates_I)) / session.devices
+        peak = next((tflops for name, tflops in GPU_PEAKS.items() if name in session.device), None)
+        if peak is not None and session.precision in ("bf16", "fp16"):  # the peaks of these types alone
+            # Model FLOPs utilization: PaLM (Chowdhery et al., 2022), appendix B.
+            why = f"MFU {rate / (1e12 * peak):.1%} of {peak:,.0f} TFLOP/s in bf16"
+        else:
+            why = session.shared_cores or "unknown peak"
+        text = f"{format_flops(rate)} ({why})"
+        found.append(Measure("flops_per_s_per_device", "compute of a device: median", rate, text))
+    return found
+
+
+def speed_of(run: RecordedRun) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile of tokens per second."""
+    low, median, high = np.quantile(run.arrays["tokens_per_s_I"], (0.25, 0.5, 0.75))
+    return float(low), float(median), float(high)
+
+
+def _times(run: RecordedRun) -> list[Measure]:
+    if not has_layer_parts(run):
+        return []
+    return [
+        _number(
+            f"{part.replace(' ', '_').replace('-', '_')}_s",
+            f"ms of an iteration: {TIME_PARTS[part].name}",
+            seconds,
+            ".4g",
+            1e3,
+        )
+        for part, seconds in mean_parts_s(run).items()
+        if seconds
+    ]
+
+
+def _transfers(run: RecordedRun) -> list[Measure]:
+    found = []
+    for key, words in (("spag", "weights (spAG)"), ("sprs", "gradients (spRS)")):
+        moved, busy_s = run.total(f"{key}_bytes"), run.total(f"{key}_s")
+        found.append(Measure(f"{key}_bytes", f"bytes moved: {words}", moved, format_bytes(moved)))
+        if busy_s:
+            hidden = 1 - run.total(f"{key}_exposed_s") / busy_s
+            found.append(_number(f"{key}_hidden_share", f"hidden under compute: {words}", hidden, ".0%"))
+    if crossed := int(run.total("cross_node_tokens")):
+        label = "tokens sent to other nodes (also declared ones)"
+        found.append(Measure("cross_node_tokens", label, crossed, f"{crossed:,}"))
+    if times := int((run.arrays["resharded_experts_I"] > 0).sum()):
+        experts, moved, seconds = (
+            float(run.arrays[f"{name}_I"].sum())
+            for name in ("resharded_experts", "reshard_bytes", "reshard_s")
+        )
+        text = f"{times}: {experts:,.0f} experts, {format_bytes(moved)}, {seconds:.2f} s"
+        found.append(Measure("reshards", "re-shards: moved experts, bytes, seconds", times, text))
+    return found
+
+
+def loss_differences(
+    first: RecordedRun, second: RecordedRun
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Compare the losses a and b of two runs.
+
+    Returns:
+        The numbers of the iterations that both runs have, int64 ``[I]``, and the relative difference
+        ``|a - b| / |a|`` of the losses in these iterations, float64 ``[I]``.
+    """
+    common, at_first, at_second = np.intersect1d(first.iterations, second.iterations, return_indices=True)
+    one, other = first.losses[at_first], second.losses[at_second]
+    return common, np.abs(one - other) / np.maximum(np.abs(one), np.finfo(np.float64).tiny)
+
+
+def largest_difference(first: RecordedRun, second: RecordedRun) -> float | None:
+    """Return the largest relative difference of two runs' losses, or None without a common iteration."""
+    _, difference_I = loss_differences(first, second)
+    return float(np.max(difference_I)) if len(difference_I) else None

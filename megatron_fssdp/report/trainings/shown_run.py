@@ -1,0 +1,101 @@
+"""A recorded run on a page: its name, its colour, how far it is, and the parts of its training."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fssdp.records.metrics import IterationMetrics
+from megatron_fssdp.records.metrics_file import METRICS_FILE
+from megatron_fssdp.records.recorded_run import RecordedRun, load
+from megatron_fssdp.report.colours import distinct_colours
+
+_STILL_RUNNING_S = 120.0
+"""A run whose last record is younger counts as still training: most iterations take less than two minutes."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShownRun:
+    """One run on a page.
+
+    Attributes:
+        name: Name of the run on the page.
+        colour: Colour of the run's lines and bars.
+        run: Records of the run.
+    """
+
+    name: str
+    colour: str
+    run: RecordedRun
+
+
+def shown_runs(paths: Sequence[Path], names: Sequence[str] = ()) -> list[ShownRun]:
+    """Read runs for one page.
+
+    Args:
+        paths: Folders of the runs.
+        names: Names of the runs. Default: the strategies, the folders' names or the whole paths, the first of
+            these that differ.
+
+    Raises:
+        ConfigurationError: A folder has no records, or damaged records.
+    """
+    runs = [load(path) for path in paths]
+    strategies = [run.strategy for run in runs]
+    choices = (strategies, [path.resolve().name for path in paths], [str(path) for path in paths])
+    default = next((choice for choice in choices if len(set(choice)) == len(runs)), choices[-1])
+    colours = distinct_colours(strategies)
+    return [ShownRun(*one) for one in zip(names or default, colours, runs, strict=True)]
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """Consecutive iterations that one start of the training ran.
+
+    Attributes:
+        strategy: Name of the strategy.
+        records: Metrics of at least one iteration, in order.
+    """
+
+    strategy: str
+    records: tuple[IterationMetrics, ...]
+
+
+def parts_of(run: RecordedRun) -> list[RunPart]:
+    """Return the parts of a run in order. A run that was never resumed has one part."""
+    starts = [i for i, record in enumerate(run.metrics) if record.session is not None]
+    parts = []
+    for begin, end in itertools.pairwise([0, *(i for i in starts if i > 0), len(run.metrics)]):
+        session = run.metrics[begin].session
+        strategy = run.strategy if session is None else session.strategy
+        parts.append(RunPart(strategy, run.metrics[begin:end]))
+    return parts
+
+
+def progress_of(run: RecordedRun) -> str:
+    """Return how much of a run is recorded, such as ``5 of 400 iterations, interrupted``."""
+    first, last, count = int(run.iterations[0]), int(run.iterations[-1]), len(run.iterations)
+    asked = run.asked_iterations
+    words = counted(count, "iteration")
+    if asked is not None and last < asked:
+        age_s = time.time() - (run.path / METRICS_FILE).stat().st_mtime
+        state = "so far" if age_s < _STILL_RUNNING_S else "interrupted"
+        words = f"{count:,} of {asked - first + 1:,} iterations, {state}"
+    if first > 1:
+        words += f", from iteration {first:,} on"
+    if missing := last - first + 1 - count:
+        words += f", {missing:,} missing between them"
+    return words
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things as text, such as ``2 layers``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def not_comparable(runs: Sequence[RecordedRun]) -> str:
+    """Return a clause on why the speed of runs must not be compared. Empty if it may be."""
+    sessions = [record.session for run in runs for record in run.metrics if record.session is not None]
+    shared = next((session.shared_cores for session in sessions if session.shared_cores), "")
+    return f"speed is not comparable here: {shared}" if shared else ""

@@ -1,0 +1,43 @@
+"""Numbers as text, in the unit in which they are at least 1."""
+
+Units = tuple[tuple[float, str], ...]
+"""Size and name of each unit, the largest first."""
+
+TRAFFIC: Units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+"""Bytes that travel, in decimal units, as links are specified."""
+
+MEMORY: Units = ((2.0**30, "GiB"), (2.0**20, "MiB"))
+SECONDS: Units = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+FLOPS: Units = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1, "FLOP/s"))
+
+
+def unit_of(value: float, units: Units) -> tuple[float, str]:
+    """Return the largest unit in which a value is at least 1, or the smallest unit."""
+    return next((unit for unit in units if abs(value) >= unit[0]), units[-1])
+
+
+def in_units(value: float, units: Units) -> str:
+    """Return a value as text with three digits and its unit."""
+    size, word = unit_of(value, units)
+    number = value / size
+    return f"{number:,.0f} {word}" if abs(number) >= 100 else f"{number:.3g} {word}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return bytes that travel as text."""
+    return in_units(num_bytes, TRAFFIC)
+
+
+def format_memory(num_bytes: float) -> str:
+    """Return bytes of memory as text."""
+    return in_units(num_bytes, MEMORY)
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds as text; no seconds are ``0 ms``."""
+    return in_units(seconds, SECONDS) if seconds else "0 ms"
+
+
+def format_flops(flops_per_s: float) -> str:
+    """Return floating-point operations per second as text."""
+    return in_units(flops_per_s, FLOPS)

@@ -1,1 +1,0 @@
-"""What every HTML page is made of: its frame, sections, figures and style."""

@@ -1,0 +1,164 @@
+"""A run's array files are read as they were written; other content is refused with one clear line."""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.records.loads import LOADS_FILE, LoadsWriter, read_loads
+from megatron_fssdp.records.placements import PLACEMENTS_FILE, PlacementsWriter, read_placements
+
+from .row_files import rows_in, save_rows
+
+LAYERS = [1, 3]
+NUM_EXPERTS, NUM_DEVICES = 5, 11  # 11 devices do not fill a whole number of bytes
+
+
+def counts(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, (2, NUM_DEVICES, NUM_EXPERTS))
+
+
+def write_loads(folder: Path) -> Path:
+    with closing(LoadsWriter(folder, LAYERS)) as writer:
+        for iteration in (1, 2):
+            writer.append(iteration, counts(iteration), np.full((2, 2), 7), np.full((2, 3), 7))
+    return folder / LOADS_FILE
+
+
+def placed(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    owned_LED = rng.integers(0, NUM_DEVICES, (2, NUM_EXPERTS))[:, :, None] == np.arange(NUM_DEVICES)
+    present_LED = owned_LED | (rng.random(owned_LED.shape) < 0.3)
+    return (owned_LED, present_LED, *rng.integers(0, 1000, (2, 2, NUM_DEVICES)))
+
+
+def write_placements(folder: Path) -> Path:
+    with closing(PlacementsWriter(folder, LAYERS)) as writer:
+        for iteration in (1, 2):
+            writer.append(iteration, *placed(iteration))
+    return folder / PLACEMENTS_FILE
+
+
+# Each record: what writes it, what reads it, and what opens it again for a resumed run.
+RECORDS: dict[str, tuple[Callable, Callable, Callable]] = {
+    "loads": (write_loads, read_loads, LoadsWriter),
+    "placements": (write_placements, read_placements, PlacementsWriter),
+}
+
+
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
+    write_loads(tmp_path)
+    write_placements(tmp_path)
+    with (
+        closing(LoadsWriter(tmp_path, LAYERS)) as loads,
+        closing(PlacementsWriter(tmp_path, LAYERS)) as placements,
+    ):
+        for iteration, seed in ((2, 22), (3, 3)):
+            loads.append(iteration, counts(seed), np.full((2, 2), 7), np.full((2, 3), 7))
+            placements.append(iteration, *placed(seed))
+        found, shown = read_loads(tmp_path), read_placements(tmp_path)  # while the run continues
+    assert found.iterations.tolist() == shown.iterations.tolist() == [1, 2, 3]
+    for i, seed in enumerate((1, 22, 3)):
+        np.testing.assert_array_equal(found.counts_ILDE[i], counts(seed))
+        for name, wanted in zip(vars(shown), placed(seed), strict=False):
+            np.testing.assert_array_equal(getattr(shown, name)[i], wanted)
+    assert shown.most_replicas == NUM_EXPERTS * NUM_DEVICES - NUM_EXPERTS
+    with pytest.raises(ConfigurationError, match="choose another output folder"):
+        LoadsWriter(tmp_path, [1, 2])
+
+
+def test_histograms_continue_a_file_without_them(tmp_path: Path) -> None:
+    with closing(LoadsWriter(tmp_path, LAYERS)) as writer:
+        writer.append(1, counts(1))
+    assert read_loads(tmp_path).by_nodes_ILN is None
+    by_nodes = np.arange(4).reshape(2, 2)
+    with closing(LoadsWriter(tmp_path, LAYERS)) as resumed:
+        resumed.append(2, counts(2), by_nodes, by_nodes)
+        with pytest.raises(ValueError, match="wanted"):
+            resumed.append(3, counts(1)[0])
+    np.testing.assert_array_equal(read_loads(tmp_path).by_nodes_ILN, [0 * by_nodes, by_nodes])
+
+
+def test_iterations_are_sliced_in_every_array(tmp_path: Path) -> None:
+    write_loads(tmp_path)
+    loads = read_loads(tmp_path)
+    last = loads.of_iterations(slice(-1, None))
+    for field in dataclasses.fields(loads):
+        whole, part = getattr(loads, field.name), getattr(last, field.name)
+        np.testing.assert_array_equal(part, whole if field.name == "layers" else whole[1:])
+
+
+CHANGES: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
+    "counts_ILDE, tokens_ILD .* dimensions": lambda rows: rows.update(
+        {name: array[:, None] for name, array in rows.items() if name in ("counts_ILDE", "tokens_ILD")}
+    ),
+    "data type float64": lambda rows: rows.update(iterations=rows["iterations"] * 1.0),
+    "data type uint64": lambda rows: rows.update(iterations=rows["iterations"].astype(np.uint64)),
+    "got no array layers": lambda rows: rows.pop("layers"),
+    "iterations are negative or not ascending": lambda rows: rows.update(iterations=np.array([2, 1])),
+    "layers are negative or not ascending": lambda rows: rows.update(layers=np.array([[3, 1]] * 2)),
+    "layers differ between iterations": lambda rows: rows.update(layers=np.array([[1, 3], [1, 4]])),
+    "negative numbers": lambda rows: rows.update(
+        {name: -array for name, array in rows.items() if name in ("counts_ILDE", "tokens_ILD")}
+    ),
+}
+
+
+def assert_refused(record: str, file: Path, words: str | None = None) -> None:
+    """The reader and the writer of a resumed run must both refuse the file."""
+    _, read, open_writer = RECORDS[record]
+    for refuse in (lambda: read(file.parent), lambda: open_writer(file.parent, LAYERS)):
+        with pytest.raises(ConfigurationError, match=words) as caught:
+            refuse()
+        message = str(caught.value)
+        assert message.startswith(f"{file}: damaged, incomplete or not a record of a run (")
+        assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("words", CHANGES)
+def test_changed_rows_are_refused(tmp_path: Path, record: str, words: str) -> None:
+    file = RECORDS[record][0](tmp_path)
+    content = rows_in(file)
+    CHANGES[words](content)
+    save_rows(file, **content)
+    assert_refused(record, file, words.partition(" .*")[2] or words)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_other_kinds_of_files_are_refused(tmp_path: Path, record: str) -> None:
+    file = RECORDS[record][0](tmp_path)
+    content = file.read_bytes()
+    for kept in (0, 1, 30, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:kept])
+        assert_refused(record, file)
+    np.save(file, np.arange(8))
+    assert_refused(record, file, "the file has no rows of named arrays")
+    np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    assert_refused(record, file)
+    file.unlink()
+    with pytest.raises(ConfigurationError, match="no such file"):
+        RECORDS[record][1](tmp_path)
+
+
+def test_placements_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    file = write_placements(tmp_path)
+    content = rows_in(file)
+    save_rows(file, **{**content, "owned_bits": np.concatenate([content["owned_bits"]] * 2, axis=-1)})
+    assert_refused("placements", file, "owned_bits has 4 bytes for 11 devices")
+    save_rows(file, **{**content, "present_bits": 0 * content["present_bits"]})
+    assert_refused("placements", file, "not present on its owner")
+
+
+def test_smaller_integers_and_further_arrays_are_accepted(tmp_path: Path) -> None:
+    file = write_loads(tmp_path)
+    expected = read_loads(tmp_path)
+    smaller = {name: array.astype(np.uint16) for name, array in rows_in(file).items()}
+    save_rows(file, **{**smaller, "other": np.array(["text"] * 2)})
+    for name, array in vars(read_loads(tmp_path)).items():
+        np.testing.assert_array_equal(array, getattr(expected, name))
+        assert array.dtype == getattr(expected, name).dtype

@@ -1,0 +1,158 @@
+"""An array file survives a kill at any moment, can be read while it grows, and costs only its new rows."""
+
+import multiprocessing
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.records.array_files import ArrayFormat, read_arrays
+from megatron_fssdp.records.growing_arrays import GrowingArrays
+
+LAYERS = np.array([2, 5])
+FORMATS = {"values": ArrayFormat(np.int64, 3)}
+
+
+def values(iteration: int, num_numbers: int = 3) -> np.ndarray:
+    """Numbers that only this iteration has, and that show a row mixed from two iterations."""
+    return np.full((len(LAYERS), num_numbers), iteration, np.int64)
+
+
+def opened(path: Path) -> GrowingArrays:
+    """A writer that continues what is there."""
+    return GrowingArrays(path, LAYERS, read_arrays(path, FORMATS) if path.exists() else None)
+
+
+def checked(path: Path) -> list[int]:
+    """Read the file; every row must be whole. Return the iterations."""
+    found = read_arrays(path, FORMATS)
+    assert np.array_equal(found["layers"], LAYERS)
+    wanted = np.broadcast_to(found["iterations"][:, None, None], found["values"].shape)
+    assert (found["values"] == wanted).all()
+    return found["iterations"].tolist()
+
+
+def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "values.npy"
+    with closing(opened(path)) as writer:
+        for iteration in range(1, 12):  # the number of rows gets a second digit
+            writer.append(iteration, {"values": values(iteration)})
+            assert checked(path) == list(range(1, iteration + 1))
+    rows = np.load(path)
+    assert rows["values"].shape == (11, 2, 3)
+    assert rows["iterations"].tolist() == list(range(1, 12))
+    assert [file.name for file in path.parent.iterdir()] == ["values.npy"]
+
+
+class Disk:
+    """A file that counts what is written, and can be full."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.written, self.is_full = file, [], False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.file, name)
+
+    def write(self, content: bytes) -> int:
+        if self.is_full:
+            self.file.write(content[:5])
+            raise OSError(28, "No space left on device")
+        self.written.append(len(content))
+        return self.file.write(content)
+
+
+def test_an_iteration_writes_its_own_bytes_and_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "values.npy"
+    with closing(opened(path)) as writer:
+        writer.append(1, {"values": values(1, 1000)})
+        assert writer._file is not None
+        writer._file = disk = Disk(writer._file)
+        for iteration in range(2, 30):
+            writer.append(iteration, {"values": values(iteration, 1000)})
+        disk.is_full = True
+        with pytest.raises(ConfigurationError, match="cannot be written \\(No space left on device\\)"):
+            writer.append(30, {"values": values(30, 1000)})
+        assert checked(path) == list(range(1, 30))
+        disk.is_full = False
+        writer.append(30, {"values": values(30, 1000)})
+    assert checked(path) == list(range(1, 31))
+    assert disk.written == [np.load(path).dtype.itemsize] * 29
+
+
+@pytest.mark.parametrize("again_from", [1, 2, 3, 4, 5])
+def test_a_repeated_iteration_replaces_itself_and_all_later_ones(tmp_path: Path, again_from: int) -> None:
+    kept = list(range(1, again_from))
+    for name, is_resumed in (("resumed.npy", True), ("same.npy", False)):
+        path = tmp_path / name
+        writer = opened(path)
+        for iteration in (1, 2, 3, 4):
+            writer.append(iteration, {"values": values(iteration)})
+        if is_resumed:
+            writer.close()
+            writer = opened(path)
+        writer.append(again_from, {"values": values(again_from)})
+        assert checked(path) == [*kept, again_from]
+        writer.append(9, {"values": values(9)})
+        writer.close()
+        assert checked(path) == [*kept, again_from, 9]
+
+
+def test_a_half_written_row_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "values.npy"
+    with closing(opened(path)) as writer:
+        for iteration in (1, 2):
+            writer.append(iteration, {"values": values(iteration)})
+    row_bytes = np.load(path).dtype.itemsize
+    for num_bytes in (1, row_bytes - 1, row_bytes, 3 * row_bytes):  # the header does not count them
+        with path.open("ab") as file:
+            file.write(b"\xff" * num_bytes)
+        assert checked(path) == [1, 2]
+    with closing(opened(path)) as writer:
+        writer.append(3, {"values": values(3)})
+    assert checked(path) == [1, 2, 3]
+
+
+def _append_many(path: Path, first: int) -> None:
+    writer = opened(path)
+    for iteration in range(first, first + 200):  # a test that fails must not fill the disk
+        writer.append(iteration, {"values": values(iteration, 6_000)})  # rows of many pages
+        time.sleep(0.0005)  # without it, the file grows faster than it can be read
+
+
+def test_a_killed_run_keeps_all_complete_iterations(tmp_path: Path) -> None:
+    """Kill a writer at any moment, again and again, and read its file while it writes."""
+    path = tmp_path / "values.npy"
+    last = 0
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        writer = multiprocessing.get_context("fork").Process(target=_append_many, args=(path, last + 1))
+        writer.start()
+        try:
+            while not path.exists() or checked(path)[-1] < last + 3:  # reads beside the writer
+                assert writer.is_alive()
+            time.sleep(rng.uniform(0.0, 0.005))
+            seen = checked(path)[-1]
+        finally:
+            writer.kill()
+            writer.join()
+        found = checked(path)
+        assert found == list(range(1, len(found) + 1))
+        assert found[-1] >= seen
+        last = found[-1]
+
+
+def test_other_layers_names_and_shapes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "values.npy"
+    with closing(opened(path)) as writer:
+        writer.append(1, {"values": values(1)})
+        with pytest.raises(ConfigurationError, match=r"holds values of shape \(2, 3\), but .* \(2, 4\)"):
+            writer.append(2, {"values": values(2, 4)})
+        with pytest.raises(ConfigurationError, match="does not record it; choose another output folder"):
+            writer.append(2, {"others": values(2)})
+        assert checked(path) == [1]
+    with pytest.raises(ConfigurationError, match=r"holds layers \[2, 5\], but this run records \[2\]"):
+        GrowingArrays(path, LAYERS[:1], read_arrays(path, FORMATS))

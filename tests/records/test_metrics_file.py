@@ -1,0 +1,82 @@
+"""Lines of metrics and evaluations: what a killed and resumed run leaves is read as one run."""
+
+import dataclasses
+import json
+import math
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.records.evaluations import Evaluation, append_evaluation, read_evaluations
+from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
+from megatron_fssdp.records.metrics_file import MetricsWriter, parse_metrics_line, read_metrics
+
+
+def record(iteration: int, loss: float = 3.5) -> IterationMetrics:
+    layer = LayerMetrics(1, 2.0, 1.1, 3, 4, 5, 6, 0.5, 0.25, 0.75, 0.125)
+    return IterationMetrics(iteration, loss, 0.5, 0.1, 1e3, (layer,), 7, 8, 0.0625)
+
+
+def test_after_a_kill_and_a_resume_the_last_line_of_an_iteration_counts(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "run")
+    for iteration in (1, 2, 3):
+        writer.append(record(iteration))
+    assert read_metrics(tmp_path / "run") == [record(1), record(2), record(3)]  # at once
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "lm_')  # killed while writing
+    assert len(read_metrics(tmp_path / "run")) == 3
+    with closing(MetricsWriter(tmp_path / "run")) as writer:
+        writer.append(record(2, loss=9.0))
+        writer.append(record(3, loss=math.nan))
+    first, second, third = read_metrics(tmp_path / "run")
+    assert (first, second, third.iteration) == (record(1), record(2, loss=9.0), 3)
+    assert math.isnan(third.lm_loss)
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_keys_of_other_versions_are_ignored_or_zero() -> None:
+    old = dataclasses.asdict(record(1)) | {"new": 1}
+    for key in ("resharded_experts", "reshard_s"):
+        del old[key]
+    del old["layers"][0]["spag_s"]
+    read = parse_metrics_line(json.dumps(old))
+    assert (read.resharded_experts, read.reshard_s, read.layers[0].spag_s) == (0, 0, 0)
+    del old["layers"][0]["spag_bytes"]
+    with pytest.raises(ValueError, match="spag_bytes"):
+        parse_metrics_line(json.dumps(old))
+
+
+@pytest.mark.parametrize("line", ["{", "3", '{"iteration": 1}', '{"iteration": 1, "layers": [3]}'])
+def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
+    with closing(MetricsWriter(tmp_path)) as writer:
+        writer.append(record(1))
+    append_evaluation(tmp_path, Evaluation(2, "validation", {"lm loss": 5.0}))
+    for name, read in (("metrics", read_metrics), ("evaluations", read_evaluations)):
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
+            file.write(line + "\n")
+        with pytest.raises(ConfigurationError, match=rf"{name}\.jsonl: line 2 is damaged or incomplete"):
+            read(tmp_path)
+
+
+def test_missing_and_impossible_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no such file"):
+        read_metrics(tmp_path)
+    assert read_evaluations(tmp_path) == ()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="record_dir"):
+        MetricsWriter(tmp_path / "file" / "run")
+
+
+def test_a_resumed_run_replaces_the_evaluations_that_it_repeats(tmp_path: Path) -> None:
+    for iteration, data in ((2, "validation"), (4, "validation"), (4, "test"), (6, "validation")):
+        append_evaluation(tmp_path, Evaluation(iteration, data, {"lm loss": float(iteration)}))
+    append_evaluation(tmp_path, Evaluation(4, "validation", {"lm loss": math.nan, "sop loss": 1.0}))
+    found = read_evaluations(tmp_path)
+    assert [(one.iteration, one.data) for one in found] == [
+        (2, "validation"),
+        (4, "test"),
+        (4, "validation"),
+    ]
+    assert math.isnan(found[-1].loss)

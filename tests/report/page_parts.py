@@ -1,0 +1,73 @@
+"""Parses a page without using the code that made it."""
+
+import base64
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+
+VOID = {"meta", "link", "input", "br", "img", "hr"}
+
+
+class PageParts(HTMLParser):
+    """The parts of a page that tests compare.
+
+    Attributes:
+        anchors: Anchors of the sections.
+        addresses: All addresses that elements refer to.
+        figures: Figures of each section, as they are given to plotly.
+        texts: Words of each section.
+        summary: The sentence at the top of the page.
+    """
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.anchors: list[str] = []
+        self.addresses: list[str] = []
+        self.styles: list[str] = []
+        self.texts: dict[str, str] = {}
+        self.summary = ""
+        self._places: list[str] = []
+        self._data = ""
+        self._open: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+        self.close()
+        assert not self._open, f"not closed: {self._open}"
+        self.figures: dict[str, list[dict[str, Any]]] = {}
+        for anchor, figure in zip(self._places, json.loads(self._data), strict=True):
+            self.figures.setdefault(anchor, []).append(figure)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        if tag == "section":
+            self.anchors.append(found["id"] or "")
+        if found.get("class") == "figure":
+            assert found["id"] == f"figure-{len(self._places)}"
+            self._places.append(self.anchors[-1])
+        if tag not in VOID:
+            self._open.append((tag, found))
+
+    def handle_endtag(self, tag: str) -> None:
+        opened, _ = self._open.pop()
+        assert opened == tag, f"<{opened}> ended by </{tag}>"
+
+    def handle_data(self, data: str) -> None:
+        tag, attributes = self._open[-1] if self._open else ("", {})
+        if tag == "style":
+            self.styles.append(data)
+        elif attributes.get("id") == "figures-data":
+            self._data = data
+        elif attributes.get("class") == "summary":
+            self.summary = data
+        elif tag != "script" and "section" in [opened for opened, _ in self._open]:
+            self.texts[self.anchors[-1]] = self.texts.get(self.anchors[-1], "") + data
+
+
+def unpacked(data: Any) -> np.ndarray:
+    """An array as plotly.js reads it."""
+    if isinstance(data, list):
+        return np.asarray(data)
+    array = np.frombuffer(base64.b64decode(data["bdata"]), dtype="<" + data["dtype"])
+    return array.reshape([int(size) for size in data.get("shape", str(array.size)).split(",")])

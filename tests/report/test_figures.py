@@ -1,0 +1,84 @@
+"""Bins, units, colours and traces, which all pages share."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.report.chrome_trace import TraceSpan, write_chrome_trace
+from megatron_fssdp.report.colours import TIME_PARTS, distinct_colours, strategy_colours
+from megatron_fssdp.report.figures import bin_words, binned
+from megatron_fssdp.report.units import format_bytes, format_flops, format_memory, format_seconds
+from megatron_fssdp.simulation.lanes import PARTS
+
+
+@given(st.integers(1, 400), st.integers(1, 60), st.integers(0, 1000))
+def test_bins_fit_the_available_room_and_keep_the_mean(count: int, most: int, start: int) -> None:
+    values = np.random.default_rng(count).random((count, 2))
+    middles, means = binned(np.arange(start, start + count), values, most)
+    assert len(middles) == len(means) <= most
+    sizes = np.full(len(means), -(-count // most))
+    sizes[-1] = count - sizes[:-1].sum()
+    np.testing.assert_allclose((means * sizes[:, None]).sum(axis=0), values.sum(axis=0), rtol=1e-5)
+    assert (np.diff(middles) > 0).all()
+    assert bool(bin_words(count, most)) == (count > most)
+
+
+def test_unknown_values_are_left_out_of_the_mean() -> None:
+    _, means = binned(np.arange(6), np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan]), 3)
+    np.testing.assert_array_equal(means, [1.0, 4.0, np.nan])
+
+
+def test_numbers_have_the_unit_in_which_they_are_at_least_one() -> None:
+    assert [format_bytes(n) for n in (0, 999, 1000, 2.5e6, 4e15)] == [
+        *("0 B", "999 B", "1 kB", "2.5 MB", "4,000 TB")
+    ]
+    assert [format_flops(n) for n in (1.51e8, 2e14)] == ["151 MFLOP/s", "200 TFLOP/s"]
+    assert [format_seconds(n) for n in (0, 3.86e-5, 0.0088, 2)] == ["0 ms", "38.6 µs", "8.8 ms", "2 s"]
+    assert [format_memory(n) for n in (2**20, 3 * 2**30)] == ["1 MiB", "3 GiB"]
+
+
+def test_every_strategy_and_part_of_time_has_a_colour_of_its_own() -> None:
+    colours = strategy_colours()
+    assert set(colours) == set(STRATEGIES)
+    assert len(set(colours.values())) == len(colours)
+    found = distinct_colours(["mine", "ep", "fssdp", "ep", "other"])
+    assert found[1:3] == [STRATEGIES["ep"].colour, STRATEGIES["fssdp"].colour]
+    assert len(set(found)) == 5
+    assert len(distinct_colours(["ep"] * 30)) == 30
+    assert set(PARTS) <= set(TIME_PARTS)
+    assert len({part.name for part in TIME_PARTS.values()}) == len(TIME_PARTS)
+    assert len({part.colour for part in TIME_PARTS.values()}) == len(TIME_PARTS)
+
+
+def test_spans_become_rows_of_their_ranks(tmp_path: Path) -> None:
+    spans = [
+        TraceSpan(1, "compute", "layer 1 forward", 10.5, 11.0),
+        TraceSpan(0, "transfers", "spAG layer 1", 10.25, 10.5),
+        TraceSpan(0, "compute", "iteration", 10.25, 12.0),
+    ]
+    write_chrome_trace(tmp_path / "trace.json", spans)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
+    assert rows == {(rank, row): name for rank in (0, 1) for row, name in enumerate(("compute", "transfers"))}
+    found = [
+        (event["name"], event["pid"], rows[event["pid"], event["tid"]], event["ts"], event["dur"])
+        for event in events
+        if event["ph"] == "X"
+    ]
+    # Spans are ordered by begin, the longer one first, because a viewer nests the second in the first.
+    assert found == [
+        ("iteration", 0, "compute", 0, 1_750_000),
+        ("spAG layer 1", 0, "transfers", 0, 250_000),
+        ("layer 1 forward", 1, "compute", 250_000, 500_000),
+    ]
+    with pytest.raises(ValueError, match=r"span wait of rank 2: got the end 1\.0 s"):
+        TraceSpan(2, "waits", "wait", 2.0, 1.0)

@@ -1,0 +1,185 @@
+"""Figures of runs: parts of time, speeds, interruptions, and the headline's waits and replicas."""
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.records import RecordedRun, load
+from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
+from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsWriter
+from megatron_fssdp.report.tables import Table
+from megatron_fssdp.report.trainings.headline import headline_of
+from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
+from megatron_fssdp.report.trainings.run_sections import parts_section
+from megatron_fssdp.report.trainings.shown_run import parts_of, progress_of, shown_runs
+from megatron_fssdp.report.trainings.time_parts import layer_parts, mean_parts_s, time_parts
+
+from .made_runs import write_made_run
+
+
+def recorded(folder: Path, *records: IterationMetrics) -> RecordedRun:
+    with closing(MetricsWriter(folder)) as writer:
+        for record in records:
+            writer.append(record)
+    return load(folder)
+
+
+def iteration(
+    number: int, passes_s: float, parts: PassMetrics | None = None, count: int = 1
+) -> IterationMetrics:
+    layers = tuple(
+        LayerMetrics(n + 1, 2.0, 1.5, 0, 0, 0, 0, spag_exposed_s=0.5, forward=parts, backward=parts)
+        for n in range(count)
+    )
+    return IterationMetrics(number, 5.0, None, 10.0, 1.0, layers, reshard_s=1.0, passes_s=passes_s)
+
+
+def test_parts_are_those_of_the_slowest_experts_and_add_up(tmp_path: Path) -> None:
+    # Experts take 1 s on the mean rank and 1.5 s on the slowest, for which the combine waits 0.5 s.
+    parts = PassMetrics(other_s=0.25, dispatch_s=0.5, experts_s=1.0, combine_s=0.75, experts_slowest_s=1.5)
+    run = recorded(tmp_path, iteration(1, 8.0, parts), iteration(2, 8.0), iteration(3, 0.0))
+    found = time_parts(run)
+    np.testing.assert_allclose(sum(found.values()), 10.0)
+    wanted = {
+        "passes": [0, 7.5, 0],
+        "outside": [8 - 5.5, 0, 0],
+        "other compute": [0.5, 0, 0],
+        "experts": [3, 0, 0],
+        "all-to-all": [1.5, 0, 0],
+        "waiting for spAG": [0.5, 0.5, 0.5],
+        "rest": [1, 1, 8.5],
+    }
+    for part, seconds in wanted.items():
+        np.testing.assert_allclose(found[part], seconds, err_msg=part)
+    assert layer_parts(recorded(tmp_path / "one", iteration(1, 8.0, parts)), "forward")["combine"] == [0.75]
+    assert mean_parts_s(run)["passes"] == 3.75
+
+
+def test_layers_of_pipeline_stages_that_work_at_the_same_time_share_the_passes(tmp_path: Path) -> None:
+    parts = PassMetrics(1.0, 1.0, 1.0, 1.0, 1.0)
+    found = time_parts(recorded(tmp_path, iteration(1, 8.5, parts, count=2)))
+    np.testing.assert_allclose(found["experts"], 4 * 8.5 / 17)
+    np.testing.assert_allclose(sum(found.values()), 10.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "cores", "flops", "text"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 0, 3.2e15, "200 TFLOP/s (MFU 20.2% of 989 TFLOP/s in bf16)"),
+        ("NVIDIA H100 PCIe", "fp16", 0, 3.2e15, "200 TFLOP/s (MFU 26.5% of 756 TFLOP/s in bf16)"),
+        ("NVIDIA H100 80GB HBM3", "fp32", 0, 3.2e15, "200 TFLOP/s (unknown peak)"),
+        ("", "fp32", 2, 2.4e9, "150 MFLOP/s (4 ranks share 2 cores)"),
+    ],
+)
+def test_operations_per_second_are_of_one_device(
+    device: str, precision: str, cores: int, flops: float, text: str, tmp_path: Path
+) -> None:
+    session = RunSession("fssdp", 2, 4, cores, devices=8, device=device, precision=precision)
+    run = recorded(tmp_path, IterationMetrics(1, 5.0, None, 2.0, 1.0, flops=flops, session=session))
+    assert {one.key: one.text for one in measures_of(run)}["flops_per_s_per_device"] == text
+
+
+def write(folder: Path, numbers: range, session: RunSession | None, load_ratio: float = 2.0) -> Path:
+    """Write iterations as one start of a training does. The speed of iteration n is n tokens per second."""
+    with closing(MetricsWriter(folder)) as writer:
+        for i, number in enumerate(numbers):
+            layers = (LayerMetrics(1, 2.0, load_ratio, 0, 0, 0, 0),)
+            start = session if i == 0 else None
+            writer.append(IterationMetrics(number, 2.0, None, 1.0, float(number), layers, session=start))
+    os.utime(folder / METRICS_FILE, (0, 0))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("numbers", "asked", "words"),
+    [
+        ([range(1, 61)], 60, "60 iterations"),
+        ([range(1, 6)], 400, "5 of 400 iterations, interrupted"),
+        ([range(1, 4), range(3, 11)], 10, "10 iterations"),
+        ([range(1, 4), range(6, 11)], 10, "8 iterations, 2 missing between them"),
+        ([range(101, 111)], 110, "10 iterations, from iteration 101 on"),
+        ([range(1, 2)], 1, "1 iteration"),
+    ],
+)
+def test_the_iterations_of_a_run_are_counted(
+    numbers: list[range], asked: int, words: str, tmp_path: Path
+) -> None:
+    for part in numbers:
+        write(tmp_path, part, RunSession("ep", asked))
+    assert progress_of(load(tmp_path)) == words
+    os.utime(tmp_path / METRICS_FILE)  # a run that still trains is not called interrupted
+    assert progress_of(load(tmp_path)) == words.replace("interrupted", "so far")
+
+
+def test_a_resumed_run_has_parts(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 6), RunSession("ep", 10))
+    write(tmp_path, range(4, 11), RunSession("fssdp", 10), load_ratio=1.0)
+    runs = shown_runs([tmp_path])
+    assert runs[0].run.strategy == "fssdp"  # there is no config.yaml, so the last start names it
+    assert [part.strategy for part in parts_of(runs[0].run)] == ["ep", "fssdp"]
+    section = parts_section(runs)
+    assert section is not None
+    table = section.parts[0]
+    assert isinstance(table, Table)
+    assert [row[1:] for row in table.rows] == [
+        ("ep", "2.0000 → 2.0000", "2.00"),
+        ("fssdp", "2.0000 → 2.0000", "1.00"),
+    ]
+    rows = dict(comparison_table(runs).rows)
+    assert rows["parts"] == "1–3 ep, 4–10 fssdp"
+
+
+@pytest.mark.parametrize("cores", [0, 2, 4])
+def test_only_ranks_with_cores_of_their_own_have_a_speed(cores: int, tmp_path: Path) -> None:
+    for name, numbers, ratio in (("ep", range(1, 6), 2.0), ("fssdp", range(101, 106), 1.0)):
+        write(tmp_path / name, numbers, RunSession(name, 5, ranks=4, cores=cores), ratio)
+    runs = shown_runs([tmp_path / "ep", tmp_path / "fssdp"])
+    speeds = {row[0]: row[1:] for row in comparison_table(runs).rows}["tokens/s: median (quartiles)"]
+    sentence, tiles = headline_of(runs)
+    assert "busiest device 2.00 → 1.00 × mean load" in sentence
+    if cores == 2:
+        assert speeds == ("not comparable", "not comparable")
+        assert "speed is not comparable here: 4 ranks share 2 cores" in sentence
+        assert not any("tokens per second" in tile.label for tile in tiles)
+    else:
+        assert speeds == ("3 (2 to 4)", "103 (102 to 104)")
+        assert sentence.startswith("fssdp 34.33 × ep; busiest device")
+        same, _ = headline_of([runs[0], runs[0]])
+        assert "no clear difference: the quartiles overlap" in same
+
+
+def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_path: Path) -> None:
+    (made,) = shown_runs([write_made_run(tmp_path / "a")])
+    sentence, tiles = headline_of([made])
+    parts_s = mean_parts_s(made.run)
+    whole_s = sum(parts_s.values())
+    for word, part in (("weights (spAG", "waiting for spAG"), ("gradients (spRS", "waiting for spRS")):
+        wanted = f"{1e3 * parts_s[part]:.3g} ms for {word}, {parts_s[part] / whole_s:.1%})"
+        assert wanted in sentence
+    assert "3 replicas a layer of 24 possible" in sentence
+    assert "plain EP would do" not in sentence
+    assert {"waiting for weights (spAG)", "waiting for gradients (spRS)"} <= {tile.label for tile in tiles}
+
+
+def test_the_headline_says_where_plain_expert_parallelism_would_do(tmp_path: Path) -> None:
+    layer = LayerMetrics(1, 1.05, 1.0, 24, 0, 0, 0)
+    write_made_run(tmp_path, num_iterations=1, num_layers=1)
+    (tmp_path / METRICS_FILE).unlink()
+    recorded(tmp_path, IterationMetrics(1, 5.0, None, 1.0, 1.0, (layer,)))
+    sentence, _ = headline_of(shown_runs([tmp_path]))
+    assert "24 replicas a layer of 24 possible; every expert is on every device" in sentence
+    assert "loads are almost even without balancing (1.05), so plain EP would do" in sentence
+
+
+def test_the_table_has_rows_where_a_run_has_something(tmp_path: Path) -> None:
+    ep = write_made_run(tmp_path / "ep", "ep", num_iterations=3)
+    fssdp = write_made_run(tmp_path / "fssdp")
+    rows = {row[0]: row[1:] for row in comparison_table(shown_runs([ep, fssdp])).rows}
+    assert rows["re-shards: moved experts, bytes, seconds"] == ("–", "1: 3 experts, 300 B, 0.20 s")
+    assert rows["hidden under compute: weights (spAG)"] == ("–", "90%")
+    assert rows["bytes moved: gradients (spRS)"] == ("0 B", "30 kB")
+    assert rows["loss: largest difference"] == ("", "0.0e+00 relative")
+    assert rows["replicas per layer"] == ("0.0 of 24 possible", "3.0 of 24 possible")

@@ -1,0 +1,203 @@
+"""Pages of runs have every section, load nothing from elsewhere, and show the numbers of the records."""
+
+import re
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.records.evaluations import Evaluation, append_evaluation
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.metrics import IterationMetrics, SeenGain, SelectionMetrics
+from megatron_fssdp.records.metrics_file import MetricsWriter, read_metrics
+from megatron_fssdp.records.placements import read_placements
+from megatron_fssdp.report.page import Page
+from megatron_fssdp.report.trainings.run_page import run_page
+from megatron_fssdp.report.trainings.shown_run import shown_runs
+
+from .made_runs import write_made_run
+from .page_parts import PageParts, unpacked
+
+SECTIONS = [
+    *("loss", "iteration-time", "device-load", "expert-load-over-iterations"),
+    *("replicas-of-every-expert", "memory-of-every-rank", "what-if", "all-figures"),
+]
+LOSS, TIME, LOAD, EXPERTS, REPLICAS, MEMORY, WHAT_IF, FIGURES = SECTIONS
+
+
+def page_of(*folders: Path) -> PageParts:
+    return PageParts(run_page(shown_runs(folders)).html)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_made_run(tmp_path_factory.mktemp("runs") / "fssdp-1")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> PageParts:
+    return page_of(folder)
+
+
+def test_the_page_has_all_sections_and_loads_nothing_from_elsewhere(page: PageParts) -> None:
+    assert page.anchors == SECTIONS
+    assert set(page.addresses) == {"data:,", *(f"#{anchor}" for anchor in SECTIONS)}
+    assert not re.search(r"url\(|@import", "".join(page.styles))
+    assert "Busiest device, max / mean" in page.texts[LOAD]  # titles are text above the figures
+    assert "--cluster" in page.texts[WHAT_IF]  # a section without a simulation says how to get one
+
+
+def test_figures_equal_the_records(page: PageParts, folder: Path) -> None:
+    metrics = read_metrics(folder)
+    (loss,) = page.figures[LOSS][0]["data"]
+    np.testing.assert_array_equal(unpacked(loss["x"]), [1, 2, 3, 4, 5])
+    np.testing.assert_allclose(unpacked(loss["y"]), [entry.lm_loss for entry in metrics], rtol=1e-6)
+    curves, strips, devices = page.figures[LOAD]
+    before, mean, worst = (unpacked(trace["y"]) for trace in curves["data"])
+    after_IL = np.array([[layer.load_max_over_mean for layer in entry.layers] for entry in metrics])
+    before_IL = np.array([[layer.ep_load_max_over_mean for layer in entry.layers] for entry in metrics])
+    np.testing.assert_allclose(before, before_IL.mean(axis=1), rtol=1e-6)
+    np.testing.assert_allclose(mean, after_IL.mean(axis=1), rtol=1e-6)
+    np.testing.assert_allclose(worst, after_IL.max(axis=1), rtol=1e-6)
+    for trace, load_IL in zip(strips["data"], (before_IL, after_IL), strict=True):
+        np.testing.assert_allclose(unpacked(trace["z"]), load_IL.T, rtol=1e-6)
+    for trace in devices["data"]:
+        assert unpacked(trace["y"]).mean() == pytest.approx(1)
+    tokens_ILE = read_loads(folder).counts_ILDE.sum(axis=2)
+    for layer, trace in enumerate(page.figures[EXPERTS][0]["data"]):
+        tokens_EI = tokens_ILE[:, layer].T
+        np.testing.assert_allclose(unpacked(trace["z"]), tokens_EI / tokens_EI.mean(axis=0), rtol=1e-5)
+    peaks = np.array(metrics[-1].rank_peak_bytes) / 2**30
+    np.testing.assert_allclose(page.figures[MEMORY][0]["data"][0]["y"], peaks)
+    assert "experts 3.6 MiB: parameters 1 B" in page.texts[MEMORY]
+    assert f"{metrics[-1].lm_loss:.4f}" in page.texts[FIGURES]
+
+
+def test_the_slider_has_the_replicas_of_every_iteration(page: PageParts, folder: Path) -> None:
+    placements = read_placements(folder)
+    (figure,) = page.figures[REPLICAS]
+    (slider,) = figure["layout"]["sliders"]
+    assert [step["label"] for step in slider["steps"]] == ["1", "2", "3", "4", "5"]
+    replicas_ILED = placements.present_ILED & ~placements.owned_ILED
+    for i, (trace, step) in enumerate(zip(figure["data"], slider["steps"], strict=True)):
+        np.testing.assert_array_equal(unpacked(trace["z"]), replicas_ILED[i].sum(axis=2))
+        assert step["args"][0]["visible"] == [j == i for j in range(5)]
+        assert trace["visible"] is (i == 4)
+    expert = int(replicas_ILED[0, 1].any(axis=1).argmax())
+    devices = ", ".join(map(str, np.flatnonzero(replicas_ILED[0, 1, expert])))
+    assert figure["data"][0]["text"][1][expert].endswith(f", replicas {devices}")
+
+
+def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
+    ep = write_made_run(tmp_path / "ep", "ep")
+    fssdp = write_made_run(tmp_path / "fssdp")
+    again = write_made_run(tmp_path / "again", "fssdp", num_iterations=7, seed=1)
+    page = page_of(ep, fssdp, again)
+    assert page.anchors == ["settings-that-differ", *SECTIONS]
+    losses, differences = page.figures[LOSS]
+    # Two runs have the same strategy, so all are named after their folders.
+    assert [trace["name"] for trace in losses["data"]] == ["ep", "fssdp", "again"]
+    assert len({trace["line"]["color"] for trace in losses["data"]}) == 3
+    assert "the loss equals that of ep exactly in 5 of 5" in page.texts[LOSS]
+    assert [trace["name"] for trace in differences["data"]] == ["again"]
+    # The router counts of ep and fssdp are equal and shown once.
+    assert len(page.figures[EXPERTS]) == 2
+    assert "fssdp is not shown" in page.texts[EXPERTS]
+    assert len(page.figures[REPLICAS]) == 2
+    assert "No replicas in ep." in page.texts[REPLICAS]
+    assert "fssdp: experts moved to new owners 1 time." in page.texts[REPLICAS]
+
+
+def test_validation_losses_stops_and_traces_are_shown(tmp_path: Path) -> None:
+    folder = write_made_run(tmp_path / "x")
+    for iteration, data in ((2, "validation"), (4, "validation"), (4, "test")):
+        append_evaluation(folder, Evaluation(iteration, data, {"lm loss": 5.0 + iteration}))
+    (folder / "torch_profile").mkdir()
+    (folder / "torch_profile" / "rank-3.json.gz").touch()
+    with (folder / "log.txt").open("a") as log:
+        log.write("[fssdp] stopped after iteration 3: rank 1: killed by SIGKILL\n")
+    page = page_of(folder)
+    shown = {trace["name"]: (trace["x"], trace["y"]) for trace in page.figures[LOSS][0]["data"][1:]}
+    assert shown == {"fssdp, validation": ([2, 4], [7.0, 9.0]), "fssdp, test": ([4], [9.0])}
+    assert "stopped after iteration 3: rank 1: killed by SIGKILL" in page.texts["parts-and-interruptions"]
+    assert "torch_profile/rank-3.json.gz" in page.texts[TIME]
+    assert "9.0000 (4)" in page.texts[FIGURES]
+
+
+def test_predicted_and_seen_gains_of_auto_are_shown(tmp_path: Path) -> None:
+    folder = write_made_run(tmp_path / "auto", "auto")
+    records = read_metrics(folder)
+    selections = {
+        2: SelectionMetrics(0, (1, 2), 0.05, 1.0),
+        4: SelectionMetrics(0, (2,), 0.01, 0.9, SeenGain(0.05, 1.0, 0.9, is_slower=False)),
+        5: SelectionMetrics(0, (), 0.0, 1.2, SeenGain(0.01, 0.9, 1.2, is_slower=True)),
+    }
+    (folder / "metrics.jsonl").unlink()
+    with closing(MetricsWriter(folder)) as writer:
+        for record in records:
+            chosen = (selections[record.iteration],) if record.iteration in selections else ()
+            layers = tuple(replace(layer, strategy="fssdp") for layer in record.layers)
+            writer.append(replace(record, layers=layers, selections=chosen))
+    text = page_of(folder).texts[REPLICAS]
+    assert re.search(r"auto, iteration 2\s*1, 2\s*fssdp\s*50 ms \(5.0%\)\s*100 ms \(10.0%\)", text)
+    assert re.search(r"auto, iteration 4\s*2\s*fssdp\s*10 ms \(1.1%\)\s*-300 ms \(-33.3%\); taken back", text)
+
+
+@pytest.mark.parametrize("num_iterations", [1, 900])
+def test_pages_of_short_and_long_runs(num_iterations: int, tmp_path: Path) -> None:
+    sizes = {"num_layers": 3, "num_experts": 64, "num_devices": 16}
+    html = run_page(shown_runs([write_made_run(tmp_path, num_iterations=num_iterations, **sizes)])).html
+    assert len(html) < 12e6
+    page = PageParts(html)
+    assert page.anchors == SECTIONS
+    assert page.figures[LOSS][0]["data"][0]["mode"] == ("lines" if num_iterations > 2 else "lines+markers")
+    bins = min(num_iterations, 300)
+    assert unpacked(page.figures[EXPERTS][0]["data"][0]["z"]).shape == (64, bins)
+    labels = [step["label"] for step in page.figures[REPLICAS][0]["layout"]["sliders"][0]["steps"]]
+    assert (labels[0], labels[-1]) == ("1", str(num_iterations))
+    assert len(labels) <= 60
+    assert ("Each point is the mean of 2 iterations" in page.texts[LOAD]) is (num_iterations > 600)
+
+
+def test_the_page_says_what_was_not_recorded(tmp_path: Path) -> None:
+    with closing(MetricsWriter(tmp_path / "none")) as writer:
+        writer.append(IterationMetrics(1, 2.0, None, 1.0, 10.0))
+    page = page_of(tmp_path / "none")
+    assert page.anchors == SECTIONS
+    for anchor in (LOAD, EXPERTS, REPLICAS):
+        assert "strategy none" in page.texts[anchor]
+    assert "No memory was recorded" in page.texts[MEMORY]
+    without = write_made_run(tmp_path / "without", has_parts=False)
+    (without / "loads.npy").write_bytes(b"damaged")
+    (without / "placements.npy").unlink()
+    page = page_of(without)
+    assert "loads.npy: damaged" in page.texts["files-that-cannot-be-read"]
+    assert "loads.npy is not there, or cannot be read" in page.texts[EXPERTS]
+    assert "placements.npy is not there" in page.texts[REPLICAS]
+    assert "did not measure the parts of its layers" in page.texts[TIME]
+    assert len(page.figures[LOAD]) == 2
+
+
+def test_names_are_escaped_in_the_page(tmp_path: Path) -> None:
+    folder = write_made_run(tmp_path / "<b>&'\"")
+    (folder / "config.yaml").write_text("strategy: {name: '</script><script>alert(1)</script>'}\n")
+    page = page_of(folder, write_made_run(tmp_path / "ep", "ep"))
+    assert page.anchors == ["settings-that-differ", *SECTIONS]
+    assert page.figures[LOSS][0]["data"][0]["name"] == "</script><script>alert(1)</script>"
+
+
+def test_a_page_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "new" / "report.html"
+    Page("report", "first", "", (), (), ()).write(target)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(ConfigurationError, match="No space left on device"):
+        Page("report", "second", "", (), (), ()).write(target)
+    assert [path.name for path in target.parent.iterdir()] == ["report.html"]
+    assert "<h1>first</h1>" in target.read_text()

@@ -1,0 +1,117 @@
+"""A simulation's page states the result first; tables for the terminal show every word in 80 columns."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster
+from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
+from megatron_fssdp.config.cluster_description import FittedLink
+from megatron_fssdp.records import load
+from megatron_fssdp.records.loads import RecordedLoads
+from megatron_fssdp.report.cluster_table import cluster_table
+from megatron_fssdp.report.simulations.ranking import ranking_table, ranking_tables
+from megatron_fssdp.report.simulations.simulation_page import simulation_headline
+from megatron_fssdp.report.simulations.simulation_report import SimulationReport
+from megatron_fssdp.report.tables import terminal_table
+from megatron_fssdp.report.trainings.measures import comparison_table
+from megatron_fssdp.report.trainings.run_groups import RunGroup, group_table
+from megatron_fssdp.report.trainings.shown_run import shown_runs
+from megatron_fssdp.simulation.break_even import BreakEven
+
+from ..simulation.small_jobs import cluster_of, job_of, settings_of
+from .made_runs import write_made_run
+from .made_simulation import made_simulation
+
+
+def ranking(*names: str, popular: int = 100, **cluster: object) -> SimulationReport:
+    """Simulate strategies on loads in which one expert has ``popular`` tokens of each device, others 4."""
+    counts_DE = np.full((4, 8), 4, np.int32)
+    counts_DE[:, 0] = popular
+    counts_ILDE = np.broadcast_to(counts_DE, (12, 1, 4, 8)).copy()
+    record = RecordedLoads(counts_ILDE, np.arange(1, 13), np.array([1]))
+    job = job_of(devices=4, experts=8, tokens_per_micro_batch=128)
+    settings = {name: settings_of(name) for name in names}
+    return ranked_strategies("", record, cluster_of(nodes=2, **cluster), job, settings)
+
+
+def test_a_faster_strategy_is_named_with_its_factor_and_loads() -> None:
+    report = ranking("ep", "prophet")
+    best, plain = report.ranked
+    assert best.label == "prophet"
+    sentence, tiles = simulation_headline(report)
+    ratio = report.plain_s / report.steady_s(best.outcome)
+    loads = f"{report.steady_load(plain.outcome):.2f} → {report.steady_load(best.outcome):.2f} × mean load"
+    assert sentence.startswith(f"Simulated: prophet is {ratio:.2f} × as fast as ep (")
+    assert loads in sentence
+    assert "for weights and " in sentence
+    assert tiles[0].value == f"{ratio:.2f} × ep"
+
+
+def test_balanced_loads_and_too_little_memory_are_named() -> None:
+    sentence, _ = simulation_headline(ranking("ep", "prophet", popular=4))
+    assert sentence.startswith("Simulated: no simulated strategy is faster than ep, which takes ")
+    sentence, tiles = simulation_headline(ranking("ep", memory_bytes=100))
+    assert "no strategy fits into the memory of a device. ep needs " in sentence
+    assert tiles == []
+
+
+def test_parm_equals_ep_and_says_so() -> None:
+    report = ranking("ep", "parm")
+    assert report.steady_s(report.rows[1].outcome) == pytest.approx(report.plain_s)
+    assert any(note.startswith("parm equals ep here") for note in report.notes)
+
+
+def shown(table: Table) -> str:
+    """Return a table in 80 columns as text, after a check that no line is longer and nothing is cut."""
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table)
+    text = console.export_text()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    return text
+
+
+def test_the_ranking_shows_every_cell() -> None:
+    made = made_simulation()[0]
+    found = BreakEven(True, 0.5, 1_234_567.0)
+    report = replace(made, rows=tuple(replace(row, tokens=found, bandwidth=found) for row in made.rows))
+    table = ranking_table(report)
+    first, second = (shown(one) for one in ranking_tables(report))
+    for cells in table.rows:
+        texts = dict(zip(table.header, cells, strict=True))
+        for name in ("strategy", "ms of an iteration", "warm-up", "× ep", "peak memory"):
+            assert texts[name] in first
+        for name in ("strategy", "host ms", "pays from", "pays up to"):
+            assert texts[name] in second
+    assert "1,234,567 tokens" in second
+
+
+def test_a_measured_cluster_shows_every_figure() -> None:
+    link = FittedLink(
+        alpha_s=0.0123456, bandwidth_bytes_per_s=123.456e9, r_squared=0.9, worst_relative_error=1.5
+    )
+    collectives = {
+        name: {"intra_node": link, "inter_node": link} for name in ("point_to_point", "reduce_scatter")
+    }
+    cluster = described_cluster("hecate-a").model_copy(update={"collectives": collectives})
+    text = shown(cluster_table(cluster))
+    for words in ("reduce_scatter", "inter_node", "12,345.6", "123.456", "0.9000", "150%", "R² under 0.95"):
+        assert words in text
+
+
+def test_comparisons_and_sweeps_show_every_name(tmp_path: Path) -> None:
+    names = ("ep", "fssdp", "quota", "prophet", "fastermoe")
+    folders = [write_made_run(tmp_path / name, name) for name in names]
+    text = shown(terminal_table(comparison_table(shown_runs(folders))))
+    assert all(name in text for name in names)
+    names = ("fssdp-planner=hecate-rematerialize=true-slots=4", "ep")
+    groups = [RunGroup(name, {(1, 1): load(folder)}) for name, folder in zip(names, folders, strict=False)]
+    lines = shown(terminal_table(group_table(groups))).splitlines()
+    (heading,) = (line for line in lines if " runs " in line)
+    assert names[0] in "".join(line[: heading.index("runs")].strip() for line in lines)

@@ -1,0 +1,80 @@
+"""Repeated runs: medians and quartiles, losses against the same seed, and the page."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.records import load
+from megatron_fssdp.report.trainings.run_groups import (
+    LOADS,
+    SPEEDS,
+    RunGroup,
+    Spread,
+    group_records,
+    group_table,
+)
+from megatron_fssdp.report.trainings.sweep_page import detailed_runs, sweep_headline, sweep_page
+
+from .made_runs import write_made_run
+from .page_parts import PageParts
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> list[RunGroup]:
+    return [
+        RunGroup(
+            strategy,
+            {
+                (seed, 1): load(write_made_run(tmp_path / f"{strategy}-{seed}", strategy, seed=seed))
+                for seed in (3, 1, 2)
+            },
+        )
+        for strategy in ("ep", "fssdp")
+    ]
+
+
+def test_a_spread_has_numpys_quartiles_and_knows_overlap() -> None:
+    spread = Spread((4.0, 1.0, 2.0))
+    assert spread.quartiles == tuple(np.quantile([1, 2, 4], (0.25, 0.5, 0.75)))
+    assert spread.text(".1f") == "2.0 (1.5 to 3.0)"
+    assert Spread((2.0,)).text(".1f") == "2.0"
+    assert spread.overlaps(Spread((3.0, 5.0, 1.0)))
+    assert not spread.overlaps(Spread((7.0, 8.0)))
+
+
+def test_groups_are_compared_seed_by_seed(groups: list[RunGroup]) -> None:
+    ep, fssdp = groups
+    assert ep.first is ep.runs[(1, 1)]
+    differences = [
+        np.abs(fssdp.runs[repeat].losses - ep.runs[repeat].losses) / ep.runs[repeat].losses
+        for repeat in ep.runs
+    ]
+    assert fssdp.loss_difference(ep) == pytest.approx(max(each.max() for each in differences))
+    assert RunGroup("other", {(9, 1): ep.runs[(1, 1)]}).loss_difference(ep) is None
+    table = group_table(groups)
+    assert [row[:2] for row in table.rows] == [("ep", "3"), ("fssdp", "3")]
+    loads = [run.load_IL.mean() for run in fssdp.runs.values()]
+    assert table.rows[1][3].startswith(f"{np.median(loads):.3f} (")
+    assert table.rows[0][-1] == "–"
+    records = group_records(groups)
+    assert records[1][LOADS.key]["median"] == pytest.approx(np.median(loads))
+    assert len(records[1][SPEEDS.key]["runs"]) == 3
+
+
+def test_the_page_opens_with_the_groups_and_details_one_run_of_each(groups: list[RunGroup]) -> None:
+    html = sweep_page("sweep x", groups, detailed_runs(groups), ["ep-seed4"]).html
+    page = PageParts(html)
+    assert page.anchors[0] == "repeated-runs"
+    assert "ep-seed4" in page.texts["repeated-runs"]
+    dots, median, *_ = page.figures["repeated-runs"][1]["data"]  # of the device load
+    assert (len(dots["x"]), len(median["x"]), median["y"]) == (3, 1, ["ep"])
+    assert len(page.figures["loss"][0]["data"]) == 2
+    assert "<h1>sweep x</h1>" in html
+    sentence, tiles = sweep_headline(groups, ["ep-seed4"])
+    speeds = [group.spread(SPEEDS).quartiles[1] for group in groups]
+    assert re.match(rf"fssdp: {speeds[1] / speeds[0]:.2f} × ep", sentence)
+    assert sentence.endswith("; 1 run is missing.")
+    assert "most even: fssdp" in {tile.label for tile in tiles}
+    assert sweep_headline(groups[:1])[0].startswith("ep: busiest device ")
