@@ -1,6 +1,8 @@
 """Writes files completely or not at all, even if the process is killed while it writes.
 
-``asked_by`` is the option or setting that names a file or folder; messages start with it.
+An existing file is replaced only if this package wrote it, which its beginning shows: it has the first line of
+what replaces it, or is empty. ``asked_by`` is the option or setting that names a file or folder; messages start
+with it.
 """
 
 import os
@@ -10,6 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
+
+_BEGINNING_BYTES = 512
+_LINE_BYTES = 32
+"""Enough for the words with which this package's files begin, and less than what differs between two of them."""
 
 
 @contextmanager
@@ -32,7 +38,8 @@ def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
             yield partial
             names = sorted(path.name for path in partial.iterdir())
             for name in names:
-                refuse_special_file(folder / name, asked_by)
+                with (partial / name).open("rb") as file:
+                    refuse_foreign(folder / name, asked_by, file.read(_BEGINNING_BYTES))
             for name in names:
                 os.replace(partial / name, folder / name)
     except OSError as error:
@@ -51,6 +58,29 @@ def written_file(path: Path | str, asked_by: str) -> Iterator[Path]:
     refuse_special_file(path, asked_by)
     with written_whole(path.parent, asked_by) as partial:
         yield partial / path.name
+
+
+def refuse_foreign(path: Path | str, asked_by: str, beginning: bytes) -> None:
+    """Raise a ConfigurationError where a file would replace one of somebody else, or something that is no file.
+
+    ``beginning`` has the first bytes of the new file. Commands that work for minutes call this before.
+    """
+    refuse_special_file(path, asked_by)
+    if not os.path.exists(path):
+        return
+    with open(path, "rb") as file:
+        found = file.read(_BEGINNING_BYTES)
+    if found and _mark(found) != _mark(beginning):
+        raise ConfigurationError(
+            f"{asked_by} {path}: exists, and this command did not write it; give another path, or remove the file"
+        )
+
+
+def _mark(beginning: bytes) -> bytes:
+    """Return what files of one kind have in common: the first line, or in pictures the name of the software."""
+    if beginning.startswith(b"\x89PNG"):
+        return b"PNG of ours" if b"megatron-fssdp" in beginning else b"PNG"
+    return beginning.partition(b"\n")[0][:_LINE_BYTES]
 
 
 def refuse_special_file(path: Path | str, asked_by: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from megatron_fssdp.cli.pretraining.pretrain_gpt import main
+from megatron_fssdp.pretraining.pretrain_gpt import main
 from megatron_fssdp.megatron_adapter.training import iteration_driver
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 

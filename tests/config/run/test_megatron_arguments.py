@@ -32,7 +32,7 @@ def parsed(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Megatron's arguments of a run, with what its own checks would add."""
     from megatron.training.arguments import parse_args
 
-    from megatron_fssdp.megatron_adapter.entry.registration import add_strategy_arguments
+    from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
 
     data = TokenizedData(Path("d/text"), run.data.vocab_size, 0, 1000, Path("d/cache"))
     words = megatron_arguments(run, data, Installation(False, True), Path("runs/x"), resume=False)

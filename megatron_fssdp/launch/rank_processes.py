@@ -14,7 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from megatron_fssdp.cli.ranks.rank_command import RankCommand
+from megatron_fssdp.config.run_lock import HELD_VARIABLE
+from megatron_fssdp.launch.rank_command import RankCommand
 
 _POLL_S = 0.2
 _END_GRACE_S = 15.0
@@ -31,30 +32,27 @@ def exit_code_after(interrupt: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
 
 
-def run_ranks(command: RankCommand, log: Path, on_poll: Callable[[], None]) -> int:
-    """Start the ranks of a run and wait until they end.
+def run_ranks(command: RankCommand, folder: Path, log: Path, lock: int, on_poll: Callable[[], None]) -> int:
+    """Start the ranks of a run and wait until they end; the rest is as for :func:`run_to_the_end`.
 
     Args:
         command: Command that starts the ranks.
+        folder: Folder of the run, which this process holds for its ranks.
         log: File to which the output of all ranks is appended.
-        on_poll: Function that is called several times per second while the ranks run, and once after they
-            end.
-
-    Returns:
-        The exit code of torchrun.
-
-    Raises:
-        KeyboardInterrupt: This process got Ctrl-C, or SIGTERM (:class:`Terminated`). All ranks have ended.
+        lock: File descriptor of the folder's lock, which torchrun holds, too: ranks may outlive this process.
+        on_poll: See :func:`run_to_the_end`.
     """
+    environment = {**command.environment(), HELD_VARIABLE: str(folder.resolve())}
     with tempfile.TemporaryDirectory(prefix="megatron-fssdp-") as scratch, log.open("ab") as output:
-        return run_to_the_end(command.local(Path(scratch)), command.environment(), output, on_poll)
+        return run_to_the_end(command.local(Path(scratch)), environment, output, on_poll, lock)
 
 
 def run_to_the_end(
     command: Sequence[str],
     environment: Mapping[str, str],
-    output: IO[bytes] | None,
-    on_poll: Callable[[], None],
+    output: IO[bytes] | None = None,
+    on_poll: Callable[[], None] = lambda: None,
+    lock: int = -1,
 ) -> int:
     """Run a command that starts ranks. When this function ends for any reason, no rank is left.
 
@@ -62,8 +60,8 @@ def run_to_the_end(
         command: Words of the command line.
         environment: Environment variables in addition to those of this process.
         output: File for all output, or None for the output of this process.
-        on_poll: Function that is called several times per second while the command runs, and once after it
-            ends.
+        on_poll: Function that is called several times per second while the command runs, and once after it ends.
+        lock: File descriptor that the command inherits, or -1.
 
     Returns:
         The exit code of the command.
@@ -79,6 +77,7 @@ def run_to_the_end(
         env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
         start_new_session=True,  # only this process gets Ctrl-C, and it then ends the ranks in order
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        pass_fds=() if lock < 0 else (lock,),
     )
     try:
         with _terminated_like_interrupted():

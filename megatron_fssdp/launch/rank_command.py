@@ -9,21 +9,15 @@ from pathlib import Path
 
 from megatron_fssdp.config.run.run_config import RunConfig
 
-_DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
+DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 
 
 @dataclass(frozen=True)
 class RankCommand:
-    """Command and environment that start the ranks of a run.
-
-    Attributes:
-        config: Settings of the run.
-        megatron_arguments: Arguments of the pretraining script.
-        on_cpu: Whether the ranks run on CPUs.
-    """
+    """Command and environment that start the ranks of a run on CPUs or GPUs."""
 
     config: RunConfig
-    megatron_arguments: Sequence[str]
+    megatron_arguments: Sequence[str]  # of the pretraining script
     on_cpu: bool
 
     def environment(self) -> dict[str, str]:
@@ -31,14 +25,14 @@ class RankCommand:
         return {
             name: value
             for name, value in self._variables().items()
-            if name not in os.environ or name == _DEVICE_VARIABLE
+            if name not in os.environ or name == DEVICE_VARIABLE
         }
 
     def _variables(self) -> dict[str, str]:
         device = self.config.training.device
-        variables: dict[str, str] = {} if device == "auto" else {_DEVICE_VARIABLE: device}
+        variables: dict[str, str] = {} if device == "auto" else {DEVICE_VARIABLE: device}
         if self.on_cpu:
-            variables[_DEVICE_VARIABLE] = "cpu"  # the arguments are those of CPU ranks, on every machine
+            variables[DEVICE_VARIABLE] = "cpu"  # the arguments are those of CPU ranks, on every machine
             variables["OMP_NUM_THREADS"] = "1"  # the ranks share the cores
         else:
             cut = self.config.parallelism
@@ -53,19 +47,11 @@ class RankCommand:
     def local(self, log_dir: Path) -> list[str]:
         """Return the command line for this machine. torchrun marks each output line with its rank.
 
-        Args:
-            log_dir: Temporary folder for torchrun's own copies of the output.
+        ``log_dir`` is a temporary folder for torchrun's own copies of the output.
         """
-        return [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={self.config.parallelism.nproc_per_node}",
-            "--tee=3",
-            f"--log-dir={log_dir}",
-            *self._program(),
-        ]
+        ranks = f"--nproc-per-node={self.config.parallelism.nproc_per_node}"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
+        return [*torchrun, "--tee=3", f"--log-dir={log_dir}", *self._program()]
 
     def shell_text(self) -> str:
         """Return the command as shell text, to type on this machine or on every machine of a cluster."""

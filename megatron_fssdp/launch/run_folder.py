@@ -1,37 +1,36 @@
 """The output folder of a training run."""
 
-import shutil
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import TrainingArguments
-from megatron_fssdp.config.written_files import refuse_non_folder, written_whole
+from megatron_fssdp.config.run_lock import refuse_live
+from megatron_fssdp.config.written_files import cannot_write, refuse_non_folder, written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
-from megatron_fssdp.reporting.records.arrays.load_records import LOADS_FILE
-from megatron_fssdp.reporting.records.arrays.placement_records import PLACEMENTS_FILE
-from megatron_fssdp.reporting.records.evaluations import EVALUATIONS_FILE
 from megatron_fssdp.reporting.records.recorded_run import run_config_of
 from megatron_fssdp.reporting.records.recorded_settings import RECORDED_RUN_HEADER
 from megatron_fssdp.reporting.records.run_log import STOP_MARK
-from megatron_fssdp.reporting.records.run_records import METRICS_FILE
 
 # A checkpoint's optimizer states are valid only with the same values of these keys.
 _FIXED_TRAINING_KEYS = frozenset({"optimizer", "lr", "min_lr", "bf16", "fp16"})
 
+_FILES_OF_A_RUN = (
+    *("config.yaml", "overrides.yaml", "metrics.jsonl", "evaluations.jsonl", "loads.npy", "placements.npy"),
+    *("log.txt", "checkpoints", "tensorboard", "torch_profile"),
+)
 _OVERRIDES_HEADER = "# What options of `megatron-fssdp train` changed in the YAML files; --resume keeps it.\n"
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Output folder of a run and the files in it.
-
-    Attributes:
-        path: Path of the folder.
-    """
+    """Output folder of a run, with its path, and the files in it."""
 
     path: Path
 
@@ -43,22 +42,12 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         """File with the metrics: one JSON object per iteration, one per line."""
-        return self.path / METRICS_FILE
+        return self.path / "metrics.jsonl"
 
     @property
     def log(self) -> Path:
         """File with the output of all ranks."""
         return self.path / "log.txt"
-
-    def note_stop(self, iteration: int, reason: str) -> None:
-        """Write to the log that the ranks ended before the run was complete; pages show it.
-
-        Args:
-            iteration: Number of the last complete iteration; 0 if there was none.
-            reason: Why they ended, in one line.
-        """
-        with self.log.open("a", encoding="utf-8") as log:
-            log.write(f"{STOP_MARK} {iteration}: {reason}\n")
 
     @property
     def checkpoints(self) -> Path:
@@ -70,31 +59,40 @@ class RunFolder:
         """File with the settings that options changed, in the form of a run's YAML."""
         return self.path / "overrides.yaml"
 
+    def note_stop(self, iteration: int, reason: str) -> None:
+        """Write to the log that the ranks ended after an iteration (0: before the first); pages show it.
+
+        A full disk must not hide the reason, so an error of the system is ignored.
+        """
+        with suppress(OSError), self.log.open("a", encoding="utf-8") as log:
+            log.write(f"{STOP_MARK} {iteration}: {reason}\n")
+
     def check(self, training: TrainingArguments, resume: bool, overwrite: bool = False) -> None:
         """Refuse a folder that cannot hold a new run, or cannot be resumed.
 
         Args:
             training: Training settings of the run, which name its iterations and checkpoint folders.
             resume: Whether to continue the run in the folder.
-            overwrite: Whether a new run may replace the run in the folder.
+            overwrite: Whether a new run may take the place of the run in the folder.
 
         Raises:
-            ConfigurationError: The folder already holds a run, or it has no checkpoint to resume from, or the
-                run in it is finished.
+            ConfigurationError: The folder holds another run or a live one, it has no checkpoint to resume from, or
+                the run in it is finished.
         """
         refuse_non_folder(self.path, "--out")
         if resume and overwrite:
             raise ConfigurationError(
                 "--resume and --overwrite exclude each other: one continues the run in the folder, the other "
-                "deletes it; give one of them"
+                "starts a new one; give one of them"
             )
+        refuse_live(self.path, "--out")
         taken = self.taken()
         checkpoints = training.save or self.checkpoints
         if not resume and not overwrite and taken:
             next_step = (
-                "continue it with --resume, replace it with --overwrite"
+                "continue it with --resume, move it aside with --overwrite"
                 if has_checkpoint(checkpoints)
-                else "it has no checkpoint to continue from, so replace it with --overwrite"
+                else "it has no checkpoint to continue from, so move it aside with --overwrite"
             )
             raise ConfigurationError(
                 f"--out {self.path}: already holds a run ({', '.join(taken)}); {next_step}, or choose "
@@ -109,42 +107,28 @@ class RunFolder:
         elif training.load is not None:
             last_checkpoint(training.load, "training.load")
 
-    @property
-    def _files_of_a_run(self) -> list[Path]:
-        arrays = [self.path / name for name in (LOADS_FILE, PLACEMENTS_FILE)]
-        return [
-            *(self.config, self.overrides, self.metrics, self.path / EVALUATIONS_FILE),
-            *arrays,
-            *(self.log, self.checkpoints, self.path / "tensorboard", self.path / "torch_profile"),
-        ]
-
     def taken(self) -> list[str]:
         """Return the names of the files and folders of an earlier run in the folder."""
-        return [path.name for path in self._files_of_a_run if path.exists()]
+        return [name for name in _FILES_OF_A_RUN if (self.path / name).exists()]
 
-    def delete_run(self) -> None:
-        """Delete the files of a run in the folder. Other files stay, for example pages of ``report``.
+    def move_aside(self) -> Path | None:
+        """Rename the folder, if it holds a run, and return its new path; nothing is deleted.
 
         Raises:
-            ConfigurationError: A file cannot be deleted.
+            ConfigurationError: The folder cannot be renamed.
         """
+        if not self.taken():
+            return None
+        place = self.path.resolve()
+        aside = place.with_name(f"{place.name}.old-{datetime.now():%Y%m%d-%H%M%S}")
         try:
-            for path in self._files_of_a_run:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+            os.rename(place, aside)
         except OSError as error:
-            raise ConfigurationError(
-                f"--overwrite: {error.filename}: cannot be deleted ({error.strerror}); delete it, or choose "
-                "another folder"
-            ) from None
+            raise cannot_write(aside, "--overwrite", error) from None
+        return aside
 
     def check_unchanged(self, config: RunConfig) -> None:
         """Refuse to resume with another model or optimizer than the one of the checkpoints.
-
-        Args:
-            config: The settings to resume with.
 
         Raises:
             ConfigurationError: The settings differ from those that the run started with, or the run's
@@ -182,23 +166,18 @@ class RunFolder:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a folder has a complete checkpoint."""
-    try:
+    with suppress(ConfigurationError):
         last_checkpoint(folder, "")
-    except ConfigurationError:
-        return False
-    return True
+        return True
+    return False
 
 
 def last_checkpoint(folder: Path, asked_by: str, instead: str = "start a new run") -> int:
-    """Return the iteration of the newest checkpoint in a folder.
-
-    Args:
-        folder: Megatron's checkpoint folder.
-        asked_by: The option or setting that names the folder. The error message starts with it.
-        instead: What the user can do without a checkpoint, for the error message.
+    """Return the iteration of the newest checkpoint in Megatron's checkpoint folder.
 
     Raises:
-        ConfigurationError: The folder has no checkpoint.
+        ConfigurationError: The folder has no checkpoint. The message begins with the option or setting that
+            names the folder, and ends with what the user can do without a checkpoint.
     """
     path = folder / "latest_checkpointed_iteration.txt"
     try:

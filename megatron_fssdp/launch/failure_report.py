@@ -20,9 +20,7 @@ _MAX_LOG_BYTES = 4 << 20
 def failure_reason(log: Path, start: int = 0) -> str:
     """Find the reason why the ranks of a run failed.
 
-    Args:
-        log: Log file with the output of all ranks.
-        start: Position in the file, in bytes, where the output of this start of the run begins.
+    ``start`` is the position in the log, in bytes, at which the output of this start of the run begins.
 
     Returns:
         One line: the plugin's message, or the exception of the rank that failed first, or the last line.

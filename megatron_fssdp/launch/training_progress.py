@@ -48,13 +48,10 @@ class MetricsTail:
 def progress_text(
     record: IterationMetrics, iterations: int, recent_s: float, width: int = _WIDE_COLUMNS
 ) -> str:
-    """Return one line of text about the last iteration.
+    """Return one line of text about the last iteration of a run.
 
-    Args:
-        record: Metrics of the last iteration.
-        iterations: Number of iterations of the run.
-        recent_s: Mean duration of the recent iterations, in seconds.
-        width: Number of columns. Words are shortened if the text is longer.
+    ``recent_s`` is the mean duration of recent iterations, in seconds. Words are shortened if the text has more
+    than ``width`` columns.
     """
     remaining_s = max(iterations - record.iteration, 0) * recent_s
     parts = [
@@ -100,6 +97,11 @@ class TrainingProgress:
         self._live: Live | None = None
         self.last: IterationMetrics | None = None
         self._printed: IterationMetrics | None = None
+
+    @property
+    def reached(self) -> int:
+        """Number of the last recorded iteration; 0 if there is none."""
+        return 0 if self.last is None else self.last.iteration
 
     def __enter__(self) -> "TrainingProgress":
         if self._console.is_terminal:

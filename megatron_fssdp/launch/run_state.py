@@ -1,9 +1,10 @@
 """How far a run of a sweep is. Only the run's folder decides, so every start of a sweep knows it."""
 
+from contextlib import suppress
 from typing import Any, Literal
 
-from megatron_fssdp.cli.training.run_folder import RunFolder, has_checkpoint, last_checkpoint
-from megatron_fssdp.cli.training.train_request import TrainRequest
+from megatron_fssdp.launch.run_folder import RunFolder, has_checkpoint, last_checkpoint
+from megatron_fssdp.launch.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.reporting.records.recorded_run import run_config_of
@@ -11,15 +12,12 @@ from megatron_fssdp.reporting.records.run_records import read_metrics
 from megatron_fssdp.reporting.records.run_settings import flat_settings
 
 RunState = Literal["new", "again", "continue", "finished"]
-"""new: nothing was run. again: the run has no checkpoint to continue from; it is deleted and started again.
+"""new: nothing was run. again: the run has no checkpoint to continue from; it is moved aside and started again.
 continue: the last checkpoint is continued from. finished: all iterations are recorded and saved."""
 
 
 def state_of(request: TrainRequest) -> RunState:
-    """Return how far a run is.
-
-    Args:
-        request: Options of the run's training.
+    """Return how far the run with these options is.
 
     Raises:
         ConfigurationError: The folder holds a run with other settings.
@@ -30,25 +28,19 @@ def state_of(request: TrainRequest) -> RunState:
     if not folder.config.exists():
         return "again"
     _check_same(folder, config)
-    wanted, saved = config.training.train_iters, _saved_iterations(folder)
+    wanted = config.training.train_iters
+    saved = last_checkpoint(folder.checkpoints, "--out") if has_checkpoint(folder.checkpoints) else 0
     is_saved = saved >= wanted or not config.training.save_checkpoints
     if is_saved and _recorded_iterations(folder) >= wanted:
         return "finished"
     return "continue" if 0 < saved < wanted else "again"
 
 
-def _saved_iterations(folder: RunFolder) -> int:
-    """Return the iteration of the last checkpoint; 0 without one."""
-    return last_checkpoint(folder.checkpoints, "--out") if has_checkpoint(folder.checkpoints) else 0
-
-
 def _recorded_iterations(folder: RunFolder) -> int:
     """Return the number of the last recorded iteration; 0 without records, or if they are damaged."""
-    try:
-        metrics = read_metrics(folder.path)
-    except ConfigurationError:
-        return 0
-    return metrics[-1].iteration if metrics else 0
+    with suppress(ConfigurationError, IndexError):
+        return read_metrics(folder.path)[-1].iteration
+    return 0
 
 
 def _check_same(folder: RunFolder, config: RunConfig) -> None:

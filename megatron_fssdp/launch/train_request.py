@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.cli.training.run_folder import RunFolder
+from megatron_fssdp.launch.run_folder import RunFolder
 from megatron_fssdp.config.loading import apply_overrides
 from megatron_fssdp.config.run.composition import (
     Composition,
@@ -23,31 +23,18 @@ from megatron_fssdp.config.run.run_config import RunConfig
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """Options of ``megatron-fssdp train``.
+    """Options of ``megatron-fssdp train``."""
 
-    Attributes:
-        config_paths: YAML files of the run. Later files win.
-        strategy: Name of a strategy that replaces the one in the files, or None.
-        strategy_overrides: ``key=value`` settings of the strategy.
-        overrides: ``key=value`` settings of the whole run, with dotted keys.
-        nproc: Number of ranks on this machine, or None for the number in the files.
-        iterations: Number of training iterations, or None for the number in the files.
-        out: Output folder. By default a folder in ``runs/`` that is named after the files and the strategy.
-        megatron_words: Settings in the form of Megatron-LM's own arguments.
-        resume: Whether to continue the run in the output folder.
-        overwrite: Whether to delete an earlier run in the output folder.
-    """
-
-    config_paths: Sequence[Path]
-    strategy: str | None = None
-    strategy_overrides: Sequence[str] = ()
-    overrides: Sequence[str] = ()
-    nproc: int | None = None
-    iterations: int | None = None
-    out: Path | None = None
-    megatron_words: Sequence[str] = ()
-    resume: bool = False
-    overwrite: bool = False
+    config_paths: Sequence[Path]  # YAML files of the run; later files win
+    strategy: str | None = None  # name of a strategy that replaces the one in the files
+    strategy_overrides: Sequence[str] = ()  # key=value settings of the strategy
+    overrides: Sequence[str] = ()  # key=value settings of the whole run, with dotted keys
+    nproc: int | None = None  # number of ranks on this machine, if not that of the files
+    iterations: int | None = None  # number of training iterations, if not that of the files
+    out: Path | None = None  # output folder; default: in runs/, named after the files and the strategy
+    megatron_words: Sequence[str] = ()  # settings in the form of Megatron-LM's own arguments
+    resume: bool = False  # continue the run in the output folder
+    overwrite: bool = False  # move an earlier run in the output folder aside
 
     def resolve(self) -> RunConfig:
         """Combine files and options into validated settings. A resumed run keeps its earlier options.
@@ -80,23 +67,17 @@ class TrainRequest:
         return RunFolder(self.out or Path("runs") / "-".join(names))
 
     def words(self) -> list[str]:
-        """Return the words of the command line that has these options."""
-        given = {
-            "--moe-strategy": [self.strategy],
-            "--moe-strategy-set": self.strategy_overrides,
-            "--set": self.overrides,
-            "--nproc": [self.nproc],
-            "--iters": [self.iterations],
-            "--out": [self.out],
-        }
+        """Return the words of the command line that starts this run anew."""
         words = ["megatron-fssdp", "train", *map(str, self.config_paths)]
-        for flag, values in given.items():
+        for flag, values in (
+            ("--moe-strategy", [self.strategy]),
+            ("--moe-strategy-set", self.strategy_overrides),
+            ("--set", self.overrides),
+            ("--nproc", [self.nproc]),
+            ("--iters", [self.iterations]),
+            ("--out", [self.out]),
+        ):
             words += [word for value in values if value is not None for word in (flag, str(value))]
-        words += [
-            flag
-            for flag, is_given in (("--resume", self.resume), ("--overwrite", self.overwrite))
-            if is_given
-        ]
         return [*words, *(["--", *self.megatron_words] if self.megatron_words else [])]
 
     def options(self) -> list[RunOption]:
@@ -106,9 +87,8 @@ class TrainRequest:
             value = f"parallelism.nproc_per_node={self.nproc}"
             options += [replace(option, text=f"--nproc {self.nproc}") for option in set_options([value])]
         if self.iterations is not None:
-            options.append(
-                RunOption(f"--iters {self.iterations}", partial(_with_iterations, self.iterations))
-            )
+            change = partial(_with_iterations, self.iterations)
+            options.append(RunOption(f"--iters {self.iterations}", change))
         if self.strategy is not None:
             strategy = {"strategy": {"name": self.strategy}}
             options.append(RunOption(f"--moe-strategy {self.strategy}", partial(lay_over, high=strategy)))
@@ -116,9 +96,7 @@ class TrainRequest:
             RunOption(f"--moe-strategy-set {text}", partial(_with_strategy_setting, text))
             for text in self.strategy_overrides
         ]
-        if self.megatron_words:
-            options.append(words_option(self.megatron_words))
-        return options
+        return [*options, *([words_option(self.megatron_words)] if self.megatron_words else [])]
 
 
 def _with_iterations(iterations: int, data: Mapping[str, Any]) -> dict[str, Any]:

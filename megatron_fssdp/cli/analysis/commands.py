@@ -5,8 +5,14 @@ from typing import Annotated
 
 import typer
 
+from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES, complete_cluster, complete_strategy
+
 ClusterName = Annotated[
-    str, typer.Option(help="YAML of a cluster, or a name that `megatron-fssdp configs` lists.")
+    str,
+    typer.Option(
+        help="YAML of a cluster, or a name that `megatron-fssdp configs` lists.",
+        autocompletion=complete_cluster,
+    ),
 ]
 ClusterValues = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="A value of the cluster. Repeatable.")
@@ -24,7 +30,8 @@ RankingCluster = Annotated[
 RankedStrategies = Annotated[
     str,
     typer.Option(
-        help="Strategies to rank, separated by commas, of {strategies}. Default: all that place experts."
+        help=f"Strategies to rank, separated by commas, of {SHIPPED_NAMES}. Default: all that place experts.",
+        autocompletion=complete_strategy,
     ),
 ]
 
@@ -94,7 +101,11 @@ def simulate_command(
         ),
     ] = None,
     strategies: Annotated[
-        str, typer.Option(help="Strategies to simulate, separated by commas, of {strategies}.")
+        str,
+        typer.Option(
+            help=f"Strategies to simulate, separated by commas, of {SHIPPED_NAMES}.",
+            autocompletion=complete_strategy,
+        ),
     ] = "ep,fssdp",
     iterations: Annotated[
         int | None,
