@@ -49,9 +49,15 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         },
         {"numpy", "torch", "megatron", "packaging", "psutil", "transformer_engine"},
     ),
+    # Scripts that ranks run; they are started by their paths.
+    "pretraining": ({"data", "megatron_adapter"}, {"megatron", "torch"}),
+    "launch": ({"config", "data", "reporting", "megatron_adapter"}, {"torch", "rich"}),
     "cli": (
-        {"config", "planning", "strategies", "simulation", "reporting", "data", "megatron_adapter"},
-        {"megatron", "torch", "typer", "rich", "psutil", "yaml", "jinja2", "markupsafe"},
+        {
+            *("config", "planning", "strategies", "simulation", "reporting", "data"),
+            *("megatron_adapter", "launch"),
+        },
+        {"torch", "typer", "rich", "psutil"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),
@@ -101,17 +107,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "entry": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer", "training"},
     },
     "testing": {"": set(), "virtual_cuda": {""}},
-    # The scripts that ranks run are started by their paths.
-    "cli": {
-        "": {"declarations"},
-        "ranks": set(),
-        "analysis": set(),
-        "training": {"ranks", "analysis"},
-        "machine": {"ranks", "training"},
-        "declarations": {"analysis", "training", "machine"},
-        "pretraining": set(),
-        "gpu_check": {"ranks", "pretraining"},
-    },
+    "cli": {"": {"analysis"}, "analysis": {""}, "gpu_check": set()},
 }
 
 FORBIDDEN = {

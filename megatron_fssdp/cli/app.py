@@ -81,10 +81,10 @@ def _root(
 
 def main() -> None:
     """Entry point of the console script."""
-    words, passed_on = sys.argv[1:], ()
+    words, passed_on = sys.argv[1:], list[str]()
     if words[:1] and words[0] in _TAKE_WORDS and "--" in words:
         end = words.index("--")
-        words, passed_on = words[:end], tuple(words[end + 1 :])
+        words, passed_on = words[:end], words[end + 1 :]
     try:
         sys.exit(app(args=words, obj=passed_on, standalone_mode=False))
     except ConfigurationError as error:

@@ -10,12 +10,14 @@ import typer
 
 from megatron_fssdp.config.errors import ConfigurationError
 
-_WANTED = "wanted the command of a training: megatron-fssdp check -- torchrun … [-m megatron_fssdp] SCRIPT.py ARGS…"
+_WANTED = (
+    "wanted the command of a training: megatron-fssdp check -- torchrun … [-m megatron_fssdp] SCRIPT.py ARGS…"
+)
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def check_command(context: typer.Context) -> None:
-    """Check the torchrun command of a training in seconds: its arguments, strategy and devices. Nothing starts."""
+    """Check the torchrun command of a training: arguments, strategy and devices. Nothing starts."""
     from megatron_fssdp.config.shipped_files import shipped_scripts
     from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
     from megatron_fssdp.megatron_adapter.entry.argument_check import check_arguments
@@ -60,4 +62,6 @@ def _ranks_here(asked: str) -> int:
     try:
         return int(determine_local_world_size(asked))
     except ValueError as error:
-        raise ConfigurationError(f"--nproc-per-node {asked}: {error}; give the number of ranks of a node") from None
+        raise ConfigurationError(
+            f"--nproc-per-node {asked}: {error}; give the number of ranks of a node"
+        ) from None

@@ -70,7 +70,8 @@ def build_with_progress(
     """Build indexed data, print what was built, and return its manifest; arguments are as in the command.
 
     Raises:
-        ConfigurationError: The text cannot be read, or the folder cannot be written or has other files of the names.
+        ConfigurationError: The text cannot be read, or the folder cannot be written or has other files of the
+            names.
     """
     import difflib
 

@@ -62,7 +62,8 @@ def prepare(file: Path, out: Path | None = None) -> Sweep:
     refuse_non_folder(folder, "--out")
     if taken := RunFolder(folder).taken():
         raise ConfigurationError(
-            f"--out {folder}: holds a single run ({', '.join(taken)}), wanted a folder for all; give another one"
+            f"--out {folder}: holds a single run ({', '.join(taken)}), wanted a folder for all; give "
+            f"another one"
         )
     config, sweep = load_sweep(file), Sweep(file.stem, folder)
     for run in planned_runs(config):

@@ -57,7 +57,8 @@ def train_command(
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", help="Start a new run; one that is in the output folder is renamed to OUT.old-TIME."
+            "--overwrite",
+            help="Start a new run; one that is in the output folder is renamed to OUT.old-TIME.",
         ),
     ] = False,
 ) -> None:

@@ -1,6 +1,7 @@
 """A lock that a live run holds on its folder, so that no other process writes there.
 
-The system frees it when its holder ends, also if it was killed. The file stays; its text is for messages only.
+The system frees it when its holder ends, also if it was killed. The file stays; its text is for messages
+only.
 """
 
 import fcntl
@@ -26,8 +27,8 @@ def hold(folder: Path, asked_by: str) -> int:
     """Hold a run's folder until :func:`release`, or until this process ends; the folder is created.
 
     Returns:
-        The lock's file descriptor. Processes that inherit it hold the folder, too. It is -1 if the file system has
-        no locks, or if the process that started this one holds the folder for it.
+        The lock's file descriptor. Processes that inherit it hold the folder, too. It is -1 if the file
+        system has no locks, or if the process that started this one holds the folder for it.
 
     Raises:
         ConfigurationError: A live run holds the folder, or it cannot be written.
@@ -67,14 +68,12 @@ def refuse_live(folder: Path, asked_by: str) -> None:
     """Raise a ConfigurationError if another process holds a run's folder; nothing is written."""
     if folder.resolve() in _held:
         return
-    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        with (folder / LOCK_FILE).open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _taken(folder, asked_by) from None
-            except OSError:
-                return  # the file system has no locks
+    # Without a file, or on a file system without locks, nobody holds the folder.
+    with suppress(OSError), (folder / LOCK_FILE).open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _taken(folder, asked_by) from None
 
 
 def _taken(folder: Path, asked_by: str) -> ConfigurationError:
@@ -88,5 +87,6 @@ def _taken(folder: Path, asked_by: str) -> ConfigurationError:
         iteration = json.loads(lines.splitlines()[-1])["iteration"]
     return ConfigurationError(
         f"{asked_by} {folder}: a run is in progress here (process {holder.get('process', 'unknown')} on "
-        f"{holder.get('host', 'an unknown host')}, iteration {iteration}); wait for it or end it, or give another folder"
+        f"{holder.get('host', 'an unknown host')}, iteration {iteration}); wait for it or end it, or give "
+        f"another folder"
     )

@@ -1,8 +1,8 @@
 """Writes files completely or not at all, even if the process is killed while it writes.
 
-An existing file is replaced only if this package wrote it, which its beginning shows: it has the first line of
-what replaces it, or is empty. ``asked_by`` is the option or setting that names a file or folder; messages start
-with it.
+An existing file is replaced only if this package wrote it, which its beginning shows: it has the first line
+of what replaces it, or is empty. ``asked_by`` is the option or setting that names a file or folder; messages
+start with it.
 """
 
 import os
@@ -15,7 +15,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 
 _BEGINNING_BYTES = 512
 _LINE_BYTES = 32
-"""Enough for the words with which this package's files begin, and less than what differs between two of them."""
+"""Enough for the words with which our files begin, and less than what differs between two of a kind."""
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def written_file(path: Path | str, asked_by: str) -> Iterator[Path]:
 
 
 def refuse_foreign(path: Path | str, asked_by: str, beginning: bytes) -> None:
-    """Raise a ConfigurationError where a file would replace one of somebody else, or something that is no file.
+    """Raise a ConfigurationError where a file would replace what this package did not write.
 
     ``beginning`` has the first bytes of the new file. Commands that work for minutes call this before.
     """
@@ -72,12 +72,13 @@ def refuse_foreign(path: Path | str, asked_by: str, beginning: bytes) -> None:
         found = file.read(_BEGINNING_BYTES)
     if found and _mark(found) != _mark(beginning):
         raise ConfigurationError(
-            f"{asked_by} {path}: exists, and this command did not write it; give another path, or remove the file"
+            f"{asked_by} {path}: exists, and this command did not write it; give another path, or remove "
+            f"the file"
         )
 
 
 def _mark(beginning: bytes) -> bytes:
-    """Return what files of one kind have in common: the first line, or in pictures the name of the software."""
+    """Return what files of one kind have in common: the first line, or a picture's software."""
     if beginning.startswith(b"\x89PNG"):
         return b"PNG of ours" if b"megatron-fssdp" in beginning else b"PNG"
     return beginning.partition(b"\n")[0][:_LINE_BYTES]

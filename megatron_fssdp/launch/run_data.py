@@ -14,7 +14,7 @@ from megatron_fssdp.data.wordpiece import SEP, SPECIAL_TOKENS
 
 
 def data_folder(settings: DataSettings, out_dir: Path) -> Path:
-    """Return the folder of a run's data: by default one beside the output folder, which several runs share."""
+    """Return the folder of a run's data: by default one beside the output folder, for several runs."""
     if settings.path is not None:
         return settings.path
     size = "" if settings.tokenizer == "bytes" else f"-{settings.vocab_size}"
@@ -62,7 +62,8 @@ def planned_data(config: RunConfig, out_dir: Path) -> tuple[str, TokenizedData |
     if not builds:
         return (
             f"# not checked: data.path {str(settings.path)!r} does not exist on this machine; --vocab-size "
-            f"{vocab_size} and --null-tokenizer-eod-id {eod_id} follow from data.vocab_size; set it to the size of "
+            f"{vocab_size} and --null-tokenizer-eod-id {eod_id} follow from data.vocab_size; set it to the "
+            f"size of "
             "the data's vocabulary\n"
         ), data
     words = ["megatron-fssdp", "data", "build", "--out", str(folder), "--tokenizer", settings.tokenizer]

@@ -76,8 +76,8 @@ class RunFolder:
             overwrite: Whether a new run may take the place of the run in the folder.
 
         Raises:
-            ConfigurationError: The folder holds another run or a live one, it has no checkpoint to resume from, or
-                the run in it is finished.
+            ConfigurationError: The folder holds another run or a live one, it has no checkpoint to resume
+                from, or the run in it is finished.
         """
         refuse_non_folder(self.path, "--out")
         if resume and overwrite:

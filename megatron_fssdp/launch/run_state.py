@@ -3,17 +3,17 @@
 from contextlib import suppress
 from typing import Any, Literal
 
-from megatron_fssdp.launch.run_folder import RunFolder, has_checkpoint, last_checkpoint
-from megatron_fssdp.launch.train_request import TrainRequest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.launch.run_folder import RunFolder, has_checkpoint, last_checkpoint
+from megatron_fssdp.launch.train_request import TrainRequest
 from megatron_fssdp.reporting.records.recorded_run import run_config_of
 from megatron_fssdp.reporting.records.run_records import read_metrics
 from megatron_fssdp.reporting.records.run_settings import flat_settings
 
 RunState = Literal["new", "again", "continue", "finished"]
-"""new: nothing was run. again: the run has no checkpoint to continue from; it is moved aside and started again.
-continue: the last checkpoint is continued from. finished: all iterations are recorded and saved."""
+"""new: nothing was run. again: the run has no checkpoint to continue from; it is moved aside and started
+again. continue: the last checkpoint is continued from. finished: all iterations are recorded and saved."""
 
 
 def state_of(request: TrainRequest) -> RunState:

@@ -6,7 +6,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.launch.run_folder import RunFolder
 from megatron_fssdp.config.loading import apply_overrides
 from megatron_fssdp.config.run.composition import (
     Composition,
@@ -19,6 +18,7 @@ from megatron_fssdp.config.run.composition import (
     words_option,
 )
 from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.launch.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

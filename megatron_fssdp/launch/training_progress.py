@@ -50,8 +50,8 @@ def progress_text(
 ) -> str:
     """Return one line of text about the last iteration of a run.
 
-    ``recent_s`` is the mean duration of recent iterations, in seconds. Words are shortened if the text has more
-    than ``width`` columns.
+    ``recent_s`` is the mean duration of recent iterations, in seconds. Words are shortened if the text has
+    more than ``width`` columns.
     """
     remaining_s = max(iterations - record.iteration, 0) * recent_s
     parts = [

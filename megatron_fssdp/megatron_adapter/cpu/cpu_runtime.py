@@ -50,8 +50,8 @@ def requested() -> bool:
     """Whether this process should run Megatron on the CPU.
 
     Raises:
-        ConfigurationError: The environment variable ``MEGATRON_FSSDP_DEVICE`` names an unknown device, or one that
-            this machine does not have.
+        ConfigurationError: The environment variable ``MEGATRON_FSSDP_DEVICE`` names an unknown device, or one
+            that this machine does not have.
     """
     asked = os.environ.get(DEVICE_VARIABLE, "").lower()
     if asked not in ("", "cpu", "cuda"):
@@ -61,7 +61,8 @@ def requested() -> bool:
         )
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(
-            f"environment variable {DEVICE_VARIABLE}: got 'cuda', but torch finds no CUDA device, wanted 'cpu' or a "
+            f"environment variable {DEVICE_VARIABLE}: got 'cuda', but torch finds no CUDA device, wanted "
+            f"'cpu' or a "
             "machine with GPUs; megatron-fssdp doctor says what is missing"
         )
     return asked == "cpu" or (asked == "" and not torch.cuda.is_available())

@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING
 
 from megatron_fssdp.megatron_adapter.diagnosis import packages
 from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import check_folder
-from megatron_fssdp.megatron_adapter.diagnosis.devices import CHECKS, Gpus, check_devices, look_at_gpus
+from megatron_fssdp.megatron_adapter.diagnosis.devices import (
+    CHECKS,
+    Gpus,
+    check_devices,
+    look_at_gpus,
+    shown_variables,
+)
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note
 from megatron_fssdp.megatron_adapter.diagnosis.packages import TRANSFORMER_ENGINE, look_for
+from megatron_fssdp.megatron_adapter.support.broken_packages import one_line
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.run.run_config import RunConfig
@@ -52,7 +59,18 @@ def examine_machine(
         else:
             names = CHECKS if run is None else (*CHECKS, "ranks")
             findings += [note(name, "not checked, because torch cannot be imported") for name in names]
+    findings.append(shown_variables())
     return (*findings, *(check_folder(folder, setting) for setting, folder in folders))
+
+
+def torch_report() -> str:
+    """Return torch's own report about the machine: versions, driver, GPUs, CPU and packages."""
+    try:
+        from torch.utils import collect_env
+
+        return str(collect_env.get_pretty_env_info()).strip()
+    except Exception as raised:  # torch may be missing or broken, which is a finding of its own
+        return f"not available: {one_line(raised)}"
 
 
 @contextmanager

@@ -47,8 +47,8 @@ def check_arguments(
         words: The script's arguments.
         world_size: Number of ranks.
         on_cpu: Whether the ranks run on CPUs.
-        ranks_here: Number of ranks that start on this machine; None if they start on others, whose devices and
-            Megatron's own checks of them are not known here.
+        ranks_here: Number of ranks that start on this machine; None if they start on others, whose devices
+            and Megatron's own checks of them are not known here.
         script_text: Source of a script that may add arguments of its own.
 
     Raises:
@@ -81,7 +81,8 @@ def check_devices(num_ranks: int) -> None:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < num_ranks:
         raise ConfigurationError(
-            f"devices: got {num_ranks} ranks on GPUs, but torch finds {found} on this machine, wanted one for each; "
+            f"devices: got {num_ranks} ranks on GPUs, but torch finds {found} on this machine, wanted one "
+            f"for each; "
             f"start fewer ranks, or run on the CPU (training.device=cpu, {cpu_runtime.DEVICE_VARIABLE}=cpu)"
         )
 
@@ -150,7 +151,7 @@ def requested_by(args: Any) -> RequestedStrategy:
 
 
 def _validate(args: Any, on_cpu: bool) -> None:
-    """Run Megatron's own checks of the arguments and of the model's config, which must not print anything here."""
+    """Run Megatron's own checks of the arguments and of the model's config, without their output."""
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
     if on_cpu:
         variables[cpu_runtime.DEVICE_VARIABLE] = "cpu"
