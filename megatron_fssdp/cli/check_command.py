@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -18,9 +18,8 @@ _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 def check_command(context: typer.Context) -> None:
     """Check the torchrun command of a training: arguments, strategy and devices. Nothing starts."""
+    from megatron_fssdp.config.quiet_output import quiet_output
     from megatron_fssdp.config.shipped_files import shipped_scripts
-    from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
-    from megatron_fssdp.megatron_adapter.entry.argument_check import check_arguments
 
     options = _torchrun_options(context.obj or ())
     ranks, arguments = _ranks_here(options.nproc_per_node), list(options.training_script_args)
@@ -32,6 +31,10 @@ def check_command(context: typer.Context) -> None:
     path = shipped_scripts().get(script, Path(script))
     if not path.is_file():
         raise ConfigurationError(f"check: script {script}: no such file; {_WANTED}")
+    with quiet_output():
+        from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
+        from megatron_fssdp.megatron_adapter.entry.argument_check import check_arguments
+
     on_cpu = cpu_runtime.requested()
     text = path.read_text(encoding="utf-8", errors="replace")
     nodes = int(str(options.nnodes).rpartition(":")[2])
@@ -42,10 +45,6 @@ def check_command(context: typer.Context) -> None:
 
 def _torchrun_options(words: Sequence[str]) -> Any:
     """Return the parsed options of torchrun, with the script and its arguments; apply variables before it."""
-    from torch.distributed.run import get_args_parser
-
-    from megatron_fssdp.megatron_adapter.entry.argument_check import refuse_in_one_line
-
     at = next((at for at, word in enumerate(words) if Path(word).name in _LAUNCHERS), None)
     if at is None:
         raise ConfigurationError(f"check: got {' '.join(words) or 'nothing after --'}, {_WANTED}")
@@ -53,7 +52,15 @@ def _torchrun_options(words: Sequence[str]) -> Any:
         if re.match(r"\w+=", word):
             name, _, value = word.partition("=")
             os.environ[name] = value
-    return refuse_in_one_line(get_args_parser()).parse_args(list(words[at + 1 :]))
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    return parser.parse_args(list(words[at + 1 :]))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigurationError(f"check: torchrun refuses its options: {message}")
 
 
 def _ranks_here(asked: str) -> int:

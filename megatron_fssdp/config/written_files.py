@@ -78,10 +78,11 @@ def refuse_foreign(path: Path | str, asked_by: str, beginning: bytes) -> None:
 
 
 def _mark(beginning: bytes) -> bytes:
-    """Return what files of one kind have in common: the first line, or a picture's software."""
+    """Return what files of one kind have in common: the first line or bytes, or a picture's software."""
     if beginning.startswith(b"\x89PNG"):
         return b"PNG of ours" if b"megatron-fssdp" in beginning else b"PNG"
-    return beginning.partition(b"\n")[0][:_LINE_BYTES]
+    is_binary = b"\0" in beginning[:_LINE_BYTES]
+    return beginning[:4] if is_binary else beginning.partition(b"\n")[0][:_LINE_BYTES]
 
 
 def refuse_special_file(path: Path | str, asked_by: str) -> None:

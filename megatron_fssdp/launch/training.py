@@ -11,6 +11,7 @@ from rich.console import Console
 
 from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.quiet_output import quiet_output
 from megatron_fssdp.config.run.megatron_arguments import (
     Installation,
     TokenizedData,
@@ -155,7 +156,8 @@ def check_startable(config: RunConfig) -> None:
 
 def _check(command: RankCommand, is_here: bool = True) -> None:
     """Check the arguments as the ranks will, in this process; they run on this machine, or on others."""
-    from megatron_fssdp.megatron_adapter.entry.argument_check import check_arguments  # imports Megatron
+    with quiet_output():
+        from megatron_fssdp.megatron_adapter.entry.argument_check import check_arguments
 
     cut = command.config.parallelism
     ranks_here = cut.nproc_per_node if is_here else None

@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from megatron_fssdp.cli.training.data_command import build_with_progress
+from megatron_fssdp.cli.data_command import build_with_progress
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.corpus import corpus_from_paths
 from megatron_fssdp.data.indexed_builder import build_data
@@ -67,4 +66,4 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_misspelled_kind_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigurationError, match="unknown tokenizer 'wordpeice'; did you mean 'wordpiece'"):
-        build_with_progress([tmp_path / "a.txt"], tmp_path, "wordpeice", 300, 1, False, False, Console())
+        build_with_progress([tmp_path / "a.txt"], tmp_path, "wordpeice", 300)

@@ -53,11 +53,11 @@ class Step:
             return done.failed(f"still running after {self.limit_s:.0f} s, its time limit; it was ended")
         if code and (code == 3 or _FINDINGS.search(log_end(log))):
             return done.failed("the virtual devices report findings (exit code 3); the log has them")
-        return (
-            done
-            if code == 0
-            else done.failed(f"exit code {code}" if code > 0 else f"killed by signal {-code}")
-        )
+        if code == 0:
+            return done
+        said = [line.strip() for line in log_end(log).splitlines() if line.strip()]
+        end = f"; its last line: {said[-1][:200]}" if said else ""
+        return done.failed((f"exit code {code}" if code > 0 else f"killed by signal {-code}") + end)
 
     def _exit_code(self, log: Path) -> int | None:
         """Run the command until it ends; return ``None`` if the time limit ended it."""

@@ -4,13 +4,9 @@ Ranks run the same checks when Megatron validates its arguments (:mod:`.registra
 """
 
 import argparse
-import io
-import logging
 import os
 import traceback
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from inspect import unwrap
 from typing import Any, NoReturn
@@ -21,6 +17,7 @@ from megatron.training import argument_utils, arguments
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import closest
+from megatron_fssdp.config.quiet_output import quiet_output
 from megatron_fssdp.config.run.megatron_arguments import ON_CPU
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
@@ -59,7 +56,7 @@ def check_arguments(
     check_seams(for_training=True)
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     refuse_in_one_line(add_strategy_arguments(unwrap(arguments.add_megatron_arguments)(parser)))
-    with _quiet():
+    with quiet_output():
         args, unknown = parser.parse_known_args(list(words))
     for word in unknown:
         if word.startswith("--") and word.partition("=")[0] not in script_text:
@@ -156,7 +153,7 @@ def _validate(args: Any, on_cpu: bool) -> None:
     if on_cpu:
         variables[cpu_runtime.DEVICE_VARIABLE] = "cpu"
     try:
-        with mock.patch.dict(os.environ, variables), _quiet():
+        with mock.patch.dict(os.environ, variables), quiet_output():
             cpu_runtime.install()
             unwrap(arguments.validate_args)(args)
             argument_utils.core_transformer_config_from_args(args)
@@ -166,15 +163,3 @@ def _validate(args: Any, on_cpu: bool) -> None:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigurationError(f"Megatron refuses the arguments: {reason}") from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -85,7 +85,7 @@ def test_settings_of_the_command_line_stay_and_own_ones_are_written_again(tmp_pa
     assert write_recorded_settings(tmp_path, None, STRATEGY)
     assert write_recorded_settings(tmp_path, run, STRATEGY)
     assert load_run([tmp_path / SETTINGS_FILE]) == run
-    from megatron_fssdp.cli.training.run_folder import RunFolder
+    from megatron_fssdp.launch.run_folder import RunFolder
 
     RunFolder(tmp_path).create(run)
     assert not write_recorded_settings(tmp_path, None, STRATEGY)

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from megatron_fssdp.cli.training.run_folder import RunFolder
+from megatron_fssdp.launch.run_folder import RunFolder
 from megatron_fssdp.reporting.records.run_log import RunLog, read_log
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from megatron_fssdp.config.loading import load_yaml
 
-from .tiny_run import ROOT, TINY, fake_data, words_of
+from ..launch.tiny_run import ROOT, TINY, fake_data, words_of
 
 
 def test_dry_run_prints_the_whole_command_and_writes_nothing(command, tmp_path):

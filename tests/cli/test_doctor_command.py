@@ -11,9 +11,9 @@ import pytest
 from megatron_fssdp.cli import app
 from megatron_fssdp.megatron_adapter.diagnosis.packages import InstalledPackage
 
-from ...megatron_adapter.diagnosis.machine_examples import HERE, pose
+from ..megatron_adapter.diagnosis.machine_examples import HERE, pose
 
-TINY = Path(__file__).parents[3] / "configs" / "gpt_moe_tiny.yaml"
+TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_the_command_imports_torch_and_megatron_late_and_an_old_python_can_read_
     code = (
         "import ast, sys\n"
         "from megatron_fssdp.cli import app\n"
-        "from megatron_fssdp.cli.machine import doctor_command\n"
+        "from megatron_fssdp.cli import doctor_command\n"
         "from megatron_fssdp.megatron_adapter.diagnosis.examination import examine_machine\n"
         "heavy = {'torch', 'megatron', 'transformer_engine', 'apex'} & set(sys.modules)\n"
         "if heavy: sys.exit(f'imported {heavy}')\n"

@@ -13,21 +13,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_fssdp.cli.training.sweep_command import (
-    PAGE_FILE,
-    RESULTS_FILE,
-    SweepRequest,
-    listing,
-    prepare,
-    run_sweep,
-)
-from megatron_fssdp.cli.training.train_request import TrainRequest
+from megatron_fssdp.cli.sweep_runs import PAGE_FILE, RESULTS_FILE, listing, prepare, run_sweep
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.launch.train_request import TrainRequest
 
-from ...reporting.page.made_runs import write_made_run
-from ...reporting.page.page_parts import PageParts
+from ..reporting.page.made_runs import write_made_run
+from ..reporting.page.page_parts import PageParts
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SWEEP = """
 run: [gpt_moe_tiny]
 strategies: [ep, fssdp]
@@ -55,7 +48,7 @@ def train_part(request: TrainRequest, iterations: int) -> None:
     folder = request.folder
     folder.check(config.training, request.resume, request.overwrite)
     if request.overwrite:
-        folder.delete_run()
+        folder.move_aside()
     write_made_run(folder.path, config.strategy.name, num_iterations=iterations, seed=config.training.seed)
     folder.create(config, request.changed_settings())
 
@@ -86,7 +79,7 @@ def sweep(tmp_path: Path) -> Callable[..., tuple[int, str]]:
         (tmp_path / "sweep.yaml").write_text(text)
         output = StringIO()
         console = Console(file=output, width=200)
-        code = run_sweep(prepare(SweepRequest(tmp_path / "sweep.yaml", tmp_path / "out")), console, trainer)
+        code = run_sweep(prepare(tmp_path / "sweep.yaml", tmp_path / "out"), console, trainer)
         return code, output.getvalue()
 
     return run
@@ -197,7 +190,7 @@ def test_records_that_are_damaged_or_lack_the_last_checkpoint_are_not_finished(s
 
 def test_the_listing_has_the_state_and_the_command_of_every_run(sweep, tmp_path: Path) -> None:
     sweep(Trainer({"fssdp-seed1": fail}))
-    lines = listing(prepare(SweepRequest(tmp_path / "sweep.yaml", tmp_path / "out"))).splitlines()
+    lines = listing(prepare(tmp_path / "sweep.yaml", tmp_path / "out")).splitlines()
     assert [line.split()[0] for line in lines] == ["finished", "again", "finished", "finished"]
     assert lines[1].split(maxsplit=1)[1] == (
         "megatron-fssdp train gpt_moe_tiny --moe-strategy fssdp --set training.save_checkpoints=false "
@@ -239,7 +232,7 @@ def test_mistakes_are_found_before_the_first_run(sweep, change, message: str) ->
 
 def test_two_sweeps_in_one_folder_exclude_each_other(sweep) -> None:
     def start_another(request: TrainRequest) -> int:
-        with pytest.raises(ConfigurationError, match="another process runs a sweep here"):
+        with pytest.raises(ConfigurationError, match="a run is in progress here"):
             sweep(Trainer())
         return train_whole(request)
 

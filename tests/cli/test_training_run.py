@@ -81,7 +81,7 @@ def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_pa
     assert resolved.data.path == data
     assert {path.name for path in out.iterdir()} == {
         *("config.yaml", "overrides.yaml", "metrics.jsonl", "loads.npy", "placements.npy", "log.txt"),
-        *("tensorboard", "report.html"),
+        *("tensorboard", "report.html", ".lock"),
     }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_fssdp.cli.ranks.training_progress import MetricsTail, TrainingProgress, progress_text
+from megatron_fssdp.launch.training_progress import MetricsTail, TrainingProgress, progress_text
 from megatron_fssdp.reporting.records.run_records import IterationMetrics, LayerMetrics
 
 

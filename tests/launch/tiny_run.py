@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_fssdp.data.manifest import BuiltFile, DataManifest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_fssdp.cli.ranks import rank_processes
-from megatron_fssdp.cli.ranks.rank_processes import run_ranks
+from megatron_fssdp.launch import rank_processes
+from megatron_fssdp.launch.rank_processes import run_ranks
 
 
 def fake(code: str) -> SimpleNamespace:
@@ -30,7 +30,7 @@ def test_output_is_appended_to_the_log_and_the_exit_code_is_returned(tmp_path):
     log, polls = tmp_path / "log.txt", []
     log.write_text("before\n")
     code = "import os, sys; print(os.environ['SAID']); print('bad', file=sys.stderr); sys.exit(3)"
-    assert run_ranks(fake(code), log, lambda: polls.append(1)) == 3
+    assert run_ranks(fake(code), tmp_path, log, -1, lambda: polls.append(1)) == 3
     assert sorted(log.read_text().splitlines()) == ["bad", "before", "hello"]
     assert polls
 
@@ -57,7 +57,7 @@ def test_an_interrupt_ends_every_rank(tmp_path, monkeypatch, number):
             time.sleep(1)  # the interrupt arrives during this call at the latest
 
     with pytest.raises(KeyboardInterrupt) as interrupt:
-        run_ranks(fake(STUBBORN), log, interrupt_once_started)
+        run_ranks(fake(STUBBORN), tmp_path, log, -1, interrupt_once_started)
     assert (
         rank_processes.exit_code_after(interrupt.value) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
     )
@@ -73,10 +73,10 @@ def test_ranks_end_when_the_command_is_killed(tmp_path):
     log = tmp_path / "log.txt"
     program = (
         "import sys; from pathlib import Path; from types import SimpleNamespace as S\n"
-        "from megatron_fssdp.cli.ranks.rank_processes import run_ranks\n"
+        "from megatron_fssdp.launch.rank_processes import run_ranks\n"
         "rank = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
         "command = S(local=lambda log_dir: [sys.executable, '-c', rank], environment=dict)\n"
-        f"run_ranks(command, Path({str(log)!r}), lambda: None)\n"
+        f"run_ranks(command, Path({str(tmp_path)!r}), Path({str(log)!r}), -1, lambda: None)\n"
     )
     command = subprocess.Popen([sys.executable, "-c", program])
     deadline = time.monotonic() + 20

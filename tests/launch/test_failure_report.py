@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.cli.ranks.failure_report import failure_reason
+from megatron_fssdp.launch.failure_report import failure_reason
 
 SUMMARY = """\
 Traceback (most recent call last):
