@@ -95,11 +95,11 @@ def _print_report(findings: "Sequence[Finding]", num_problems: int, subject: str
         if each.advice:
             line = Text.assemble((each.verdict, _STYLES[each.verdict]), f": {each.name}: {each.advice}")
             console.print(line, soft_wrap=True)
+    hint = "to report a problem of the project, paste the output of megatron-fssdp doctor --issue"
+    console.print(hint, highlight=False, soft_wrap=True)
     ending, style = f"OK: {len(findings)} checks found no problem; {subject} can run on this machine", "green"
     if num_problems:
         noun = "problem" if num_problems == 1 else "problems"
         ending = f"{num_problems} {noun}: follow the advice above, then run the command again"
         style = _STYLES["problem"]
     console.print(ending, style=style, highlight=False, soft_wrap=True)
-    hint = "to report a problem of the project, paste the output of megatron-fssdp doctor --issue"
-    console.print(hint, highlight=False, soft_wrap=True)

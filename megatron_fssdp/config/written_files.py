@@ -19,11 +19,12 @@ _LINE_BYTES = 32
 
 
 @contextmanager
-def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
+def written_whole(folder: Path | str, asked_by: str, *, is_ours: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder. When the block ends, its files move into ``folder``.
 
     The files replace those of the same names only after all of them are written. A process that is killed
-    leaves at most a folder ``.partial-…`` behind.
+    leaves at most a folder ``.partial-…`` behind. If it is known that all files of these names in the folder
+    are of this package, their beginnings do not matter.
 
     Raises:
         ConfigurationError: A file cannot be written because of missing rights, a full disk, or something of
@@ -38,6 +39,9 @@ def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
             yield partial
             names = sorted(path.name for path in partial.iterdir())
             for name in names:
+                if is_ours:
+                    refuse_special_file(folder / name, asked_by)
+                    continue
                 with (partial / name).open("rb") as file:
                     refuse_foreign(folder / name, asked_by, file.read(_BEGINNING_BYTES))
             for name in names:

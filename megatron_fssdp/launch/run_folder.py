@@ -157,7 +157,7 @@ class RunFolder:
             ConfigurationError: The folder cannot be written.
         """
         text = format_yaml(config.model_dump(mode="json"))
-        with written_whole(self.path, "--out") as partial:
+        with written_whole(self.path, "--out", is_ours=True) as partial:  # the run in it is resumed
             (partial / self.config.name).write_text(RECORDED_RUN_HEADER + text, encoding="utf-8")
             (partial / self.overrides.name).write_text(
                 _OVERRIDES_HEADER + format_yaml(dict(overrides or {})), encoding="utf-8"

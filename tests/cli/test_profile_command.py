@@ -46,7 +46,7 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
         (["--nproc", "1"], {}, "a link connects two ranks"),
         (["--nproc", "4", "--nodes", "3"], {}, "nodes: got 3, wanted a divisor of the 4 ranks"),
         ([], {}, "no ranks to measure; give --nproc N, or start the command with torchrun"),
-        (["--nproc", "2", "--out", "/no/such/folder/c.yaml"], {}, "/no/such/folder does not exist"),
+        (["--nproc", "2", "--out", "/no/such/folder/c.yaml"], {}, "create its folder first"),
         (["--nproc", "2", "--out", "/"], {}, "is a folder"),
         (["--nproc", "2", "--backend", "mpi"], {}, "wanted gloo or nccl"),
         (["--nproc", "2", "--model", "/no/run.yaml"], {}, "/no/run.yaml: no such file"),

@@ -230,13 +230,16 @@ def test_mistakes_are_found_before_the_first_run(sweep, change, message: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_two_sweeps_in_one_folder_exclude_each_other(sweep) -> None:
-    def start_another(request: TrainRequest) -> int:
+def test_two_sweeps_in_one_folder_exclude_each_other(sweep, tmp_path: Path) -> None:
+    code = "import pathlib, sys, time; from megatron_fssdp.config import run_lock\n"
+    code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(120)"
+    words = [sys.executable, "-c", code, str(tmp_path / "out")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
         with pytest.raises(ConfigurationError, match="a run is in progress here"):
             sweep(Trainer())
-        return train_whole(request)
-
-    assert sweep(Trainer({"ep-seed1": start_another}))[0] == 0
+        other.kill()
 
 
 @pytest.mark.slow

@@ -61,9 +61,8 @@ def requested() -> bool:
         )
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(
-            f"environment variable {DEVICE_VARIABLE}: got 'cuda', but torch finds no CUDA device, wanted "
-            f"'cpu' or a "
-            "machine with GPUs; megatron-fssdp doctor says what is missing"
+            f"environment variable {DEVICE_VARIABLE}: got 'cuda', but torch finds no CUDA device; wanted "
+            "'cpu', or a machine with GPUs: megatron-fssdp doctor says what is missing"
         )
     return asked == "cpu" or (asked == "" and not torch.cuda.is_available())
 
