@@ -51,9 +51,15 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         },
         {"numpy", "torch", "megatron", "packaging", "psutil", "transformer_engine"},
     ),
+    # Scripts that ranks run; they are started by their paths.
+    "pretraining": ({"data", "megatron_adapter"}, {"megatron", "torch"}),
+    "launch": ({"config", "data", "records", "megatron_adapter"}, {"torch", "rich"}),
     "cli": (
-        {"config", "planning", "strategies", "simulation", "records", "report", "data", "megatron_adapter"},
-        {"megatron", "torch", "typer", "rich", "psutil", "yaml", "jinja2", "markupsafe"},
+        {
+            *("config", "planning", "strategies", "simulation", "records", "report"),
+            *("data", "megatron_adapter", "launch"),
+        },
+        {"torch", "typer", "rich", "psutil", "yaml", "jinja2", "markupsafe"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),
@@ -95,17 +101,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "training": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer"},
         "entry": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer", "training"},
     },
-    # The scripts that ranks run are started by their paths.
-    "cli": {
-        "": {"declarations"},
-        "ranks": set(),
-        "analysis": set(),
-        "training": {"ranks", "analysis"},
-        "machine": {"ranks", "training"},
-        "declarations": {"analysis", "training", "machine"},
-        "pretraining": set(),
-        "gpu_check": {"ranks", "pretraining"},
-    },
+    "cli": {"": {"analysis"}, "analysis": {""}, "gpu_check": set()},
 }
 
 FORBIDDEN = {

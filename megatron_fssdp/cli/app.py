@@ -1,8 +1,9 @@
-"""The command line ``megatron-fssdp``: the table of its commands, and what ends it.
+"""The command line ``megatron-fssdp``: its commands in the order of ``--help``, and what ends it.
 
 Heavy packages are imported inside the commands, so that ``--help`` answers quickly.
 """
 
+import errno
 import os
 import sys
 from typing import Annotated, Any
@@ -10,38 +11,62 @@ from typing import Annotated, Any
 import typer
 
 from megatron_fssdp import __version__
-from megatron_fssdp.cli.declarations.analysis_commands import (
+from megatron_fssdp.cli.analysis.commands import (
     compare_command,
     report_command,
     roofline_command,
     simulate_command,
 )
-from megatron_fssdp.cli.declarations.command_classes import NamingCommand, PassingCommand
-from megatron_fssdp.cli.declarations.machine_commands import doctor_command, profile_command
-from megatron_fssdp.cli.declarations.training_commands import data_build_command, sweep_command, train_command
+from megatron_fssdp.cli.check_command import check_command
+from megatron_fssdp.cli.configs_command import configs_command, schema_command
+from megatron_fssdp.cli.data_command import data_build_command
+from megatron_fssdp.cli.doctor_command import doctor_command
+from megatron_fssdp.cli.profile_command import profile_command
+from megatron_fssdp.cli.sweep_command import sweep_command
+from megatron_fssdp.cli.train_command import train_command
 from megatron_fssdp.config.errors import ConfigurationError
 
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 
 _UsageError: Any = typer.BadParameter.__base__
 """Exception that typer raises for a wrong command line. typer does not export it under a name."""
+
+_TAKE_WORDS = ("train", "check")
+"""Commands that pass the words after ``--`` on; they are the context's object."""
 
 app = typer.Typer(
     name="megatron-fssdp",
     help="Train Mixture-of-Experts models on stock Megatron-LM with balanced load.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 data_app = typer.Typer(help="Build training data.", no_args_is_help=True)
+data_app.command("build")(data_build_command)
+
+app.command("train", options_metavar="[OPTIONS] [-- MEGATRON ARGUMENTS]")(train_command)
+app.command("check", options_metavar="-- torchrun … SCRIPT.py ARGUMENTS")(check_command)
+app.command("sweep")(sweep_command)
+app.command("profile")(profile_command)
+app.command("doctor")(doctor_command)
 app.add_typer(data_app, name="data")
+app.command("report")(report_command)
+app.command("compare")(compare_command)
+app.command("simulate")(simulate_command)
+app.command("roofline")(roofline_command)
+app.command("configs")(configs_command)
+app.command("schema")(schema_command)
 
 
 def _show_version(asked: bool) -> None:
     if asked:
         print(f"megatron-fssdp {__version__}")
         raise typer.Exit
+
+
+@app.command("version")
+def version_command() -> None:
+    """Show the version and exit."""
+    _show_version(True)
 
 
 @app.callback()
@@ -54,85 +79,42 @@ def _root(
     """Train Mixture-of-Experts models on stock Megatron-LM with balanced load."""
 
 
-# The order is that of --help.
-app.command("train", cls=PassingCommand, options_metavar="[OPTIONS] [-- MEGATRON ARGUMENTS]")(train_command)
-app.command("sweep", options_metavar="[OPTIONS]")(sweep_command)
-app.command("profile")(profile_command)
-app.command("doctor")(doctor_command)
-data_app.command("build")(data_build_command)
-app.command("report", cls=NamingCommand)(report_command)
-app.command("compare", cls=NamingCommand)(compare_command)
-app.command("simulate", cls=NamingCommand)(simulate_command)
-app.command("roofline")(roofline_command)
-
-
-@app.command("configs")
-def configs_command(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Files or names to combine and print as one YAML. Later ones win.",
-            metavar="[CONFIG.yaml...]",
-        ),
-    ] = None,
-) -> None:
-    """List the runs and clusters that come with the package, or print one of them as YAML."""
-    from megatron_fssdp.cli.configs_command import composed_yaml, shipped_names
-
-    sys.stdout.write(composed_yaml(names) if names else shipped_names())
-
-
-@app.command("schema")
-def schema_command(
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Print the schema of a sweep's YAML instead.")
-    ] = False,
-) -> None:
-    """Print the JSON Schema of a run's YAML, or of a sweep's."""
-    from megatron_fssdp.config.run.json_schema import run_config_schema_text
-    from megatron_fssdp.config.sweep.json_schema import sweep_schema_text
-
-    sys.stdout.write(sweep_schema_text() if sweep else run_config_schema_text())
-
-
-@app.command("version")
-def version_command() -> None:
-    """Show the version and exit."""
-    _show_version(True)
-
-
 def main() -> None:
     """Entry point of the console script."""
+    words, passed_on = sys.argv[1:], list[str]()
+    if words[:1] and words[0] in _TAKE_WORDS and "--" in words:
+        end = words.index("--")
+        words, passed_on = words[:end], words[end + 1 :]
     try:
-        code = app(standalone_mode=False)
+        sys.exit(app(args=words, obj=passed_on, standalone_mode=False))
     except ConfigurationError as error:
-        _say(str(error))
-        sys.exit(EXIT_BAD_INPUT)
+        _fail(str(error))
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else "megatron-fssdp"
         message = error.format_message()
         if len(message.splitlines()) == 1:
-            _say(f"{message.rstrip('.')}; see {command} --help")
-        else:
-            error.show()  # without arguments, the message is the help text
+            _fail(f"{message.rstrip('.')}; see {command} --help")
+        error.show()  # without arguments, the message is the help text
         sys.exit(EXIT_BAD_INPUT)
     except typer.Abort:
-        _say("interrupted")
-        sys.exit(EXIT_INTERRUPTED)
+        _fail("interrupted", EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _fail(f"{error.filename or 'output'}: cannot be written ({error.strerror}); free some space")
     except Exception as error:
         from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
 
         broken = broken_package(error)
         if broken is None:
             raise
-        _say(broken.message())
-        sys.exit(EXIT_BAD_INPUT)
-    sys.exit(code)
+        _fail(broken.message())
 
 
-def _say(message: str) -> None:
+def _fail(message: str, code: int = EXIT_BAD_INPUT) -> None:
     if os.environ.get("RANK", "0") == "0":  # under torchrun, only one of the ranks prints
         print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
-"""``megatron-fssdp configs``: lists and prints the YAML files that come with the package."""
+"""``megatron-fssdp configs`` and ``schema``: list and print what comes with the package."""
 
 import re
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from megatron_fssdp.config.loading import validate
-from megatron_fssdp.config.run.composition import compose
-from megatron_fssdp.config.run.sections import DataSettings, ModelArguments
-from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
-from megatron_fssdp.config.yaml_text import format_yaml
-from megatron_fssdp.simulation.parameter_count import count_parameters
+import typer
+
+from megatron_fssdp.cli.strategy_names import complete_config
 
 _MOST_CHARACTERS = 110  # a description stays on one line of a wide terminal
 _SENTENCE = re.compile(r".*?[.](?=\s+[A-Z]|$)")
@@ -26,11 +23,42 @@ _TITLES = {
 }
 
 
+def configs_command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Files or names to combine and print as one YAML. Later ones win.",
+            metavar="[CONFIG.yaml...]",
+            autocompletion=complete_config,
+        ),
+    ] = None,
+) -> None:
+    """List the runs and clusters that come with the package, or print one of them as YAML."""
+    from megatron_fssdp.config.run.composition import compose
+    from megatron_fssdp.config.yaml_text import format_yaml
+
+    # The files can be parts of a run, so they are not validated.
+    sys.stdout.write(format_yaml(compose(names).data, width=100) if names else shipped_names())
+
+
+def schema_command(
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Print the schema of a sweep's YAML instead.")
+    ] = False,
+) -> None:
+    """Print the JSON Schema of a run's YAML, or of a sweep's."""
+    from megatron_fssdp.config.run.json_schema import run_config_schema_text
+    from megatron_fssdp.config.sweep.json_schema import sweep_schema_text
+
+    sys.stdout.write(sweep_schema_text() if sweep else run_config_schema_text())
+
+
 def shipped_names() -> str:
     """Return text with one line for each shipped file: its name, its parameters, and what it is.
 
     Files are in sections by folder. Clusters, which the option ``--cluster`` accepts, are in the last one.
     """
+    from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
 
     def folder_of(name: str) -> str:
         return name.rpartition("/")[0]
@@ -44,10 +72,10 @@ def shipped_names() -> str:
 
 
 def _line(name: str, file: Path, size: str) -> str:
-    return f"  {name:<38} {size:<25} {description_of(file)}".rstrip()
+    return f"  {name:<38} {size:<25} {_description(file)}".rstrip()
 
 
-def description_of(file: Path) -> str:
+def _description(file: Path) -> str:
     """Return the first sentence of the comment at the head of a YAML file, or an empty text."""
     comment = []
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -62,7 +90,12 @@ def description_of(file: Path) -> str:
 
 def _size(name: str) -> str:
     """Return a model's parameters, and those that one token uses; an empty text for files without a model."""
-    data: Mapping[str, Any] = compose([name]).data
+    from megatron_fssdp.config.loading import validate
+    from megatron_fssdp.config.run.composition import compose
+    from megatron_fssdp.config.run.sections import DataSettings, ModelArguments
+    from megatron_fssdp.simulation.parameter_count import count_parameters
+
+    data = compose([name]).data
     if "hidden_size" not in data.get("model", {}):
         return ""  # the file has no model, or changes a few values of any model
     model = validate(ModelArguments, data["model"], name)
@@ -78,16 +111,3 @@ def _rounded(parameters: int) -> str:
             value = parameters / unit
             return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {letter}"
     return f"{parameters / 1e3:.0f} k"
-
-
-def composed_yaml(names: Sequence[str]) -> str:
-    """Combine files into one YAML text without ``include``.
-
-    Args:
-        names: Paths of files, or names of shipped files. Later files win. The files can be parts of a run, so
-            they are not validated.
-
-    Raises:
-        ConfigurationError: A file cannot be read or includes itself.
-    """
-    return format_yaml(compose(names).data, width=100)

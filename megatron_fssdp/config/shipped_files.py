@@ -7,7 +7,7 @@ _PACKAGE = Path(__file__).parents[1]
 _FOLDER = Path("configs")
 _CLUSTERS = "clusters"
 _SUFFIX = ".yaml"
-_SCRIPTS = _PACKAGE / "cli" / "pretraining"
+_SCRIPTS = _PACKAGE / "pretraining"
 
 
 def shipped_folder() -> Path:

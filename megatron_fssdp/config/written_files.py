@@ -1,6 +1,8 @@
 """Writes files completely or not at all, even if the process is killed while it writes.
 
-``asked_by`` is the option or setting that names a file or folder; messages start with it.
+An existing file is replaced only if this package wrote it, which its beginning shows: it has the first line
+of what replaces it, or is empty. ``asked_by`` is the option or setting that names a file or folder; messages
+start with it.
 """
 
 import os
@@ -11,13 +13,18 @@ from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
 
+_BEGINNING_BYTES = 512
+_LINE_BYTES = 32
+"""Enough for the words with which our files begin, and less than what differs between two of a kind."""
+
 
 @contextmanager
-def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
+def written_whole(folder: Path | str, asked_by: str, *, is_ours: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder. When the block ends, its files move into ``folder``.
 
     The files replace those of the same names only after all of them are written. A process that is killed
-    leaves at most a folder ``.partial-…`` behind.
+    leaves at most a folder ``.partial-…`` behind. If it is known that all files of these names in the folder
+    are of this package, their beginnings do not matter.
 
     Raises:
         ConfigurationError: A file cannot be written because of missing rights, a full disk, or something of
@@ -32,7 +39,11 @@ def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
             yield partial
             names = sorted(path.name for path in partial.iterdir())
             for name in names:
-                refuse_special_file(folder / name, asked_by)
+                if is_ours:
+                    refuse_special_file(folder / name, asked_by)
+                    continue
+                with (partial / name).open("rb") as file:
+                    refuse_foreign(folder / name, asked_by, file.read(_BEGINNING_BYTES))
             for name in names:
                 os.replace(partial / name, folder / name)
     except OSError as error:
@@ -51,6 +62,31 @@ def written_file(path: Path | str, asked_by: str) -> Iterator[Path]:
     refuse_special_file(path, asked_by)
     with written_whole(path.parent, asked_by) as partial:
         yield partial / path.name
+
+
+def refuse_foreign(path: Path | str, asked_by: str, beginning: bytes) -> None:
+    """Raise a ConfigurationError where a file would replace what this package did not write.
+
+    ``beginning`` has the first bytes of the new file. Commands that work for minutes call this before.
+    """
+    refuse_special_file(path, asked_by)
+    if not os.path.exists(path):
+        return
+    with open(path, "rb") as file:
+        found = file.read(_BEGINNING_BYTES)
+    if found and _mark(found) != _mark(beginning):
+        raise ConfigurationError(
+            f"{asked_by} {path}: exists, and this command did not write it; give another path, or remove "
+            f"the file"
+        )
+
+
+def _mark(beginning: bytes) -> bytes:
+    """Return what files of one kind have in common: the first line or bytes, or a picture's software."""
+    if beginning.startswith(b"\x89PNG"):
+        return b"PNG of ours" if b"megatron-fssdp" in beginning else b"PNG"
+    is_binary = b"\0" in beginning[:_LINE_BYTES]
+    return beginning[:4] if is_binary else beginning.partition(b"\n")[0][:_LINE_BYTES]
 
 
 def refuse_special_file(path: Path | str, asked_by: str) -> None:

@@ -5,9 +5,11 @@ import sys
 import pytest
 
 from megatron_fssdp import __version__
+from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES, complete_strategy
 from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 
-from .training.tiny_run import TINY
+from ..launch.tiny_run import TINY
 
 
 def test_help_and_version_need_no_heavy_imports():
@@ -21,6 +23,13 @@ def test_help_and_version_need_no_heavy_imports():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
+
+
+def test_help_and_completion_name_all_strategies():
+    assert {name for name, entry in STRATEGIES.items() if entry.package == SHIPPED} == {
+        *SHIPPED_NAMES.split(", ")
+    }
+    assert complete_strategy("ep,fs") == ["ep,fssdp"]
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["version"]])
@@ -125,9 +134,3 @@ def test_a_second_data_build_reuses_the_first(command, tmp_path):
     assert code == 0
     assert "up to date" in out
     assert command("data", "build", tmp_path / "none", "--out", tmp_path / "data")[0] == 2
-
-
-def test_comparing_something_other_than_a_run_is_refused(command, tmp_path):
-    code, _, err = command("compare", tmp_path, tmp_path / "other")
-    assert code == 2
-    assert "no such file" in err

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from megatron_fssdp.cli.training.data_command import build_with_progress
+from megatron_fssdp.cli.data_command import build_with_progress
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_FILE, load_pretrained, train_bpe
 
@@ -68,4 +68,4 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
         load_pretrained(str(tmp_path))
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigurationError, match="unknown tokenizer 'wordpeice'; did you mean 'wordpiece'"):
-        build_with_progress([tmp_path / "a.txt"], tmp_path, "wordpeice", 300, False, Console())
+        build_with_progress([tmp_path / "a.txt"], tmp_path, "wordpeice", 300)

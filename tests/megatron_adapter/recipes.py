@@ -224,7 +224,7 @@ def _refusal(recipe: Recipe) -> str | None:
     from megatron_fssdp.config.errors import ConfigurationError
     from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
     from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
-    from megatron_fssdp.megatron_adapter.entry.registration import add_strategy_arguments
+    from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
     from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
     from megatron_fssdp.megatron_adapter.support.supported_features import REFUSALS
 

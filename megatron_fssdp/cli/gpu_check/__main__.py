@@ -1,23 +1,21 @@
 """Entry point of ``python -m megatron_fssdp.cli.gpu_check``, which ``scripts/gpu_check.sh`` starts."""
 
 import argparse
-import os
 import shutil
+import subprocess
 import sys
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_fssdp.cli.gpu_check.check_outcome import CheckOutcome
-from megatron_fssdp.cli.gpu_check.check_page import PAGE, write_files
-from megatron_fssdp.cli.gpu_check.check_plan import VIRTUAL_RANKS, CheckPlan
-from megatron_fssdp.cli.gpu_check.check_steps import check_steps, parity_trainings
-from megatron_fssdp.cli.gpu_check.machine_facts import MachineFacts
-from megatron_fssdp.cli.gpu_check.parity import compared
-from megatron_fssdp.cli.gpu_check.step import Step, StepResult, StepVerdict
-from megatron_fssdp.cli.gpu_check.step_runner import run_step
+from megatron_fssdp.cli.gpu_check.page import PAGE, write_results
+from megatron_fssdp.cli.gpu_check.step import Step
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.written_files import refuse_non_folder
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+_VIRTUAL_RANKS = 4  # the smallest number that has two nodes of two devices
+_REPORT_VARIABLE = "MEGATRON_FSSDP_VIRTUAL_CUDA_REPORT"
 
 
 def main() -> int:
@@ -36,95 +34,132 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="output folder (default: runs/gpu_check)")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    out = (options.out or options.root / "runs" / "gpu_check").resolve()
+    root = options.root.resolve()
+    out = (options.out or root / "runs" / "gpu_check").resolve()
     try:
-        _empty(out)
-        facts = _facts(out)
-        if not facts.devices and not options.virtual:
+        refuse_non_folder(out, "--out")
+        ranks = _VIRTUAL_RANKS if options.virtual else num_gpus()
+        if not ranks:
             raise ConfigurationError(
                 "devices: got no CUDA device that torch can use, wanted a node with GPUs; run megatron-fssdp "
                 "doctor there, or give --virtual to try the check itself without a GPU"
             )
-        plan = CheckPlan(
-            root=options.root.resolve(),
-            out=out,
-            num_ranks=VIRTUAL_RANKS if options.virtual else len(facts.devices),
-            is_virtual=options.virtual,
-            has_engine=facts.has_engine,
-        )
-        return _check(plan, facts)
+        empty(out)
+        return check(root, out, ranks, is_virtual=options.virtual)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted; all processes have ended", file=sys.stderr)
+        print(f"interrupted; all processes have ended; {out / PAGE} has the steps before", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def _check(plan: CheckPlan, facts: MachineFacts) -> int:
-    for folder in (plan.logs, plan.results, plan.work):
-        folder.mkdir(parents=True, exist_ok=True)
-    steps = check_steps(plan)
-    results: list[StepResult] = []
-    for number, step in enumerate(steps, 1):
-        print(f"[{number:2}/{len(steps)}] {step.name}: {step.title}", flush=True)
-        results.append(run_step(step, plan.logs))
-        print(f"        {_described(results[-1])}", flush=True)
-    parity = [compared(plan, case, precision) for case, precision in parity_trainings(plan)]
-    outcome = CheckOutcome(plan, facts, results, parity)
-    archive = write_files(outcome)
-    print(f"{outcome.verdict}\npage:   {plan.out / PAGE}\nattach: {archive}", flush=True)
-    return 0 if outcome.passed else EXIT_FAILED
+def check(root: Path, out: Path, ranks: int, *, is_virtual: bool) -> int:
+    """Run all steps, and write the page after each, so that a check that is stopped leaves a useful page."""
+    for name in ("logs", "results", "work"):
+        (out / name).mkdir(parents=True, exist_ok=True)
+    steps = check_steps(root, out, ranks, is_virtual=is_virtual)
+    for at, step in enumerate(steps):
+        print(f"[{at + 1:2}/{len(steps)}] {step.name}", flush=True)
+        steps[at] = step = step.run(out / "logs")
+        why = f": {step.reason}; log: {out / 'logs' / step.name}.txt" if step.reason else ""
+        print(f"        {step.verdict} in {step.seconds:.0f} s{why}", flush=True)
+        verdict, archive = write_results(out, steps, ranks, is_virtual=is_virtual)
+    print(f"{verdict}\npage:   {out / PAGE}\nattach: {archive}", flush=True)
+    return EXIT_FAILED if any(step.verdict == "failed" for step in steps) else 0
 
 
-def _described(result: StepResult) -> str:
-    if result.verdict is StepVerdict.PASSED:
-        return f"passed in {result.seconds:.0f} s"
-    if result.verdict is StepVerdict.SKIPPED:
-        return f"skipped: {result.reason}"
-    return f"FAILED after {result.seconds:.0f} s: {result.reason}; log: {result.log}"
+def check_steps(root: Path, out: Path, ranks: int, *, is_virtual: bool) -> list[Step]:
+    """Return all steps: doctor, tests and benchmarks of the checkout, those that teach most first."""
+    python, results = sys.executable, out / "results"
+
+    def step(name: str, limit_s: float, script: Path, *words: object, skipped: str = "") -> Step:
+        environment = {"MEGATRON_FSSDP_DEVICE": "cuda"}
+        if is_virtual:  # the ranks share the cores
+            environment |= {"OMP_NUM_THREADS": "1", _REPORT_VARIABLE: str(results / "virtual" / name)}
+        if not script.exists():
+            skipped = f"not a checkout of the project: {script} is missing"
+        verdict = "skipped" if skipped else "not run"
+        return Step(name, (python, *map(str, words)), limit_s, environment, verdict, skipped)
+
+    def benchmark(name: str, limit_s: float, *words: object, skipped: str = "") -> Step:
+        script, result = root / "benchmarks" / f"{name}.py", results / name
+        written = ("--out", f"{result}.json", "--trace", f"{result}_trace.json")
+        return step(name, limit_s, script, script, *written, *words, skipped=skipped)
+
+    tests, parity = root / "tests", root / "benchmarks" / "gpu_parity.py"
+    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow", f"--rootdir={root}")
+    on_virtual = (
+        ("--virtual-gpu", "-k", "not timed_on_the_device") if is_virtual else ()
+    )  # they have no times
+    gpu_tests = step("gpu_tests", 1200, tests, *pytest, "-c", root / "pyproject.toml", tests, *on_virtual)
+    trainings = [
+        step(
+            *(f"parity_{precision}_{case}", 600, parity, parity, "--case", case, "--precision", precision),
+            *("--ranks", ranks, "--work", out / "work", "--out", results / "parity.jsonl"),
+            *(["--virtual"] if is_virtual else []),
+        )
+        for precision in ("fp32", "bf16")
+        for case in _cases(parity)
+        # Virtual devices train in bf16 only where other code runs than in fp32.
+        if not is_virtual or precision == "fp32" or case in ("none", "fssdp-rematerialized")
+    ]
+    virtual_overlap = ("--device=virtual", "--rounds=1", "--iterations=4")
+    return [
+        Step("doctor", (python, "-m", "megatron_fssdp", "doctor", "--issue"), 300),
+        replace(gpu_tests, environment={}) if is_virtual else gpu_tests,
+        *trainings,
+        benchmark("gpu_layer", 1200, *(("--virtual", "--repetitions=2") if is_virtual else ())),
+        benchmark(
+            *("overlap", 1800, f"--ranks={ranks}"),
+            *(virtual_overlap if is_virtual else ("--device=cuda", "--size=gpu")),
+            skipped="needs two devices" if ranks < 2 else "",
+        ),
+    ]
 
 
-def _facts(out: Path) -> MachineFacts:
-    """Gather facts in a process of its own, so that a broken driver cannot hang the check.
+def _cases(parity: Path) -> list[str]:
+    """Return the names of all parity trainings, the baseline first; none outside a checkout."""
+    if not parity.exists():
+        return []
+    words = [sys.executable, str(parity), "--list"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout.split()
+
+
+def num_gpus() -> int:
+    """Ask torch for the GPUs in a process of its own, because a broken driver may hang or kill it.
 
     Raises:
-        ConfigurationError: The facts cannot be gathered.
+        ConfigurationError: torch cannot say.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "facts.json"
-        command = (sys.executable, "-m", "megatron_fssdp.cli.gpu_check.machine_facts", str(path))
-        result = run_step(Step("machine", "facts about the machine", command, limit_s=120), out / "logs")
-        if result.verdict is not StepVerdict.PASSED:
-            raise ConfigurationError(
-                f"the machine's devices: {result.reason}, wanted a torch that can be imported; read the log "
-                f"{result.log}"
-            )
-        return MachineFacts.from_json(path.read_text(encoding="utf-8"))
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        )
+        return int(done.stdout.split()[-1])
+    except (subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise ConfigurationError(
+            f"devices: torch cannot count them ({error}), wanted a torch that works; run megatron-fssdp "
+            f"doctor"
+        ) from None
 
 
-def _empty(out: Path) -> None:
+def empty(out: Path) -> None:
     """Remove the files of an earlier check. Other files are never deleted.
 
     Raises:
         ConfigurationError: The folder has files that are not from a check.
     """
-    if out.is_dir() and any(out.iterdir()):
-        if not (out / "logs" / "machine.txt").exists():
-            raise ConfigurationError(
-                f"--out {out}: has other files, wanted an empty folder or one of an earlier check; give "
-                "another one"
-            )
-        for name in ("logs", "results", "work"):
-            shutil.rmtree(out / name, ignore_errors=True)
-    elif out.exists() and not out.is_dir():
-        raise ConfigurationError(f"--out {out}: is a file, wanted a folder; give another")
-    if not os.access(_existing(out), os.W_OK):
-        raise ConfigurationError(f"--out {out}: cannot be written; give another folder")
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not (out / "logs" / "doctor.txt").exists():
+        raise ConfigurationError(
+            f"--out {out}: has other files, wanted an empty folder or one of an earlier check; give another "
+            f"one"
+        )
+    for name in ("logs", "results", "work"):
+        shutil.rmtree(out / name, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -50,13 +50,19 @@ def requested() -> bool:
     """Whether this process should run Megatron on the CPU.
 
     Raises:
-        ConfigurationError: The environment variable ``MEGATRON_FSSDP_DEVICE`` names an unknown device.
+        ConfigurationError: The environment variable ``MEGATRON_FSSDP_DEVICE`` names an unknown device, or one
+            that this machine does not have.
     """
     asked = os.environ.get(DEVICE_VARIABLE, "").lower()
     if asked not in ("", "cpu", "cuda"):
         raise ConfigurationError(
             f"environment variable {DEVICE_VARIABLE}: got {asked!r}, wanted 'cpu' or 'cuda'; "
             "unset it to detect the device"
+        )
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"environment variable {DEVICE_VARIABLE}: got 'cuda', but torch finds no CUDA device; wanted "
+            "'cpu', or a machine with GPUs: megatron-fssdp doctor says what is missing"
         )
     return asked == "cpu" or (asked == "" and not torch.cuda.is_available())
 

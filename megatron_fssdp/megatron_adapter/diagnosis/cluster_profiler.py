@@ -233,15 +233,15 @@ def _sources(
         f"{measured}; hidden size {shape.model_dim}, expert {shape.ffn_dim}, {shape.num_experts} experts, "
         f"{shape.num_rows} rows, sequence {shape.seq_length}, {str(shape.dtype).removeprefix('torch.')}"
     )
-    intra, inter = measured, f"{measured}, all devices of a node at once"
-    if not has_intra:
-        intra = f"same as inter_node, because each node has one device; {measured}"
-    if not has_inter:
-        inter = f"same as intra_node, because there is one node; {measured}"
+    inside, between = "because each node has one device", "because there is one node"
     return {
         "collectives": measured,
-        "intra_node": intra,
-        "inter_node": inter,
+        "intra_node": measured if has_intra else f"same as inter_node, {inside}; {measured}",
+        "inter_node": (
+            f"{measured}, all devices of a node at once"
+            if has_inter
+            else f"same as intra_node, {between}; {measured}"
+        ),
         "expert_flops_per_s": compute,
         "non_expert_flops_per_s": compute,
         "memory_bytes": measured,

@@ -1,8 +1,8 @@
 """Findings about GPUs, CPU cores, back ends, nodes, and a run's ranks on this machine."""
 
-import itertools
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +22,9 @@ CHECKS = ("gloo", "NCCL", "GPUs", "topology")
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 
+_SHOWN_PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "MEGATRON_FSSDP_")
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-_MOST_PAIRS_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class Gpus:
     """Accelerators of this machine that torch can use."""
 
     models: tuple[tuple[str, int], ...] = ()  # name and memory in bytes of each
-    apart: tuple[tuple[int, int], ...] = ()  # pairs that cannot read each other's memory
     error: str = ""  # from asking torch for accelerators
 
     def runs_on_cpu(self, wanted: str) -> bool:
@@ -48,11 +48,16 @@ def look_at_gpus() -> Gpus:
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         properties = [torch.cuda.get_device_properties(index) for index in range(count)]
-        models = tuple((each.name, int(each.total_memory)) for each in properties)
-        pairs = itertools.combinations(range(count), 2)
-        return Gpus(models, tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)))
+        return Gpus(tuple((each.name, int(each.total_memory)) for each in properties))
     except Exception as raised:  # Broken drivers raise many kinds of errors.
         return Gpus(error=one_line(raised))
+
+
+def shown_variables() -> Finding:
+    """Return the environment variables that concern devices and communication, without secrets."""
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN_PREFIXES)}
+    shown = [f"{name}={value}" for name, value in found.items() if not any(w in name for w in _SECRET_WORDS)]
+    return Finding("variables", " ".join(shown) or "none of CUDA_…, NCCL_…, MEGATRON_FSSDP_… is set")
 
 
 def check_devices(gpus: Gpus, run: "RunConfig | None", has_engine: bool) -> list[Finding]:
@@ -71,21 +76,20 @@ def _backends(has_gpus: bool) -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    built, missing, nccl = "built into torch", "not built into torch", ""
     has_gloo = dist.is_available() and dist.is_gloo_available()
-    if dist.is_available() and dist.is_nccl_available():
-        try:
-            nccl = ".".join(str(number) for number in torch.cuda.nccl.version())
-        except Exception:  # Some builds have no version number of NCCL, and the report only shows it.
-            nccl = built
-    install, unused = "install a torch that is built with", "" if has_gpus else "; not used without GPUs"
-    gloo_advice = f"{install} gloo, for example a wheel from pytorch.org"
-    nccl_advice = f"{install} NCCL, for example a CUDA wheel from pytorch.org"
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    nccl = "built into torch" if has_nccl else "not built into torch"
+    with suppress(Exception):  # Some builds have no version number of NCCL, and the report only shows it.
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else nccl
     return [
-        Finding("gloo", built) if has_gloo else problem("gloo", missing, gloo_advice),
-        Finding("NCCL", f"{nccl or missing}{unused}")
-        if nccl or not has_gpus
-        else problem("NCCL", missing, nccl_advice),
+        Finding("gloo", "built into torch")
+        if has_gloo
+        else problem(
+            "gloo", "not built into torch", "install a torch with gloo, such as a wheel from pytorch.org"
+        ),
+        Finding("NCCL", nccl if has_gpus else f"{nccl}; not used without GPUs")
+        if has_nccl or not has_gpus
+        else problem("NCCL", nccl, "install a torch with NCCL, such as a CUDA wheel from pytorch.org"),
     ]
 
 
@@ -143,15 +147,7 @@ def _topology(gpus: Gpus, parallelism: "ParallelismArguments | None") -> Finding
         found = f"1 node (this machine) of {members}"
     if parallelism is not None and parallelism.declared_nodes is not None:
         found += f"; strategies plan for {_count(parallelism.declared_nodes, 'node')} (declared_nodes)"
-    if not gpus.apart:
-        return Finding(name, found)
-    shown = ", ".join(f"{first}-{second}" for first, second in gpus.apart[:_MOST_PAIRS_SHOWN])
-    more = " …" if len(gpus.apart) > _MOST_PAIRS_SHOWN else ""
-    advice = (
-        "the links inside this node are not equally fast: nvidia-smi topo -m shows them, and megatron-fssdp "
-        "profile measures them"
-    )
-    return note(name, f"{found}; no peer access between GPUs {shown}{more}", advice)
+    return Finding(name, found)
 
 
 def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", on_cpu: bool) -> Finding:

@@ -1,20 +1,25 @@
 """Runs all checks of a machine, in the order of the doctor's report."""
 
-import logging
 import platform
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_fssdp.config.quiet_output import quiet_output
 from megatron_fssdp.megatron_adapter.diagnosis import packages
 from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import check_folder
-from megatron_fssdp.megatron_adapter.diagnosis.devices import CHECKS, Gpus, check_devices, look_at_gpus
+from megatron_fssdp.megatron_adapter.diagnosis.devices import (
+    CHECKS,
+    Gpus,
+    check_devices,
+    look_at_gpus,
+    shown_variables,
+)
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note
 from megatron_fssdp.megatron_adapter.diagnosis.packages import TRANSFORMER_ENGINE, look_for
+from megatron_fssdp.megatron_adapter.support.broken_packages import one_line
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.run.run_config import RunConfig
@@ -29,7 +34,7 @@ def examine_machine(
         run: Run to check on this machine; ``None`` checks the machine only.
         folders: Setting or option that names a checkpoint folder, and the folder.
     """
-    with _quiet_imports():
+    with quiet_output():
         torch = look_for("torch", "torch")
         engine = look_for("transformer_engine", "transformer-engine", "transformer_engine.pytorch")
         megatron = look_for("megatron.core", "megatron-core")
@@ -52,17 +57,15 @@ def examine_machine(
         else:
             names = CHECKS if run is None else (*CHECKS, "ranks")
             findings += [note(name, "not checked, because torch cannot be imported") for name in names]
+    findings.append(shown_variables())
     return (*findings, *(check_folder(folder, setting) for setting, folder in folders))
 
 
-@contextmanager
-def _quiet_imports() -> Iterator[None]:
-    """Keep output, log lines and warnings of imported packages out of the report."""
-    disabled = logging.root.manager.disable
-    with redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(disabled)
+def torch_report() -> str:
+    """Return torch's own report about the machine: versions, driver, GPUs, CPU and packages."""
+    try:
+        from torch.utils import collect_env
+
+        return str(collect_env.get_pretty_env_info()).strip()
+    except Exception as raised:  # torch may be missing or broken, which is a finding of its own
+        return f"not available: {one_line(raised)}"

@@ -81,11 +81,7 @@ def check_megatron(megatron: InstalledPackage) -> Finding:
         found = f"{megatron.version} ({megatron.location}) cannot be imported because of {broken_by}"
         if broken_by == TRANSFORMER_ENGINE:  # its own finding is the problem, with the advice
             return note(name, found)
-        advice = (
-            f"wanted a complete installation of {broken_by} or none: remove it with pip uninstall, "
-            f"or {_BUILD} for the installed torch"
-        )
-        return problem(name, f"{found}: {megatron.error}", advice)
+        return problem(name, f"{found}: {megatron.error}", _complete(f"a complete {broken_by}"))
     if not megatron.works:
         return _unusable(name, distribution, megatron)
     # Megatron appends the commit of the repository around its folder. In a virtual environment inside another
@@ -94,9 +90,8 @@ def check_megatron(megatron: InstalledPackage) -> Finding:
     if is_tested(distribution, megatron.version):
         return Finding(name, found)
     advice = (
-        f"the plugin is tested with megatron-core {TESTED_VERSIONS[distribution]}; another release may "
-        "work if it has all seams: compare the first losses with those of --moe-strategy none, or "
-        f"{pip_install(distribution)}"
+        f"tested with {distribution} {TESTED_VERSIONS[distribution]}; another release may work if it has all "
+        f"seams: compare the first losses with those of --moe-strategy none, or {pip_install(distribution)}"
     )
     return note(name, found, advice)
 
@@ -111,11 +106,7 @@ def check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Findin
         return note(name, "not installed; optional", f"install it {_INSTRUCTIONS} {use}")
     if engine.error:
         found = f"{engine.version} ({engine.location}) is installed, but cannot be imported: {engine.error}"
-        advice = (
-            "wanted a complete installation or none: remove all its parts (pip list | grep -i transformer, "
-            f"then pip uninstall them), or {_BUILD} for the installed torch"
-        )
-        return problem(name, found, advice)
+        return problem(name, found, _complete("a complete installation"))
     if is_tested(distribution, engine.version):
         return Finding(name, engine.version)
     advice = f"wanted {TESTED_VERSIONS[distribution]}: {pip_install(distribution)}"
@@ -128,10 +119,7 @@ def check_apex() -> Finding:
     if location is None:
         return Finding("Apex", "not installed; optional")
     if not any((location / folder).is_dir() for folder in _NVIDIA_APEX_FOLDERS):
-        advice = (
-            "pip uninstall apex: it is not NVIDIA's Apex, and Megatron cannot use it; NVIDIA's Apex is "
-            "optional and built from https://github.com/NVIDIA/apex"
-        )
+        advice = "pip uninstall apex: it is not NVIDIA's Apex, and Megatron cannot use it"
         return note("Apex", f"{version}, an unrelated package from the registry ({location})", advice)
     if importlib.util.find_spec(_APEX_CUDA_EXTENSION) is None:
         advice = f"{_BUILD} with CUDA extensions, or remove it: pip uninstall apex"
@@ -144,8 +132,8 @@ def check_seams(has_megatron: bool) -> list[Finding]:
     check = "Megatron's seams"
     if not has_megatron:
         return [note(check, "not checked, because Megatron cannot be imported")]
-    seams, missing = capabilities.SEAMS, []
-    for seam in seams:
+    missing = []
+    for seam in capabilities.SEAMS:
         reason: Exception | None
         try:
             reason = capabilities.absence(seam)
@@ -160,8 +148,8 @@ def check_seams(has_megatron: bool) -> list[Finding]:
         else:
             advice = f"no run starts without it: install a tested release: {pip_install('megatron-core')}"
             missing.append(problem(name, found, f"{use}; {advice}"))
-    num_found = len(seams) - len(missing)
-    found = f"found {num_found} of {len(seams)} functions and classes that the plugin attaches to"
+    num = len(capabilities.SEAMS)
+    found = f"found {num - len(missing)} of {num} functions and classes that the plugin attaches to"
     return [Finding(check, found), *missing]
 
 
@@ -187,6 +175,13 @@ def check_kernels() -> Finding:
         f"(in a checkout: {REBUILD})"
     )
     return note("planning kernels", form, advice)
+
+
+def _complete(wanted: str) -> str:
+    return (
+        f"wanted {wanted} or none: remove all its parts (pip list | grep -i -e transformer -e apex, then pip "
+        f"uninstall them), or {_BUILD} for the installed torch"
+    )
 
 
 def _unusable(name: str, distribution: str, package: InstalledPackage) -> Finding:

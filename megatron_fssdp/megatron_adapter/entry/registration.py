@@ -4,21 +4,17 @@ This module wraps Megatron's functions for runs of a script, once, and states th
 layer specs and subclasses cannot change is wrapped.
 """
 
-import argparse
 import os
-from datetime import timedelta
 from functools import partial, wraps
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch.distributed as dist
 
+from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
-from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
+from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overwritten_checkpoint
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
     CheckpointHint,
     LoadHint,
@@ -27,11 +23,16 @@ from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
     wrap_checkpointing,
 )
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
+from megatron_fssdp.megatron_adapter.entry.argument_check import (
+    add_strategy_arguments,
+    check_devices,
+    fit_to_cpu,
+    refuse_in_one_line,
+    requested_by,
+)
 from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
-from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
-from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
@@ -67,7 +68,7 @@ def register(by_launcher: bool = False) -> None:
     if not by_launcher:
         report_uncaught()
     # The CPU patches must come before the first use of Megatron. On a GPU run they do nothing.
-    cpu_runtime.install()
+    on_cpu = cpu_runtime.install()
     check_seams(for_training=True)
     optimizer_repairs.install()
     _registered_by = "launcher" if by_launcher else "script"
@@ -83,7 +84,7 @@ def register(by_launcher: bool = False) -> None:
     # parse_args builds the parser by calling this function of its module.
     @wraps(add_arguments)
     def add_megatron_arguments(parser: Any) -> Any:
-        return add_strategy_arguments(add_arguments(parser))
+        return refuse_in_one_line(add_strategy_arguments(add_arguments(parser)))
 
     # --yaml-cfg replaces all arguments and would remove the plugin's arguments without a warning.
     @wraps(parse)
@@ -94,6 +95,9 @@ def register(by_launcher: bool = False) -> None:
                 "--yaml-cfg: got Megatron's experimental YAML arguments, which replace --moe-strategy; "
                 "wanted command-line arguments: remove --yaml-cfg, or use megatron-fssdp train CONFIG.yaml"
             )
+        if on_cpu and (changed := fit_to_cpu(parsed)) and parsed.rank == 0:
+            flags = " ".join(megatron_options.words(changed))
+            print(f"[fssdp] the ranks run on the CPU, so these arguments are added: {flags}", flush=True)
         return parsed
 
     # This is the last step before process groups exist, so invalid input is refused here.
@@ -101,8 +105,15 @@ def register(by_launcher: bool = False) -> None:
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         cpu_runtime.check_arguments(args)
         check_started_as_rank()
-        _resolve_request(args)
-        return validate(args, *rest, **kwargs)
+        if not on_cpu:
+            check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        requested = requested_by(args)
+        validated = validate(args, *rest, **kwargs)
+        record_dir = requested.settings.record_dir
+        if record_dir is not None and args.rank == 0:
+            run_lock.hold(record_dir, "record_dir")
+        _follow(requested)
+        return validated
 
     arguments.add_megatron_arguments = add_megatron_arguments
     arguments.parse_args = parse_args
@@ -120,32 +131,6 @@ def register(by_launcher: bool = False) -> None:
         bert_layers.install()
 
 
-def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--moe-strategy`` and its settings to Megatron's parser, and return the parser."""
-    strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
-    group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
-    group.add_argument(
-        "--moe-strategy",
-        default="none",
-        metavar="NAME",
-        # argparse formats help texts with the % operator, so a per cent sign must be doubled.
-        help=f"How experts are placed: {strategies}.".replace("%", "%%"),
-    )
-    group.add_argument(
-        "--moe-strategy-config",
-        metavar="FILE.yaml",
-        help="YAML file with the settings of the strategy, one flat key per line.",
-    )
-    group.add_argument(
-        "--moe-strategy-set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="One setting of the strategy, for example slots=2. It can be repeated and overrides the file.",
-    )
-    return parser
-
-
 def check_started_as_rank() -> None:
     """Raise a ConfigurationError if variables of torchrun are missing, which a single rank needs too."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -156,22 +141,13 @@ def check_started_as_rank() -> None:
         )
 
 
-def _resolve_request(args: Any) -> None:
+def _follow(requested: RequestedStrategy) -> None:
+    """Let Megatron build and save models with the requested strategy, of which there is one."""
     global _requested
-    chosen = args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set
-    name, settings = resolve_strategy(*chosen)
-    session = None
-    if isinstance(settings, PlacementSettings):
-        timeout = timedelta(minutes=args.distributed_timeout_minutes)
-        session = StrategySession(name, settings, timeout, communicator_options(args))
-        session.check_model(args)
-        if session.strategy.moves_owners:
-            fit_checkpoint_arguments(f"--moe-strategy {name}", args)
-        if settings.nodes is not None:
-            check_declared_nodes(settings.nodes, args.world_size)
-        _build_our_layer(session)
-        _follow_in_checkpoints(session)
-    _requested = RequestedStrategy(name, settings, session)
+    _requested = requested
+    if requested.session is not None:
+        _build_our_layer(requested.session)
+        _follow_in_checkpoints(requested.session)
 
 
 def _build_our_layer(session: StrategySession) -> None:

@@ -32,7 +32,7 @@ def parsed(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Megatron's arguments of a run, with what its own checks would add."""
     from megatron.training.arguments import parse_args
 
-    from megatron_fssdp.megatron_adapter.entry.registration import add_strategy_arguments
+    from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
 
     data = TokenizedData(Path("d/text"), run.data.vocab_size, 0, 1000, Path("d/cache"))
     words = megatron_arguments(run, data, Installation(False, True), Path("runs/x"), resume=False)
@@ -85,7 +85,7 @@ def test_settings_of_the_command_line_stay_and_own_ones_are_written_again(tmp_pa
     assert write_recorded_settings(tmp_path, None, STRATEGY)
     assert write_recorded_settings(tmp_path, run, STRATEGY)
     assert load_run([tmp_path / SETTINGS_FILE]) == run
-    from megatron_fssdp.cli.training.run_folder import RunFolder
+    from megatron_fssdp.launch.run_folder import RunFolder
 
     RunFolder(tmp_path).create(run)
     assert not write_recorded_settings(tmp_path, None, STRATEGY)

@@ -27,6 +27,9 @@ def test_the_device_variable_selects_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_is_replaced_in_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu_runtime.DEVICE_VARIABLE, "cuda")
+    with pytest.raises(ConfigurationError, match="torch finds no CUDA device"):
+        cpu_runtime.install()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = {
         name: getattr(torch.cuda, name) for name in ("Stream", "Event", "current_device", "manual_seed")
     }

@@ -46,7 +46,7 @@ def pose(
     names = {"torch": "torch", "megatron.core": "megatron", "transformer_engine": "engine"}
     monkeypatch.setattr(examination, "look_for", lambda name, *_: found[names[name]])
     monkeypatch.setattr(examination, "look_at_gpus", lambda: gpus)
-    monkeypatch.setattr(examination, "_quiet_imports", contextlib.nullcontext)
+    monkeypatch.setattr(examination, "quiet_output", contextlib.nullcontext)
     monkeypatch.setattr(examination.platform, "python_version", lambda: python)
     monkeypatch.setattr(devices, "usable_cores", lambda: num_cores)
     monkeypatch.setattr(packages, "check_apex", lambda: Finding("Apex", ""))

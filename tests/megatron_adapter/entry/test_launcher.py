@@ -157,7 +157,7 @@ def test_a_script_can_register_the_plugin_itself_once(
         "    assert 'called twice' in str(error)\n"
         "else:\n"
         "    raise AssertionError('registered twice')\n"
-        "from megatron_fssdp.cli.pretraining.pretrain_gpt import main\n"
+        "from megatron_fssdp.pretraining.pretrain_gpt import main\n"
         "main()\n"
     )
     options: Any = {"strategy": f"fssdp record_dir={tmp_path}", "script": script, "launcher": launcher}

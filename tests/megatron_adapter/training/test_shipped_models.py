@@ -116,7 +116,7 @@ def _elements(job: Job) -> int:
     from megatron.training.arguments import parse_args, validate_args
 
     from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
-    from megatron_fssdp.megatron_adapter.entry.registration import add_strategy_arguments
+    from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
     from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_dispatch
     from megatron_fssdp.megatron_adapter.support.supported_features import check_supported
     from megatron_fssdp.strategies.registry import build_strategy
@@ -174,7 +174,7 @@ def _gpt(config: Any, args: Any, job: Job) -> Any:
 
 
 def _bert(config: Any, args: Any, job: Job) -> Any:
-    from megatron_fssdp.cli.pretraining import pretrain_bert
+    from megatron_fssdp.pretraining import pretrain_bert
 
     args.padded_vocab_size = job.vocab_size  # without Megatron's padding
     pretrain_bert.get_args = lambda: args

@@ -1,0 +1,255 @@
+"""Are the losses of every strategy those of Megatron's own dispatcher on this node? One training per call.
+
+    python benchmarks/gpu_parity.py --list
+    python benchmarks/gpu_parity.py --case fssdp --precision fp32 --ranks 8 --work DIR --out parity.jsonl
+
+The training of ``none`` comes first. Each call appends a row to the file, and fails if the losses differ. The
+model is small, and on such a model replicas seldom pay. Therefore plans price links as free: every strategy
+that compares costs makes replicas or moves experts wherever loads are uneven, so that their code runs. The
+ranks run this file, too.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.strategy.strategy_settings import PROFILE_VARIABLE
+
+BASELINE = "none"
+
+TOLERANCES = {"fp32": 1e-4, "bf16": 1e-2}
+"""Largest relative difference of any iteration's loss from the baseline's, by precision.
+
+Strategies sum the same products in another order, and an optimizer step enlarges these differences.
+"""
+
+_PLANNED = {"slots": 2, "overlap_degree": 8}
+CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    BASELINE: (BASELINE, {}),
+    "ep": ("ep", {}),
+    "fssdp": ("fssdp", {}),
+    "fssdp-rematerialized": ("fssdp", {**_PLANNED, "rematerialize": True}),
+    "fssdp-resharded": ("fssdp", {**_PLANNED, "reshard_interval": 2}),
+    "fastermoe": ("fastermoe", {}),
+    "fastermoe-smart-schedule": ("fastermoe", {"slots": 2, "smart_schedule": True}),
+    "prophet": ("prophet", {}),
+    "quota": ("quota", {"slots": 2}),
+    "smartmoe": ("smartmoe", {"reshard_interval": 2}),
+    "flexmoe": ("flexmoe", {"placement_interval": 2, "window": 2}),
+    "parm": ("parm", {}),
+    "auto": ("auto", {"choice_interval": 4}),
+}
+"""Strategies with settings by which they act within few iterations. The baseline comes first."""
+
+VIRTUAL_LAUNCHER = ("-m", "megatron_fssdp.testing.virtual_cuda")
+"""Words that run a program on virtual devices; the program follows."""
+
+_VIRTUAL_SIZE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 64,
+    "seq_length": 32,
+}
+_SIZE = {
+    "num_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 1024,
+    "seq_length": 512,
+}
+# Megatron compiles these small functions for a GPU. Virtual devices have no compiler.
+_VIRTUAL_ARGUMENTS = {
+    **dict.fromkeys(("bias_gelu_fusion", "bias_dropout_fusion", "bias_swiglu_fusion"), False),
+    "disable_jit_fuser": True,
+}
+_PREDICTED = re.compile(r"\[fssdp\] memory of a rank: (.+)")
+
+
+def training_command(
+    case: str, precision: str, ranks: int, out: Path, *, is_virtual: bool
+) -> tuple[str, ...]:
+    """Return the command that trains a small GPT-MoE on all ranks, with expert parallelism over them.
+
+    In fp32 Megatron's local layers are used, because Transformer Engine multiplies fp32 matrices in TF32. In
+    bf16 the layers are those of the installation.
+    """
+    strategy, settings = CASES[case]
+    config = RunConfig.model_validate(
+        {
+            "model": {
+                **(_VIRTUAL_SIZE if is_virtual else _SIZE),
+                "num_experts": 2 * ranks if ranks > 3 else 8 * ranks,
+                "moe_router_topk": 2,
+                "moe_router_load_balancing_type": "none",
+                "position_embedding_type": "rope",
+                "add_bias_linear": False,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+            },
+            "data": {"external": True},
+            "parallelism": {
+                "nproc_per_node": ranks,
+                "expert_model_parallel_size": ranks,
+                # Plans are topology-aware where a node can have several ranks.
+                "declared_nodes": 2 if ranks >= 4 and ranks % 2 == 0 else 1,
+            },
+            "training": {
+                "train_iters": 6 if is_virtual else 12,
+                "micro_batch_size": 2,
+                "global_batch_size": 4 * ranks,  # two micro-batches for each rank
+                "lr": 1e-3,
+                "lr_decay_style": "constant",
+                "bf16": precision == "bf16",
+                "log_interval": 10,
+                "save_checkpoints": False,
+                "device": "cuda",
+                "mock_data": True,
+                "tokenizer_type": "NullTokenizer",
+                "vocab_size": 1023,
+                "split": "100,0,0",
+                "data_cache_path": str(out.parent / "data_cache"),
+                "num_workers": 0,
+                **(_VIRTUAL_ARGUMENTS if is_virtual else {}),
+            },
+            "strategy": {"name": strategy, "settings": settings},
+        }
+    )
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    installation = Installation(False, has_engine and precision == "bf16" and not is_virtual)
+    return (
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+        *(VIRTUAL_LAUNCHER if is_virtual else ()),
+        *("-m", "megatron_fssdp", str(Path(__file__))),
+        *megatron_arguments(config, None, installation, out, resume=False),
+    )
+
+
+_FREE_S_PER_BYTE = 1e-18
+_BEFORE_LAYER_S = 1.0  # compute that hides every transfer
+
+
+def plan_with_free_links() -> None:
+    """Replace the measured costs of links after every measurement, equally on all ranks."""
+    from megatron_fssdp.megatron_adapter.training import iteration_driver
+    from megatron_fssdp.planning.cost.cost_model import LinkCost
+
+    measure = iteration_driver.profile_layers
+
+    @wraps(measure)
+    def profile_layers(layers: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        measure(layers, *args, **kwargs)
+        for layer in layers:
+            profile = layer.context.profile
+            # Links between nodes stay slower than links inside a node, as planners expect.
+            links = {"intra": LinkCost(0.0, _FREE_S_PER_BYTE), "inter": LinkCost(0.0, 2 * _FREE_S_PER_BYTE)}
+            profile = replace(profile, cluster=replace(profile.cluster, **links), non_moe_s=_BEFORE_LAYER_S)
+            layer.context = replace(layer.context, profile=profile)
+
+    iteration_driver.profile_layers = profile_layers
+
+
+def compared(case: str, precision: str, records: Path, baseline: Path) -> dict[str, Any]:
+    """Return what a training recorded, its difference from the baseline, and what is wrong with it."""
+    metrics = _metrics(records)
+    losses, wanted = ([entry["lm_loss"] for entry in entries] for entries in (metrics, _metrics(baseline)))
+    peaks = [peak for entry in metrics for peak in entry["rank_peak_bytes"]]
+    difference, limit, problem = None, TOLERANCES[precision], ""
+    if not losses:
+        problem = "no losses were recorded"
+    elif not all(map(math.isfinite, losses)):
+        problem = "a loss is not finite"
+    elif len(losses) != len(wanted):
+        problem = f"the baseline {BASELINE} has no losses to compare with"
+    else:
+        difference = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
+        if difference > limit:
+            problem = (
+                f"losses differ from those of {BASELINE} by {difference:.1e}, wanted at most {limit:.0e}"
+            )
+    return {
+        **{
+            "case": case,
+            "precision": precision,
+            "losses": losses,
+            "difference": difference,
+            "problem": problem,
+        },
+        "num_replicas": max(
+            (sum(layer["num_replicas"] for layer in entry["layers"]) for entry in metrics), default=0
+        ),
+        "num_resharded": sum(entry["resharded_experts"] for entry in metrics),
+        "peak_gib": max(peaks, default=0) / 2**30,
+    }
+
+
+def _metrics(records: Path) -> list[dict[str, Any]]:
+    with suppress(OSError, ValueError):
+        entries = [json.loads(line) for line in (records / "metrics.jsonl").read_text().splitlines()]
+        return [
+            {**entry, "lm_loss": math.nan if entry["lm_loss"] is None else entry["lm_loss"]}
+            for entry in entries
+        ]
+    return []
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Train one case, append its row, and return 1 if the training failed or its losses differ."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="print the cases, the baseline first")
+    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--precision", choices=TOLERANCES, default="fp32")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--virtual", action="store_true", help="use virtual CUDA devices")
+    parser.add_argument("--work", type=Path, default=Path("runs/gpu_parity"), help="folder of all trainings")
+    parser.add_argument("--out", type=Path, help="file with one row of JSON for each training")
+    options = parser.parse_args(words)
+    if options.list or options.case is None:
+        print("\n".join(CASES))
+        return 0
+    records = options.work / f"{options.precision}-{options.case}"
+    command = training_command(
+        options.case, options.precision, options.ranks, records, is_virtual=options.virtual
+    )
+    # Costs decide early, so that few iterations are enough.
+    environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cuda", PROFILE_VARIABLE: "2"}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    print(done.stdout)
+    baseline = options.work / f"{options.precision}-{BASELINE}"
+    row = compared(options.case, options.precision, records, baseline)
+    predicted = re.findall(r"\[fssdp\] memory of a rank: (.+)", done.stdout)
+    row["predicted"] = predicted[-1] if predicted else ""
+    if options.out is not None:
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    if done.returncode:
+        return done.returncode
+    print(row["problem"] or "the losses agree")
+    return 1 if row["problem"] else 0
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:  # this process is a rank
+        from megatron_fssdp.pretraining.pretrain_gpt import main as pretrain
+
+        plan_with_free_links()
+        pretrain()
+    else:
+        sys.exit(main())

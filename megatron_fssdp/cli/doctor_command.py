@@ -1,0 +1,105 @@
+"""``megatron-fssdp doctor``: checks whether a training can run on this machine, and says what to do if not.
+
+Without the option ``--config``, the command imports only modules that an older Python can also read.
+Therefore it can report that the Python version is too old.
+"""
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_fssdp import __version__
+
+if TYPE_CHECKING:
+    from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding
+
+_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+def doctor_command(
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(help="Folder for checkpoints. Checks if it is writable and has space.", metavar="DIR"),
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="YAML of a run. Checks if its ranks and checkpoints fit. Repeatable for parts of a run.",
+            metavar="CONFIG.yaml",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    for_issue: Annotated[
+        bool, typer.Option("--issue", help="Print a block to paste into an issue, with torch's own report.")
+    ] = False,
+) -> None:
+    """Check whether a training can run on this machine, and say what to do if it cannot."""
+    from rich.console import Console
+
+    run, folders = None, [("--checkpoints", checkpoints)] if checkpoints is not None else []
+    if config:
+        from megatron_fssdp.launch.train_request import TrainRequest
+
+        request = TrainRequest(config)
+        run = request.resolve()
+        if run.training.save_checkpoints:
+            folders.append(("training.save", run.training.save or request.folder.checkpoints))
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # under torchrun, one rank of each machine reports
+    from megatron_fssdp.megatron_adapter.diagnosis import examination
+
+    with Console(stderr=True).status("importing torch and Megatron"):
+        findings = examination.examine_machine(run, folders)
+    problems = [finding for finding in findings if finding.verdict == "problem"]
+    if for_issue:
+        print(issue_block(findings, examination.torch_report()))
+    elif as_json:
+        named = {"plugin": __version__, "host": socket.gethostname(), "ok": not problems}
+        report = {**named, "findings": [asdict(each) for each in findings]}
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        _print_report(findings, len(problems), "this run" if run is not None else "a training")
+    raise typer.Exit(1 if problems else 0)
+
+
+def issue_block(findings: "Sequence[Finding]", torch_report: str) -> str:
+    """Return Markdown for an issue: one line for each finding, and torch's own report folded below."""
+    lines = [f"megatron-fssdp {__version__}, {platform.platform()}"]
+    lines += [f"{each.verdict:<8}{each.name}: {each.found}" for each in findings]
+    folded = f"<details><summary>torch.utils.collect_env</summary>\n\n```\n{torch_report}\n```\n</details>"
+    return "\n".join(["```", *lines, "```", folded])
+
+
+def _print_report(findings: "Sequence[Finding]", num_problems: int, subject: str) -> None:
+    """Print a table, the next steps, and then what can run or the number of problems."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(markup=False)
+    title = Text(f"megatron-fssdp {__version__} on {socket.gethostname()}")
+    table = Table("check", title=title, title_justify="left")
+    table.add_column("found", overflow="fold")
+    table.add_column("verdict", no_wrap=True)
+    for each in findings:
+        table.add_row(Text(each.name), Text(each.found), Text(each.verdict, style=_STYLES[each.verdict]))
+    console.print(table)
+    for each in sorted(findings, key=lambda one: one.verdict == "problem"):
+        if each.advice:
+            line = Text.assemble((each.verdict, _STYLES[each.verdict]), f": {each.name}: {each.advice}")
+            console.print(line, soft_wrap=True)
+    hint = "to report a problem of the project, paste the output of megatron-fssdp doctor --issue"
+    console.print(hint, highlight=False, soft_wrap=True)
+    ending, style = f"OK: {len(findings)} checks found no problem; {subject} can run on this machine", "green"
+    if num_problems:
+        noun = "problem" if num_problems == 1 else "problems"
+        ending = f"{num_problems} {noun}: follow the advice above, then run the command again"
+        style = _STYLES["problem"]
+    console.print(ending, style=style, highlight=False, soft_wrap=True)

@@ -1,0 +1,156 @@
+"""Writes the page of a check, which fits on one screen, and a zip of everything for a bug report."""
+
+import json
+import zipfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megatron_fssdp.cli.gpu_check.step import Step, log_end
+from megatron_fssdp.config.written_files import written_whole
+
+PAGE, SUMMARY, ZIP = "gpu_check.html", "gpu_check.json", "gpu_check.zip"
+
+_STYLE = """body{font:14px/1.4 system-ui,sans-serif;margin:16px auto;max-width:1300px;padding:0 16px;
+color-scheme:light dark} table{border-collapse:collapse;font-size:12.5px} td,th{padding:1px 10px 1px
+0;text-align:left} main{display:flex;flex-wrap:wrap;gap:8px 40px} h2{font-size:15px;margin:12px 0 4px}
+.failed{color:#d1242f} pre{overflow-x:auto;font-size:12px}"""
+_VIRTUAL = (
+    "No GPU was used: CPU processes posed as CUDA devices. The page shows whether the CUDA code paths run "
+    "and compute "
+    "the right losses. It says nothing about speed, real NCCL or CUDA kernels."
+)
+
+
+def write_results(out: Path, steps: Sequence[Step], ranks: int, *, is_virtual: bool) -> tuple[str, Path]:
+    """Write page, summary and zip into the output folder; return the verdict and the zip.
+
+    Raises:
+        ConfigurationError: A file cannot be written.
+    """
+    counts = [
+        sum(step.verdict == name for step in steps) for name in ("passed", "failed", "skipped", "not run")
+    ]
+    numbers = "{} passed, {} failed, {} skipped, {} not run".format(*counts)
+    word = "FAILED" if counts[1] else "RUNNING" if counts[3] else "PASSED"
+    verdict = f"{word}: {len(steps)} steps, {numbers}"
+    summary = {
+        "verdict": verdict,
+        "is_virtual": is_virtual,
+        "num_ranks": ranks,
+        "steps": [{**asdict(step), "environment": dict(step.environment)} for step in steps],
+        "parity": _parity(out),
+    }
+    with written_whole(out, "--out") as partial:
+        html = page_html(out, verdict, steps, ranks, is_virtual=is_virtual)
+        (partial / PAGE).write_text(html, encoding="utf-8")
+        (partial / SUMMARY).write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        with zipfile.ZipFile(partial / ZIP, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in (PAGE, SUMMARY):
+                archive.write(partial / name, name)
+            for path in sorted([*(out / "logs").rglob("*"), *(out / "results").rglob("*")]):
+                archive.write(path, path.relative_to(out))
+    return verdict, out / ZIP
+
+
+def page_html(out: Path, verdict: str, steps: Sequence[Step], ranks: int, *, is_virtual: bool) -> str:
+    """Return the page as HTML text that needs no other file and no network."""
+    doctor = log_end(out / "logs" / "doctor.txt").partition("<details>")[0].strip("`\n")
+    failed = [step for step in steps if step.verdict == "failed"]
+    kind = "failed" if failed else "passed"
+    body = [
+        f"<h1>GPU check: {ranks} {'virtual devices' if is_virtual else 'GPUs'}</h1>",
+        f'<p class="{kind}"><b>{verdict}</b>. {ZIP}, to attach to an issue, has all logs and numbers.</p>',
+        f"<p><b>{_VIRTUAL}</b></p>" if is_virtual else "",
+        *(f'<p class="failed"><b>{step.name}</b>: {escape(step.reason)}</p>' for step in failed),
+        "<main>",
+        _losses(_parity(out)),
+        _layer_times(out, is_virtual),
+        f"<section><h2>Machine</h2><pre>{escape(doctor)}</pre></section>",
+        "</main>",
+        *(
+            f"<details><summary>end of the log of {step.name}</summary>"
+            f"<pre>{escape(log_end(out / 'logs' / f'{step.name}.txt'))}</pre></details>"
+            for step in failed
+        ),
+    ]
+    head = f'<meta charset="utf-8"><title>{verdict}</title><style>{_STYLE}</style>'
+    return (
+        f'<!doctype html><!-- megatron-fssdp -->\n<html lang="en">{head}<body>{"".join(body)}</body></html>\n'
+    )
+
+
+def _parity(out: Path) -> list[dict[str, Any]]:
+    """Return the rows that the trainings wrote."""
+    with suppress(OSError, ValueError):
+        return [json.loads(line) for line in (out / "results" / "parity.jsonl").read_text().splitlines()]
+    return []
+
+
+def _losses(rows: Sequence[dict[str, Any]]) -> str:
+    header = (
+        "strategy",
+        "precision",
+        "last loss",
+        "difference",
+        "replicas",
+        "moved",
+        "memory seen, GiB",
+        "predicted",
+    )
+    cells = [
+        (
+            *(row["case"], row["precision"], f"{row['losses'][-1]:.6f}" if row["losses"] else "none"),
+            row["problem"] or f"{row['difference']:.1e}",
+            *(
+                str(row["num_replicas"]),
+                str(row["num_resharded"]),
+                f"{row['peak_gib']:.2f}",
+                row["predicted"],
+            ),
+        )
+        for row in rows
+    ]
+    return _table(
+        "Losses of the strategies, their largest relative difference from none, and memory", header, cells
+    )
+
+
+def _layer_times(out: Path, is_virtual: bool) -> str:
+    cells: list[tuple[str, ...]] = []
+    with suppress(
+        OSError, ValueError, KeyError, TypeError, AttributeError
+    ):  # a step may have written anything
+        found = json.loads((out / "results" / "gpu_layer.json").read_text(encoding="utf-8"))
+        for size, record in found["sizes"].items():
+            for form, waits in record["host_synchronizations"].items():
+                times = ("no times", "") if is_virtual else _times(record, form)
+                cells.append((size, form, *times, str(waits)))
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = json.loads((out / "results" / "overlap.json").read_text(encoding="utf-8"))
+        for one in found["summaries"] if not is_virtual else ():
+            ratio = f"{one['overlapped_over_in_turn'][1]:.2f} of in turn"
+            cells.append((one["setting"], "transfers overlapped", _ms(one["seconds_overlapped"]), ratio, ""))
+    header = ("size", "form", "ms, median (quartiles)", "over ours", "host waits")
+    return _table("Time of one MoE layer, forward and backward", header, cells)
+
+
+def _times(record: dict[str, dict[str, list[float]]], form: str) -> tuple[str, str]:
+    ratio = record["megatron_over_ours"].get(form)
+    return _ms(record["seconds"][form]), f"{ratio[1]:.2f}" if ratio else ""
+
+
+def _ms(quartiles_s: Sequence[float]) -> str:
+    low, median, high = (f"{value * 1e3:.2f}" for value in quartiles_s)
+    return f"{median} ({low} to {high})"
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return f"<section><h2>{title}</h2><p>No results.</p></section>"
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    names = "".join(f"<th>{name}</th>" for name in header)
+    return f"<section><h2>{title}</h2><table><tr>{names}</tr>{lines}</table></section>"

@@ -1,1 +1,0 @@
-"""Commands about a machine or a cluster: ``doctor`` and ``profile``."""

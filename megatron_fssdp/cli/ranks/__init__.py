@@ -1,1 +1,0 @@
-"""Processes of ranks that a command starts, and what it shows of them."""

@@ -1,0 +1,91 @@
+"""``megatron-fssdp train``: trains a model as YAML files describe it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES, complete_config, complete_strategy
+
+
+def train_command(
+    context: typer.Context,
+    configs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="YAML files of the run, or names that `megatron-fssdp configs` lists. Later files win.",
+            metavar="CONFIG.yaml...",
+            autocompletion=complete_config,
+        ),
+    ],
+    moe_strategy: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Strategy that replaces the one in the files: {SHIPPED_NAMES}, or one of another package.",
+            autocompletion=complete_strategy,
+        ),
+    ] = None,
+    moe_strategy_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A setting of the strategy, for example slots=2. Repeatable."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting of the run, for example training.seed=7. Repeatable.",
+        ),
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Number of ranks on this machine.")] = None,
+    iters: Annotated[
+        int | None, typer.Option(help="Number of training iterations. Warm-up ends before the last.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder. Default: a folder in runs/, named after the files.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the run, print its torchrun command and start nothing.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the run in the output folder from its last checkpoint, with its earlier options.",
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Start a new run; one that is in the output folder is renamed to OUT.old-TIME.",
+        ),
+    ] = False,
+) -> None:
+    """Train a model on this machine, or print the command for a cluster.
+
+    Words after -- are passed on to Megatron-LM, for example: -- --moe-grouped-gemm
+    """
+    from rich.console import Console
+
+    from megatron_fssdp.launch import training
+    from megatron_fssdp.launch.train_request import TrainRequest
+
+    request = TrainRequest(
+        config_paths=configs,
+        strategy=moe_strategy,
+        strategy_overrides=moe_strategy_set or (),
+        overrides=settings or (),
+        nproc=nproc,
+        iterations=iters,
+        out=out,
+        megatron_words=context.obj or (),
+        resume=resume,
+        overwrite=overwrite,
+    )
+    if dry_run:
+        print(training.dry_run(request))
+        return
+    from megatron_fssdp.cli.data_command import build_default_corpus
+
+    raise typer.Exit(training.train(request, Console(markup=False), build_default_corpus))

@@ -1,1 +1,0 @@
-"""Commands that prepare, start and continue trainings: ``data build``, ``train`` and ``sweep``."""

@@ -1,0 +1,92 @@
+"""A lock that a live run holds on its folder, so that no other process writes there.
+
+The system frees it when its holder ends, also if it was killed. The file stays; its text is for messages
+only.
+"""
+
+import fcntl
+import json
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.written_files import cannot_write
+
+LOCK_FILE = ".lock"
+HELD_VARIABLE = "MEGATRON_FSSDP_HELD_FOLDER"
+"""Environment variable by which ``train`` tells its ranks the folder that it holds for them."""
+
+_held: dict[Path, IO[str]] = {}
+_LAST_BYTES = 1 << 16
+
+
+def hold(folder: Path, asked_by: str) -> int:
+    """Hold a run's folder until :func:`release`, or until this process ends; the folder is created.
+
+    Returns:
+        The lock's file descriptor. Processes that inherit it hold the folder, too. It is -1 if the file
+        system has no locks, or if the process that started this one holds the folder for it.
+
+    Raises:
+        ConfigurationError: A live run holds the folder, or it cannot be written.
+    """
+    place = folder.resolve()
+    if os.environ.get(HELD_VARIABLE) == str(place):
+        return -1
+    if place not in _held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
+        except OSError as error:
+            raise cannot_write(folder, asked_by, error) from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise _taken(folder, asked_by) from None
+        except OSError:
+            file.close()
+            return -1  # the file system has no locks
+        with suppress(OSError):  # a full disk does not matter here
+            file.truncate(0)
+            file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid()}))
+            file.flush()
+        _held[place] = file
+    return _held[place].fileno()
+
+
+def release(folder: Path) -> None:
+    """Let others use a folder that this process holds."""
+    if file := _held.pop(folder.resolve(), None):
+        file.close()
+
+
+def refuse_live(folder: Path, asked_by: str) -> None:
+    """Raise a ConfigurationError if another process holds a run's folder; nothing is written."""
+    if folder.resolve() in _held:
+        return
+    # Without a file, or on a file system without locks, nobody holds the folder.
+    with suppress(OSError), (folder / LOCK_FILE).open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _taken(folder, asked_by) from None
+
+
+def _taken(folder: Path, asked_by: str) -> ConfigurationError:
+    holder: dict[str, object] = {}
+    iteration = 0
+    with suppress(OSError, ValueError):
+        holder = json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, IndexError, KeyError), (folder / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        lines = file.read().rpartition(b"\n")[0]
+        iteration = json.loads(lines.splitlines()[-1])["iteration"]
+    return ConfigurationError(
+        f"{asked_by} {folder}: a run is in progress here (process {holder.get('process', 'unknown')} on "
+        f"{holder.get('host', 'an unknown host')}, iteration {iteration}); wait for it or end it, or give "
+        f"another folder"
+    )

@@ -1,0 +1,165 @@
+"""The check of a training's arguments, in one process and in seconds, before any rank starts.
+
+Ranks run the same checks when Megatron validates its arguments (:mod:`.registration`).
+"""
+
+import argparse
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from inspect import unwrap
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from megatron.training import argument_utils, arguments
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import closest
+from megatron_fssdp.config.quiet_output import quiet_output
+from megatron_fssdp.config.run.megatron_arguments import ON_CPU
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
+from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
+from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
+from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
+from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
+from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
+
+
+def check_arguments(
+    words: Sequence[str],
+    world_size: int,
+    *,
+    on_cpu: bool,
+    ranks_here: int | None = None,
+    script_text: str = "",
+) -> None:
+    """Check the arguments of a training script as its ranks would, and what is missing on this machine.
+
+    Args:
+        words: The script's arguments.
+        world_size: Number of ranks.
+        on_cpu: Whether the ranks run on CPUs.
+        ranks_here: Number of ranks that start on this machine; None if they start on others, whose devices
+            and Megatron's own checks of them are not known here.
+        script_text: Source of a script that may add arguments of its own.
+
+    Raises:
+        ConfigurationError: The ranks would end with an error.
+    """
+    if ranks_here is not None and not on_cpu:
+        check_devices(ranks_here)
+    check_seams(for_training=True)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    refuse_in_one_line(add_strategy_arguments(unwrap(arguments.add_megatron_arguments)(parser)))
+    with quiet_output():
+        args, unknown = parser.parse_known_args(list(words))
+    for word in unknown:
+        if word.startswith("--") and word.partition("=")[0] not in script_text:
+            near = closest(word, [flag for action in parser._actions for flag in action.option_strings])
+            hint = f"did you mean {near}?" if near else "remove it"
+            raise ConfigurationError(f"{word}: neither Megatron nor the plugin has this argument; {hint}")
+    args.rank, args.world_size = 0, world_size
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    if on_cpu:
+        cpu_runtime.check_arguments(args)
+        fit_to_cpu(args)
+    requested_by(args)
+    if on_cpu or ranks_here is not None:
+        _validate(args, on_cpu)
+
+
+def check_devices(num_ranks: int) -> None:
+    """Raise a ConfigurationError unless torch finds a CUDA device for each of this machine's ranks."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < num_ranks:
+        raise ConfigurationError(
+            f"devices: got {num_ranks} ranks on GPUs, but torch finds {found} on this machine, wanted one "
+            f"for each; "
+            f"start fewer ranks, or run on the CPU (training.device=cpu, {cpu_runtime.DEVICE_VARIABLE}=cpu)"
+        )
+
+
+def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--moe-strategy`` and its settings to Megatron's parser, and return the parser."""
+    strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
+    group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
+    group.add_argument(
+        "--moe-strategy",
+        default="none",
+        metavar="NAME",
+        # argparse formats help texts with the % operator, so a per cent sign must be doubled.
+        help=f"How experts are placed: {strategies}.".replace("%", "%%"),
+    )
+    group.add_argument(
+        "--moe-strategy-config",
+        metavar="FILE.yaml",
+        help="YAML file with the settings of the strategy, one flat key per line.",
+    )
+    group.add_argument(
+        "--moe-strategy-set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="One setting of the strategy, for example slots=2. It can be repeated and overrides the file.",
+    )
+    return parser
+
+
+def refuse_in_one_line(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Make a parser raise a ConfigurationError where it would print the usage of hundreds of arguments."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser
+
+
+def fit_to_cpu(args: Any) -> Mapping[str, Any]:
+    """Give parsed arguments the values that the CPU needs; return those that were changed, by name."""
+    changed = {name: value for name, value in ON_CPU.items() if getattr(args, name, value) != value}
+    for name, value in changed.items():
+        setattr(args, name, value)
+    return changed
+
+
+def requested_by(args: Any) -> RequestedStrategy:
+    """Return the strategy of parsed arguments, for which this rank has the right Megatron and model.
+
+    Raises:
+        ConfigurationError: A setting is wrong, or the strategy does not support the model or an argument.
+    """
+    name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
+    if not isinstance(settings, PlacementSettings):
+        return RequestedStrategy(name, settings, None)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    session = StrategySession(name, settings, timeout, communicator_options(args))
+    session.check_model(args)
+    if session.strategy.moves_owners:
+        fit_checkpoint_arguments(f"--moe-strategy {name}", args)
+    if settings.nodes is not None:
+        check_declared_nodes(settings.nodes, args.world_size)
+    return RequestedStrategy(name, settings, session)
+
+
+def _validate(args: Any, on_cpu: bool) -> None:
+    """Run Megatron's own checks of the arguments and of the model's config, without their output."""
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
+    if on_cpu:
+        variables[cpu_runtime.DEVICE_VARIABLE] = "cpu"
+    try:
+        with mock.patch.dict(os.environ, variables), quiet_output():
+            cpu_runtime.install()
+            unwrap(arguments.validate_args)(args)
+            argument_utils.core_transformer_config_from_args(args)
+    except ConfigurationError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigurationError(f"Megatron refuses the arguments: {reason}") from None

@@ -1,0 +1,150 @@
+"""`megatron-fssdp doctor`: its report, its exit codes and its limits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fssdp.cli import app
+from megatron_fssdp.megatron_adapter.diagnosis.packages import InstalledPackage
+
+from ..megatron_adapter.diagnosis.machine_examples import HERE, pose
+
+TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command on a made-up machine: exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+    def run(*arguments: object, **machine: Any) -> tuple[int, str, str]:
+        pose(monkeypatch, **{"num_cores": 4} | machine)
+        monkeypatch.setattr(sys, "argv", ["megatron-fssdp", "doctor", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def test_a_healthy_machine_is_ok(doctor: Any) -> None:
+    code, out, _ = doctor()
+    assert code == 0
+    assert "checks found no problem; a training can run on this machine" in out.splitlines()[-1]
+    assert "/site-packages/[it]" in out, "brackets are not markup"
+
+
+def test_every_problem_has_a_line_and_the_exit_code_says_so(doctor: Any) -> None:
+    code, out, _ = doctor(torch=InstalledPackage("2.4.0", HERE), python="3.11.2")
+    assert code == 1
+    lines = out.splitlines()
+    assert sum(line.startswith("problem: ") for line in lines) == 2
+    assert any(line.startswith("problem: torch: ") and "pip install 'torch>=2.6'" in line for line in lines)
+    assert lines[-1].startswith("2 problems")
+
+
+def test_json_has_stable_keys(doctor: Any, tmp_path: Path) -> None:
+    code, out, _ = doctor("--json", "--checkpoints", tmp_path)
+    report = json.loads(out)
+    assert code == 0
+    assert report.keys() == {"plugin", "host", "ok", "findings"}
+    assert report["ok"] is True
+    for finding in report["findings"]:
+        assert finding.keys() == {"name", "found", "verdict", "advice"}
+        assert finding["verdict"] in ("ok", "note", "problem")
+    assert report["findings"][-1]["name"] == "checkpoint folder"
+    assert list(tmp_path.iterdir()) == []
+
+    code, out, _ = doctor("--json", megatron=InstalledPackage())
+    assert (code, json.loads(out)["ok"]) == (1, False)
+
+
+def test_a_runs_ranks_and_its_checkpoint_folder_are_checked(
+    doctor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = doctor("--json", "--config", TINY)
+    found = {finding["name"]: finding for finding in json.loads(out)["findings"]}
+    assert code == 0
+    assert found["ranks"]["found"] == "4 on 4 CPU cores"
+    assert found["checkpoint folder"]["found"].startswith(
+        "runs/gpt_moe_tiny-fssdp/checkpoints: does not exist yet"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+    (tmp_path / "file").write_text("")
+    config = tmp_path / "run.yaml"
+    config.write_text(TINY.read_text().replace("training:\n", "training:\n  save: file\n"))
+    code, out, _ = doctor("--config", config)
+    assert code == 1
+    assert "is not a folder" in out
+    assert "training.save" in out
+
+    config.write_text(TINY.read_text().replace("training:\n", "training:\n  save_checkpoints: false\n"))
+    assert "checkpoint folder" not in doctor("--config", config)[1]
+
+
+def test_a_wrong_file_is_refused_before_any_check(doctor: Any, tmp_path: Path) -> None:
+    code, out, err = doctor("--config", tmp_path / "none.yaml")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert "no such file" in err
+
+
+def test_under_torchrun_one_rank_per_machine_reports(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert doctor() == (0, "", "")
+
+
+def test_the_command_imports_torch_and_megatron_late_and_an_old_python_can_read_it() -> None:
+    code = (
+        "import ast, sys\n"
+        "from megatron_fssdp.cli import app\n"
+        "from megatron_fssdp.cli import doctor_command\n"
+        "from megatron_fssdp.megatron_adapter.diagnosis.examination import examine_machine\n"
+        "heavy = {'torch', 'megatron', 'transformer_engine', 'apex'} & set(sys.modules)\n"
+        "if heavy: sys.exit(f'imported {heavy}')\n"
+        "for name, module in list(sys.modules.items()):\n"
+        "    if name.partition('.')[0] == 'megatron_fssdp':\n"
+        "        ast.parse(open(module.__file__).read(), module.__file__, feature_version=(3, 11))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_torch_and_megatron_the_command_still_answers(tmp_path: Path) -> None:
+    """Run in a fresh interpreter that can import neither package."""
+    code = (
+        "import sys\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'megatron'): raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+        "from megatron_fssdp.cli import app\n"
+        "sys.argv = ['megatron-fssdp', 'doctor', '--json']\n"
+        "app.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 1, done.stderr
+    verdicts = {each["name"]: each["verdict"] for each in json.loads(done.stdout)["findings"]}
+    assert verdicts["torch"] == verdicts["Megatron"] == "problem"
+    assert verdicts["GPUs"] == "note"
+
+
+@pytest.mark.slow
+def test_this_machine_has_no_problem(tmp_path: Path) -> None:
+    """Run the command with the installed packages; standard output holds only the report."""
+    words = ("-m", "megatron_fssdp.cli.app", "doctor", "--json", "--checkpoints", str(tmp_path))
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, report
+    assert not [each for each in report["findings"] if each["name"].startswith("seam ")]
+    assert list(tmp_path.iterdir()) == []

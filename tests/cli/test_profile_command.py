@@ -1,0 +1,79 @@
+"""`megatron-fssdp profile` with real ranks, and bad input that is refused before any rank starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.cli import app
+from megatron_fssdp.config.cluster_files import load_cluster
+
+SMALL = ("--least-bytes", "1024", "--most-bytes", "4096", "--repetitions", "1")
+
+
+def run(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **variables}
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, words)], capture_output=True, text=True, env=environment, timeout=240
+    )
+
+
+def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path: Path) -> None:
+    out = tmp_path / "pair.yaml"
+    done = run("megatron_fssdp.cli.app", "profile", "--nproc", 2, "--nodes=2", "--out", out, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cluster = load_cluster(out)
+    assert (cluster.name, cluster.num_nodes, cluster.devices_per_node) == ("pair", 2, 1)
+    assert done.stdout.count("[10/10]") == 1, "only one rank prints"
+    assert f"wrote {out}" in done.stdout
+    assert "all_to_all" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
+    out = tmp_path / "pair.yaml"
+    words = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_fssdp", "profile")
+    done = run(*words, "--out", out, "--name", "box", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (load_cluster(out).name, load_cluster(out).num_nodes) == ("box", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "wanted"),
+    [
+        (["--nproc", "1"], {}, "a link connects two ranks"),
+        (["--nproc", "4", "--nodes", "3"], {}, "nodes: got 3, wanted a divisor of the 4 ranks"),
+        ([], {}, "no ranks to measure; give --nproc N, or start the command with torchrun"),
+        (["--nproc", "2", "--out", "/no/such/folder/c.yaml"], {}, "create its folder first"),
+        (["--nproc", "2", "--out", "/"], {}, "is a folder"),
+        (["--nproc", "2", "--backend", "mpi"], {}, "wanted gloo or nccl"),
+        (["--nproc", "2", "--model", "/no/run.yaml"], {}, "/no/run.yaml: no such file"),
+        (["--nproc", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "torchrun has already started the ranks"),
+        ([], {"RANK": "0", "WORLD_SIZE": "1"}, "a link connects two ranks"),
+        (["--nodes", "3"], {"RANK": "0", "WORLD_SIZE": "4"}, "wanted a divisor of the 4 ranks"),
+        (
+            [],
+            {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"},
+            "wanted the same number on every machine",
+        ),
+        (["--out", "/no/such/folder/c.yaml"], {"RANK": "1", "WORLD_SIZE": "1"}, ""),  # only rank 0 prints
+    ],
+)
+def test_bad_input_ends_before_any_collective(
+    words, variables, wanted, tmp_path, monkeypatch, capsys
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    out = () if "--out" in words else ("--out", str(tmp_path / "c.yaml"))
+    monkeypatch.setattr(sys, "argv", ["megatron-fssdp", "profile", *out, *words])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == app.EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert wanted in error
+    assert bool(error) == bool(wanted)
+    assert not list(tmp_path.iterdir())

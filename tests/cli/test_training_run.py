@@ -1,0 +1,112 @@
+"""One real run: the command line, torchrun, the launcher, Megatron's training loop and the recorder."""
+
+import argparse
+import os
+import subprocess
+import sys
+import textwrap
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.recorded_run import load
+
+RUN = """
+model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4,
+        moe_layer_freq: 2}
+parallelism: {nproc_per_node: 2, expert_model_parallel_size: 2}
+training: {train_iters: 3, global_batch_size: 4, save_checkpoints: false}
+strategy: {name: fssdp, settings: {slots: 1}}
+"""
+
+
+BERT = """
+model: {family: bert, num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32,
+        num_experts: 4, moe_layer_freq: 2}
+parallelism: {nproc_per_node: 2, expert_model_parallel_size: 2}
+training: {train_iters: 3, global_batch_size: 4, eval_interval: 2, eval_iters: 1}
+data: {split: "50,50,0"}
+strategy: {name: fssdp, settings: {slots: 1}}
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., str]:
+    """Run `megatron-fssdp ARGS…` in a new process, require success, and return its standard output."""
+
+    def run(*arguments: object) -> str:
+        environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cpu"}
+        words = [sys.executable, "-m", "megatron_fssdp.cli.app", *map(str, arguments)]
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=250)
+        log = tmp_path / "run" / "log.txt"
+        assert done.returncode == 0, (
+            done.stdout + done.stderr + (log.read_text()[-4000:] if log.exists() else "")
+        )
+        return done.stdout
+
+    return run
+
+
+def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    data, out = tmp_path / "data", tmp_path / "run"
+    command("data", "build", tmp_path / "text.txt", "--tokenizer", "bytes", "--out", data)
+    output = command(
+        *("train", tmp_path / "run.yaml", "--set", f"data.path={data}"),
+        *("--set", "training.tensorboard=true", "--out", out),
+    )
+    assert "iteration 3/3" in output
+    assert "load max/mean" in output
+    last_line = output.strip().splitlines()[-1]
+    assert last_line.startswith("done: 3 iterations, loss ")
+    assert last_line.endswith(f"; next: megatron-fssdp report {out}")
+
+    run, loads = load(out), read_loads(out)
+    assert run.strategy == "fssdp"
+    assert run.iterations.tolist() == loads.iterations.tolist() == [1, 2, 3]
+    assert run.layers == loads.layers.tolist()
+    assert np.isfinite(run.losses).all()
+    # Each of 2 devices routes 2 samples of 32 tokens to 2 experts each.
+    assert loads.counts_ILDE.shape == (3, 1, 2, 4)
+    assert (loads.counts_ILDE.sum(axis=3) == 2 * 32 * 2).all()
+    command("report", out)
+    resolved = validate(RunConfig, load_yaml(out / "config.yaml"), "config.yaml")
+    assert resolved.data.path == data
+    assert {path.name for path in out.iterdir()} == {
+        *("config.yaml", "overrides.yaml", "metrics.jsonl", "loads.npy", "placements.npy", "log.txt"),
+        *("tensorboard", "report.html", ".lock"),
+    }
+
+
+@pytest.mark.slow
+def test_a_bert_trains_resumes_and_is_compared_and_simulated(
+    command: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(BERT)
+    data, out, sources = tmp_path / "data", tmp_path / "run", (argparse, typing, textwrap)
+    files = [module.__file__ for module in sources]
+    command("data", "build", *files, "--tokenizer", "wordpiece", "--vocab-size", 500, "--out", data)
+    words = ("train", tmp_path / "run.yaml", "--set", f"data.path={data}", "--out", out)
+    assert "iteration 3/3" in command(*words)
+    assert "iteration 5/5" in command(*words, "--resume", "--iters", 5)
+
+    run, loads = load(out), read_loads(out)
+    assert run.iterations.tolist() == [1, 2, 3, 4, 5]
+    assert np.isfinite(run.losses).all()
+    assert loads.counts_ILDE.shape == (5, 1, 2, 4)
+    assert (loads.counts_ILDE.sum(axis=3) == 2 * 32 * 2).all()
+    log = (out / "log.txt").read_text()
+    assert "sop loss" in log
+    assert "validation loss at iteration 2" in log
+    command("compare", out, out)
+    assert (out / "comparison.html").is_file()
+    simulated = ("simulate", "--loads", out, "--cluster", "hecate-a", "--model", out / "config.yaml")
+    assert "fssdp" in command(*simulated, "--out", tmp_path / "what-if")
+    assert "OK" in command("doctor", "--config", out / "config.yaml")

@@ -1,0 +1,65 @@
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.run.composition import difference, lay_over, load_run
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.launch.run_folder import RunFolder
+from megatron_fssdp.launch.train_request import TrainRequest
+
+from .tiny_run import TINY
+
+
+def test_an_overwritten_run_is_moved_aside_with_all_its_files(tmp_path):
+    folder = RunFolder(tmp_path / "x")
+    assert folder.move_aside() is None
+    folder.create(load_run([TINY]))
+    for name in ("metrics.jsonl", "loads.npy", "notes.txt", "report.html"):
+        (folder.path / name).touch()
+    aside = folder.move_aside()
+    assert aside is not None
+    assert aside.name.startswith("x.old-")
+    assert {"config.yaml", "metrics.jsonl", "notes.txt", "report.html"} < {
+        path.name for path in aside.iterdir()
+    }
+    assert not folder.path.exists()
+
+
+def test_the_written_config_is_that_of_the_run(tmp_path):
+    folder = RunFolder(tmp_path / "x")
+    folder.create(load_run([TINY]))
+    assert load_run([folder.config]) == load_run([TINY])
+    assert list(load_yaml(folder.config)) == list(RunConfig.model_fields)
+
+
+def test_a_full_disk_does_not_hide_why_a_run_stopped(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.log.symlink_to("/dev/full")
+    folder.note_stop(3, "out of luck")
+
+
+def test_the_difference_layered_over_the_files_gives_the_options_values():
+    files = {"strategy": {"name": "fssdp", "settings": {"slots": 1}}, "training": {"lr": 1, "seed": 2}}
+    for final in (
+        {"strategy": {"name": "ep"}, "training": {"lr": 1, "seed": 3}},
+        {"strategy": {"name": "fssdp", "settings": {"slots": 1, "nodes": 4}}, "training": files["training"]},
+        files,
+    ):
+        assert lay_over(files, difference(files, final)) == final
+    assert difference(files, files) == {}
+
+
+def test_words_for_megatron_are_in_the_record_and_are_kept(tmp_path):
+    request = TrainRequest(
+        [TINY], out=tmp_path, megatron_words=["--hidden-size", "128", "--moe-z-loss-coeff", "1e-3"]
+    )
+    run = request.resolve()
+    request.folder.create(run, request.changed_settings())
+    recorded = validate(RunConfig, load_yaml(tmp_path / "config.yaml"), "config.yaml")
+    assert recorded == run
+    assert (recorded.model.hidden_size, recorded.model.moe_z_loss_coeff) == (128, 1e-3)
+    assert TrainRequest([TINY], out=tmp_path, resume=True).resolve() == run
+    with pytest.raises(
+        ConfigurationError, match=r"--resume: model.hidden_size is 64, but .* was started with 128"
+    ):
+        request.folder.check_unchanged(TrainRequest([TINY]).resolve())
