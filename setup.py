@@ -15,7 +15,7 @@ setup(
     package_dir={"megatron_fssdp.configs": "configs"},
     package_data={
         "": ["py.typed", "*.css", "*.js", "*.j2", "*.pxd"],
-        "megatron_fssdp.configs": ["**/*.yaml", "*.json"],
+        "megatron_fssdp.configs": ["**/*.yaml"],
     },
     ext_modules=[KERNELS],
 )

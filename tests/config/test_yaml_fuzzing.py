@@ -147,7 +147,7 @@ def test_includes_are_resolved_or_refused(edges: list[tuple[int, int]]) -> None:
             load_run([top])
         except ConfigurationError as error:
             refused_in_one_line(
-                error, f"{top}: files include each other in a circle", f"{top}: model: missing"
+                error, f"{top}: files include each other in a circle", f"{top}: is a part of a run"
             )
         else:
             pytest.fail("there is no model")

@@ -319,8 +319,3 @@ def test_every_layer_gets_nearly_the_best_or_keeps_its_strategy(
             assert seconds_C[chosen] <= (1 + gain) * seconds_C.min()
     again_L = select_by_seconds(seconds_LC, chosen_L, least_gain=gain)
     assert again_L.tolist() == chosen_L.tolist(), "a selection stays under the same seconds"
-
-
-def test_unknown_seconds_are_refused() -> None:
-    with pytest.raises(ValueError, match="wanted a number"):
-        select_by_seconds(np.array([[np.nan, 1.0]]), np.array([0]), least_gain=0.0)

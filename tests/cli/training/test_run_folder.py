@@ -100,7 +100,7 @@ def test_resume_as_another_model_is_refused(command, tmp_path):
 
 
 def test_the_written_config_merges_several_files(tmp_path):
-    config = load_run([TINY.parent / "experiments" / "tiny-deepseekmoe.yaml"])
+    config = load_run(["models/tiny-deepseekmoe", "parallelism/cpu", "training/tiny", "strategies/fssdp"])
     folder = RunFolder(tmp_path / "x")
     folder.create(config)
     assert load_run([folder.config]) == config

@@ -1,6 +1,5 @@
 """A sweep's YAML becomes runs: all combinations, in turns, each with its own folder."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import validate
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.sweep.json_schema import sweep_schema, sweep_schema_text
 from megatron_fssdp.config.sweep.planned_runs import planned_runs
 from megatron_fssdp.config.sweep.sweep_config import SweepConfig, load_sweep
 
@@ -130,15 +128,8 @@ def test_files_beside_the_sweep_are_found(tmp_path: Path) -> None:
     assert load_sweep(tmp_path / "sweep.yaml").run == ("gpt_moe_tiny", str(tmp_path / "mine.yaml"))
 
 
-def test_the_example_and_the_schema_are_up_to_date() -> None:
-    committed = (ROOT / "configs" / "sweep-schema.json").read_text(encoding="utf-8")
-    assert committed == sweep_schema_text(), "run `megatron-fssdp schema --sweep > configs/sweep-schema.json`"
-    example = ROOT / "examples" / "sweep" / "sweep.yaml"
-    assert example.read_text().startswith("# yaml-language-server: $schema=../../configs/sweep-schema.json\n")
-    assert len(planned_runs(load_sweep(example))) == 6
-    choices = sweep_schema()["$defs"]["SweptStrategy"]["allOf"]
-    assert {"fssdp", "ep"} <= {choice["if"]["properties"]["name"]["const"] for choice in choices}
-    json.loads(committed)
+def test_the_example_is_planned() -> None:
+    assert len(planned_runs(load_sweep(ROOT / "examples" / "sweep" / "sweep.yaml"))) == 6
 
 
 def test_the_page_lists_every_key() -> None:
