@@ -44,6 +44,9 @@ class Converter:
     module: str
     name: str
 
+    def __repr__(self) -> str:
+        return self.name  # for argparse's messages
+
     def __call__(self, text: str) -> Any:
         """Convert a word as Megatron does."""
         with _quiet():
