@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_fssdp.config.shipped_files import shipped_run, shipped_runs
 
 INCLUDE_KEY = "include"
 _ABSENT = object()
+_MOST_FILES = 100  # files that include others twice would otherwise double with every level
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +124,14 @@ def compose(files: Iterable[Path | str]) -> Composition:
         ConfigurationError: A file cannot be read, or includes itself directly or through others.
     """
     names = tuple(map(str, files))
-    layers = tuple(layer for name in names for layer in _layers(_asked(Path(name)), ()))
-    return Composition(names, layers)
+    layers: list[Layer] = []
+    for layer in chain.from_iterable(_layers(_asked(Path(name)), ()) for name in names):
+        layers.append(layer)
+        if len(layers) > _MOST_FILES:
+            raise ConfigurationError(
+                f"{layer.file}: more than {_MOST_FILES} files are combined; include fewer"
+            )
+    return Composition(names, tuple(layers))
 
 
 def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunConfig:
