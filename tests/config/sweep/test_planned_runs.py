@@ -63,11 +63,6 @@ def test_a_growing_sweep_keeps_the_folders_of_its_runs() -> None:
     assert {run.folder for run in before} < {run.folder for run in after}
 
 
-def test_keys_with_the_same_last_part_keep_their_whole_name() -> None:
-    runs = planned_runs(sweep_of(strategies=["ep"], vary={"a.size": [1], "b.size": [2], "c.x": ["u/v"]}))
-    assert runs[0].folder == "ep-a.size=1-b.size=2-x=u_v-seed1"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -113,7 +108,9 @@ def test_a_run_is_no_sweep_and_a_sweep_is_no_run(tmp_path: Path) -> None:
         load_run([sweep])
 
 
-def test_texts_are_written_as_a_user_types_them() -> None:
+def test_texts_are_written_as_a_user_types_them_and_equal_last_parts_keep_the_whole_key() -> None:
+    runs = planned_runs(sweep_of(strategies=["ep"], vary={"a.size": [1], "b.size": [2], "c.x": ["u/v"]}))
+    assert runs[0].folder == "ep-a.size=1-b.size=2-x=u_v-seed1"
     settings = {"data.tokenizer": "bytes", "data.split": "1,0,0", "a.b": "true", "a.c": "[", "a.d": ""}
     (run, *_) = planned_runs(sweep_of(settings=settings))
     assert run.overrides[:-1] == (
