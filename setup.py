@@ -18,7 +18,7 @@ setup(
     package_dir={"megatron_fssdp.configs": "configs"},
     package_data={
         "": ["py.typed", "*.css", "*.js", "*.j2", "*.pxd"],
-        "megatron_fssdp.configs": ["**/*.yaml", "*.json"],
+        "megatron_fssdp.configs": ["**/*.yaml"],
     },
     # MEGATRON_FSSDP_PURE makes a wheel for every machine, in which planning runs as plain Python.
     ext_modules=[] if os.environ.get("MEGATRON_FSSDP_PURE") else [KERNELS],

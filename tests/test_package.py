@@ -93,7 +93,8 @@ def test_an_unpacked_wheel_finds_its_configs_from_any_folder(
         "from megatron_fssdp.config.cluster_files import load_cluster;"
         "assert files.__file__.startswith(SITE), files.__file__;"
         "assert str(files.shipped_folder()).startswith(SITE);"
-        "load_run(['experiments/tiny-mixtral']); load_cluster('hecate-a'); import sys;"
+        "load_run(['models/tiny-mixtral', 'parallelism/cpu', 'training/tiny']);"
+        "load_cluster('hecate-a'); import sys;"
         "assert 'torch' not in sys.modules"
     ).replace("SITE", repr(str(site)))
     subprocess.run(

@@ -51,21 +51,18 @@ class ClusterDescription(BaseModel):
         gt=0, description="Floating-point operations per second that a device reaches in expert GEMMs."
     )
     non_expert_flops_per_s: float = Field(
-        gt=0,
-        description=(
-            "Floating-point operations per second that a device reaches in attention and dense layers."
-        ),
+        gt=0, description="The same in attention and dense layers, in floating-point operations per second."
     )
     memory_bytes: int | None = Field(default=None, gt=0, description="Memory of one device, in bytes.")
     collectives: dict[CollectiveName, dict[LinkClass, FittedLink]] = Field(
         default_factory=dict,
         description=(
-            "Measured costs of single collectives. Where given, they replace intra_node and inter_node. A "
-            "bandwidth is per device and counts the bytes that the busiest device sends over links of the "
-            "class. inter_node counts bytes to other nodes while all devices of a node send at once. Two "
+            "Measured costs of single collectives, which replace intra_node and inter_node. A bandwidth is "
+            "per device and counts the bytes that the busiest device sends over links of the class. "
+            "inter_node counts bytes to other nodes while all devices of a node send at once. Two "
             "exceptions: for point_to_point one device sends alone; for all_to_all and row_exchange, "
-            "messages inside the nodes travel at the same time. row_exchange is an all-to-all with "
-            "a size for each pair of devices, as in a dispatch."
+            "messages inside the nodes travel at the same time. row_exchange is an all-to-all with a size "
+            "for each pair of devices, as in a dispatch."
         ),
     )
     sources: dict[str, str] = Field(
@@ -79,10 +76,9 @@ class ClusterDescription(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        unknown = sorted(set(self.sources) - set(type(self).model_fields))
-        if unknown:
+        known = sorted(set(type(self).model_fields) - {"sources"})
+        if unknown := sorted(set(self.sources) - set(known)):
             raise ValueError(
-                f"sources names {unknown}, which are not keys of a cluster; wanted some of "
-                f"{sorted(set(type(self).model_fields) - {'sources'})}"
+                f"sources names {unknown}, which are no keys of a cluster; wanted some of {known}"
             )
         return self

@@ -6,7 +6,8 @@ Every mistake of a user gives a :class:`ConfigurationError` with a one-line mess
 import difflib
 import json
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ _TYPE_NAMES: dict[type, str] = {
     str: "a string",
     list: "a list",
     dict: "a mapping",
-    type(None): "nothing",
 }
 
 _WANTED: dict[str, str] = {
@@ -43,24 +43,48 @@ _WANTED: dict[str, str] = {
 """What is wanted, by the beginning of the name of pydantic's error."""
 
 
-def load_yaml(path: Path | str) -> dict[str, Any]:
-    """Read a YAML file that holds one mapping of keys to values.
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong in a mapping: the path of the key, and one line that names it."""
 
-    An empty file counts as an empty mapping.
+    path: tuple[str, ...]
+    text: str
+
+
+def load_yaml(path: Path | str) -> dict[str, Any]:
+    """Read a YAML file that holds one mapping of keys to values. An empty file is an empty mapping.
 
     Raises:
         ConfigurationError: The file cannot be read, is larger than a settings file can be, is not valid YAML,
             has a key twice, or does not hold a mapping.
     """
     path = Path(path)
-    data = parse_yaml(_settings_text(path), str(path))
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        text = content.decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
+    except IsADirectoryError:
+        inside = path / "config.yaml"
+        instead = str(inside) if inside.exists() else "the path of a YAML file"
+        raise ConfigurationError(f"{path}: is a folder, wanted a YAML file; give {instead}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{path}: not UTF-8 text (byte {error.start}); save the YAML file as UTF-8"
+        ) from None
+    except (OSError, ValueError) as error:  # a ValueError is about a null byte in the file's name
+        raise ConfigurationError(f"{path}: cannot be read ({error}); give a readable file") from None
+    if len(content) > _MOST_BYTES:
+        raise ConfigurationError(
+            f"{path}: larger than {_MOST_BYTES >> 20} MiB, so it is not a settings file; give a run's YAML"
+        )
+    data = parse_yaml(text, str(path))
+    if data is not None and not isinstance(data, dict):
         raise ConfigurationError(
             f"{path}: got {describe_value(data)} at the top level, wanted a mapping of keys to values"
         )
-    return data
+    return data or {}
 
 
 def apply_overrides(
@@ -89,15 +113,14 @@ def apply_overrides(
         value = parse_yaml(text, f"{asked_by} '{override}'")
         target = result
         for depth, part in enumerate(path[:-1], start=1):
-            inner = target.get(part)
-            if inner is None:
-                inner = target[part] = {}
-            if not isinstance(inner, dict):
+            if target.get(part) is None:
+                target[part] = {}
+            if not isinstance(target[part], dict):
                 raise ConfigurationError(
-                    f"{asked_by} '{override}': '{'.'.join(path[:depth])}' is {describe_value(inner)}, "
+                    f"{asked_by} '{override}': '{'.'.join(path[:depth])}' is {describe_value(target[part])}, "
                     "not a mapping, so nothing can be set inside it"
                 )
-            target = inner
+            target = target[part]
         target[path[-1]] = value
     return result
 
@@ -116,28 +139,22 @@ def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any]
     """
     result = checked(model_cls, data)
     if isinstance(result, list):
-        raise ConfigurationError(one_line([(source, problem) for problem in result]))
+        raise ConfigurationError(one_line([(source, problem.text) for problem in result]))
     return result
 
 
-def checked[ModelT: BaseModel](
-    model_cls: type[ModelT],
-    data: Mapping[str, Any],
-    origin: Callable[[Sequence[str]], str | None] | None = None,
-) -> ModelT | list[str]:
-    """Build a settings model as :func:`validate` does, or return its problems as texts of one line each.
+def checked[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any]) -> ModelT | list[Problem]:
+    """Build a settings model as :func:`validate` does, or return its problems.
 
     A model can have ``key_problems``, which yields path and problem of keys that it does not declare.
-    ``origin`` takes a key path and returns the file that set its value, if the problem has to name it.
     """
-    where = origin or (lambda _: None)
     find = getattr(model_cls, "key_problems", lambda _: ())
-    problems = [_render(path, text, where(path)) for path, text in find(data)]
+    problems = [_problem(path, text) for path, text in find(data)]
     try:
         # JSON mode is strict about types ("4" is not a number), but still reads paths from strings.
         result = model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        return problems + _render_all(model_cls, error.errors(include_url=False), where)
+        return problems + _problems(model_cls, data, error.errors(include_url=False))
     return problems or result
 
 
@@ -176,102 +193,72 @@ def describe_value(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind.removeprefix('a ')})"
 
 
-def _settings_text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
-    except IsADirectoryError:
-        inside = path / "config.yaml"
-        instead = str(inside) if inside.exists() else "the path of a YAML file"
-        raise ConfigurationError(f"{path}: is a folder, wanted a YAML file; give {instead}") from None
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read ({error.strerror}); give a readable file") from None
-    except ValueError as error:  # the file name contains a null byte
-        raise ConfigurationError(f"{path}: cannot be read ({error}); give a readable file") from None
-    if len(content) > _MOST_BYTES:
-        raise ConfigurationError(
-            f"{path}: larger than {_MOST_BYTES >> 20} MiB, so it is not a settings file; give a run's YAML"
-        )
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"{path}: not UTF-8 text (byte {error.start}); save the YAML file as UTF-8"
-        ) from None
-
-
 def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in data.items()}
 
 
-def _render(path: Sequence[str], text: str, file: str | None) -> str:
-    """Return a problem with its file and key. A text about an unknown key names the key itself."""
+def _problem(path: Sequence[str], text: str) -> Problem:
+    """Return a problem whose text names the key. A text about an unknown key names it itself."""
     key = ".".join(path[:-1] if text.startswith("unknown key") else path)
-    is_named = not key or text.startswith(key)
-    return (f"in {file}: " if file is not None else "") + (text if is_named else f"{key}: {text}")
+    return Problem(tuple(path), text if not key or text.startswith(key) else f"{key}: {text}")
 
 
-def _render_all(
-    model_cls: type[BaseModel], errors: list[ErrorDetails], origin: Callable[[Sequence[str]], str | None]
-) -> list[str]:
-    problems: list[str] = []
-    mismatches: dict[str, list[str]] = {}  # a union field gives one error for each alternative
-    located = [
-        _locate(model_cls, details["loc"], ends_in_key=details["type"] in ("extra_forbidden", "missing"))
-        for details in errors
-    ]
-    paths = [".".join(location) for location, _ in located]
-    causes = [details.get("ctx", {}).get("error") for details in errors]
-    refused = {path for cause, path in zip(causes, paths, strict=True) if isinstance(cause, ValueError)}
-    for details, (location, owner), cause, key in zip(errors, located, causes, paths, strict=True):
-        file = origin(location)
+def _problems(
+    model_cls: type[BaseModel], data: Mapping[str, Any], errors: Sequence[ErrorDetails]
+) -> list[Problem]:
+    """Turn pydantic's errors into one problem for each key."""
+    found: list[Problem] = []
+    mismatches: dict[tuple[str, ...], list[ErrorDetails]] = {}  # a union gives one for each alternative
+    for details in errors:
+        path, cause = _key_path(details, data), details.get("ctx", {}).get("error")
         if details["type"] == "extra_forbidden":
-            known = owner.model_fields if owner else ()
-            problems.append(_render(location, unknown_name("key", location[-1], known), file))
+            known = _model_at(model_cls, path[:-1]).model_fields
+            found.append(_problem(path, unknown_name("key", path[-1], known)))
         elif details["type"] == "missing":
-            problems.append(f"{key}: missing; add this key")
+            found.append(_problem(path, "missing; add this key"))
         elif isinstance(cause, ValueError):
-            problems.append(_render(location, str(cause), file))
-        elif key not in refused and not any(key and path.startswith(f"{key}.") for path in paths):
-            # Otherwise another alternative of the union found a more exact problem, or refused the value.
-            kind, _, error = details["type"].partition("_")
-            is_type = error in ("type", "parsing", "from_float", "attributes_type")
-            wanted = _WANTED.get(kind, "") if is_type else details["msg"].removeprefix("Input should be ")
-            got = _render([key or "top level"], f"got {describe_value(details['input'])}", file)
-            mismatches.setdefault(got, []).append(wanted)
-    return problems + [
-        f"{got}, wanted {' or '.join(dict.fromkeys(wanted))}" for got, wanted in mismatches.items()
-    ]
+            found.append(_problem(path, str(cause)))
+        else:
+            mismatches.setdefault(path, []).append(details)
+    paths = [*mismatches, *(problem.path for problem in found)]
+    for path, alternatives in mismatches.items():
+        # Another alternative of the union may have found a more exact problem.
+        if any(other[: len(path)] == path for other in paths if other is not path):
+            continue
+        wanted = " or ".join(dict.fromkeys(map(_wanted, alternatives)))
+        found.append(
+            _problem(path, f"got {describe_value(alternatives[0]['input'])}, wanted {wanted}"),
+        )
+    return found
 
 
-def _locate(
-    model_cls: type[BaseModel], location: tuple[int | str, ...], *, ends_in_key: bool
-) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the key path of an error and the model that holds the last key.
+def _wanted(details: ErrorDetails) -> str:
+    kind, _, error = details["type"].partition("_")
+    if error in ("type", "parsing", "from_float", "attributes_type") and kind in _WANTED:
+        return _WANTED[kind]
+    rest = details["msg"].partition(" should ")[2] or details["msg"]
+    return rest.removeprefix("be ") if rest.startswith("be ") else f"it to {rest}"
 
-    Pydantic's location also contains its own names of union alternatives. They are left out.
-    """
+
+def _key_path(details: ErrorDetails, data: Any) -> tuple[str, ...]:
+    """Return the user's keys in an error's location, which also has pydantic's names of alternatives."""
     path: list[str] = []
-    owner: type[BaseModel] | None = None
-    current: type[BaseModel] | None = model_cls
-    in_mapping = False
-    for depth, part in enumerate(location):
-        if isinstance(part, int):
+    for part in details["loc"]:
+        is_item = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if is_item or (isinstance(data, Mapping) and part in data):
+            data = data[part]
             path.append(str(part))
-        elif in_mapping:  # a key that the user chose
-            in_mapping = False
-            path.append(part)
-        elif current is not None and part in current.model_fields:
-            annotation = current.model_fields[part].annotation
-            owner, current = current, _model_in(annotation)
-            in_mapping = typing.get_origin(annotation) is dict
-            path.append(part)
-        elif depth == len(location) - 1 and current is not None and ends_in_key:
-            owner = current  # an unknown key
-            path.append(part)
-    return path, owner
+    if details["type"] == "missing":
+        path.append(str(details["loc"][-1]))
+    return tuple(path)
+
+
+def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel]:
+    """Return the model that holds the keys at a path."""
+    for part in path:
+        field = model.model_fields.get(part)  # there is none for an item of a list, or a key of a mapping
+        model = (field and _model_in(field.annotation)) or model
+    return model
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -12,8 +12,6 @@ import yaml
 from megatron_fssdp.config.errors import ConfigurationError
 
 _MOST_INTEGER_BITS = 63
-_MOST_LEVELS = 100
-"""Maximum number of nested brackets. PyYAML's parsing time grows with the square of this number."""
 
 _WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
 _NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
@@ -25,15 +23,9 @@ _DEFAULT_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq",
 def parse_yaml(text: str, source: str) -> Any:
     """Read YAML text into plain Python values.
 
-    Args:
-        text: YAML text.
-        source: Name of the file or option that the text comes from. Error messages start with it.
-
-    Returns:
-        The values: dictionaries with text as keys, lists, strings, numbers, booleans or None.
-
     Raises:
-        ConfigurationError: The text is invalid. The message has one line with the position and the reason.
+        ConfigurationError: The text is invalid. The message has one line with ``source``, the name of the
+            file or option that the text comes from, the position and the reason.
     """
     try:
         node = _Loader(text).get_single_node()
@@ -50,16 +42,14 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def format_yaml(data: Any, width: int | None = None) -> str:
-    """Return YAML text that :func:`parse_yaml` reads back as the same values, with keys in their order.
-
-    Args:
-        data: Plain Python values.
-        width: Maximum length of a line, or None for PyYAML's default.
-    """
-    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
-    # PyYAML changes Unicode line breaks into others, unless it writes all Unicode characters as escapes.
-    if any(line_break in text for line_break in "\x85\u2028\u2029"):
-        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=width)
+    """Return YAML text that :func:`parse_yaml` reads back as the same values, with keys in their order."""
+    for all_characters in (True, False):
+        text: str = yaml.dump(
+            data, Dumper=_Dumper, sort_keys=False, allow_unicode=all_characters, width=width
+        )
+        # PyYAML changes Unicode line breaks into others, unless it writes all such characters as escapes.
+        if not set("\x85\u2028\u2029").intersection(text):
+            break
     return text
 
 
@@ -67,17 +57,11 @@ class _Dumper(yaml.SafeDumper):
     """Writer of safe YAML that quotes strings which :func:`parse_yaml` would read as numbers."""
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(f"(?:{_NUMBER.pattern})$"), list("-+.0123456789")
-)
+_NUMBERS = re.compile(f"(?:{_NUMBER.pattern})$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBERS, list("-+.0123456789"))
 
 
 class _Loader(yaml.BaseLoader):
-    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
-        if self.flow_level >= _MOST_LEVELS:
-            raise yaml.scanner.ScannerError(None, None, "nested too deeply; flatten it", self.get_mark())
-        super().fetch_flow_collection_start(TokenClass)
-
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             problem = "aliases (*name) are not accepted; write the value out"

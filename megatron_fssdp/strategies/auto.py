@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import AutoSettings
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, STRATEGIES
-from megatron_fssdp.config.strategy.strategy_settings import StrategySettings, profile_iterations
+from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -57,9 +57,9 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
     Args:
         settings: Settings of ``auto``, which contain those of the candidates.
         candidates: The candidates by name, built from these settings; ``ep`` is the first one.
-        priced: The same candidates, built once more. Each rank prices only a part of the layers, and
-            candidates remember what they have planned. If they also made the plans of the next iterations,
-            the plans of the ranks would differ.
+        priced: The same candidates, built once more: each rank prices only a part of the layers, and
+        candidates
+            remember what they have planned, so that one set alone would make other plans on each rank.
     """
 
     def __init__(
@@ -86,11 +86,9 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
 
     def limits(self, context: LayerContext) -> str:
         """The candidates and the interval of the selection, as a text for the log."""
-        able = [name for name in self.candidates if self.serves(name, context)]
-        return (
-            f"a strategy is selected for each layer among {', '.join(able)} every "
-            f"{self.settings.choice_interval} iterations"
-        )
+        able = ", ".join(name for name in self.candidates if self.serves(name, context))
+        interval = self.settings.choice_interval
+        return f"a strategy is selected for each layer among {able} every {interval} iterations"
 
     def slots(self, context: LayerContext) -> int:
         """Largest number of replicas of a layer that any candidate places on a device."""
@@ -109,11 +107,9 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
 
     def selects_at(self, iteration: int, num_known: int) -> bool:
         """As soon as costs are measured, and then at the interval."""
-        # The first iteration is not representative, and a change needs enough iterations before it for
-        # quartiles.
-        if num_known <= LEAST_SEEN:
-            return False
-        return not self._has_selected or iteration % self.settings.choice_interval == 0
+        # The first iteration is cold, and a change needs enough iterations before it for quartiles.
+        is_due = not self._has_selected or iteration % self.settings.choice_interval == 0
+        return num_known > LEAST_SEEN and is_due
 
     def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
         """Modelled seconds of an iteration under every candidate, float ``[L, C]``.
@@ -122,12 +118,9 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         priced with the loads that followed. The cost of moving owners is divided over the iterations until
         the selection is reconsidered.
         """
-        return np.array(
-            [
-                [self._price(name, context, history) for name in self.candidates]
-                for context, history in zip(contexts, histories, strict=True)
-            ]
-        ).reshape(len(contexts), len(self.candidates))
+        layers = zip(contexts, histories, strict=True)
+        seconds = [self._price(name, *layer) for layer in layers for name in self.candidates]
+        return np.array(seconds).reshape(len(contexts), len(self.candidates))
 
     def select(
         self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
@@ -140,8 +133,9 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         self._has_selected = True
         before = {layer: self.selected(layer) for layer in layers}
         seen = self._seen(since_change)
+        is_slower = seen is not None and seen.is_slower
         self._barred = {key: left - 1 for key, left in self._barred.items() if left > 1}
-        if seen is not None and seen.is_slower and self._change is not None:
+        if is_slower and self._change is not None:
             for layer, name in before.items():
                 if name != (earlier := self._change.before.get(layer, BASELINE)):
                     self._barred[layer, name] = BARRED_SELECTIONS
@@ -149,7 +143,7 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         names = list(self.candidates)
         present_L = np.array([names.index(self.selected(layer)) for layer in layers], np.int64)
         barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
-        selected_L = select_by_seconds(seconds_LC, present_L, least_gain=LEAST_GAIN, barred_LC=barred_LC)
+        selected_L = select_by_seconds(seconds_LC, present_L, barred_LC=barred_LC)
         selections = tuple(
             LayerSelection(
                 layer, names[index], before[layer], dict(zip(names, seconds_C.tolist(), strict=True))
@@ -157,9 +151,9 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
             for layer, index, seconds_C in zip(layers, selected_L, seconds_LC, strict=True)
         )
         report = SelectionReport(selections, since_change, seen)
-        if not (seen is not None and seen.is_slower) and report.is_too_little:
-            selections = tuple(replace(selection, strategy=selection.before) for selection in selections)
-            report = SelectionReport(selections, since_change, seen, report.saving_s)
+        if report.is_too_little and not is_slower:
+            kept = tuple(replace(selection, strategy=selection.before) for selection in selections)
+            report = SelectionReport(kept, since_change, seen, left_s=report.saving_s)
         for change in report.changes:
             self._selected[change.layer] = change.strategy
             if self.candidates[change.strategy].moves_owners:
@@ -174,11 +168,8 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         """Whether a selected strategy reconsiders owners now, or a layer has just got such a strategy."""
         # Candidates may remember when they were asked. All selected ones are therefore asked, on all ranks.
         selected = set(self._selected.values())
-        due = [
-            candidate.reshards_at(iteration)
-            for name, candidate in self.candidates.items()
-            if name in selected and isinstance(candidate, MovesOwners) and candidate.moves_owners
-        ]
+        asked = [one for name, one in self.candidates.items() if name in selected and one.moves_owners]
+        due = [one.reshards_at(iteration) for one in asked if isinstance(one, MovesOwners)]
         return bool(self._reshard_due) or any(due)
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
@@ -209,11 +200,9 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
             return candidate.after_gate(context, counts_DE, plan, num_micro_batches)
 
     def _price(self, name: str, context: LayerContext, history: LoadHistory) -> float:
-        if not self.serves(name, context):
-            return float("inf")
         candidate = self._priced[name]
         try:
-            return self._seconds(candidate, context, history)
+            return self._seconds(candidate, context, history) if self.serves(name, context) else np.inf
         except Exception as error:
             if candidate.package == SHIPPED:
                 raise
@@ -222,7 +211,7 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
                 f"[fssdp] auto: candidate '{name}' of package {candidate.package} failed for layer "
                 f"{context.layer}: {error!r}; the layer does not select it"
             )
-            return float("inf")
+            return np.inf
 
     def _seconds(self, candidate: Strategy, context: LayerContext, history: LoadHistory) -> float:
         profile = context.profile
@@ -245,12 +234,11 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
                 context, history.excerpt(candidate.window, without_latest=age + 1)
             )
             plan = candidate.after_gate(context, counts_DE // times, planned, times)
-            seconds.append(
-                min(
-                    plan_seconds(plan, counts_DE, priced, num_micro_batches=times, planned=planned)
-                    for priced in by_exchange
-                )
-            )
+            ways = [
+                plan_seconds(plan, counts_DE, priced, num_micro_batches=times, planned=planned)
+                for priced in by_exchange
+            ]
+            seconds.append(min(ways))
         return float(np.mean(seconds)) + moving_s / self.settings.choice_interval
 
     def serves(self, name: str, context: LayerContext) -> bool:
@@ -273,9 +261,8 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
 
 def _new_owners(candidate: Strategy, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
     """New owners of a layer by a candidate; one that moves no owners keeps them."""
-    if isinstance(candidate, MovesOwners) and candidate.moves_owners:
-        return candidate.reshard_layer(context, load_E)
-    return context.owner_E
+    moves = isinstance(candidate, MovesOwners) and candidate.moves_owners
+    return candidate.reshard_layer(context, load_E) if moves else context.owner_E  # type: ignore[attr-defined]
 
 
 def select_by_seconds(
@@ -300,17 +287,8 @@ def select_by_seconds(
 
     Returns:
         Index of the selected candidate of each layer, int64 ``[L]``.
-
-    Raises:
-        ValueError: The shapes do not fit, or some seconds are not numbers.
     """
-    num_layers, num_candidates = seconds_LC.shape
-    if present_L.shape != (num_layers,) or np.isnan(seconds_LC).any():
-        raise ValueError(
-            f"got seconds {seconds_LC.tolist()} and present candidates of shape {present_L.shape}, wanted a "
-            f"number for each of {num_candidates} candidates and one present candidate in each layer"
-        )
-    layers = np.arange(num_layers)
+    layers = np.arange(len(seconds_LC))
     allowed_LC = seconds_LC if barred_LC is None else np.where(barred_LC, np.inf, seconds_LC)
     close_LC = allowed_LC <= (1 + least_gain) * allowed_LC.min(axis=1, keepdims=True)
     best_L = close_LC.argmax(axis=1)
@@ -319,13 +297,10 @@ def select_by_seconds(
 
 
 def build_auto(settings: AutoSettings) -> AutoStrategy:
-    """Build ``auto`` with its candidates.
+    """Build ``auto`` with the candidates of its settings.
 
     A candidate of another package may fail to build, or may have abilities that one layer alone cannot use.
     Such a candidate is left out with a warning, because a user of ``auto`` may not know that it exists.
-
-    Args:
-        settings: The settings of ``auto``, which hold those of every candidate.
 
     Raises:
         Exception: Whatever a shipped candidate raises while it is built.
@@ -333,23 +308,19 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
     candidates, priced = {}, {}
     for name, keys in settings.candidates.items():
         try:
-            candidates[name], priced[name] = _candidate(name, keys), _candidate(name, keys)
+            candidates[name], priced[name] = build_strategy(name, keys), build_strategy(name, keys)
+            if candidates[name].resident_slots or candidates[name].selects:
+                raise ValueError(
+                    "got a strategy with resident replicas or with candidates of its own, wanted a "
+                    "strategy that a layer can start and stop using between two iterations"
+                )
         except Exception as error:
             package = STRATEGIES[name].package
             if package == SHIPPED:
                 raise
+            candidates.pop(name, None)
             logger.warning(
                 f"[fssdp] auto: candidate '{name}' of package {package} is left out: {error}; update the "
                 f"package, or leave the candidate out with --moe-strategy-set {name}=false"
             )
     return AutoStrategy(settings, candidates, priced)
-
-
-def _candidate(name: str, settings: StrategySettings) -> Strategy:
-    candidate = build_strategy(name, settings)
-    if candidate.resident_slots or candidate.selects:
-        raise ValueError(
-            "got a strategy with resident replicas or with candidates of its own, wanted a strategy that a "
-            "layer can start and stop using between two iterations"
-        )
-    return candidate

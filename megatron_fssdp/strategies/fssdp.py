@@ -172,26 +172,19 @@ class FssdpStrategy(MovesOwners[FssdpSettings]):
     def _found(self, context: LayerContext, load_DE: np.ndarray, number: int) -> ExpertPlacement:
         """The placement of the iteration before while it holds its promise, or what a search finds (ours).
 
-        Loads change little from one iteration to the next. If a placement's price for the new forecast is
-        still what its search promised, another search would hardly find a better one. A price takes about a
-        hundredth of the time of a search. Layers take turns, so that no iteration has many searches.
-
-        Args:
-            context: Data of the layer; costs are measured.
-            load_DE: Forecast of the loads by source and expert, float ``[D, E]``.
-            number: Number of iterations before this one.
+        If a placement's price for the new forecast ``load_DE`` is still what its search promised, another
+        search would hardly find a better one. A price takes about a hundredth of the time of a search. Layers
+        take turns, so that no iteration has many searches; ``number`` iterations were before this one.
         """
         assert context.profile is not None
-        search, slots = self._search(context, load_DE), self.slots(context)
+        search, slots, start = self._search(context, load_DE), self.slots(context), None
         kept = self._kept.get(context.layer)
-        if kept is not None and not kept.fits(context, slots, number):
-            kept = None
-        if kept is not None and kept.profile is context.profile and (number + context.layer) % RENEWAL:
-            seconds = search.seconds(kept.placement)
-            if seconds - kept.least_s(search.plain_s) <= LEAST_SAVING * seconds:
+        if kept is not None and kept.fits(context, slots, number):
+            start, seconds = kept.placement, search.seconds(kept.placement)
+            holds = seconds - kept.least_s(search.plain_s) <= LEAST_SAVING * seconds
+            if holds and kept.profile is context.profile and (number + context.layer) % RENEWAL:
                 self._kept[context.layer] = replace(kept, number=number)
-                return kept.placement
-        start = None if kept is None else kept.placement
+                return start
         placement, seconds = search.best_placement(
             slots=slots, most_replicated=context.num_experts, start=start
         )
@@ -251,15 +244,10 @@ class FssdpStrategy(MovesOwners[FssdpSettings]):
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A layer's last placement, and what its search promised.
+    """A layer's last placement, used last after ``number`` iterations, and what its search promised.
 
-    Attributes:
-        placement: The placement.
-        number: Number of iterations before the last one that used it.
-        planned_s: Modelled seconds of the layer with the placement, under the forecast of its search.
-        plain_s: Modelled seconds of the layer without replicas, under the same forecast.
-        slots: Most replicas that a device could hold.
-        profile: Costs of the layer.
+    ``planned_s`` and ``plain_s`` are the modelled seconds of the layer with and without its replicas, under
+    the forecast, the slots and the costs of the search.
     """
 
     placement: ExpertPlacement
@@ -283,12 +271,9 @@ class ReshardClock:
     """Says at which iterations owners are reconsidered, and how long new owners will probably last (ours).
 
     It is unknown how long the loads will stay as they are. The clock assumes: as long again as the time since
-    owners last moved. Owners are therefore reconsidered at intervals that double while nothing moves,
-    up to a longest one, and that begin again after a move.
-
-    Args:
-        shortest: First interval, in iterations: with fewer iterations the loads are hardly known.
-        longest: Longest interval, in iterations.
+    owners last moved. Owners are therefore reconsidered at intervals that double while nothing moves, from a
+    shortest one (with fewer iterations the loads are hardly known) to a longest one, and that begin again
+    after a move.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:

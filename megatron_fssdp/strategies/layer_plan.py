@@ -151,18 +151,9 @@ class LayerPlan:
         digest = hashlib.blake2b(self.placement.digest(), digest_size=16)
         digest.update(self.transfer.table.tobytes())
         digest.update(b"" if self.tokens_ED is None else self.tokens_ED.astype("<i8").tobytes())
-        ways = (
-            self.gather_ahead,
-            self.rematerialize,
-            self.dispatch_policy,
-            self.each_micro_batch,
-            float(self.split.gather),
-            float(self.split.reduce),
-            self.resident,
-            self.in_steps,
-            self.deduplicated,
-        )
-        digest.update(repr(ways).encode())
+        split = float(self.split.gather), float(self.split.reduce)
+        ways = (self.gather_ahead, self.rematerialize, self.dispatch_policy, self.each_micro_batch, split)
+        digest.update(repr((*ways, self.resident, self.in_steps, self.deduplicated)).encode())
         return digest.digest()
 
     @classmethod

@@ -28,9 +28,8 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
     with mistakes_named(strategy, f"before_gate for layer {context.layer}"):
         plan = strategy.before_gate(context, history)
     _check(strategy, context, plan)
-    return _travelling(
-        plan, in_steps(strategy, context, history, plan), is_deduplicated(strategy, context, history, plan)
-    )
+    layer = (strategy, context, history, plan)
+    return _travelling(plan, in_steps(*layer), is_deduplicated(*layer))
 
 
 def plan_after_gate(
@@ -56,25 +55,21 @@ def _travelling(plan: LayerPlan, in_steps: bool, deduplicated: bool) -> LayerPla
 
 def _check(strategy: Strategy, context: LayerContext, plan: LayerPlan) -> None:
     """Refuse what is no plan, and a plan that the strategy's declared abilities do not cover."""
-    what = f"layer {context.layer}: {type(strategy).__name__} of package {strategy.package}"
+    name, life = type(strategy).__name__, strategy.replica_life
+    what = f"layer {context.layer}: {name} of package {strategy.package}"
     if not isinstance(plan, LayerPlan):
         raise ConfigurationError(f"{what}: got {plan!r:.80}, wanted a LayerPlan; correct the strategy")
-    if (wanted := _missing_ability(strategy, context, plan)) is not None:
-        raise ConfigurationError(
-            f"{what}: got a plan with {plan.placement.num_replicas} replicas, wanted {wanted}: change the "
-            "plan or declare the ability"
-        )
-
-
-def _missing_ability(strategy: Strategy, context: LayerContext, plan: LayerPlan) -> str | None:
-    """What a plan should be, if the strategy's declared abilities do not cover it."""
-    name, life = type(strategy).__name__, strategy.replica_life
     if not plan.transfer.edges:
-        return None
+        return
     if not strategy.may_replicate(context.layer):
-        return f"no replicas, because {name}.may_replicate says no"
-    if plan.life is not life and (life is not ReplicaLife.SELECTED or plan.life is ReplicaLife.RESIDENT):
-        return f"replicas of {name}.replica_life, {life.name}; the plan's is {plan.life.name}"
-    if plan.gather_ahead and not strategy.overlaps:
-        return f"gather_ahead=False, because {name}.overlaps says no"
-    return None
+        wanted = f"no replicas, because {name}.may_replicate says no"
+    elif plan.life is not life and (life is not ReplicaLife.SELECTED or plan.life is ReplicaLife.RESIDENT):
+        wanted = f"replicas of {name}.replica_life, {life.name}; the plan's is {plan.life.name}"
+    elif plan.gather_ahead and not strategy.overlaps:
+        wanted = f"gather_ahead=False, because {name}.overlaps says no"
+    else:
+        return
+    raise ConfigurationError(
+        f"{what}: got a plan with {plan.placement.num_replicas} replicas, wanted {wanted}: change the plan "
+        "or declare the ability"
+    )

@@ -11,8 +11,8 @@ from megatron_fssdp.strategies.strategy import Strategy
 def slots_of(given: int | None, context: LayerContext) -> int:
     """Largest number of replicas of a layer on a device.
 
-    It is the number in the settings if given. Otherwise it is the number that fits into the measured free
-    memory or, before the measurement, the number of experts that a device owns.
+    It is the given number, or else the number that fits into the measured free memory or, before the
+    measurement, the number of experts that a device owns.
     """
     if given is not None:
         return given

@@ -6,6 +6,7 @@ Shape letters: D devices, E experts, L MoE layers.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -52,8 +53,7 @@ def plan_price(
             f"layer {context.layer}: got no profile, wanted measured costs; price plans only after the "
             "strategy's profile_iterations"
         )
-    planned = planned or plan
-    addition = None
+    addition, planned = None, planned or plan
     if planned is not plan and not plan.each_micro_batch:
         addition = additional_transfer(planned.placement, plan.placement, topology)
     work = LayerWork.of(
@@ -81,21 +81,13 @@ def plan_price(
     )
 
 
-def plan_seconds(
-    plan: LayerPlan,
-    counts_DE: np.ndarray,
-    context: LayerContext,
-    *,
-    num_micro_batches: int = 1,
-    planned: LayerPlan | None = None,
-) -> float:
+def plan_seconds(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, **how: Any) -> float:
     """Total seconds of :func:`plan_price`: both passes of the layer and the compute before it."""
-    price = plan_price(plan, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned)
-    return float(price.seconds)
+    return float(plan_price(plan, counts_DE, context, **how).seconds)
 
 
 def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
-    """Seconds to move weights and optimizer states of the experts whose device changes.
+    """Seconds to move weights and optimizer states of the experts whose owner changes.
 
     Args:
         old_E: Owner of every expert before the move, integers ``[E]``, or of all layers ``[L, E]``.

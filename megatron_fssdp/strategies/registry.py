@@ -10,11 +10,7 @@ from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, St
 
 
 def build_strategy(name: str, settings: StrategySettings) -> Strategy:
-    """Build the strategy that is registered under a name.
-
-    Args:
-        name: Name of the strategy.
-        settings: Validated settings of the strategy.
+    """Build the strategy that is registered under a name, with its validated settings.
 
     Raises:
         KeyError: The name is not registered, or it has no strategy class (``none``). The validation of the
@@ -39,16 +35,17 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigurationError(f"{what} cannot be built: {reason}; update the package") from error
+    kind = type(strategy).__name__
     if not isinstance(strategy, Strategy):
         raise ConfigurationError(
-            f"{what}: got {type(strategy).__name__}, wanted an instance of "
-            "megatron_fssdp.strategies.strategy.Strategy; derive the registered class from it"
+            f"{what}: got {kind}, wanted a megatron_fssdp.strategies.strategy.Strategy; derive the class "
+            "from it"
         )
     for ability, base in (("moves_owners", MovesOwners), ("resident_slots", ResidentReplicas)):
         if getattr(strategy, ability) and not isinstance(strategy, base):
             raise ConfigurationError(
                 f"{what}: got {ability} without its methods, wanted a subclass of {base.__name__}; derive "
-                f"{type(strategy).__name__} from it"
+                f"{kind} from it"
             )
     strategy.package = entry.package
     return strategy

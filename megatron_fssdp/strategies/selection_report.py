@@ -105,13 +105,13 @@ class SelectionReport:
 
     def describe(self) -> list[str]:
         """Lines for the log: what the last change saved, and which strategies are selected now."""
-        lines = []
+        lines, whole_s = [], None if self.measured is None else self.measured.median_s
         if (seen := self.seen) is not None:
-            whole_s = seen.before.median_s
+            before_s = seen.before.median_s
             verdict = "; iterations are slower, so the change is reverted" if seen.is_slower else ""
             lines.append(
-                f"the last change was predicted to save {_of(seen.predicted_s, whole_s)} of an iteration and "
-                f"saved {_of(seen.seen_s, whole_s)}: {1e3 * whole_s:.1f} ms before, "
+                f"the last change was predicted to save {_of(seen.predicted_s, before_s)} of an iteration "
+                f"and saved {_of(seen.seen_s, before_s)}: {1e3 * before_s:.1f} ms before, "
                 f"{1e3 * seen.after.median_s:.1f} ms since{verdict}"
             )
         selected = ", ".join(
@@ -119,29 +119,25 @@ class SelectionReport:
             for name in dict.fromkeys(one.strategy for one in self.selections)
         )
         if not self.changes:
-            left = ""
-            if self.left_s and self.measured is not None:
-                left = f"; others would save {_of(self.left_s, self.measured.median_s)} of an iteration"
+            left = f"; others would save {_of(self.left_s, whole_s)} of an iteration" if self.left_s else ""
             return [*lines, f"nothing changes: {selected}{left}"]
-        gain = f"predicted gain {1e3 * self.saving_s:.2f} ms an iteration"
-        if self.measured is not None:
-            gain = f"predicted gain {_of(self.saving_s, self.measured.median_s)} of an iteration"
         changed = _numbers([change.layer for change in self.changes])
+        gain = f"predicted gain {_of(self.saving_s, whole_s)} of an iteration"
         return [*lines, f"selected: {selected}; new in {changed}; {gain}"]
 
 
-def _of(part_s: float, whole_s: float) -> str:
-    """A part of an iteration in percent and in milliseconds."""
-    return f"{100 * part_s / whole_s:.1f} % ({1e3 * part_s:.2f} ms)"
+def _of(part_s: float, whole_s: float | None) -> str:
+    """A part of an iteration in milliseconds, and in percent if the iteration is measured."""
+    part = f"{1e3 * part_s:.2f} ms"
+    return part if whole_s is None else f"{100 * part_s / whole_s:.1f} % ({part})"
 
 
 def _numbers(layers: list[int]) -> str:
     """Layer numbers as a text, for example ``layer 3`` or ``layers 1-4, 6``."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
+        if not runs or layer != runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(layer)
     ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"layer{'s' if len(layers) > 1 else ''} {ranges}"

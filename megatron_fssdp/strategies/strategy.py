@@ -34,9 +34,6 @@ class Strategy[Settings: PlacementSettings](ABC):
     whose replicas live for one iteration. A plan that needs an ability which the strategy does not declare is
     refused (``layer_planning.py``). Attributes are set by the class or in ``__init__``, and do not change.
 
-    Args:
-        settings: The strategy's validated settings.
-
     Attributes:
         window: Number of iterations of load history that the strategy uses; at least 1.
         profile_iterations: Iterations to measure before layers get a profile; 0 if no costs are needed.
@@ -79,21 +76,15 @@ class Strategy[Settings: PlacementSettings](ABC):
         Raises:
             ValueError: The settings' group size does not divide the devices.
         """
-        travel = self.travel
-        if not travel.smart_schedule or topology.num_devices == 1:
-            return None
-        return GroupRing.of(device, topology, travel.group_size)
+        is_stepped = self.travel.smart_schedule and topology.num_devices > 1
+        return GroupRing.of(device, topology, self.travel.group_size) if is_stepped else None
 
     def check_sizes(self, num_experts: int, topology: Topology) -> None:
         """Refuse a model whose layers the strategy cannot serve when every device owns equally many experts.
 
-        Args:
-            num_experts: Number of routed experts of a layer, E.
-            topology: Nodes of the devices.
-
         Raises:
-            ValueError: The settings or the strategy do not fit the sizes; the message has the reason and the
-                next step.
+            ValueError: The settings or the strategy do not fit the number of routed experts of a layer and
+                the devices; the message has the reason and the next step.
         """
         self.settings.check_num_experts(num_experts)
         self.ring(0, topology)
@@ -125,12 +116,7 @@ class Strategy[Settings: PlacementSettings](ABC):
 
     @abstractmethod
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Plan a layer's iteration from the loads of the iterations before it.
-
-        Args:
-            context: Data of the layer.
-            history: Loads of the last iterations; it is empty in the first iteration.
-        """
+        """Plan a layer's iteration from the loads of the iterations before it; the first one has none."""
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
@@ -162,7 +148,8 @@ class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
     """Moves experts to other owners between iterations.
 
     Ranks with copies of the same experts must decide alike, but their histories differ. Answers can therefore
-    depend on the arguments and on earlier answers, and not on what :meth:`Strategy.before_gate` got.
+    depend on the arguments and on earlier answers, and not on what :meth:`Strategy.before_gate` got. Loads
+    are means over all these ranks and the iterations of the history.
     """
 
     moves_owners = True
@@ -176,8 +163,7 @@ class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
 
         Args:
             contexts: Data of the layers, in the order of the map.
-            load_LE: Mean load of every expert in an iteration of the history, float ``[L, E]``. The mean is
-                over all ranks that have copies of the same experts.
+            load_LE: Mean load of every expert in an iteration, float ``[L, E]``.
             owners: The present owners.
         """
         device_LE = owners.device_LE.copy()
@@ -187,16 +173,13 @@ class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
         return owners.with_owners(device_LE)
 
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
-        """New owners of one layer, or the present ones; every device keeps its number of experts.
+        """New owners of one layer, integers ``[E]``; every device keeps its number of experts.
 
         ``auto`` asks this method and never :meth:`reshard`, because its layers differ in their strategies.
 
         Args:
             context: Data of the layer, with the present owners.
-            load_E: Mean load of every expert in an iteration of the history, float ``[E]``.
-
-        Returns:
-            Device of each expert, integers ``[E]``.
+            load_E: Mean load of every expert in an iteration, float ``[E]``.
         """
         return context.owner_E
 
@@ -216,8 +199,8 @@ class ResidentReplicas[Settings: PlacementSettings](Strategy[Settings]):
 
         Args:
             context: Data of the layer, with the present placement.
-            load_DE: Mean loads of an iteration of the history by source and expert, float ``[D, E]``. The
-                mean is over all ranks that have copies of the same experts.
+            load_DE: Mean loads of an iteration by source and expert, float ``[D, E]``, as for
+                :class:`MovesOwners`.
         """
 
 
@@ -237,30 +220,26 @@ class SelectsStrategies[Settings: PlacementSettings](Strategy[Settings]):
 
     @abstractmethod
     def selects_at(self, iteration: int, num_known: int) -> bool:
-        """Whether to reconsider the selection once ``iteration`` iterations are complete.
+        """Whether to reconsider the selection once the model has been trained for ``iteration`` iterations.
 
-        Args:
-            iteration: Number of iterations for which the model has been trained.
-            num_known: Number of iterations that this process has run, if costs are measured; otherwise 0.
+        ``num_known`` of them were run by this process; it is 0 until costs are measured.
         """
 
     @abstractmethod
     def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
         """Modelled seconds of an iteration of each layer under every candidate, float ``[L, C]``.
 
-        Args:
-            contexts: Data of the layers, with profiles.
-            histories: Loads of each layer, with at least two iterations.
+        The layers have profiles, and histories of at least two iterations.
         """
 
     @abstractmethod
     def select(
         self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
     ) -> SelectionReport:
-        """Reconsider the strategies of the given layers.
+        """Reconsider the strategies of a pipeline stage's layers, given by their numbers.
 
         Args:
-            layers: Numbers of a pipeline stage's layers.
+            layers: Numbers of the layers.
             seconds_LC: Results of :meth:`price`, equal on all ranks that share owners, float ``[L, C]``.
             since_change: Times of the iterations since the last change or since the start.
         """
@@ -270,12 +249,8 @@ class SelectsStrategies[Settings: PlacementSettings](Strategy[Settings]):
 def mistakes_named(strategy: Strategy, what: str) -> Iterator[None]:
     """Turn an exception in a strategy of another package into one line that names the package.
 
-    Args:
-        strategy: The strategy.
-        what: What it was asked for.
-
     Raises:
-        ConfigurationError: The strategy of another package raised an exception.
+        ConfigurationError: The strategy of another package raised an exception when it was asked ``what``.
     """
     try:
         yield

@@ -38,15 +38,11 @@ def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, pl
     steps = SteppedExchange.of(ring, topology, profile.messages.step_host_s)
     if steps is None:
         return False
-    times = profile.num_micro_batches
+    times, cluster = profile.num_micro_batches, profile.cluster
     dispatch = plan.dispatch(_forecast(history), topology, times)
-    links = plain_links(profile.cluster).all_to_all
-    experts_s = expert_seconds(
-        float(dispatch.device_tokens_D.max()),
-        profile.flops_per_token,
-        profile.cluster.expert_flops_per_s,
-        times,
-    )
+    tokens = float(dispatch.device_tokens_D.max())
+    experts_s = expert_seconds(tokens, profile.flops_per_token, cluster.expert_flops_per_s, times)
+    links = plain_links(cluster).all_to_all
     return steps.saves(*exchange_times(links, dispatch.busiest, profile.token_bytes, times), experts_s)
 
 
@@ -68,12 +64,8 @@ def exchange_seconds(context: LayerContext, history: LoadHistory, plan: LayerPla
     if context.profile is None or context.profile.choices is None or not len(history):
         return None
     counts_DE, times = _forecast(history), context.profile.num_micro_batches
-    return ExchangeSeconds(
-        *(
-            plan_seconds(plan, counts_DE, with_exchange(context, deduplicated), num_micro_batches=times)
-            for deduplicated in (False, True)
-        )
-    )
+    ways = (with_exchange(context, deduplicated) for deduplicated in (False, True))
+    return ExchangeSeconds(*(plan_seconds(plan, counts_DE, way, num_micro_batches=times) for way in ways))
 
 
 def is_deduplicated(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:

@@ -127,9 +127,8 @@ def test_a_dry_run_prints_the_command_for_a_cluster(command, tmp_path):
 def test_a_printed_command_follows_the_machines_of_the_run_and_not_this_one(command, tmp_path):
     data = ("--set", f"data.path={fake_data(tmp_path / 'data')}")
     for cluster, layers in {"h200": "transformer_engine", "hecate-a": "local"}.items():
-        words = words_of(
-            command("train", "experiments/hecate-gpt-moe-s", f"parallelism/{cluster}", *data, "--dry-run")[1]
-        )
+        parts = ("models/hecate-gpt-moe-s", f"parallelism/{cluster}", "training/measure")
+        words = words_of(command("train", *parts, *data, "--dry-run")[1])
         assert words[words.index("--transformer-impl") + 1] == layers
         assert "MEGATRON_FSSDP_DEVICE=cuda" in words
     cpu = words_of(command("train", TINY, *data, "--dry-run")[1])
@@ -196,20 +195,19 @@ def test_another_strategy_drops_the_settings_of_the_files_strategy(command, tmp_
 
 def test_several_files_are_composed(command):
     configs = TINY.parent
-    files = ("experiments/hecate-gpt-moe-s", "parallelism/hecate-b", "strategies/flexmoe")
-    code, out, err = command("train", *(configs / f"{name}.yaml" for name in files), "--dry-run")
+    files = ("models/hecate-gpt-moe-s", "training/measure", "parallelism/hecate-b", "strategies/hecate")
+    paths = [configs / f"{name}.yaml" for name in files]
+    code, out, err = command("train", *paths, configs / "strategies" / "flexmoe.yaml", "--dry-run")
     assert (code, err) == (0, "")
     words = words_of(out)
     assert words[words.index("--num-experts") + 1] == "64"
     assert words[words.index("--moe-strategy") + 1] == "flexmoe"
     assert "--bf16" in words
     assert "--fp16" not in words
-    assert not any(word.startswith("planner") for word in words)  # a setting of the experiment's own strategy
-    assert "record_dir=runs/hecate-gpt-moe-s-hecate-b-flexmoe" in words
-    words = words_of(
-        command("train", configs / f"{files[0]}.yaml", "--moe-strategy", "fssdp", "--dry-run")[1]
-    )
-    assert {"planner=hecate", "record_dir=runs/hecate-gpt-moe-s-fssdp"} < set(words)
+    assert not any(word.startswith("planner") for word in words)  # a setting of the files' first strategy
+    assert "record_dir=runs/hecate-gpt-moe-s-measure-hecate-b-hecate-flexmoe" in words
+    words = words_of(command("train", *paths, "--moe-strategy", "fssdp", "--dry-run")[1])
+    assert {"planner=hecate", "record_dir=runs/hecate-gpt-moe-s-measure-hecate-b-hecate-fssdp"} < set(words)
 
 
 def test_words_after_two_dashes_are_settings(command, tmp_path):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.shipped_files import known_clusters
 from tests.drawn_examples import examples
 
 SECONDS = st.floats(0, 1, allow_subnormal=False)
@@ -68,11 +67,6 @@ def test_cluster_names_are_found_in_the_working_folder(
     assert load_cluster("pair") == EXAMPLE
     with pytest.raises(ConfigurationError, match=r"unknown cluster 'piar'; did you mean 'pair'\?.*path of"):
         load_cluster("piar")
-
-
-def test_shipped_descriptions_can_be_read() -> None:
-    for name, path in known_clusters().items():
-        assert load_cluster(name) == load_cluster(path)
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

@@ -4,11 +4,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
 from megatron_fssdp.config.run.composition import load_run
@@ -20,7 +18,6 @@ from tests.drawn_examples import examples
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUN = (CONFIGS / "gpt_moe_tiny.yaml").read_bytes()
-CLUSTER = (CONFIGS / "clusters" / "hpwnv.yaml").read_bytes()
 
 # Pieces with a meaning in YAML or for the readers, so that mutations reach deeper than the first character.
 PIECES = [
@@ -81,21 +78,6 @@ def test_a_changed_run_is_valid_or_refused(changes) -> None:
     assert validate(RunConfig, again, "again") == run
 
 
-@given(CHANGES)
-@examples(100)
-def test_a_changed_cluster_is_valid_or_refused(changes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "cluster.yaml")
-        file.write_bytes(changed(CLUSTER, changes))
-        try:
-            cluster = load_cluster(file)
-        except ConfigurationError as error:
-            refused_in_one_line(error, str(file))
-            return
-        file.write_text(cluster_yaml(cluster), encoding="utf-8")
-        assert load_cluster(file) == cluster
-
-
 SCALARS = st.none() | st.booleans() | st.integers(1 - (1 << 63), (1 << 63) - 1) | st.text(max_size=8)
 KEYS = st.text(max_size=8) | st.sampled_from(["model", "training", "num_layers", "slots", "name", "include"])
 TREES = st.recursive(
@@ -131,23 +113,3 @@ def test_overrides_are_valid_or_refused(overrides: list[str], name: str) -> None
         refused_in_one_line(error, "--moe-strategy-set")
         return
     assert strategy_settings(name, settings.model_dump(mode="json"), "again") == settings
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
-@examples(60)
-def test_includes_are_resolved_or_refused(edges: list[tuple[int, int]]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for file in range(6):
-            included = [f"{target}.yaml" for source, target in edges if source == file]
-            Path(folder, f"{file}.yaml").write_text(
-                f"include: {included}\ndata: {{vocab_size: {file + 300}}}"
-            )
-        top = Path(folder, "0.yaml")
-        try:
-            load_run([top])
-        except ConfigurationError as error:
-            refused_in_one_line(
-                error, f"{top}: files include each other in a circle", f"{top}: model: missing"
-            )
-        else:
-            pytest.fail("there is no model")

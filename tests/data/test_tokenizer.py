@@ -2,7 +2,6 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from megatron_fssdp.cli.data_command import build_with_progress

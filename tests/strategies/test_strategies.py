@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.config.strategy.shipped_settings import EpSettings, FssdpSettings
+from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -68,14 +68,6 @@ def test_the_registry_knows_exactly_the_placement_strategies_of_the_settings() -
     assert "none" not in PLACEMENT_STRATEGIES
 
 
-@given(layers(), seeds)
-@examples(60)
-def test_ep_leaves_every_expert_with_its_owner(context: LayerContext, seeds: list[int]) -> None:
-    plan = build_strategy("ep", EpSettings()).before_gate(context, history_of(context, 1, seeds))
-    assert plan.placement == ExpertPlacement.owners_only(context.owner_E, context.num_devices)
-    assert plan.transfer.edges == ()
-
-
 @given(layers(), st.sampled_from(PLACEMENT_STRATEGIES), seeds)
 @examples(60)
 def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
@@ -109,18 +101,6 @@ def test_strategies_state_how_long_their_replicas_live() -> None:
     released = build_strategy("fssdp", FssdpSettings(rematerialize=True))
     assert released.replica_life is ReplicaLife.LAYER_PASS
     assert released.before_gate(CONTEXT, LoadHistory(5, 4, 8)).life is ReplicaLife.LAYER_PASS
-
-
-@given(layers(), bounds, bounds)
-@examples(60)
-def test_fssdp_without_a_history_uses_only_the_owners(
-    context: LayerContext, slots: int | None, degree: int | None
-) -> None:
-    strategy = build_strategy("fssdp", FssdpSettings.model_construct(slots=slots, overlap_degree=degree))
-    history = history_of(context, strategy.window, [])
-    assert strategy.before_gate(context, history).placement.num_replicas == 0
-    history.append(np.zeros((context.num_devices, context.num_experts), dtype=np.int64))
-    assert strategy.before_gate(context, history).placement.num_replicas == 0
 
 
 @given(layers(), bounds, bounds, st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4))
@@ -253,16 +233,6 @@ def test_iterations_are_measured_only_for_limits_that_are_not_given(
     assert build_strategy("fssdp", FssdpSettings(**given)).profile_iterations == iterations
 
 
-def test_reshards_happen_at_multiples_of_their_interval() -> None:
-    def times(interval: int) -> list[int]:
-        strategy = build_strategy("fssdp", FssdpSettings(reshard_interval=interval, overlap_degree=1))
-        return [iteration for iteration in range(10) if strategy.reshards_at(iteration)]
-
-    assert times(3) == [3, 6, 9]
-    assert times(1) == list(range(1, 10))
-    assert times(0) == []
-
-
 def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
     """The hottest experts have replicas anyway, so re-sharding balances the owners of the others."""
     owners = OwnerMap.even(2, 8, 4)
@@ -331,20 +301,6 @@ def test_calibrated_plans_keep_their_limits(context: LayerContext, slow: bool, s
     added_ED = after.placement.present_ED & ~plan.placement.present_ED
     assert added_ED.any(axis=1).sum() <= 2
     assert not (plan.placement.present_ED & ~after.placement.present_ED).any()
-
-
-def test_fssdp_forgets_loads_before_its_window() -> None:
-    context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
-    strategy = build_strategy("fssdp", FssdpSettings(overlap_degree=1))
-    assert strategy.window == 5
-    long, short = LoadHistory(strategy.window, 4, 8), LoadHistory(strategy.window, 4, 8)
-    for hot in [2] * 10 + [6] * 5:
-        long.append(hot_counts_DE(hot))
-    for hot in [6] * 5:
-        short.append(hot_counts_DE(hot))
-    plan = strategy.before_gate(context, long)
-    assert plan.placement == strategy.before_gate(context, short).placement
-    assert [e for e in range(8) if len(plan.placement.holders(e)) > 1] == [6]
 
 
 def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:

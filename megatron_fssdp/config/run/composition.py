@@ -7,23 +7,29 @@ of the topmost file wins. Options change the result.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import apply_overrides, checked, describe_value, load_yaml, one_line
+from megatron_fssdp.config.loading import (
+    Problem,
+    apply_overrides,
+    checked,
+    closest,
+    describe_value,
+    load_yaml,
+    one_line,
+)
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
-from megatron_fssdp.config.shipped_files import closest_run, complete_run, shipped_run
+from megatron_fssdp.config.shipped_files import shipped_run, shipped_runs
 
 INCLUDE_KEY = "include"
-_SECTIONS_OF_A_RUN = ("model", "training")
-_MOST_FILES = 100
-_MOST_LEVELS = 20
 _ABSENT = object()
+_MOST_FILES = 100  # files that include others twice would otherwise double with every level
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +56,11 @@ class Composition:
     """Several settings files, layered on each other.
 
     Attributes:
-        files: The files that the user named.
+        names: The files as the user named them.
         layers: These files and all files that they include, from bottom to top. Higher layers win.
     """
 
-    files: tuple[Path, ...]
+    names: tuple[str, ...]
     layers: tuple[Layer, ...]
 
     @property
@@ -64,7 +70,7 @@ class Composition:
 
     def with_file(self, file: Path) -> "Composition":
         """Return these layers with one more file on top, which includes nothing."""
-        return Composition(self.files, (*self.layers, Layer(file, load_yaml(file))))
+        return replace(self, layers=(*self.layers, Layer(file, load_yaml(file))))
 
     def with_options(self, options: Sequence[RunOption] = ()) -> RunConfig:
         """Build validated run settings from these files and options, which change :attr:`data` in order.
@@ -73,38 +79,39 @@ class Composition:
             ConfigurationError: The settings are invalid. One line names every problem and its cause: the
                 options without which the problem does not exist, or else the file that holds the wrong value.
         """
-        result = self._checked(options)
+        data = changed(self.data, options)
+        result = checked(RunConfig, data)
         if isinstance(result, RunConfig):
             return result
-        data, source = changed(self.data, options), " + ".join(map(str, self.files))
+        source = self.names[0] if len(self.names) == 1 else ", ".join(Path(name).name for name in self.names)
         if "run" in data and "strategies" in data:
             raise ConfigurationError(
                 f"{source}: got a sweep, wanted a run; `megatron-fssdp sweep {source}` trains all its runs"
             )
-        absent = [section for section in _SECTIONS_OF_A_RUN if data.get(section) is None]
-        if absent and (complete := complete_run(self.files[0])):
+        if absent := [section for section in ("model", "training") if data.get(section) is None]:
             raise ConfigurationError(
-                f"{source}: is a part of a run, without {' and '.join(absent)}; try {complete}, or combine "
-                "it with other parts, such as models/tiny-mixtral parallelism/cpu training/tiny"
+                f"{source}: is a part of a run, without {' and '.join(absent)}; add what is missing, "
+                "combine it with other parts, such as models/tiny-mixtral parallelism/cpu training/tiny, "
+                "or start from gpt_moe_tiny"
             )
-        causes: dict[str, list[str]] = {problem: [] for problem in result}
+        causes: dict[str, str] = {}
         for option in options:
-            left = self._checked([other for other in options if other is not option])
-            for problem in set(result).difference(left if isinstance(left, list) else ()):
-                causes[problem].append(option.text)
-        raise ConfigurationError(one_line([(" ".join(causes[one]) or source, one) for one in result]))
+            left = checked(RunConfig, changed(self.data, [one for one in options if one is not option]))
+            remaining = {one.text for one in left} if isinstance(left, list) else set()
+            for problem in result:
+                if problem.text not in remaining:
+                    causes[problem.text] = f"{causes.get(problem.text, '')} {option.text}".strip()
+        raise ConfigurationError(
+            one_line(
+                [(causes.get(one.text) or self._file_of(one, data) or source, one.text) for one in result]
+            )
+        )
 
-    def _checked(self, options: Sequence[RunOption]) -> RunConfig | list[str]:
-        data = changed(self.data, options)
-        return checked(RunConfig, data, partial(self._origin, data))
-
-    def _origin(self, data: Mapping[str, Any], key_path: Sequence[str]) -> str | None:
-        """Return the file that set the value of a key, or None if the user named only this file."""
-        value = _value_at(data, key_path)
-        for layer in reversed(self.layers):
-            if value is not _ABSENT and _value_at(layer.data, key_path) == value:
-                return None if (layer.file,) == self.files else str(layer.file)
-        return None
+    def _file_of(self, problem: Problem, data: Mapping[str, Any]) -> str:
+        """Return the file that set the value of a problem's key; an empty text for none or several."""
+        value = _value_at(data, problem.path)
+        holders = [layer for layer in self.layers if _value_at(layer.data, problem.path) == value]
+        return str(holders[-1].file) if holders and value is not _ABSENT else ""
 
 
 def compose(files: Iterable[Path | str]) -> Composition:
@@ -114,18 +121,17 @@ def compose(files: Iterable[Path | str]) -> Composition:
     the path is the name of a file that comes with the package (``shipped_files.shipped_run``).
 
     Raises:
-        ConfigurationError: A file cannot be read, a file includes itself directly or through others, or there
-            are more files than a run can reasonably need.
+        ConfigurationError: A file cannot be read, or includes itself directly or through others.
     """
-    asked = tuple(_asked(Path(file)) for file in files)
+    names = tuple(map(str, files))
     layers: list[Layer] = []
-    for layer in chain.from_iterable(_layers(file, ()) for file in asked):
+    for layer in chain.from_iterable(_layers(_asked(Path(name)), ()) for name in names):
         layers.append(layer)
         if len(layers) > _MOST_FILES:
             raise ConfigurationError(
-                f"{layer.file}: more than {_MOST_FILES} files are combined or included; include fewer"
+                f"{layer.file}: more than {_MOST_FILES} files are combined; include fewer"
             )
-    return Composition(asked, tuple(layers))
+    return Composition(names, tuple(layers))
 
 
 def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunConfig:
@@ -172,8 +178,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
         low = before.get(key)
         if isinstance(value, Mapping) and isinstance(low, Mapping):
             renamed = key == "strategy" and value.get("name") != low.get("name")
-            inner = dict(value) if renamed else difference(low, value)
-            if inner:
+            if inner := dict(value) if renamed else difference(low, value):
                 result[key] = inner
         elif key not in before or low != value:
             result[key] = value
@@ -229,7 +234,7 @@ def _asked(path: Path) -> Path:
     file = path if path.exists() else shipped_run(path) or path
     if file.suffix or file.exists():
         return file
-    close = closest_run(path)
+    close = closest(path.as_posix(), list(shipped_runs()))
     hint = f"did you mean '{close}'? " if close else ""
     raise ConfigurationError(
         f"{path}: no such file, and the package has no config of that name; {hint}"
@@ -239,10 +244,6 @@ def _asked(path: Path) -> Path:
 
 def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
     """Yield the layers of a file, from bottom to top. ``above`` is the chain of files that include it."""
-    if len(above) > _MOST_LEVELS:
-        raise ConfigurationError(
-            f"{above[0]}: includes are nested more than {_MOST_LEVELS} levels deep; use fewer"
-        )
     if any(os.path.realpath(other) == os.path.realpath(file) for other in above):
         circle = " → ".join(map(str, (*above, file)))
         raise ConfigurationError(

@@ -32,14 +32,10 @@ ON_CPU = {
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Tokenized data, and the facts that Megatron needs about its tokenizer.
+    """Tokenized data: the path of its ``.bin`` and ``.idx`` files, and a folder for Megatron's caches.
 
-    Attributes:
-        prefix: Path of the ``.bin`` and ``.idx`` files, without suffix.
-        vocab_size: Number of token ids, end-of-document included.
-        eod_id: Token id that ends a document.
-        num_documents: Number of documents, which are split as a whole, or None if it is unknown.
-        cache_dir: Folder for Megatron's index caches.
+    ``vocab_size`` counts the token ids, that of the end of a document (``eod_id``) included. Documents are
+    split as a whole; their number is None if it is unknown.
     """
 
     prefix: Path
@@ -66,7 +62,7 @@ def megatron_arguments(
 
     Args:
         config: Settings of the run.
-        data: The tokenized training data. None if Megatron's own arguments name it (``data.external``).
+        data: The training data. None if Megatron's own arguments name it (``data.external``).
         installation: Hardware and libraries of the ranks.
         out_dir: Output folder of the run.
         resume: Whether the run continues from its own checkpoints.
@@ -107,16 +103,15 @@ def run_config_from_arguments(
 ) -> RunConfig:
     """Describe a run by its parsed arguments, for a script that no YAML describes.
 
+    The settings have what the package computes with, and all other arguments that differ from Megatron's
+    default. The data is described as external, with the size of the vocabulary.
+
     Args:
         args: Megatron's arguments after its own checks.
         family: Kind of the model that the script built.
         ranks_per_node: Number of ranks on each machine.
         on_cpu: Whether the ranks run on CPUs.
         strategy: Name and settings of the strategy, as in a run's YAML.
-
-    Returns:
-        The settings: what the package computes with, and all other arguments that differ from Megatron's
-        default. The data is described as external, with the size of the vocabulary.
 
     Raises:
         ConfigurationError: A run's YAML cannot describe these arguments.
@@ -129,11 +124,9 @@ def run_config_from_arguments(
         if is_plain and (home or value != megatron_options.plain(action.default)):
             data[home or megatron_options.section_of(name)][name] = value
     warm_up, last = data["training"].get("lr_warmup_iters", 0), (args.train_iters or 1) - 1
+    num_nodes = max(args.world_size // ranks_per_node, 1)
     data["model"]["family"] = family
-    data["parallelism"] |= {
-        "nproc_per_node": ranks_per_node,
-        "num_nodes": max(args.world_size // ranks_per_node, 1),
-    }
+    data["parallelism"] |= {"nproc_per_node": ranks_per_node, "num_nodes": num_nodes}
     data["training"] |= {
         "device": "cpu" if on_cpu else "cuda",
         "save_checkpoints": getattr(args, "save", None) is not None,

@@ -94,8 +94,6 @@ def _attention(model: ModelArguments) -> Iterator[str]:
         yield from _divides("num_query_groups", "num_attention_heads", model)
     elif model.num_query_groups > 1:
         yield "{num_query_groups} has no effect without model.group_query_attention; set it to true"
-    if model.window_attn_skip_freq is not None and model.window_size is None:
-        yield "{window_attn_skip_freq} has no effect without model.window_size; set both or neither"
     if latent and (model.group_query_attention or model.kv_channels is not None):
         yield "{multi_latent_attention} excludes {group_query_attention} and {kv_channels}; remove these keys"
     if latent and model.position_embedding_type != "rope":

@@ -17,6 +17,11 @@ _Positive = Annotated[float, Field(gt=0)]
 _Positions = Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"]
 
 
+def _own(default: Any, description: str, **limits: Any) -> Any:
+    """A key of this package."""
+    return Field(default=default, description=description, **limits)
+
+
 class Section(BaseModel):
     """Keys of one section. Keys that are not declared are arguments of Megatron as well."""
 
@@ -38,9 +43,8 @@ class Section(BaseModel):
 class ModelArguments(Section):
     """Architecture of a GPT or BERT model, dense or with mixture-of-experts layers."""
 
-    family: Literal["gpt", "bert"] = Field(
-        default="gpt",
-        description="gpt predicts the next token. bert predicts masked words and the order of sentences.",
+    family: Literal["gpt", "bert"] = _own(
+        "gpt", "gpt predicts the next token. bert predicts masked words and the order of sentences."
     )
     bert_binary_head: bool = True
     num_layers: Annotated[int, Field(ge=1, le=10_000)]
@@ -125,25 +129,24 @@ class ModelArguments(Section):
     @property
     def moe_layers(self) -> tuple[bool, ...]:
         """Whether each layer is an MoE layer: one boolean for each of the ``num_layers`` layers."""
-        if self.num_experts is None:
-            return (False,) * self.num_layers
-        if isinstance(self.moe_layer_freq, int):
-            return tuple(layer % self.moe_layer_freq == 0 for layer in range(self.num_layers))
-        return tuple(bool(is_moe) for is_moe in self.moe_layer_freq)
+        each = self.moe_layer_freq
+        if isinstance(each, int):
+            return tuple(
+                self.num_experts is not None and layer % each == 0 for layer in range(self.num_layers)
+            )
+        return tuple(self.num_experts is not None and bool(is_moe) for is_moe in each)
 
 
 class ParallelismArguments(Section):
     """Number of ranks and parallel sizes. The data parallel size follows from the others."""
 
-    nproc_per_node: int = Field(default=1, ge=1, description="Number of ranks on each machine.")
-    num_nodes: int = Field(default=1, ge=1, description="Number of machines that torchrun spans.")
-    declared_nodes: int | None = Field(
-        default=None,
+    nproc_per_node: int = _own(1, "Number of ranks on each machine.", ge=1)
+    num_nodes: int = _own(1, "Number of machines that torchrun spans.", ge=1)
+    declared_nodes: int | None = _own(
+        None,
+        "Number of equal nodes that the placement strategies assume, in the order of the ranks, regardless "
+        "of the real machines. Default: the nodes are detected.",
         ge=1,
-        description=(
-            "Number of equal nodes that the placement strategies assume, in the order of the ranks, "
-            "regardless of the real machines. Default: the nodes are detected."
-        ),
     )
     tensor_model_parallel_size: _Size = 1
     pipeline_model_parallel_size: _Size = 1
@@ -183,65 +186,50 @@ class DataSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Path | None = Field(
-        default=None,
-        description=(
-            "Folder written by `megatron-fssdp data build`. Default: the default corpus (the sources of "
-            "Python's standard library), built once beside the output folder."
-        ),
+    path: Path | None = _own(
+        None,
+        "Folder written by `megatron-fssdp data build`. Default: the default corpus (the sources of Python's "
+        "standard library), built once beside the output folder.",
     )
-    tokenizer: Literal["bpe", "bytes", "wordpiece"] = Field(
-        default="bpe",
-        description=(
-            "Tokenizer of the default corpus if path is not given. bert needs wordpiece, which uses only the "
-            "sentences of docstrings and comments."
-        ),
+    tokenizer: Literal["bpe", "bytes", "wordpiece"] = _own(
+        "bpe",
+        "Tokenizer of the default corpus if path is not given. bert needs wordpiece, which uses only the "
+        "sentences of docstrings and comments.",
     )
-    vocab_size: int = Field(
-        default=4096,
-        ge=257,
-        description="Vocabulary size of the default corpus's tokenizer, special tokens included.",
+    vocab_size: int = _own(
+        4096, "Vocabulary size of the default corpus's tokenizer, special tokens included.", ge=257
     )
-    split: str = Field(
-        default="95,5,0",
+    split: str = _own(
+        "95,5,0",
+        "Shares of the documents for training, validation and test. Without training.eval_interval, all "
+        "documents are used for training.",
         pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){0,2}$",
-        description=(
-            "Shares of the documents for training, validation and test. Without training.eval_interval, all "
-            "documents are used for training."
-        ),
     )
-    external: bool = Field(
-        default=False,
-        description=(
-            "Whether arguments of Megatron, such as training.data_path, name data and tokenizer. If true, "
-            "path and tokenizer are ignored."
-        ),
+    external: bool = _own(
+        False,
+        "Whether arguments of Megatron, such as training.data_path, name data and tokenizer. If true, path "
+        "and tokenizer are ignored.",
     )
 
 
 class TrainingArguments(Section):
     """Batch sizes, optimizer, precision, logs and checkpoints."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Kind of devices. auto: CUDA devices if there are any, else CPUs."
+    device: Literal["auto", "cpu", "cuda"] = _own(
+        "auto", "Kind of devices. auto: CUDA devices if there are any, else CPUs."
     )
-    transformer_engine: bool | None = Field(
-        default=None,
-        description=(
-            "Whether the machines with GPUs have Transformer Engine. Default: whether this machine has it; "
-            "for commands that are printed on a machine without GPUs: true."
-        ),
+    transformer_engine: bool | None = _own(
+        None,
+        "Whether the machines with GPUs have Transformer Engine. Default: whether this machine has it; for "
+        "commands that are printed on a machine without GPUs: true.",
     )
-    save_checkpoints: bool = Field(
-        default=True,
-        description="Whether the run writes checkpoints: into save, by default checkpoints in its folder.",
+    save_checkpoints: bool = _own(
+        True, "Whether the run writes checkpoints: into save, by default checkpoints in its folder."
     )
-    tensorboard: bool = Field(
-        default=False,
-        description=(
-            "Whether Megatron writes TensorBoard events into the folder tensorboard in the output folder. "
-            "tensorboard_dir names another folder."
-        ),
+    tensorboard: bool = _own(
+        False,
+        "Whether Megatron writes TensorBoard events into the folder tensorboard in the output folder. "
+        "tensorboard_dir names another folder.",
     )
     train_iters: _Size
     micro_batch_size: _Size = 1

@@ -32,15 +32,10 @@ class EpSettings(ExchangeKeys, FasterMoEKeys):
 
     schedule: Literal["megatron", "s1"] = key(
         "megatron",
-        "Order of the collectives under expert tensor parallelism. 'megatron' sends tokens to one part "
-        "of an expert, and from there to the other parts. 's1' is Parm's EP&ESP-AlltoAll: it sends "
-        "tokens to all parts at once, with fewer steps and more bytes between nodes.",
+        "Order of the collectives under expert tensor parallelism. 'megatron' sends tokens to one part of "
+        "an expert, and from there to the others. 's1' is Parm's EP&ESP-AlltoAll, which sends tokens to "
+        "all parts at once, with fewer steps and more bytes between nodes.",
     )
-
-    @property
-    def travel(self) -> TokenTravel:
-        """As set."""
-        return replace(super().travel, schedule=self.schedule)
 
 
 class SlotKeys(ExchangeKeys):
@@ -48,22 +43,22 @@ class SlotKeys(ExchangeKeys):
 
     counts_of_experts: ClassVar[tuple[str, ...]] = ("slots",)
     decided_for_all: ClassVar[tuple[str, ...]] = ("overlap",)
+    need_replicas: ClassVar[tuple[str, ...]] = ("overlap",)
+    """Keys that have no effect if ``slots`` is 0."""
 
     slots: int | None = key(
         None,
-        "Maximum number of replicas of a layer on a device. Default: as many as fit into the free "
-        "memory, which is measured in the first iterations.",
+        "Maximum number of replicas of a layer on a device. Default: as many as fit into the free memory, "
+        "which is measured in the first iterations.",
         ge=0,
     )
-    overlap: bool = key(
-        True,
-        "Whether experts are sent at the same time as tokens. Off: before the tokens.",
-    )
+    overlap: bool = key(True, "Whether experts are sent at the same time as tokens. Off: before the tokens.")
 
     @model_validator(mode="after")
-    def _check_overlap(self) -> Self:
+    def _check_replicas(self) -> Self:
         if self.slots == 0:
-            self._refuse_without_effect("overlap", because="without replicas; set slots to 1 or more")
+            because = "without replicas; set slots to 1 or more"
+            self._refuse_without_effect(*self.need_replicas, because=because)
         return self
 
 
@@ -72,29 +67,29 @@ class FssdpSettings(SlotKeys):
 
     counts_of_experts = ("slots", "overlap_degree")
     decided_for_all = ("overlap", "reshard_interval")
+    need_replicas = ("rematerialize", "overlap")
 
     slots: int | None = key(
         None,
         "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit "
-        "into the free memory, which is measured in the first iterations. Until then: the number of the "
-        "layer's experts that the device owns.",
+        "into the free memory, which is measured in the first iterations, and before as many as the device "
+        "owns experts.",
         ge=0,
     )
     overlap_degree: int | None = key(
         None,
         "Maximum number of experts of a layer that can be replicated (Hecate Alg. 1, t). Default with "
         "planner 'balanced': as many as save more seconds than they cost, by the costs that the first "
-        "iterations measure. Default with 'hecate': as many as can be sent during the compute "
-        "before the layer. Until costs are measured: all experts.",
+        "iterations measure. With 'hecate': as many as can be sent during the compute before the layer. "
+        "Until then: all experts.",
         ge=0,
     )
     planner: Literal["balanced", "hecate"] = key(
         "balanced",
-        "'hecate' is the paper's system: Alg. 1, and calibration (§4.2), which adds replicas to free "
-        "slots after the gate where that saves time. The host then waits for the counts of an "
-        "iteration's first micro-batch in every layer. 'balanced' is our planner, without calibration: "
-        "within the same limits, it searches for the placement with the fewest modelled seconds. Its "
-        "result is never worse than plain expert parallelism, while that of Alg. 1 can be.",
+        "'balanced' searches for the placement with the fewest modelled seconds, which is never worse than "
+        "plain expert parallelism. 'hecate' is the paper's system: Alg. 1, and calibration (§4.2), which "
+        "adds replicas to free slots after the gate where that saves time. The host then waits for the "
+        "counts of an iteration's first micro-batch in every layer.",
     )
     overlap: bool = key(
         True,
@@ -103,15 +98,15 @@ class FssdpSettings(SlotKeys):
     )
     rematerialize: bool = key(
         False,
-        "Whether replicas are released after a layer's forward pass and gathered again before its "
-        "backward pass (Hecate §4.2). Memory then holds the replicas of one layer instead of all layers, "
-        "for one more gather per micro-batch.",
+        "Whether replicas are released after a layer's forward pass and gathered again before its backward "
+        "pass (Hecate §4.2). Memory then holds the replicas of one layer, for one more gather per "
+        "micro-batch.",
     )
     reshard_interval: int = key(
         100,
         "Number of iterations between re-shards of all layers (Hecate Alg. 2). If overlap_degree is not "
-        "given, modelled seconds decide: owners move only where that pays, and are reconsidered at "
-        "intervals that adapt, up to this one. 0 keeps Megatron's even owners.",
+        "given, owners move only where that saves modelled seconds, and are reconsidered at intervals that "
+        "adapt, up to this one. 0 keeps Megatron's even owners.",
         ge=0,
     )
 
@@ -122,20 +117,14 @@ class FssdpSettings(SlotKeys):
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
         slots, degree = self.slots, self.overlap_degree
-        if degree == 0 and slots is not None and slots > 0:
+        if 0 in (slots, degree) and (slots or degree):
             raise ValueError(
-                f"overlap_degree 0 and slots {slots} exclude each other: no expert can be replicated, so the "
-                f"{slots} slots would stay empty; set slots to 0 or overlap_degree to 1 or more"
+                f"slots {slots} and overlap_degree {degree} exclude each other: one forbids the replicas "
+                "that the other allows; set both to 0, or both to 1 or more"
             )
-        if slots == 0 and degree is not None and degree > 0:
-            raise ValueError(
-                f"slots 0 and overlap_degree {degree} exclude each other: {degree} experts can be "
-                "replicated, but no device has room for a replica; set slots to 1 or more or "
-                "overlap_degree to 0"
-            )
-        if 0 in (slots, degree):
-            because = "without replicas; set slots and overlap_degree to 1 or more"
-            self._refuse_without_effect("rematerialize", "overlap", because=because)
+        if degree == 0:
+            because = "without replicas; set overlap_degree to 1 or more"
+            self._refuse_without_effect(*self.need_replicas, because=because)
         return self
 
 
@@ -144,37 +133,33 @@ class ProphetSettings(SlotKeys):
 
     left_out: int | None = key(
         None,
-        "Number of devices to which a selected expert is not sent. These are the devices with the fewest "
-        "tokens for it (Pro-Prophet §IV-B, n). If it is given, only the paper's Eq. 1 to 8 decide. "
-        "Default: the number among 0, 1, 2, 4, … with the fewest seconds over the real links, or no "
-        "replicas if they are faster.",
+        "Number of devices to which a selected expert is not sent: those with the fewest tokens for it "
+        "(Pro-Prophet §IV-B, n). If it is given, only the paper's Eq. 1 to 8 decide. Default: the number "
+        "among 0, 1, 2, 4, … with the fewest seconds over the real links, or no replicas if they are "
+        "faster.",
         ge=0,
     )
     overlap: bool = key(
         True,
-        "Whether transfers overlap compute (Pro-Prophet's scheduler). Experts are sent during the "
-        "compute before the layer, and gradients during its backward pass. What takes longer is sent in "
-        "two parts, one of them during the experts of the layer before (§V-B, sub-operators). The "
-        "planner takes this into account (Eq. 8). Off: one runs after the other (Eq. 6).",
+        "Whether transfers overlap compute (Pro-Prophet's scheduler): experts during the compute before "
+        "the layer, gradients during its backward pass, and what takes longer in two parts, one of them "
+        "during the experts of the layer before (§V-B). The planner takes this into account (Eq. 8). Off: "
+        "one runs after the other (Eq. 6).",
     )
 
 
 class FastermoeSettings(SlotKeys, FasterMoEKeys):
     """``fastermoe``: FasterMoE: the hottest experts of each micro-batch on all devices."""
 
+    need_replicas = ("overlap", "latency")
+
     latency: Literal["complete", "paper", "authors"] = key(
         "complete",
         "Latency that a shadow must reduce. 'paper' is FasterMoE's Eq. 8, which ignores the tokens that "
         "are still sent, and therefore shadows an expert even under balanced loads. 'complete' counts "
-        "them. 'authors' is Eq. 8 as the authors' scripts have it: a shadow's transfers are divided by "
-        "the number of devices, so that many more experts are shadowed.",
+        "them. 'authors' is Eq. 8 as in the authors' scripts, which divide a shadow's transfers by the "
+        "number of devices.",
     )
-
-    @model_validator(mode="after")
-    def _check_latency(self) -> Self:
-        if self.slots == 0:
-            self._refuse_without_effect("latency", because="without shadows; set slots to 1 or more")
-        return self
 
 
 class QuotaSettings(SlotKeys):
@@ -185,11 +170,7 @@ class SmartmoeSettings(ExchangeKeys):
     """``smartmoe``: SmartMoE: owners are exchanged among devices, nothing is replicated."""
 
     reshard_interval: int = key(25, "Number of iterations between two exchanges.", ge=1)
-    window: int = key(
-        25,
-        "Number of iterations whose mean load decides the new owners.",
-        ge=1,
-    )
+    window: int = key(25, "Number of iterations whose mean load decides the new owners.", ge=1)
 
 
 class FlexmoeSettings(ExchangeKeys):
@@ -200,23 +181,14 @@ class FlexmoeSettings(ExchangeKeys):
 
     slots: int = key(
         1,
-        "Number of resident replicas of a layer that a device can hold. Parameters, gradients and "
-        "optimizer states of all of them are allocated at the start and kept.",
+        "Number of resident replicas of a layer that a device can hold. Parameters, gradients and optimizer "
+        "states of all of them are allocated at the start and kept.",
         ge=1,
     )
-    placement_interval: int = key(
-        25,
-        "Number of iterations after which replicas are reconsidered.",
-        ge=1,
-    )
-    window: int = key(
-        25,
-        "Number of iterations whose mean load decides the replicas.",
-        ge=1,
-    )
+    placement_interval: int = key(25, "Number of iterations after which replicas are reconsidered.", ge=1)
+    window: int = key(25, "Number of iterations whose mean load decides the replicas.", ge=1)
     overlap: bool = key(
-        True,
-        "Whether gradients are summed during the backward pass. Off: the pass waits for sums.",
+        True, "Whether gradients are summed during the backward pass. Off: the pass waits for sums."
     )
 
 
@@ -225,22 +197,17 @@ class ParmSettings(PlacementSettings):
 
     schedule: CollectiveOrder = key(
         "auto",
-        "Order of the collectives. 's1' divides the tokens of tensor-parallel ranks before the gate, "
-        "'s2' after it (Parm §III-B). 'baseline' is DeepSpeed-MoE's order. 'megatron' divides the tokens "
-        "as s1 does and runs Megatron's collectives of sequence parallelism. 'auto' selects among s1, s2 "
-        "and megatron the one with the fewest modelled seconds for the layer's shape. Under sequence "
-        "parallelism, s2 is the same as s1.",
+        "Order of the collectives. 's1' divides the tokens of tensor-parallel ranks before the gate, 's2' "
+        "after it (Parm §III-B); under sequence parallelism both are the same. 'baseline' is "
+        "DeepSpeed-MoE's order. 'megatron' divides the tokens as s1 does and runs Megatron's collectives "
+        "of sequence parallelism. 'auto' selects among s1, s2 and megatron the one with the fewest "
+        "modelled seconds for the layer's shape.",
     )
     cluster: Path | None = key(
         None,
-        "Cluster description (cluster.yaml of megatron-fssdp profile) from which 'auto' takes the costs "
-        "of collectives. Default: they are measured in the layer's first forward pass.",
+        "Cluster description (cluster.yaml of megatron-fssdp profile) from which 'auto' takes the costs of "
+        "collectives. Default: they are measured in the layer's first forward pass.",
     )
-
-    @property
-    def travel(self) -> TokenTravel:
-        """As set."""
-        return TokenTravel(self.schedule, self.cluster)
 
     @model_validator(mode="after")
     def _check_cluster(self) -> Self:
@@ -258,16 +225,13 @@ class AutoSettings(ExchangeKeys):
     choice_interval: int = key(
         50,
         "Number of iterations after which strategies are reconsidered. Moved experts must pay off within "
-        "this time. The first selection happens as soon as costs are measured. Until then, every layer "
+        "this time. The first selection happens as soon as costs are measured; until then, every layer "
         "uses ep.",
         ge=1,
     )
 
     candidate_settings: ClassVar[Mapping[str, type[PlacementSettings]]] = {}
-    """Settings models of the strategies that can be selected in addition to ``ep``, by name.
-
-    Each one is a key.
-    """
+    """Settings models of the strategies that can be selected in addition to ``ep``, each under a key."""
 
     @property
     def travel(self) -> TokenTravel:
@@ -279,22 +243,10 @@ class AutoSettings(ExchangeKeys):
     def with_candidates(
         cls, candidates: Mapping[str, tuple[type[PlacementSettings], str]]
     ) -> type["AutoSettings"]:
-        """Return a settings model with a key for each candidate.
-
-        Args:
-            candidates: Settings model and one-line summary of each strategy, by name.
-        """
+        """Return a settings model with a key for each candidate: its settings model and one-line summary."""
+        also = "true: with default settings. false: not a candidate. A mapping: with these settings."
         fields: dict[str, Any] = {
-            name: (
-                bool | settings,
-                Field(
-                    default=True,
-                    description=(
-                        f"Candidate: {summary}. true: with default settings. false: not a candidate. A "
-                        "mapping: with these settings."
-                    ),
-                ),
-            )
+            name: (bool | settings, Field(default=True, description=f"Candidate: {summary}. {also}"))
             for name, (settings, summary) in candidates.items()
         }
         model = create_model(cls.__name__, __base__=cls, __module__=cls.__module__, **fields)

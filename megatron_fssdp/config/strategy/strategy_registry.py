@@ -85,22 +85,22 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         self._broken: dict[str, BrokenStrategy] = {}
         self._is_loaded = False
         self._loading: str | None = None
-        self._with_candidates: dict[str, RegisteredStrategy] = {}
+        self._automatic: tuple[Mapping[str, Any], RegisteredStrategy] | None = None
 
     def __getitem__(self, name: str) -> RegisteredStrategy:
         self._load_installed()
         entry = self._entries[name]
         if not issubclass(entry.settings, AutoSettings):
             return entry
-        if name not in self._with_candidates:
-            candidates = {
-                other.name: (other.settings, other.summary)
-                for other in self._entries.values()
-                if other.is_candidate and issubclass(other.settings, PlacementSettings)
-            }
+        candidates = {
+            other.name: (other.settings, other.summary)
+            for other in self._entries.values()
+            if other.is_candidate and issubclass(other.settings, PlacementSettings)
+        }
+        if self._automatic is None or self._automatic[0] != candidates:
             settings = entry.settings.with_candidates(candidates)
-            self._with_candidates[name] = replace(entry, settings=settings)
-        return self._with_candidates[name]
+            self._automatic = candidates, replace(entry, settings=settings)
+        return self._automatic[1]
 
     def __iter__(self) -> Iterator[str]:
         self._load_installed()
@@ -109,10 +109,6 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
     def __len__(self) -> int:
         self._load_installed()
         return len(self._entries)
-
-    def __contains__(self, name: object) -> bool:
-        self._load_installed()
-        return name in self._entries
 
     @property
     def broken(self) -> Mapping[str, BrokenStrategy]:
@@ -129,29 +125,22 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         entry = replace(entry, package=self._loading or entry.package)
         _check(entry)
         if entry.name in self._entries:
-            other = self._entries[entry.name].package
             raise ConfigurationError(
-                f"register_strategy: strategy '{entry.name}' is registered already, by {other}; give the "
-                f"strategy of {entry.package} another name"
+                f"register_strategy: strategy '{entry.name}' is registered already, by "
+                f"{self._entries[entry.name].package}; give the strategy of {entry.package} another name"
             )
-        for other_entry in self._entries.values():
-            if other_entry.settings.__name__ == entry.settings.__name__:
-                raise ConfigurationError(
-                    f"register_strategy: the settings of '{entry.name}' are called "
-                    f"{entry.settings.__name__}, as those of '{other_entry.name}'; give the class another "
-                    "name, because the JSON Schema has one definition for each"
-                )
+        names = {one.settings.__name__: one.name for one in self._entries.values()}
+        if (other := names.get(entry.settings.__name__)) is not None:
+            raise ConfigurationError(
+                f"register_strategy: the settings of '{entry.name}' are called {entry.settings.__name__}, "
+                f"as those of '{other}'; give the class another name, because the JSON Schema has one "
+                "definition for each"
+            )
         self._entries[entry.name] = entry
-        self._with_candidates.clear()
 
     def remove(self, name: str) -> None:
-        """Forget a strategy that a script has registered.
-
-        Raises:
-            KeyError: There is none of this name.
-        """
+        """Forget a strategy that a script has registered."""
         del self._entries[name]
-        self._with_candidates.clear()
 
     def _load_installed(self) -> None:
         if self._is_loaded:
@@ -202,12 +191,8 @@ def register_strategy(
     Raises:
         ConfigurationError: The name is taken, or an argument does not fit.
     """
-    module = getattr(settings, "__module__", "a script")
-    STRATEGIES.add(
-        RegisteredStrategy(
-            name, settings, strategy, summary, colour, candidate, ranked, package=module.partition(".")[0]
-        )
-    )
+    package = getattr(settings, "__module__", "a script").partition(".")[0]
+    STRATEGIES.add(RegisteredStrategy(name, settings, strategy, summary, colour, candidate, ranked, package))
 
 
 def _package(point: EntryPoint) -> str:
@@ -216,7 +201,6 @@ def _package(point: EntryPoint) -> str:
 
 def _check(entry: RegisteredStrategy) -> None:
     """Raise where an entry would fail later and elsewhere."""
-    what = f"register_strategy: strategy '{entry.name}' of {entry.package}"
     settings, make = entry.settings, entry.strategy
     problem = ""
     if not _NAME.fullmatch(entry.name):
@@ -233,14 +217,14 @@ def _check(entry: RegisteredStrategy) -> None:
     elif entry.colour is not None and not _COLOUR.fullmatch(entry.colour):
         problem = f"got colour {entry.colour!r}, wanted #RRGGBB, such as #0072B2"
     if problem:
-        raise ConfigurationError(f"{what}: {problem}")
+        raise ConfigurationError(f"register_strategy: strategy '{entry.name}' of {entry.package}: {problem}")
 
 
 def _shipped(
-    name: str, settings: type[StrategySettings], strategy: str | None, colour: str, **marks: Any
+    settings: type[StrategySettings], strategy: str | None, colour: str, **marks: Any
 ) -> RegisteredStrategy:
-    """A shipped strategy, whose summary is that of its settings."""
-    summary = inspect.cleandoc(settings.__doc__ or "").partition("``: ")[2].rstrip(".")
+    """A shipped strategy, whose name and summary are in the docstring of its settings."""
+    name, summary = inspect.cleandoc(settings.__doc__ or "").removeprefix("``").rstrip(".").split("``: ", 1)
     path = None if strategy is None else f"megatron_fssdp.strategies.{strategy}"
     return RegisteredStrategy(name, settings, path, summary, colour, **marks)
 
@@ -249,20 +233,16 @@ def _shipped(
 # ground. Where `auto` finds candidates equal it takes the first one, so what moves least comes first.
 STRATEGIES = StrategyRegistry(
     (
-        _shipped("none", NoneSettings, None, "#7F7F7F", is_ranked=False),
-        _shipped("ep", EpSettings, "ep:EpStrategy", "#0072B2"),
-        _shipped("fssdp", FssdpSettings, "fssdp:FssdpStrategy", "#D55E00", is_candidate=True),
-        _shipped("prophet", ProphetSettings, "papers.prophet:ProphetStrategy", "#CC79A7", is_candidate=True),
-        _shipped(
-            "fastermoe", FastermoeSettings, "papers.fastermoe:FastermoeStrategy", "#009E73", is_candidate=True
-        ),
-        _shipped("quota", QuotaSettings, "quota:QuotaStrategy", "#AA4499", is_candidate=True),
-        _shipped(
-            "smartmoe", SmartmoeSettings, "papers.smartmoe:SmartmoeStrategy", "#56B4E9", is_candidate=True
-        ),
-        _shipped("flexmoe", FlexmoeSettings, "papers.flexmoe:FlexmoeStrategy", "#E69F00"),
+        _shipped(NoneSettings, None, "#7F7F7F", is_ranked=False),
+        _shipped(EpSettings, "ep:EpStrategy", "#0072B2"),
+        _shipped(FssdpSettings, "fssdp:FssdpStrategy", "#D55E00", is_candidate=True),
+        _shipped(ProphetSettings, "papers.prophet:ProphetStrategy", "#CC79A7", is_candidate=True),
+        _shipped(FastermoeSettings, "papers.fastermoe:FastermoeStrategy", "#009E73", is_candidate=True),
+        _shipped(QuotaSettings, "quota:QuotaStrategy", "#AA4499", is_candidate=True),
+        _shipped(SmartmoeSettings, "papers.smartmoe:SmartmoeStrategy", "#56B4E9", is_candidate=True),
+        _shipped(FlexmoeSettings, "papers.flexmoe:FlexmoeStrategy", "#E69F00"),
         # What is Parm's own is how tokens travel, which is the runtime's business; owners stay.
-        _shipped("parm", ParmSettings, "ep:EpStrategy", "#999933", is_ranked=False),
-        _shipped("auto", AutoSettings, "auto:build_auto", "#8C564B", is_ranked=False),
+        _shipped(ParmSettings, "ep:EpStrategy", "#999933", is_ranked=False),
+        _shipped(AutoSettings, "auto:build_auto", "#8C564B", is_ranked=False),
     )
 )

@@ -43,25 +43,16 @@ def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategyS
         data: Keys and values of the strategy.
         source: Name of the file or option that the values come from. Error messages start with it.
     """
-    if name in STRATEGIES.broken and name not in STRATEGIES:
-        raise ConfigurationError(str(STRATEGIES.broken[name]))
     if name not in STRATEGIES:
-        raise ConfigurationError(unknown_name("MoE strategy", name, STRATEGIES))
-    model = STRATEGIES[name].settings
-    _refuse_keys_of_other_strategies(name, data, source)
-    return validate(model, data, f"{source} (strategy {name})")
-
-
-def _refuse_keys_of_other_strategies(name: str, data: dict[str, Any], source: str) -> None:
-    own = STRATEGIES[name].settings.model_fields
+        broken = STRATEGIES.broken.get(name)
+        raise ConfigurationError(str(broken) if broken else unknown_name("MoE strategy", name, STRATEGIES))
+    entry = STRATEGIES[name]
     for key in data:
-        owners = [other for other, entry in STRATEGIES.items() if key in entry.settings.model_fields]
-        if key in own or not owners:
-            continue
-        plans_nothing = STRATEGIES[name].strategy is None
-        reason = ", which runs Megatron's own dispatcher and plans nothing" if plans_nothing else ""
-        which = "that strategy" if len(owners) == 1 else "one of these strategies"
-        raise ConfigurationError(
-            f"{source}: key '{key}' has no meaning under strategy '{name}'{reason}; it belongs to "
-            f"{', '.join(owners)}; remove the key, or select {which} with --moe-strategy"
-        )
+        owners = [other for other, one in STRATEGIES.items() if key in one.settings.model_fields]
+        if owners and name not in owners:
+            reason = "" if entry.strategy else ", which runs Megatron's own dispatcher and plans nothing"
+            raise ConfigurationError(
+                f"{source}: key '{key}' has no meaning under strategy '{name}'{reason}; it belongs to "
+                f"{', '.join(owners)}; remove the key, or select another strategy with --moe-strategy"
+            )
+    return validate(entry.settings, data, f"{source} (strategy {name})")

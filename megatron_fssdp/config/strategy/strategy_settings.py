@@ -5,7 +5,7 @@ Each strategy has one settings model. Its keys are given without the strategy's 
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -30,10 +30,7 @@ def profile_iterations() -> int:
     """
     given = os.environ.get(PROFILE_VARIABLE, "3")
     if not given.isdecimal() or int(given) < 1:
-        raise ConfigurationError(
-            f"{PROFILE_VARIABLE}: got '{given}', wanted a whole number of at least 1; change the environment "
-            "variable or unset it"
-        )
+        raise _wrong(PROFILE_VARIABLE, "a whole number of at least 1")
     return int(given)
 
 
@@ -45,10 +42,15 @@ def checks_plans() -> bool:
     """
     given = os.environ.get(CHECK_VARIABLE, "0")
     if given not in ("0", "1"):
-        raise ConfigurationError(
-            f"{CHECK_VARIABLE}: got '{given}', wanted 0 or 1; change the environment variable or unset it"
-        )
+        raise _wrong(CHECK_VARIABLE, "0 or 1")
     return given == "1"
+
+
+def _wrong(variable: str, wanted: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{variable}: got '{os.environ[variable]}', wanted {wanted}; change the environment variable or "
+        "unset it"
+    )
 
 
 CollectiveOrder = Literal["auto", "baseline", "megatron", "s1", "s2"]
@@ -58,16 +60,10 @@ ExchangeUse = Literal["megatron", "deduplicated", "by_price"]
 
 @dataclass(frozen=True)
 class TokenTravel:
-    """How the tokens of a layer travel to their experts and back, from the settings.
+    """How the tokens of a layer travel to their experts and back, from the settings of the same names.
 
-    Attributes:
-        schedule: Order of the collectives where several ranks share experts or tokens. ``auto`` selects the
-            one with the fewest modelled seconds.
-        cluster: Cluster description from which ``auto`` takes the costs of collectives. None: they are
-            measured.
-        smart_schedule: Whether layers run in the steps of FasterMoE's smart schedule (§4.2).
-        group_size: Number of ranks in a group of the smart schedule. None: the ranks of a node.
-        exchange: Whether a token is sent once for each of its experts, or once to each node and device.
+    Without a ``cluster``, costs of collectives are measured. Without a ``group_size``, a group of the smart
+    schedule is the ranks of a node.
     """
 
     schedule: CollectiveOrder = "megatron"
@@ -93,8 +89,7 @@ class StrategySettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     record_dir: Path | None = key(
-        None,
-        "Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records.",
+        None, "Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records."
     )
 
     def _refuse_without_effect(self, *keys: str, because: str) -> None:
@@ -127,23 +122,21 @@ class PlacementSettings(StrategySettings):
 
     @property
     def travel(self) -> TokenTravel:
-        """How tokens travel; Megatron's way, unless there are keys for another one."""
-        return TokenTravel()
+        """How tokens travel: as the keys of these names say, or Megatron's way."""
+        own = TokenTravel.__dataclass_fields__
+        return TokenTravel(**{name: value for name, value in self if name in own})
 
     @property
     def uses_gate(self) -> bool:
         """Whether FasterMoE's topology-aware gate routes, which changes the routing."""
-        return False
+        return getattr(self, "router", "stock") == "topology_aware"
 
     def as_candidate(self) -> Self:
         """Return these settings as a candidate of ``auto`` uses them, for single layers."""
         return self
 
     def check_num_experts(self, num_experts: int) -> None:
-        """Refuse settings that do not fit the number of experts.
-
-        Args:
-            num_experts: Number of routed experts of a layer.
+        """Refuse settings that do not fit the number of routed experts of a layer.
 
         Raises:
             ConfigurationError: The value of a key is larger than the number of experts.
@@ -162,16 +155,11 @@ class ExchangeKeys(PlacementSettings):
 
     exchange: ExchangeUse = key(
         "megatron",
-        "What travels to the experts. 'megatron' sends a token once for each of its experts, as "
-        "Megatron does. 'deduplicated' sends it once to each node that computes one of its experts, and "
-        "there once to each such device. This saves bytes if tokens select several experts. 'by_price': "
-        "each layer sends tokens once in the iterations in which modelled seconds say that it saves time.",
+        "What travels to the experts. 'megatron' sends a token once for each of its experts. "
+        "'deduplicated' sends it once to each node that computes one of its experts, and there once to "
+        "each such device, which saves bytes if tokens select several experts. 'by_price' does so for the "
+        "layers and iterations in which modelled seconds say that it saves time.",
     )
-
-    @property
-    def travel(self) -> TokenTravel:
-        """As set."""
-        return replace(super().travel, exchange=self.exchange)
 
     @model_validator(mode="after")
     def _check_exchange(self) -> Self:
@@ -191,10 +179,9 @@ class FasterMoEKeys(PlacementSettings):
 
     smart_schedule: SmartScheduleUse = key(
         False,
-        "Whether to use FasterMoE's smart schedule (§4.2). Ranks exchange tokens with "
-        "one group of ranks after another. Experts compute one group's tokens while the next tokens are "
-        "sent. 'by_price': each layer uses it in the iterations in which modelled seconds say that it "
-        "saves time. The default is false, because no GPU has run the smart schedule yet.",
+        "Whether to use FasterMoE's smart schedule (§4.2): ranks exchange tokens with one group of ranks "
+        "after another, and experts compute one group's tokens while the next are sent. 'by_price': in the "
+        "layers and iterations in which modelled seconds say that it saves time. No GPU has run it yet.",
     )
     group_size: int | None = key(
         None,
@@ -204,34 +191,22 @@ class FasterMoEKeys(PlacementSettings):
     )
     router: Literal["stock", "topology_aware"] = key(
         "stock",
-        "Router of the MoE layers. 'stock' is Megatron's. 'topology_aware' is FasterMoE's gate (§4.3), "
-        "which CHANGES THE ROUTING and therefore the losses: only the share leaving_share of a rank's "
-        "tokens can go to other nodes. All other tokens go to experts in their own node.",
+        "Router of the MoE layers. 'topology_aware' is FasterMoE's gate (§4.3), which CHANGES THE ROUTING "
+        "and therefore the losses: only the share leaving_share of a rank's tokens can go to other nodes.",
     )
     leaving_share: float | None = key(
         None,
-        "Required for router=topology_aware: share of a rank's tokens that can leave their node, for "
-        "each of the k choices. The paper uses W_net / (M * W_local): the bandwidth of a node's network "
-        "divided by the bandwidth of its M devices inside the node.",
+        "Required for router=topology_aware: share of a rank's tokens that can leave their node. The paper "
+        "uses W_net / (M * W_local): the bandwidth of a node's network divided by that of its M devices "
+        "inside it.",
         ge=0,
         le=1,
     )
     leaving_choices: Literal["each", "one"] = key(
         "each",
-        "Which choices of a token leaving_share limits. 'each': the share holds for each of the k "
-        "choices. 'one': only one choice of a token can leave, the best one, and its other choices stay "
-        "in the node, as in the gate that FasterMoE's authors published.",
+        "Which of a token's k choices leaving_share limits. 'each': each of them. 'one': only the best one "
+        "can leave, and the others stay in the node, as in the gate that FasterMoE's authors published.",
     )
-
-    @property
-    def travel(self) -> TokenTravel:
-        """As set."""
-        return replace(super().travel, smart_schedule=self.smart_schedule, group_size=self.group_size)
-
-    @property
-    def uses_gate(self) -> bool:
-        """As set."""
-        return self.router == "topology_aware"
 
     @model_validator(mode="after")
     def _check_gate(self) -> Self:

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +63,9 @@ def _run(
     strategy: SweptStrategy, varied: dict[str, Any], common: tuple[str, ...], seed: int, repetition: int
 ) -> PlannedRun:
     label = strategy.label or strategy.name
-    short = _short_keys(varied)
-    words = [f"{short[key]}={_plain(value)}" for key, value in varied.items()]
+    last = Counter(key.rpartition(".")[2] for key in varied)  # keys with the same last part keep all parts
+    names = {key: key.rpartition(".")[2] for key in varied}
+    words = [f"{name if last[name] == 1 else key}={_plain(varied[key])}" for key, name in names.items()]
     parts = [label, *(word[:_MOST_CHARACTERS] for word in words), f"seed{seed}"]
     parts += [f"repetition{repetition}"] if repetition > 1 else []
     return PlannedRun(
@@ -77,24 +79,13 @@ def _run(
     )
 
 
-def _short_keys(keys: dict[str, Any]) -> dict[str, str]:
-    """Return the last part of each dotted key, or the whole key where two have the same last part."""
-    last = {key: key.rpartition(".")[2] for key in keys}
-    counts = Counter(last.values())
-    return {key: name if counts[name] == 1 else key for key, name in last.items()}
-
-
 def _override(key: str, value: Any) -> str:
     """Return ``key=value`` as options take it: they read the value as YAML, and JSON is YAML."""
-    is_plain = isinstance(value, str) and _is_plain(value)
-    return f"{key}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
-
-
-def _is_plain(text: str) -> bool:
-    try:
-        return bool(parse_yaml(text, "") == text)
-    except ConfigurationError:
-        return False
+    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        with suppress(ConfigurationError):
+            text = value if value and parse_yaml(value, "") == value else text
+    return f"{key}={text}"
 
 
 def _plain(value: Any) -> str:

@@ -32,10 +32,7 @@ class SweptStrategy(BaseModel):
     label: str | None = Field(
         default=None,
         pattern=r"^[\w.+=-]+$",
-        description=(
-            "Name of this entry in folders and on the page. Default: the strategy's name. Needed where a "
-            "strategy is listed twice."
-        ),
+        description="Name in folders and on the page, if a strategy is listed twice. Default: its name.",
     )
 
 
@@ -46,22 +43,16 @@ class SweepConfig(BaseModel):
 
     run: tuple[str, ...] = Field(
         min_length=1,
-        description=(
-            "YAML files of the run, relative to the folder of this file, or names that `megatron-fssdp "
-            "configs` lists. Later files win."
-        ),
+        description="YAML files of the run, relative to the folder of this file, or names that "
+        "`megatron-fssdp configs` lists. Later files win.",
     )
     strategies: tuple[str | SweptStrategy, ...] = Field(
         min_length=1,
-        description=(
-            "Names of strategies, or mappings with name, settings and label. The page compares all with the "
-            "first."
-        ),
+        description="Names of strategies, or mappings with name, settings and label. The page compares all "
+        "with the first.",
     )
     iterations: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of iterations of every run, as for --iters. Default: the number in the files.",
+        default=None, ge=1, description="Number of iterations of every run. Default: the number in the files."
     )
     settings: dict[_Key, Any] = Field(
         default_factory=dict,
@@ -69,10 +60,7 @@ class SweepConfig(BaseModel):
     )
     vary: dict[_Key, _Values] = Field(
         default_factory=dict,
-        description=(
-            "Settings that runs differ in: a list of values by dotted key. Every combination of the values "
-            "is run."
-        ),
+        description="Settings that runs differ in: a list of values by dotted key. Every combination is run.",
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(1,), min_length=1, description="Seeds of initial weights and order of data."
@@ -80,10 +68,8 @@ class SweepConfig(BaseModel):
     repetitions: int = Field(
         default=1,
         ge=1,
-        description=(
-            "Number of runs with the same settings and seed. Their losses are equal, and their times show "
-            "how steady the machine is."
-        ),
+        description="Number of runs with the same settings and seed. Their losses are equal, and their times "
+        "show how steady the machine is.",
     )
 
     @model_validator(mode="after")
@@ -91,7 +77,7 @@ class SweepConfig(BaseModel):
         for section, settings in (("settings", self.settings), ("vary", self.vary)):
             for key in settings:
                 for own, instead in _OWN_KEYS.items():
-                    if key == own or key.startswith(f"{own}."):
+                    if f"{key}.".startswith(f"{own}."):
                         raise ValueError(f"{section}.{key}: cannot be given here; {instead}")
         if both := [key for key in self.vary if key in self.settings]:
             raise ValueError(f"vary.{both[0]}: is under settings, too; remove it from one of them")

@@ -65,7 +65,7 @@ class RunRecorder:
     def __init__(
         self, record_dir: Path | None, strategy: str, operations: Callable[[Any, int], float], to_boards: bool
     ) -> None:
-        self._record_dir, self._strategy, self._operations = record_dir, strategy, operations
+        self.record_dir, self._strategy, self._operations = record_dir, strategy, operations
         self._to_boards, self._has_begun = to_boards, False
         self._last_load_E: dict[int, np.ndarray] = {}
         # Global rank 0 writes files. Those of arrays are opened with the first iteration that has MoE layers.
@@ -79,7 +79,7 @@ class RunRecorder:
     @property
     def wants_iteration(self) -> bool:
         """Whether the running iteration is recorded; equal on all ranks."""
-        return self._record_dir is not None or (self._to_boards and _is_logged())
+        return self.record_dir is not None or (self._to_boards and _is_logged())
 
     def record(
         self,
@@ -139,14 +139,14 @@ class RunRecorder:
             write_to_boards(metrics, all_loads)
 
     def _write(self, metrics: IterationMetrics, loads: list[LayerLoad]) -> None:
-        if self._metrics is None or self._record_dir is None:
+        if self._metrics is None or self.record_dir is None:
             return
         self._metrics.append(metrics)
         if not loads:
             return
         if self._arrays is None:
             numbers = [load.layer for load in loads]
-            self._arrays = LoadsWriter(self._record_dir, numbers), PlacementsWriter(self._record_dir, numbers)
+            self._arrays = LoadsWriter(self.record_dir, numbers), PlacementsWriter(self.record_dir, numbers)
         counts, placements = self._arrays
         counts.append(
             metrics.iteration,

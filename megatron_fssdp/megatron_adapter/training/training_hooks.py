@@ -31,6 +31,7 @@ from megatron_fssdp.megatron_adapter.training.equal_settings import (
     refused_together,
 )
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
+from megatron_fssdp.megatron_adapter.training.record_folder import record_folder
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
 from megatron_fssdp.megatron_adapter.training.stage_records import gather
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
@@ -73,7 +74,7 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             operations = training.num_floating_point_operations
             with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
                 if record_dir is not None and dist.get_rank() == 0:
-                    _describe_run(record_dir, model, requested)
+                    record_dir = _describe_run(record_dir, model, requested)
                 recorder = RunRecorder(record_dir, requested.name, operations, to_boards)
         return built
 
@@ -136,15 +137,15 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
         with nullcontext() if driver is None else reporting_stop(get_args()):
             return train(*args, **kwargs)
 
-    _wrap_evaluation(training, requested_strategy)
+    _wrap_evaluation(training, lambda: None if recorder is None else recorder.record_dir)
     training.setup_model_and_optimizer = setup_model_and_optimizer
     training.train_step = train_step
     training.get_forward_backward_func = get_forward_backward_func
     training.train = train_reporting_stop
 
 
-def _wrap_evaluation(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
-    """Wrap Megatron's evaluation, so that its losses go to the run's records."""
+def _wrap_evaluation(training: Any, record_dir: Callable[[], Path | None]) -> None:
+    """Wrap Megatron's evaluation, so that its losses go to the run's records, if it has a folder for them."""
     evaluate, evaluate_all = training.evaluate, training.evaluate_and_print_results
     signature, iteration, names = inspect.signature(evaluate_all), 0, _names("validation")
 
@@ -160,8 +161,7 @@ def _wrap_evaluation(training: Any, requested_strategy: Callable[[], RequestedSt
     @wraps(evaluate)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
-        requested, (losses, _, has_stopped) = requested_strategy(), result
-        folder = None if requested is None else requested.settings.record_dir
+        folder, (losses, _, has_stopped) = record_dir(), result
         if folder is not None and not has_stopped:
             # The last pipeline stage has the losses, and global rank 0 writes them.
             own = {name: float(loss) for name, loss in losses.items()}
@@ -184,8 +184,8 @@ def _names(data: str) -> Iterator[str]:
             yield f"{data} {args.validation_set_names[number] if args.validation_set_names else number}"
 
 
-def _describe_run(record_dir: Path, model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
-    """Write ``config.yaml`` beside the records, from Megatron's arguments."""
+def _describe_run(asked: Path, model: list[torch.nn.Module], requested: RequestedStrategy) -> Path:
+    """Write ``config.yaml`` from Megatron's arguments, and return the folder that also gets the records."""
     is_bert = any(type(module).__name__ == "BertModel" for chunk in model for module in chunk.modules())
     settings = requested.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
     strategy = {"name": requested.name, "settings": settings}
@@ -196,7 +196,9 @@ def _describe_run(record_dir: Path, model: list[torch.nn.Module], requested: Req
         run = run_config_from_arguments(get_args(), "bert" if is_bert else "gpt", *where, strategy)
     except ConfigurationError as error:
         logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
-    write_recorded_settings(record_dir, run, strategy)
+    folder = record_folder(asked, run, resumes=get_args().iteration > 0)
+    write_recorded_settings(folder, run, strategy)
+    return folder
 
 
 def _report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:

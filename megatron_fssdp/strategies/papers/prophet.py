@@ -35,14 +35,7 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         """The plan for the last loads; without replicas until costs are known."""
         if context.profile is None or history.is_empty:
             return LayerPlan.owners_only(context)
-        return self._planned(context, context.profile, history.counts_DE(0))
-
-    def _planned(self, context: LayerContext, profile: LayerProfile, counts_DE: np.ndarray) -> LayerPlan:
-        """The plan with the fewest seconds over the real links, or that of a given number of devices.
-
-        By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once. The
-        price with the measured links therefore selects.
-        """
+        profile, counts_DE = context.profile, history.counts_DE(0)
         most, left_out = context.num_devices - 1, self.settings.left_out
         cases = [0, *doubling(most)] if left_out is None else [min(left_out, most)]
         found = plan_layers(
@@ -56,6 +49,8 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         plans = [self._plan_of(placement, counts_DE, context) for placement, _ in found]
         if left_out is not None:
             return plans[0]
+        # By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once.
+        # So the price over the real links selects.
         plans.insert(0, LayerPlan.owners_only(context))
         return min(plans, key=lambda plan: plan_seconds(plan, counts_DE, context))
 

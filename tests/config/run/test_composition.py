@@ -1,11 +1,19 @@
 """Run configurations composed of several files."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run.composition import compose, lay_over, load_run
+from megatron_fssdp.config.run.composition import (
+    compose,
+    difference,
+    lay_over,
+    load_run,
+    set_options,
+    words_option,
+)
 
 MODEL = "model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4}"
 TRAINING = "training: {train_iters: 3, global_batch_size: 4}"
@@ -71,6 +79,13 @@ def test_settings_belong_to_their_strategy():
     }
 
 
+def test_a_difference_gives_the_upper_layer_again():
+    low = {"model": {"num_layers": 2}, "strategy": {"name": "fssdp", "settings": {"slots": 1}}}
+    high = {"model": {"num_layers": 2, "num_experts": 4}, "strategy": {"name": "ep"}}
+    assert difference(low, high) == {"model": {"num_experts": 4}, "strategy": {"name": "ep"}}
+    assert lay_over(low, difference(low, high)) == high
+
+
 def test_null_leaves_a_mapping_and_resets_a_value():
     low = {"model": {"num_experts": 4, "moe_layer_freq": [0, 1]}}
     assert lay_over(low, {"model": None}) == low
@@ -82,18 +97,19 @@ def test_null_leaves_a_mapping_and_resets_a_value():
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("model: {num_layer: 2}", "in {}: model: unknown key 'num_layer'; did you mean 'num_layers'?"),
-        ("model: {num_layers: two}", "in {}: model.num_layers: got 'two' (string), wanted a whole number"),
-        ("modell: {}", "in {}: unknown key 'modell'; did you mean 'model'?"),
-        ("strategy: {name: fsdp}", "in {}: strategy: unknown MoE strategy 'fsdp'; did you mean 'fssdp'?"),
+        ("model: {num_layer: 2}", "model: unknown key 'num_layer'; did you mean 'num_layers'?"),
+        ("model: {num_layers: two}", "model.num_layers: got 'two' (string), wanted a whole number"),
+        ("model: {window_size: [7]}", "model.window_size.1: missing; add this key"),
+        ("modell: {}", "unknown key 'modell'; did you mean 'model'?"),
+        ("strategy: {name: fsdp}", "strategy: unknown MoE strategy 'fsdp'; did you mean 'fssdp'?"),
     ],
 )
 def test_a_mistake_is_reported_with_the_file_that_has_it(tmp_path, model, words):
     write(tmp_path, base=f"{MODEL}\n{TRAINING}", part=model, run="include: [base.yaml, part.yaml]")
-    run, part = tmp_path / "run.yaml", tmp_path / "part.yaml"
-    assert refusal(run).startswith(f"{run}: {words.format(part)}")
-    asked = refusal(tmp_path / "base.yaml", part)
-    assert asked.startswith(f"{tmp_path / 'base.yaml'} + {part}: {words.format(part)}")
+    run, base, part = (tmp_path / f"{name}.yaml" for name in ("run", "base", "part"))
+    for message in (refusal(run), refusal(base, part)):
+        assert words in message
+        assert message.startswith(f"{part}: ") or "missing" in words
 
 
 def test_a_wrong_override_is_not_blamed_on_a_file(tmp_path):
@@ -110,12 +126,23 @@ def test_files_that_contradict_each_other_are_refused(tmp_path):
         cut="parallelism: {nproc_per_node: 3, expert_model_parallel_size: 3}",
     )
     files = tmp_path / "base.yaml", tmp_path / "cut.yaml"
-    assert "parallelism.expert_model_parallel_size 3 does not divide model.num_experts 4" in refusal(*files)
+    wanted = "parallelism.expert_model_parallel_size 3 does not divide model.num_experts 4"
+    assert refusal(*files).startswith(f"base.yaml, cut.yaml: {wanted}")
 
 
-def test_a_part_alone_is_not_a_run(tmp_path):
-    write(tmp_path, part=MODEL)
-    assert refusal(tmp_path / "part.yaml").endswith("part.yaml: training: missing; add this key")
+def test_words_after_two_dashes_win_over_the_yaml_and_are_settings_like_all_others(tmp_path):
+    write(tmp_path, run=f"{MODEL}\n{TRAINING}")
+    words = ["--hidden-size", "64", "--swiglu", "--num-workers", "3", "--moe-layer-freq", "[0,1]"]
+    options = [*set_options(["model.hidden_size=128"]), words_option(words)]
+    run = compose([tmp_path / "run.yaml"]).with_options(options)
+    assert (run.model.hidden_size, run.model.swiglu, run.model.moe_layer_freq) == (64, True, (0, 1))
+    assert run.training.model_extra == {"num_workers": 3}
+    for wrong, message in (
+        ("--hiden-size", "Megatron has no argument --hiden-size; did you mean --hidden-size?"),
+        ("--swiglu=3", "ignored explicit argument '3'"),
+    ):
+        with pytest.raises(ConfigurationError, match=re.escape(message)):
+            compose([tmp_path / "run.yaml"]).with_options([words_option([wrong])])
 
 
 def test_circular_includes_are_refused(tmp_path):

@@ -16,13 +16,17 @@ from megatron_fssdp.config.run.megatron_arguments import (
 )
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
-from megatron_fssdp.config.shipped_files import shipped_runs
 from megatron_fssdp.records.run_settings import SETTINGS_FILE, write_recorded_settings
 from megatron_fssdp.simulation.moe_job import job_of_run
 
-COMPLETE = [name for name in shipped_runs() if "/" not in name or name.startswith("experiments/")]
-TYPICAL = {"gpt_moe_tiny", "bert_moe_tiny", "experiments/deepseek-v3", "experiments/gpt-oss-120b"}
-"""Runs that have nearly all settings of models. The others are read in the slow tests."""
+PLAN = ("training/measure", "strategies/fssdp")
+RUNS = {
+    "gpt_moe_tiny": ("gpt_moe_tiny",),
+    "bert_moe_tiny": ("bert_moe_tiny",),
+    "deepseek-v3": ("models/deepseek-v3", "parallelism/h200-deepseek-v3", *PLAN),
+    "gpt-oss-120b": ("models/gpt-oss-120b", "parallelism/h200", *PLAN),
+}
+"""Runs that have nearly all settings of models."""
 
 MODEL = set(ModelArguments.model_fields)
 STRATEGY = {"name": "ep", "settings": {}}
@@ -42,11 +46,9 @@ def parsed(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     return args
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in TYPICAL else pytest.param(name, marks=pytest.mark.slow) for name in COMPLETE]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_shipped_run_is_read_back_from_its_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = load_run([name])
+    run = load_run(RUNS[name])
     args = parsed(run, monkeypatch)
     on_cpu = run.training.device == "cpu"
     found = run_config_from_arguments(
@@ -56,7 +58,8 @@ def test_a_shipped_run_is_read_back_from_its_arguments(name: str, monkeypatch: p
     ignored = {"declared_nodes"}
     assert found.parallelism.model_dump(exclude=ignored) == run.parallelism.model_dump(exclude=ignored)
     assert found.model.model_dump(include=MODEL) == run.model.model_dump(include=MODEL)
-    for key in ("train_iters", "global_batch_size", "micro_batch_size", "optimizer", "lr", "precision"):
+    assert found.global_batch_size == run.global_batch_size
+    for key in ("train_iters", "micro_batch_size", "optimizer", "lr", "precision"):
         assert getattr(found.training, key) == getattr(run.training, key)
     assert (
         found.megatron_values().items()

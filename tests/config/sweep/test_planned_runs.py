@@ -1,6 +1,5 @@
 """A sweep's YAML becomes runs: all combinations, in turns, each with its own folder."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import validate
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.sweep.json_schema import sweep_schema, sweep_schema_text
 from megatron_fssdp.config.sweep.planned_runs import planned_runs
 from megatron_fssdp.config.sweep.sweep_config import SweepConfig, load_sweep
 
@@ -65,11 +63,6 @@ def test_a_growing_sweep_keeps_the_folders_of_its_runs() -> None:
     assert {run.folder for run in before} < {run.folder for run in after}
 
 
-def test_keys_with_the_same_last_part_keep_their_whole_name() -> None:
-    runs = planned_runs(sweep_of(strategies=["ep"], vary={"a.size": [1], "b.size": [2], "c.x": ["u/v"]}))
-    assert runs[0].folder == "ep-a.size=1-b.size=2-x=u_v-seed1"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -115,7 +108,9 @@ def test_a_run_is_no_sweep_and_a_sweep_is_no_run(tmp_path: Path) -> None:
         load_run([sweep])
 
 
-def test_texts_are_written_as_a_user_types_them() -> None:
+def test_texts_are_written_as_a_user_types_them_and_equal_last_parts_keep_the_whole_key() -> None:
+    runs = planned_runs(sweep_of(strategies=["ep"], vary={"a.size": [1], "b.size": [2], "c.x": ["u/v"]}))
+    assert runs[0].folder == "ep-a.size=1-b.size=2-x=u_v-seed1"
     settings = {"data.tokenizer": "bytes", "data.split": "1,0,0", "a.b": "true", "a.c": "[", "a.d": ""}
     (run, *_) = planned_runs(sweep_of(settings=settings))
     assert run.overrides[:-1] == (
@@ -130,12 +125,5 @@ def test_files_beside_the_sweep_are_found(tmp_path: Path) -> None:
     assert load_sweep(tmp_path / "sweep.yaml").run == ("gpt_moe_tiny", str(tmp_path / "mine.yaml"))
 
 
-def test_the_example_and_the_schema_are_up_to_date() -> None:
-    committed = (ROOT / "configs" / "sweep-schema.json").read_text(encoding="utf-8")
-    assert committed == sweep_schema_text(), "run `megatron-fssdp schema --sweep > configs/sweep-schema.json`"
-    example = ROOT / "examples" / "sweep" / "sweep.yaml"
-    assert example.read_text().startswith("# yaml-language-server: $schema=../../configs/sweep-schema.json\n")
-    assert len(planned_runs(load_sweep(example))) == 6
-    choices = sweep_schema()["$defs"]["SweptStrategy"]["allOf"]
-    assert {"fssdp", "ep"} <= {choice["if"]["properties"]["name"]["const"] for choice in choices}
-    json.loads(committed)
+def test_the_example_is_planned() -> None:
+    assert len(planned_runs(load_sweep(ROOT / "examples" / "sweep" / "sweep.yaml"))) == 6

@@ -110,7 +110,8 @@ def test_it_is_simulated_and_beats_plain_expert_parallelism_on_one_hot_expert(
     installed: Path, tmp_path: Path
 ) -> None:
     words = ("--loads", "W3", "--cluster", "hpwnv", "--cluster-set", "num_nodes=8")
-    job = ("--model", "experiments/hecate-gpt-moe-s", "--iterations", 12)
+    parts = ("models/hecate-gpt-moe-s", "parallelism/hecate-a", "training/measure", "strategies/hecate")
+    job = (*(word for part in parts for word in ("--model", part)), "--iterations", 12)
     keys = ("fssdp", "prophet", "fastermoe", "quota", "smartmoe")
     only = [word for key in keys for word in ("--moe-strategy-set", f"{key}=false")]
     out = tmp_path / "out"

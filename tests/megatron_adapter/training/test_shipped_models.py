@@ -1,4 +1,4 @@
-"""Megatron takes the arguments of every experiment and builds models with the parameters that are counted.
+"""Megatron takes the arguments of every shipped model and builds models with the parameters that are counted.
 
 Models are built on a meta device at full width. Models of more than four layers are cut to two layers and 16
 experts.
@@ -17,7 +17,7 @@ from megatron_fssdp.simulation.parameter_count import count_parameters
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
+MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 
 # Features that no shipped model has, as overrides of the tiny models.
 BERTS = {
@@ -79,22 +79,20 @@ def job_of(run: RunConfig) -> Job:
 
 
 def shallow(path: Path) -> RunConfig:
-    model = load_run([path]).model
+    is_tiny = path.stem.startswith("tiny-")
+    parts = ("parallelism/cpu", "training/tiny") if is_tiny else ("parallelism/h200", "training/measure")
+    files = [path, *parts, "strategies/fssdp"]
+    model = load_run(files).model
     if model.num_layers <= 4:
-        return load_run([path])
+        return load_run(files)
     frequency = [] if isinstance(model.moe_layer_freq, int) else ["model.moe_layer_freq=[0, 1]"]
-    whole = [
-        "parallelism.pipeline_model_parallel_size=1",
-        "parallelism.decoder_last_pipeline_num_layers=null",
-    ]
-    if (model.num_experts or 0) > 16:
-        whole += ["model.num_experts=16", "parallelism.expert_model_parallel_size=8"]
-    return load_run([path], ["model.num_layers=2", *frequency, *whole])
+    experts = ["model.num_experts=16"] if (model.num_experts or 0) > 16 else []
+    return load_run(files, ["model.num_layers=2", *frequency, *experts])
 
 
 @pytest.mark.timeout(300)
 def test_counted_parameters_equal_those_that_megatron_builds() -> None:
-    runs = {path.stem: shallow(path) for path in EXPERIMENTS}
+    runs = {path.stem: shallow(path) for path in MODELS}
     runs |= {name: load_run([CONFIGS / "gpt_moe_tiny.yaml"], more) for name, more in OTHERS.items()}
     runs |= {name: load_run([CONFIGS / "bert_moe_tiny.yaml"], more) for name, more in BERTS.items()}
     jobs = {name: job_of(run) for name, run in runs.items()}

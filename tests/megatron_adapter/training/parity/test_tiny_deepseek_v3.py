@@ -14,7 +14,7 @@ from megatron_fssdp.config.run.megatron_arguments import Installation, Tokenized
 from ...fused_dispatch import install_fused_dispatch
 from ...training_run import SCRIPT, Model, TrainingRun, relative_difference, train
 
-EXPERIMENT = Path(__file__).parents[4] / "configs" / "experiments" / "tiny-deepseek-v3.yaml"
+FILES = ("models/tiny-deepseek-v3", "parallelism/cpu", "training/tiny", "strategies/fssdp")
 OVERRIDES = """
     model.seq_length=16 parallelism.nproc_per_node=2 parallelism.declared_nodes=1
     parallelism.expert_model_parallel_size=2 training.train_iters=3
@@ -41,7 +41,7 @@ def test_losses_equal_those_of_stock_megatron(text_data: Path, tmp_path: Path) -
 
 
 def _train(data: Path, folder: Path, *overrides: str) -> TrainingRun:
-    run = load_run([EXPERIMENT], [*OVERRIDES.split(), *overrides])
+    run = load_run(FILES, [*OVERRIDES.split(), *overrides])
     tokens = TokenizedData(data, BYTES, BYTES - 1, 50, folder / "cache")
     words = megatron_arguments(run, tokens, Installation(True, False), folder, resume=False)
     return train(2, "", data, model=Model(SCRIPT, shlex.join(words)), before=install_fused_dispatch)

@@ -1,0 +1,53 @@
+"""Which folder gets the records of a run, so that no run replaces those of another one."""
+
+import logging
+from itertools import count
+from pathlib import Path
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.sections import ModelArguments
+from megatron_fssdp.records.metrics_file import METRICS_FILE
+from megatron_fssdp.records.run_settings import SETTINGS_FILE
+
+logger = logging.getLogger(__name__)
+
+
+def record_folder(asked: Path, run: RunConfig | None, *, resumes: bool) -> Path:
+    """Return the asked folder, or one beside it (``…-2``) if the asked one has the records of another run.
+
+    A run that continues from a checkpoint continues the latest records of the same run: those with its model,
+    its number of ranks and its checkpoints.
+
+    Args:
+        asked: The setting ``record_dir``.
+        run: Settings of the run, or None if a run's YAML cannot describe them.
+        resumes: Whether the run continues from a checkpoint.
+    """
+    used: list[Path] = []
+    for number in count(1):
+        folder = asked if number == 1 else asked.with_name(f"{asked.name}-{number}")
+        if not (folder / METRICS_FILE).exists():
+            break
+        used.append(folder)
+    same = [one for one in used if resumes and _is_same(one, run)]
+    if used and not same:
+        logger.warning(
+            f"[fssdp] record_dir {asked} has the records of another run; those of this run go to {folder}, "
+            "because only the same run, continued from its checkpoint, continues its records"
+        )
+    return same[-1] if same else folder
+
+
+def _is_same(folder: Path, run: RunConfig | None) -> bool:
+    try:
+        before = load_run([folder / SETTINGS_FILE])
+    except ConfigurationError:  # only the strategy is described
+        return run is None
+    return run is not None and _identity(before) == _identity(run, with_save=before.training.save is not None)
+
+
+def _identity(run: RunConfig, *, with_save: bool = True) -> tuple[object, ...]:
+    model = run.model.model_dump(include=set(ModelArguments.model_fields))
+    return model, run.parallelism.world_size, run.training.save if with_save else None

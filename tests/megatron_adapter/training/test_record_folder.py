@@ -1,0 +1,50 @@
+"""No run replaces the records of another one; a resumed run continues its own."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.megatron_adapter.training.record_folder import record_folder
+from megatron_fssdp.records.metrics_file import METRICS_FILE
+from megatron_fssdp.records.run_settings import write_recorded_settings
+
+STRATEGY = {"name": "fssdp", "settings": {}}
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return load_run(["gpt_moe_tiny"], ["training.save=ckpt", "training.global_batch_size=null", *overrides])
+
+
+def record(folder: Path, run: RunConfig | None) -> None:
+    write_recorded_settings(folder, run, STRATEGY)
+    (folder / METRICS_FILE).touch()
+
+
+def test_another_run_gets_a_folder_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked, run = tmp_path / "records", run_of()
+    assert record_folder(asked, run, resumes=False) == asked
+    assert not caplog.text
+    record(asked, run)
+    second = tmp_path / "records-2"
+    assert record_folder(asked, run, resumes=False) == second
+    assert f"go to {second}" in caplog.text
+    record(second, run)
+    assert record_folder(asked, run, resumes=False) == tmp_path / "records-3"
+
+
+def test_a_resumed_run_continues_its_own_records(tmp_path: Path) -> None:
+    asked = tmp_path / "records"
+    record(asked, run_of())
+    assert record_folder(asked, run_of("training.train_iters=99"), resumes=True) == asked
+    for other in ("model.num_layers=6", "parallelism.num_nodes=2", "training.save=elsewhere"):
+        assert record_folder(asked, run_of(other), resumes=True) == tmp_path / "records-2", other
+    record(tmp_path / "records-2", run_of())
+    assert record_folder(asked, run_of(), resumes=True) == tmp_path / "records-2", "the latest"
+
+
+def test_runs_that_a_yaml_cannot_describe_are_told_apart_by_that(tmp_path: Path) -> None:
+    record(tmp_path / "records", None)
+    assert record_folder(tmp_path / "records", None, resumes=True) == tmp_path / "records"
+    assert record_folder(tmp_path / "records", run_of(), resumes=True) == tmp_path / "records-2"
