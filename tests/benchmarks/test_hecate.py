@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-
 from benchmarks.papers.hecate.hecate_runs import (
     BASELINES,
     EP,
@@ -27,8 +26,9 @@ from benchmarks.papers.hecate.hecate_trends import (
     times_longer,
 )
 from benchmarks.papers.hecate.hecate_values import IMPLIED_SHARE
-from benchmarks.papers.setting import Setting
 from benchmarks.papers.skews import SKEWS
+
+from benchmarks.papers.setting import Setting
 
 
 def small(model: str, devices: int, **others: object) -> Setting:

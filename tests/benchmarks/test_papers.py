@@ -6,20 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.papers.hecate.hecate_values import IMPLIED_SHARE
+from benchmarks.papers.in_short import IN_SHORT
+from benchmarks.papers.paper_page import file_name, paper_page
+from benchmarks.papers.paper_rows import PAPERS, Row, count, module_of, spread_of_paper, words
+from benchmarks.papers.skews import SKEWS, share_of_top, spread_of
 
 from benchmarks.papers.claims import Answer, Claim
 from benchmarks.papers.fastermoe import fastermoe_statements as fastermoe
 from benchmarks.papers.fastermoe import fastermoe_systems as systems
 from benchmarks.papers.hecate import hecate_statements as hecate
-from benchmarks.papers.hecate.hecate_values import IMPLIED_SHARE
-from benchmarks.papers.in_short import IN_SHORT
-from benchmarks.papers.paper_page import file_name, paper_page
-from benchmarks.papers.paper_rows import PAPERS, Row, count, module_of, spread_of_paper, words
 from benchmarks.papers.parm import parm_statements as parm
 from benchmarks.papers.pro_prophet import pro_prophet_model
 from benchmarks.papers.pro_prophet import pro_prophet_statements as pro_prophet
 from benchmarks.papers.setting import Model, Relation, Setting, is_near, kept_in_nodes
-from benchmarks.papers.skews import SKEWS, share_of_top, spread_of
 from benchmarks.reproduce_papers import main, rows_of
 from megatron_fssdp.planning.placement.topology import Topology
 

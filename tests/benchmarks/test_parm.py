@@ -4,9 +4,6 @@ import itertools
 from typing import get_args
 
 import pytest
-
-from benchmarks.papers.parm import parm_statements as parm
-from benchmarks.papers.parm import parm_tables
 from benchmarks.papers.parm.parm_layers import (
     ALL_PAIRS,
     COLUMNS,
@@ -18,6 +15,9 @@ from benchmarks.papers.parm.parm_layers import (
 from benchmarks.papers.parm.parm_models import MODELS, TrainedModel, moe_s, outside_s
 from benchmarks.papers.parm.parm_seconds import ScheduledSeconds, scheduled_seconds
 from benchmarks.papers.parm.parm_testbeds import AS_TAKEN, Assumptions, Span, Testbed, spans_of
+
+from benchmarks.papers.parm import parm_statements as parm
+from benchmarks.papers.parm import parm_tables
 from benchmarks.papers.setting import is_near
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.tensor_schedules import (
