@@ -32,6 +32,10 @@ class MovingFlexmoeSettings(FlexmoeSettings):
     moves_must_pay: bool = False
 
 
+class TopExpertsSettings(FssdpSettings):
+    """Keys of ``top_experts``."""
+
+
 class SteppedHecateSettings(FssdpSettings, FasterMoEKeys):
     """Keys of ``stepped_hecate``: ``fssdp`` with FasterMoE's smart schedule."""
 
@@ -90,7 +94,7 @@ def described_systems() -> Iterator[None]:
     systems = (
         (MOVING_SMARTMOE, MovingSmartmoeSettings, MovingSmartmoe),
         (MOVING_FLEXMOE, MovingFlexmoeSettings, MovingFlexmoe),
-        (TOP_EXPERTS, FssdpSettings, TopExperts),
+        (TOP_EXPERTS, TopExpertsSettings, TopExperts),
         (STEPPED_HECATE, SteppedHecateSettings, FssdpStrategy),
     )
     for name, settings, strategy in systems:
