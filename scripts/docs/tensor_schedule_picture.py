@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks.papers.parm.parm_testbeds import Testbed
+from benchmarks.papers.parm_testbeds import Testbed
 from megatron_fssdp.planning.cost.tensor_schedules import (
     SCHEDULES,
     Collective,
