@@ -30,8 +30,8 @@ def test_parameters_of_a_plain_model_are_counted() -> None:
     assert count.expert_matrices == 2 * 4 * EXPERT
     assert count.idle == 2 * 2 * EXPERT
     assert count.outside_layers == 10 * 8
-    assert count.norms_and_biases == NORMS
-    assert count.expert_biases == count.multi_token_prediction == 0
+    assert count.small == NORMS
+    assert count.multi_token_prediction == 0
     assert count.total == 2 * (ATTENTION + GATE) + 2 * 4 * EXPERT + 10 * 8 + NORMS
     assert count.total - count.activated == count.idle
 
@@ -57,7 +57,7 @@ def test_grouped_heads_of_another_width_with_norms_are_counted() -> None:
     keys = {"group_query_attention": True, "kv_channels": 6, "qk_layernorm": True, "normalization": "RMSNorm"}
     count = count_parameters(changed(**keys), 10)
     assert count.layer_matrices == 2 * (8 * (2 * 12 + 2 * 6) + GATE)
-    assert count.norms_and_biases == 2 * (2 * 8 + 2 * 6) + 8
+    assert count.small == 2 * (2 * 8 + 2 * 6) + 8
 
 
 def test_biases_and_positions_are_counted() -> None:
@@ -67,11 +67,10 @@ def test_biases_and_positions_are_counted() -> None:
     )
     plain = count_parameters(changed(**mixed), 10)
     assert count.outside_layers == (10 + 4) * 8
-    assert count.expert_biases == 4 * (32 + 8)
     assert count.idle == 2 * (EXPERT + 32 + 8)
-    # Queries, keys, values and results of both layers, a dense feed-forward layer, a gate.
-    assert count.norms_and_biases - plain.norms_and_biases == 2 * 4 * 8 + (32 + 8) + 4
-    assert count.matrices_of_layers == plain.matrices_of_layers
+    # Queries, keys, values and results of both layers, a dense feed-forward layer, a gate, experts.
+    assert count.small - plain.small == 2 * 4 * 8 + (32 + 8) + 4 + 4 * (32 + 8)
+    assert count.layer_matrices == plain.layer_matrices
 
 
 def test_all_parameters_of_a_dense_model_are_active() -> None:
@@ -117,5 +116,5 @@ def test_the_papers_sizes_count_matrices_with_experts_in_every_layer(
         num_experts=experts,
         moe_ffn_hidden_size=2 * hidden,
     )
-    digits = len(stated.partition(".")[2])
-    assert f"{count_parameters(model, 50257).matrices_of_layers / 1e9:.{digits}f}" == stated
+    count, digits = count_parameters(model, 50257), len(stated.partition(".")[2])
+    assert f"{(count.layer_matrices + count.expert_matrices) / 1e9:.{digits}f}" == stated

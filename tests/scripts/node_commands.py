@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.testbed.nodes.links import Nodes
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[2]
 _READY = b"ready\n"
 
 
