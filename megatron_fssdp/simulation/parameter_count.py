@@ -35,9 +35,14 @@ class ParameterCount:
         return self.layer_matrices + self.expert_matrices
 
     @property
+    def main_model(self) -> int:
+        """Number of all elements without the layers of multi-token prediction."""
+        return self.matrices_of_layers + self.small + self.outside_layers
+
+    @property
     def total(self) -> int:
         """Number of all elements."""
-        return self.activated + self.idle + self.multi_token_prediction
+        return self.main_model + self.multi_token_prediction
 
     @property
     def activated(self) -> int:
@@ -45,8 +50,7 @@ class ParameterCount:
 
         Layers of multi-token prediction are left out, because only training needs them.
         """
-        outside = self.small + self.outside_layers
-        return self.matrices_of_layers + outside - self.idle
+        return self.main_model - self.idle
 
 
 def count_parameters(model: ModelArguments, vocab_size: int) -> ParameterCount:
