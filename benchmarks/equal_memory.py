@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.result_file import write_result
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
@@ -41,13 +42,7 @@ PAST = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One cluster, model and workload.
-
-    Attributes:
-        cluster: Name of the cluster.
-        model: Name of the model.
-        workload: Name of the workload.
-    """
+    """Names of a cluster, a model and a workload."""
 
     cluster: str
     model: str
@@ -56,15 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds of a case.
-
-    Attributes:
-        case: The case.
-        num_devices: Number of devices of the expert-parallel group.
-        ours_s: Mean seconds of an iteration under ``fssdp``.
-        best_s: Mean seconds under the best other strategy.
-        best: Name of that strategy.
-    """
+    """Mean seconds of an iteration under ``fssdp`` and under the best other strategy, and its name."""
 
     case: Case
     num_devices: int
@@ -163,25 +150,32 @@ def moe_models() -> list[str]:
     return [name for name in names if run_of(name).model.num_experts]
 
 
-def report(found: list[Compared], least: float) -> str:
-    """The counts by workload and the list of cases below ``least``, as Markdown."""
-    lines = ["| workload | cases | reached | median | worst |", "|---|---|---|---|---|"]
+def by_workload(found: list[Compared], least: float) -> list[tuple[str, int, int, float, float]]:
+    """For each workload: cases, cases at least ``least`` times as fast, median and worst speed."""
+    rows = []
     for workload in dict.fromkeys(one.case.workload for one in found):
         speeds = [one.speed for one in found if one.case.workload == workload]
         reached = sum(speed >= least for speed in speeds)
-        lines.append(
-            f"| {workload} | {len(speeds)} | {reached} | {np.median(speeds):.3f} | {min(speeds):.3f} |"
+        rows.append(
+            (workload, len(speeds), reached, round(float(np.median(speeds)), 4), round(min(speeds), 4))
         )
+    return rows
+
+
+def report(found: list[Compared], least: float) -> str:
+    """The rows by workload and the list of cases below ``least``, as Markdown."""
+    lines = ["| workload | cases | reached | median | worst |", "|---|---|---|---|---|"]
+    lines += [f"| {' | '.join(map(str, row))} |" for row in by_workload(found, least)]
     below = sorted((one for one in found if one.speed < least), key=lambda one: one.speed)
-    share = 100 * (1 - len(below) / len(found))
+    reached = len(found) - len(below)
     lines += [
         "",
-        f"`fssdp` ≥ {least} × the best other strategy: {len(found) - len(below)} of {len(found)} cases",
+        f"`fssdp` ≥ {least} × the best other strategy: {reached} of {len(found)} cases "
+        f"({100 * reached / len(found):.1f} %).",
+        "",
+        "| cluster | model | devices | workload | best other | `fssdp` / best |",
+        "|---|---|---|---|---|---|",
     ]
-    lines[-1] += f" ({share:.1f} %)."
-    if below:
-        lines += ["", "| cluster | model | devices | workload | best other | `fssdp` / best |"]
-        lines += ["|---|---|---|---|---|---|"]
     lines += [
         f"| {one.case.cluster} | {one.case.model} | {one.num_devices} | {one.case.workload} | {one.best} | "
         f"{one.speed:.3f} |"
@@ -201,14 +195,20 @@ def main() -> None:
     parser.add_argument("--host", action="store_true", help="count the host's time of planning")
     parser.add_argument("--least", type=float, default=0.99)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--result", type=Path, help="file for benchmarks/results")
     given = parser.parse_args()
     models = given.models or moe_models()
     cases = list(all_cases(given.clusters or list(known_clusters()), models, given.workloads))
     print(f"{len(cases)} cases, {given.slots} slots, {given.iterations} iterations", flush=True)
     run = partial(compared, slots=given.slots, iterations=given.iterations, with_host=given.host)
     with ProcessPoolExecutor(given.processes) as pool:
-        found = track(pool.map(run, cases, chunksize=8), total=len(cases), console=Console(stderr=True))
-        print(report(list(found), given.least))
+        progress = track(pool.map(run, cases, chunksize=8), total=len(cases), console=Console(stderr=True))
+        found = list(progress)
+    print(report(found, given.least))
+    if given.result:
+        question = "How fast is fssdp, compared with the best other strategy with equal slots?"
+        columns = ("workload", "cases", f"cases of at least {given.least}", "median speed", "worst speed")
+        write_result(given.result, question, columns, by_workload(found, given.least))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ On one device there are no replicas. The benchmark times the plugin's dispatch a
 strategy ``ep``. All forms have the same router, tokens and gradients, and take turns in random order. Ratios
 compare measurements of the same turn. On a CPU the layer has toy size, which only shows that the code runs.
 
-    python benchmarks/gpu_layer.py [--size NAME] [--repetitions N] [--out FILE.json] [--trace TRACE.json]
+    python benchmarks/gpu_layer.py [--size NAME] [--repetitions N] [--out FILE.json]
 
 Host overhead is the host's time for planning and for preparing the dispatch, while the device is idle. Host
-synchronizations are those that torch's sync debug mode warns about (CUDA only). ``--trace`` writes a Chrome
-trace of both passes of the plugin's layer, with the host's calls and the device's kernels.
+synchronizations are those that torch's sync debug mode warns about (CUDA only).
 
 ``--virtual`` runs the CUDA code on a virtual device (``tests.support.virtual_cuda``). Times then
 mean nothing and are left out. The device counts synchronizations, and races and other faults end the run with
@@ -64,7 +63,6 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="use the CPU although there is a CUDA device")
     parser.add_argument("--virtual", action="store_true", help="use a virtual CUDA device")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--trace", type=Path, help="also write a Chrome trace of the plugin's layer")
     options = parser.parse_args()
     if options.repetitions < 2:
         parser.error(
@@ -91,11 +89,11 @@ def measure_all(options: argparse.Namespace, virtual: Any) -> None:
     on_gpu = start(options.cpu)
     default = ["coarse", "fine"] if on_gpu and virtual is None else ["toy"]
     names = [options.size] if options.size else default
-    records = [measure(name, on_gpu, options.repetitions, virtual, options.trace) for name in names]
+    records = [measure(name, on_gpu, options.repetitions, virtual) for name in names]
     if virtual is not None:
         records = [without_times(record) for record in records]
     for name, record in zip(names, records, strict=True):
-        print("\n".join(lines(name, record) if virtual is None else virtual_lines(name, record)))
+        print("\n".join(lines(name, record)))
     if options.out is not None:
         facts = {"date": str(date.today()), "device": device_name(on_gpu)}
         options.out.write_text(
@@ -134,9 +132,7 @@ def device_name(on_gpu: bool) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
-def measure(
-    name: str, on_gpu: bool, repetitions: int, virtual: Any = None, trace: Path | None = None
-) -> dict[str, Any]:
+def measure(name: str, on_gpu: bool, repetitions: int, virtual: Any = None) -> dict[str, Any]:
     """Measure one size and return all results as plain data.
 
     Args:
@@ -144,7 +140,6 @@ def measure(
         on_gpu: Whether the layer is on a CUDA device, which may be virtual.
         repetitions: Number of measured rounds.
         virtual: The virtual device, or None.
-        trace: File for a Chrome trace of the plugin's layer, or None. The size is added to its name.
 
     Raises:
         RuntimeError: The outputs of the forms differ.
@@ -163,13 +158,13 @@ def measure(
             for _ in range(2)
         )
         results = {name: both_passes(layer, hidden, upstream) for name, layer in layers.items()}
-        difference = relative_difference(results[OURS], results[SEQUENTIAL])
+        difference = float(
+            (results[OURS] - results[SEQUENTIAL]).abs().max() / results[SEQUENTIAL].abs().max()
+        )
         if difference > (5e-2 if on_gpu else 1e-4):
             raise RuntimeError(f"outputs differ by {difference:.1e}, so the forms do not do the same work")
         calls = {name: (lambda x=layer: both_passes(x, hidden, upstream)) for name, layer in layers.items()}
         seconds = take_turns(calls, device, repetitions)
-        if trace is not None:
-            write_trace(trace.with_suffix(f".{name}{trace.suffix}"), calls[OURS])
         return {
             "size": asdict(size),
             "relative_difference": difference,
@@ -179,7 +174,6 @@ def measure(
                 for name, times in seconds.items()
                 if name != OURS
             },
-            "ffn": ffn_against_ceiling(size, device, dtype, repetitions),
             "host_overhead_s": host_overhead(layers[OURS], calls[OURS], device, repetitions),
             "host_synchronizations": {
                 name: count_synchronizations(call, virtual) if on_gpu else None
@@ -251,11 +245,6 @@ def both_passes(layer: Any, hidden: Any, upstream: Any) -> Any:
     return output.detach()
 
 
-def relative_difference(got: Any, wanted: Any) -> float:
-    """Return the largest difference divided by the largest wanted value."""
-    return float((got - wanted).abs().max() / wanted.abs().max())
-
-
 def take_turns(calls: dict[str, Callable[[], Any]], device: Any, repetitions: int) -> dict[str, list[float]]:
     """Return the seconds of each call in each round. Every round has a new random order."""
     from megatron_fssdp.collectives.probes.device_timing import elapsed_s
@@ -267,36 +256,6 @@ def take_turns(calls: dict[str, Callable[[], Any]], device: Any, repetitions: in
             if number >= _WARM_UP:
                 seconds[name].append(taken_s)
     return seconds
-
-
-def ffn_against_ceiling(size: LayerSize, device: Any, dtype: Any, repetitions: int) -> dict[str, Any]:
-    """Measure FLOP/s of the experts' FFN (both passes) and of one matrix product of the same sizes."""
-    import torch
-
-    from megatron_fssdp.collectives.probes.device_timing import elapsed_s
-    from megatron_fssdp.runtime.experts.compute_probe import LayerShape, expert_flops_per_s
-
-    rows = size.num_tokens * size.top_k
-    shape = LayerShape(
-        size.hidden_size, size.ffn_size, size.num_experts, rows, True, 1, size.num_tokens, 1, dtype
-    )
-    a, b = (
-        torch.randn(*dims, device=device).to(dtype)
-        for dims in ((rows, size.hidden_size), (size.hidden_size, 2 * size.ffn_size))
-    )
-    flops = 2.0 * rows * size.hidden_size * 2 * size.ffn_size
-    ffn, ceiling = [], []
-    for number in range(_WARM_UP + repetitions):
-        ffn_flops_per_s = expert_flops_per_s(shape, device, 1)
-        matmul_s = elapsed_s(lambda: a @ b, device)
-        if number >= _WARM_UP:
-            ffn.append(ffn_flops_per_s)
-            ceiling.append(flops / matmul_s)
-    return {
-        "flops_per_s": quartiles(ffn),
-        "matmul_flops_per_s": quartiles(ceiling),
-        "share": quartiles([one / most for one, most in zip(ffn, ceiling, strict=True)]),
-    }
 
 
 def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions: int) -> list[float]:
@@ -354,20 +313,6 @@ def count_synchronizations(call: Callable[[], Any], virtual: Any) -> int:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def write_trace(path: Path, call: Callable[[], Any]) -> None:
-    """Write a Chrome trace of one call."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU]
-    if ProfilerActivity.CUDA in torch.profiler.supported_activities():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        call()
-    profiler.export_chrome_trace(str(path))
-    print(f"wrote {path}")
-
-
 def quartiles(values: list[float]) -> list[float]:
     """25th, 50th and 75th percentile."""
     return statistics.quantiles(values, n=4, method="inclusive")
@@ -379,16 +324,6 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
     return {"virtual": "no times", **{key: record[key] for key in kept}}
 
 
-def virtual_lines(name: str, record: dict[str, Any]) -> list[str]:
-    """Return the lines to print for one size on a virtual device."""
-    syncs = ", ".join(f"{form} {count}" for form, count in record["host_synchronizations"].items())
-    return [
-        f"{name}: {record['size']}; virtual device: no times",
-        f"  largest relative difference of the outputs: {record['relative_difference']:.1e}",
-        f"  host synchronizations, both passes: {syncs}",
-    ]
-
-
 def lines(name: str, record: dict[str, Any]) -> list[str]:
     """Return the lines to print for one size."""
 
@@ -396,26 +331,21 @@ def lines(name: str, record: dict[str, Any]) -> list[str]:
         low, median, high = (f"{value * scale:.{digits}f}" for value in values)
         return f"{median} ({low}-{high})"
 
-    ffn = record["ffn"]
-    found = [f"{name}: {record['size']}; medians (quartiles)"]
-    found += [f"  {form}: {shown(times, 1e3)} ms" for form, times in record["seconds"].items()]
+    found = [f"{name}: {record['size']}; {record.get('virtual', 'medians (quartiles)')}"]
+    found += [f"  {form}: {shown(times, 1e3)} ms" for form, times in record.get("seconds", {}).items()]
     found += [
         f"  {form} / ours: {shown(ratios)} (above 1: ours is faster)"
-        for form, ratios in record["megatron_over_ours"].items()
+        for form, ratios in record.get("megatron_over_ours", {}).items()
     ]
-    found.append(
-        f"  experts' FFN {shown(ffn['flops_per_s'], 1e-12)} TFLOP/s, matmul "
-        f"{shown(ffn['matmul_flops_per_s'], 1e-12)} TFLOP/s, share {shown(ffn['share'])}"
-    )
-    found.append(
-        f"  host time for planning and preparing the dispatch: {shown(record['host_overhead_s'], 1e6, 0)} us "
-        "per layer"
-    )
-    syncs = record["host_synchronizations"].items()
-    found.append(
-        "  host synchronizations, both passes: "
-        + ", ".join(f"{form} {'not counted' if count is None else count}" for form, count in syncs)
-    )
+    if "host_overhead_s" in record:
+        host = shown(record["host_overhead_s"], 1e6, 0)
+        found.append(f"  host time for planning and preparing the dispatch: {host} us per layer")
+    counts = [
+        f"{form} {'not counted' if count is None else count}"
+        for form, count in record["host_synchronizations"].items()
+    ]
+    found.append(f"  largest relative difference of the outputs: {record['relative_difference']:.1e}")
+    found.append(f"  host synchronizations, both passes: {', '.join(counts)}")
     return found
 
 

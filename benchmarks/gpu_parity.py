@@ -54,7 +54,7 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Strategies with settings by which they act within few iterations. The baseline comes first."""
 
-VIRTUAL_LAUNCHER = ("-m", "megatron_fssdp.testing.virtual_cuda")
+VIRTUAL_LAUNCHER = ("-m", "tests.support.virtual_cuda")
 """Words that run a program on virtual devices; the program follows."""
 
 _VIRTUAL_SIZE = {

@@ -1,6 +1,6 @@
 """Measures how much of the replicas' transfers is hidden under compute, in real trainings.
 
-    python benchmarks/overlap.py [--size tiny] [--ranks 2] [--rounds 2] [--out o.json] [--trace t.json]
+    python benchmarks/overlap.py [--size tiny] [--ranks 2] [--rounds 2] [--out o.json]
     python benchmarks/overlap.py --device cuda --size gpu --ranks 8       # one rank for each GPU, in bf16
 
 Ranks run on CPUs over gloo by default.
@@ -14,19 +14,13 @@ spend on transfers. Exposed is the part of it in which compute waits. If there a
 hidden transfer takes cores from the compute that hides it. Then the ratio of iteration seconds says more than
 the hidden share.
 
-``--trace`` writes a Chrome trace of the last two iterations of one more training. The first of them is
-overlapped. On GPUs, torch's profiler writes one such file for each rank (``t.rank0.json`` and so on), with
-the host's calls and the device's kernels.
-
 ``--device virtual`` runs the CUDA code on virtual devices (``tests.support.virtual_cuda``). Times
 then mean nothing and are not written. Races and other faults make the benchmark fail.
 """
 
 import argparse
-import dataclasses
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -40,8 +34,7 @@ from typing import Any
 if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.overlap_on_rank import TURNS, WARM_UP_ITERATIONS, Iteration, RankReport
-from megatron_fssdp.report.chrome_trace import TraceSpan, write_chrome_trace
+from benchmarks.overlap_on_rank import TURNS, WARM_UP_ITERATIONS, Iteration
 
 SIZES = {
     "tiny": "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --seq-length 128 --micro-batch-size 4",
@@ -122,7 +115,6 @@ def main() -> None:
         "--iterations", type=int, default=16, help="measured iterations of a training, a multiple of 4"
     )
     parser.add_argument("--out", type=Path, default=Path("overlap.json"))
-    parser.add_argument("--trace", type=Path, help="also write a Chrome trace to this file")
     options = parser.parse_args()
     numbers = (2,) if options.device == "virtual" else (1, 4)
     settings = [Setting(number, again) for number, again in product(numbers, (False, True))]
@@ -130,47 +122,22 @@ def main() -> None:
         f"{options.ranks} ranks ({options.device}) on {os.cpu_count()} cores, {options.size} model. "
         f"{competition(options)}"
     )
-    runs = []
+    runs: dict[Setting, list[list[list[Iteration]]]] = {setting: [] for setting in settings}
     for number in range(options.rounds):
         for setting in settings:
-            load = os.getloadavg()[0]
-            reports = train(options, setting)
-            runs.append((setting, load, [report.iterations for report in reports]))
-            print(f"round {number + 1}: {setting}: load average before it {load:.1f}", flush=True)
-    summaries = [summary(setting, [run for run in runs if run[0] == setting]) for setting in settings]
+            runs[setting].append(train(options, setting))
+            print(f"round {number + 1}: {setting}", flush=True)
     if options.device == "virtual":
-        summaries = [{"setting": one["setting"], "virtual": "no times"} for one in summaries]
-        runs = []
+        summaries: list[dict[str, Any]] = [{"setting": str(one), "virtual": "no times"} for one in settings]
+    else:
+        summaries = [summary(setting, of_rounds) for setting, of_rounds in runs.items()]
     for one in summaries:
         print_summary(one)
-    options.out.write_text(
-        json.dumps(
-            {
-                "machine": {
-                    "cores": os.cpu_count(),
-                    "processor": platform.processor() or platform.machine(),
-                    "note": competition(options),
-                },
-                "options": {key: str(value) for key, value in vars(options).items()},
-                "summaries": summaries,
-                "runs": [
-                    {
-                        "setting": dataclasses.asdict(setting),
-                        "load_average_before": load,
-                        "ranks": [[dataclasses.asdict(one) for one in rank] for rank in ranks],
-                    }
-                    for setting, load, ranks in runs
-                ],
-            },
-            indent=1,
-        )
-    )
+    facts = {"cores": os.cpu_count(), "note": competition(options)}
+    written = {key: str(value) for key, value in vars(options).items()}
+    record = {"machine": facts, "options": written, "summaries": summaries}
+    options.out.write_text(json.dumps(record, indent=1))
     print(f"wrote {options.out}")
-    if options.trace is not None:
-        reports = train(options, Setting(2, False), traced=True)
-        if options.device == "cpu":
-            write_chrome_trace(options.trace, [span for report in reports for span in report.spans])
-            print(f"wrote {options.trace}")
 
 
 def competition(options: argparse.Namespace) -> str:
@@ -188,54 +155,43 @@ def competition(options: argparse.Namespace) -> str:
     )
 
 
-def train(options: argparse.Namespace, setting: Setting, *, traced: bool = False) -> list[RankReport]:
-    """Run one training under torchrun and return the report of each rank.
+def train(options: argparse.Namespace, setting: Setting) -> list[list[Iteration]]:
+    """Run one training under torchrun and return the iterations of each rank.
 
     A training that fails ends this process: its last output is printed, and the exit code is torchrun's.
     """
     measured = len(TURNS) * max(1, options.iterations // len(TURNS))
     micro_batch = int(SIZES[options.size].split()[-1])
     devices = DEVICES[options.device]
-    trace = "" if not traced else "host" if options.device == "cpu" else str(options.trace.with_suffix(""))
     with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={options.ranks}", *devices.launcher, str(ON_RANK), folder, trace),
+            *(f"--nproc-per-node={options.ranks}", *devices.launcher, str(ON_RANK), folder),
             *shlex.split(ARGUMENTS),
             *shlex.split(devices.arguments),
             *shlex.split(SIZES[options.size]),
             *("--num-experts", str(max(8, options.ranks))),
             *("--expert-model-parallel-size", str(options.ranks)),
             *("--global-batch-size", str(micro_batch * options.ranks * setting.num_micro_batches)),
-            *("--train-iters", str(WARM_UP_ITERATIONS + (2 if traced else measured))),
+            *("--train-iters", str(WARM_UP_ITERATIONS + measured)),
             *("--moe-strategy-set", f"rematerialize={str(setting.rematerialize).lower()}"),
             *("--data-cache-path", f"{tempfile.gettempdir()}/overlap-benchmark-data"),
         ]
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **devices.environment},
-            timeout=TIMEOUT_S,
-        )
+        environment = {**os.environ, **devices.environment}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, env=environment, timeout=TIMEOUT_S, **pipes)
         if done.returncode:
             print(done.stdout[-6000:], file=sys.stderr)
             sys.exit(done.returncode)
         texts = [(Path(folder) / f"rank{rank}.json").read_text() for rank in range(options.ranks)]
-    return [
-        RankReport(
-            [Iteration(**one) for one in report["iterations"]], [TraceSpan(**one) for one in report["spans"]]
-        )
-        for report in map(json.loads, texts)
-    ]
+    return [[Iteration(**one) for one in json.loads(text)] for text in texts]
 
 
-def summary(setting: Setting, runs: list[tuple[Setting, float, list[list[Iteration]]]]) -> dict[str, Any]:
+def summary(setting: Setting, rounds: list[list[list[Iteration]]]) -> dict[str, Any]:
     """Return quartiles over the iterations of all rounds. The slowest rank sets the time of an iteration."""
     turns: dict[bool, list[tuple[Iteration, ...]]] = {True: [], False: []}
     ratios = []
-    for _, _, ranks in runs:
+    for ranks in rounds:
         iterations = list(zip(*ranks, strict=True))
         for of_ranks in iterations:
             turns[of_ranks[0].is_overlapped].append(of_ranks)
@@ -244,7 +200,6 @@ def summary(setting: Setting, runs: list[tuple[Setting, float, list[list[Iterati
             ratios.append(slowest_s(on) / slowest_s(off))
     return {
         "setting": str(setting),
-        "load_averages_before": [load for _, load, _ in runs],
         "seconds_overlapped": quartiles([slowest_s(ranks) for ranks in turns[True]]),
         "seconds_in_turn": quartiles([slowest_s(ranks) for ranks in turns[False]]),
         "overlapped_over_in_turn": quartiles(ratios),

@@ -10,12 +10,12 @@ Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
 import argparse
-import cProfile
-import pstats
 import time
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks.result_file import write_result
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
@@ -109,29 +109,29 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--slots", type=int, default=None, help="slots of a device; default: measured")
     parser.add_argument("--strategies", default=",".join(names()))
-    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    parser.add_argument("--result", type=Path, help="file for benchmarks/results")
     given = parser.parse_args()
     job = job_of(given.experts, given.devices, given.layers)
     counts_ILDE = drifting_loads(job, given.iterations + HISTORY_ITERATIONS)
     print(f"{given.experts} experts on {given.devices} devices; planning kernels: {kernel_form()}")
     num_measured = given.layers * (given.iterations - given.iterations // 2)
+    rows = []
     for name in given.strategies.split(","):
         half = counts_ILDE[: HISTORY_ITERATIONS + given.iterations // 2]
         arguments = (job, given.devices_per_node, given.slots)
         cpu_s(name, counts_ILDE[: HISTORY_ITERATIONS + 1], *arguments)
-        profiler = cProfile.Profile()
-        if given.profile:
-            profiler.enable()
         layer_s = (cpu_s(name, counts_ILDE, *arguments) - cpu_s(name, half, *arguments)) / num_measured
-        profiler.disable()
+        full_s = layer_s * FULL_ITERATIONS * FULL_LAYERS
         print(
-            f"{name:<10} {1e3 * layer_s:9.3f} ms for a layer in an iteration, "
-            f"{layer_s * FULL_ITERATIONS * FULL_LAYERS:8.1f} s for {FULL_ITERATIONS} iterations of "
-            f"{FULL_LAYERS} layers",
+            f"{name:<10} {1e3 * layer_s:9.3f} ms for a layer in an iteration, {full_s:8.1f} s for "
+            f"{FULL_ITERATIONS} iterations of {FULL_LAYERS} layers",
             flush=True,
         )
-        if given.profile:
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
+        rows.append((name, round(1e3 * layer_s, 3), round(full_s, 1)))
+    if given.result:
+        question = f"How long does the simulator take, {given.experts} experts, {given.devices} devices?"
+        columns = ("strategy", "ms of a layer-iteration", f"s of {FULL_ITERATIONS} × {FULL_LAYERS} of them")
+        write_result(given.result, question, columns, rows)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ if [[ ! "$restarts" =~ ^[0-9]+$ ]]; then
 fi
 config="$1" out="$2"
 shift 2
-node="${SLURM_NODEID:-${RANK:-0}}" # a PyTorchJob numbers its pods by RANK
+node="${SLURM_NODEID:-${RANK:-0}}" # schedulers other than Slurm number their nodes by RANK
 checkpoints="$out/checkpoints"
 
 say() { echo "[fssdp] node $node: $1" >&2; }

@@ -1,1 +1,1 @@
-"""Measurements of the host: what it does in a layer, how long planners take, and the posting of messages."""
+"""What the host of a rank does for a layer: its waits and operators, and the seconds of its plans."""

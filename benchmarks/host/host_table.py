@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.result_file import write_result
 from benchmarks.simulator_time import HISTORY_ITERATIONS, drifting_loads, job_of, names
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
@@ -76,13 +77,12 @@ def share_table(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, r
     source_table(plan, slots, context.topology, rank, counts_DE)
 
 
-def source(iterations: int) -> str:
-    """Measure everything, and return it as Python source.
+def source(times: dict[str, np.ndarray]) -> str:
+    """The table as Python source.
 
     Args:
-        iterations: Number of iterations at each size.
+        times: Milliseconds by strategy, for each of ``PARTS`` and of ``SIZES``.
     """
-    times = {name: np.array([median_ms(name, *size, iterations) for size in SIZES]).T for name in names()}
     lines = ["MEASURED = HostCosts("]
     for part, key in enumerate(PARTS):
         lines.append(f"    {key}={{")
@@ -100,14 +100,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=15, help="iterations at each size")
     parser.add_argument("--write", action="store_true", help="put the table where the simulator reads it")
+    parser.add_argument("--result", type=Path, help="file for benchmarks/results")
     given = parser.parse_args()
     print(f"planning kernels: {kernel_form()}; (experts, devices): {SIZES}")
-    table = source(given.iterations)
-    print(table)
+    times = {
+        name: np.array([median_ms(name, *size, given.iterations) for size in SIZES]).T for name in names()
+    }
+    print(table := source(times))
     if given.write:
         path = Path(host_seconds.__file__)
         text = path.read_text(encoding="utf-8")
         path.write_text(text[: text.index("MEASURED = ")] + table, encoding="utf-8")
+    if given.result:
+        columns = ("strategy", "part", *(f"ms, {num_experts} × {number}" for num_experts, number in SIZES))
+        rows = [
+            (name, part, *np.round(ms, 3))
+            for name in times
+            for part, ms in zip(PARTS, times[name], strict=True)
+        ]
+        write_result(given.result, "How long does planning a layer take (experts × devices)?", columns, rows)
 
 
 if __name__ == "__main__":

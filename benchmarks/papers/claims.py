@@ -1,55 +1,160 @@
-"""Statements of the papers that name no number, only what is larger or faster than what."""
+"""Claims of the papers, read from ``claims.csv``, and what the simulator answers to each of them.
 
-from collections.abc import Callable
+A line of the file is one claim. Its columns are:
+
+* ``paper``: a key of :data:`PAPERS`; ``where``: figure, table or section; ``what``: the claim in words.
+* ``kind``: ``row`` is a number of the paper that counts. ``input`` is a number of the paper that the
+  simulation takes or that decided about an assumption, so that its ratio proves nothing. ``ours`` is about
+  this package or about another assumption. ``larger`` is a claim without a number, that one thing is larger
+  than another one. ``none`` cannot be simulated; ``note`` says why.
+* ``low``, ``high``: smallest and largest stated value, in the unit that ``what`` names, else a ratio.
+* ``quantity``: function in the module of the paper that computes the values from the spread of the loads.
+  ``settings``: its other arguments (model, cluster, system …) as a YAML mapping without braces.
+* ``padded``: ``yes`` if the row is computed a second time with the baseline whose buffers are padded.
+* ``beside``: words and quantities with the same settings that stand beside the ratio.
+* ``note``: why a claim is missed. ``headline``: words of the claim on the page of all papers.
+"""
+
+import csv
+import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-Pairs = list[tuple[float, float]]
+import numpy as np
+import yaml
+
+PAPERS = {"parm": "Parm", "fastermoe": "FasterMoE", "pro-prophet": "Pro-Prophet", "hecate": "Hecate"}
+"""Names by key, in the order of the pages."""
+
+SKEWS = {"fastermoe": 1.75, "pro-prophet": 1.25, "hecate": 1.2}
+"""Spread of each paper's log-normal popularities. Parm's loads are even. ``prose/papers.md`` derives them."""
+
+NEAR = 0.15
+"""Largest relative distance from the paper at which a row counts as reproduced."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of a paper that one thing is larger than another one.
+    """One line of ``claims.csv``, see the module's text."""
 
-    Attributes:
-        where: Figure, table or section of the paper.
-        statement: The statement in words.
-        pairs: Function of a spread that returns a pair for each simulated case. The statement holds in a case
-            if the first value of its pair is larger than the second one.
-        note: Why the statement does not hold in all cases, if so.
-    """
-
+    paper: str
+    kind: str
     where: str
-    statement: str
-    pairs: Callable[[float], Pairs]
-    note: str = ""
+    what: str
+    low: float
+    high: float
+    quantity: str
+    settings: dict[str, Any]
+    padded: bool
+    beside: dict[str, str]
+    note: str
+    headline: str
+
+    def values(self, sigma: float, quantity: str = "", **others: object) -> list[Any]:
+        """Simulate the claim.
+
+        Args:
+            sigma: Spread of the loads, 0 for even loads.
+            quantity: Another quantity, for what stands beside the ratio.
+            others: Settings that are added.
+
+        Returns:
+            Numbers; for a claim of the kind ``larger``, a pair for each simulated case.
+        """
+        module = importlib.import_module(f"benchmarks.papers.{self.paper.replace('-', '_')}")
+        found = getattr(module, quantity or self.quantity)(sigma, **self.settings, **others)
+        return list(found) if isinstance(found, list | tuple) else [float(found)]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A claim with its simulated cases.
-
-    Attributes:
-        claim: Statement of the paper.
-        pairs: One pair for each case, see :attr:`Claim.pairs`.
-    """
+    """A claim with its simulated values, those with padded buffers, and what stands beside them."""
 
     claim: Claim
-    pairs: Pairs
+    values: list[Any]
+    padded: list[float]
+    beside: str
+
+    @property
+    def counts(self) -> bool:
+        """Whether the paper states this number, and the simulation is free to miss it."""
+        return self.claim.kind == "row"
+
+    def ratio(self, *, padded: bool = False) -> float:
+        """Geometric mean of the simulated values divided by that of the paper's limits."""
+        values = self.padded if padded else self.values
+        return geometric_mean(values) / geometric_mean([self.claim.low, self.claim.high])
+
+    def is_near(self, *, padded: bool = False) -> bool:
+        """Whether the number counts as reproduced."""
+        return abs(self.ratio(padded=padded) - 1) <= NEAR
 
     @property
     def holds_in(self) -> int:
-        """Number of cases in which the statement holds."""
-        return sum(large > small for large, small in self.pairs)
+        """Number of cases in which a claim without a number holds."""
+        return sum(large > small for large, small in self.values)
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Cells of the claim's line in the table of a paper."""
-        ratios = [large / small for large, small in self.pairs]
-        note = self.claim.note if self.holds_in < len(self.pairs) else ""
-        return (
-            self.claim.where,
-            self.claim.statement,
-            f"{self.holds_in} of {len(self.pairs)}",
-            f"{min(ratios):.2f}–{max(ratios):.2f}",
-            note,
-        )
+
+@cache
+def claims() -> tuple[Claim, ...]:
+    """All claims, in the order of the file."""
+    text = Path(__file__).with_name("claims.csv").read_text(encoding="utf-8")
+    found = []
+    for line in csv.DictReader(text.splitlines()):
+        low = float(line["low"] or "nan")
+        read = {
+            "low": low,
+            "high": float(line["high"] or low),
+            "settings": yaml.safe_load(f"{{{line['settings']}}}"),
+            "padded": line["padded"] == "yes",
+            "beside": yaml.safe_load(f"{{{line['beside']}}}"),
+        }
+        found.append(Claim(**{**line, **read}))
+    return tuple(found)
+
+
+def of_paper(paper: str) -> list[Claim]:
+    """The claims of one paper."""
+    return [claim for claim in claims() if claim.paper == paper]
+
+
+def stated(paper: str, quantity: str, **settings: object) -> float:
+    """The paper's own value of a quantity, for what follows from several published numbers."""
+    (found,) = (
+        claim.low for claim in of_paper(paper) if (claim.quantity, claim.settings) == (quantity, settings)
+    )
+    return found
+
+
+def answered(claim: Claim, sigma: float) -> Answer:
+    """Simulate a claim.
+
+    Args:
+        claim: The claim.
+        sigma: Spread of the loads, 0 for even loads.
+    """
+    if claim.kind == "none":
+        return Answer(claim, [], [], "")
+    beside = (f"{label}: {words(claim.values(sigma, quantity))}" for label, quantity in claim.beside.items())
+    padded = claim.values(sigma, padded=True) if claim.padded else []
+    return Answer(claim, claim.values(sigma), padded, "; ".join(beside))
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean."""
+    return float(np.exp(np.mean(np.log(np.maximum(list(values), 1e-9)))))
+
+
+def words(values: list[float]) -> str:
+    """Return one number, or the smallest and the largest, as text."""
+    low, high = (f"{value:.2f}" if value < 100 else f"{value:,.0f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low}–{high}"
+
+
+def count(answers: list[Answer], *, padded: bool = False) -> tuple[int, int]:
+    """Return how many numbers are near, and how many count (of those with padded buffers, if wanted)."""
+    counted = [one for one in answers if one.counts and (one.padded or not padded)]
+    return sum(one.is_near(padded=padded) for one in counted), len(counted)

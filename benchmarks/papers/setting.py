@@ -1,15 +1,14 @@
-"""Simulated settings (one model on one cluster with loads of one spread) and statements of the papers.
+"""Simulated settings: one model on one cluster with loads of one spread.
 
 Shape letters: I iterations, L layers, D devices, E experts.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
-from benchmarks.papers.described_systems import described_systems
+from benchmarks.papers.systems import described_systems
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.loading import validate
@@ -24,31 +23,23 @@ DRIFT = 0.02
 """Assumed standard deviation of the change of a popularity's logarithm in one iteration."""
 
 OF_MOE_LAYERS = ("experts", "all-to-all", "waiting for spAG", "waiting for spRS")
-NEAR = 0.15
-"""Largest relative distance from the paper at which a row counts as reproduced."""
-
-OURS = "(ours)"
-"""Place of statements that no paper makes."""
-
 PROFILED = 3
 """Number of iterations at the start in which strategies still measure. They are not compared."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a paper.
+    """A model of a paper. All layers have experts, whose ffn dimension is twice the model dimension.
 
     Attributes:
         hidden: Model dimension.
         seq_length: Number of tokens of a sequence.
-        layers: Number of layers. All layers have experts.
-        ffn: Ratio of the ffn dimension to the model dimension.
+        layers: Number of layers.
     """
 
     hidden: int
     seq_length: int
     layers: int
-    ffn: int = 2
 
 
 @dataclass(frozen=True)
@@ -67,10 +58,11 @@ class Setting:
         num_iterations: Number of simulated iterations.
         leaving_share: Share of a source's tokens that the topology-aware gate sends to other nodes at most.
             None without this gate.
-        precision: Precision of parameters and tokens.
+        precision: Precision of parameters and tokens: ``fp16`` or ``fp32``.
         layer: Index of the only simulated layer, whose loads are those that it has in the whole model. None:
             all layers.
         draw: Seed of the drawn popularities.
+        padded: Whether all buffers of experts have the size of the largest one, see :func:`padded_counts`.
     """
 
     model: Model
@@ -86,6 +78,7 @@ class Setting:
     precision: str = "fp16"
     layer: int | None = None
     draw: int = 0
+    padded: bool = False
 
     @property
     def job(self) -> MoeJob:
@@ -125,54 +118,6 @@ class Setting:
         return float(self.moe_s_I(name, **keys)[PROFILED:].mean())
 
 
-@dataclass(frozen=True)
-class Relation:
-    """One statement of a paper. If it is one number, ``low`` and ``high`` are equal.
-
-    Statements whose ``where`` is :data:`OURS` are about this package and do not count as rows of a paper.
-
-    Attributes:
-        where: Figure, table or section of the paper.
-        what: The statement in words.
-        low: Smallest stated value.
-        high: Largest stated value.
-        simulated: Function of a spread that returns the simulated values, or None if they cannot be
-            simulated.
-        why_not: Reason why the statement cannot be simulated.
-        explained: What explains a ratio that is not :data:`NEAR`. "Open" if the cause is not known.
-        is_input: Whether the simulation takes this number from the paper, so that its ratio proves nothing.
-        beside: Function of a spread that returns what stands beside the ratio, near or not.
-    """
-
-    where: str
-    what: str
-    low: float
-    high: float
-    simulated: Callable[[float], list[float]] | None
-    why_not: str = ""
-    explained: str = ""
-    is_input: bool = False
-    beside: Callable[[float], str] | None = None
-
-    @property
-    def counts(self) -> bool:
-        """Whether the paper states this, and the simulation is free to miss it."""
-        return self.simulated is not None and self.where != OURS and not self.is_input
-
-    def ratio(self, values: list[float]) -> float:
-        """Return the geometric mean of simulated values divided by that of the paper's limits."""
-        return _middle(values) / _middle([self.low, self.high])
-
-
-def is_near(ratio: float) -> bool:
-    """Return whether a ratio counts as reproduced."""
-    return abs(ratio - 1) <= NEAR
-
-
-def _middle(values: list[float]) -> float:
-    return float(np.exp(np.mean(np.log(np.maximum(values, 1e-9)))))
-
-
 @cache
 def _job(setting: Setting) -> MoeJob:
     model, per_node = setting.model, setting.description.devices_per_node
@@ -180,7 +125,7 @@ def _job(setting: Setting) -> MoeJob:
         "model": {
             "num_layers": model.layers if setting.layer is None else 1,
             "hidden_size": model.hidden,
-            "ffn_hidden_size": model.ffn * model.hidden,
+            "ffn_hidden_size": 2 * model.hidden,
             "num_attention_heads": model.hidden // 64,
             "seq_length": model.seq_length,
             "num_experts": setting.num_experts,
@@ -199,7 +144,6 @@ def _job(setting: Setting) -> MoeJob:
             "train_iters": 1,
             "micro_batch_size": setting.sequences,
             "global_batch_size": setting.sequences * setting.num_devices,
-            "bf16": setting.precision == "bf16",
             "fp16": setting.precision == "fp16",
         },
     }
@@ -240,7 +184,7 @@ def _counts(setting: Setting) -> np.ndarray:
     if setting.leaving_share is not None:
         topology = Topology.uniform(job.num_devices, job.num_devices // setting.description.devices_per_node)
         counts = kept_in_nodes(counts, topology, setting.leaving_share)
-    return counts
+    return padded_counts(counts) if setting.padded else counts
 
 
 @cache
@@ -248,6 +192,19 @@ def _run(setting: Setting, name: str, keys: tuple[tuple[str, object], ...]) -> S
     with described_systems():
         settings = strategy_settings(name, dict(keys), name)
         return simulate(name, settings, setting.counts_ILDE, setting.description, setting.job)
+
+
+def padded_counts(counts_ILDE: np.ndarray) -> np.ndarray:
+    """Return the rows that DeepSpeed-MoE sends and computes if it drops no token: int32 ``[I, L, D, E]``.
+
+    With ``drop_tokens=False``, its public gate takes the largest count of any expert on any rank as the
+    capacity (``deepspeed/moe/sharded_moe.py``), so that every rank sends that many rows to every expert.
+
+    Args:
+        counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs of each source device for each expert.
+    """
+    largest = counts_ILDE.max(axis=(2, 3), keepdims=True)
+    return np.broadcast_to(largest, counts_ILDE.shape).astype(np.int32)
 
 
 def kept_in_nodes(counts_ILDE: np.ndarray, topology: Topology, leaving_share: float) -> np.ndarray:

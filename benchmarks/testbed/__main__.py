@@ -3,7 +3,7 @@
 For example::
 
     python -m benchmarks.testbed --nodes 4 --ranks-per-node 2 --rate 400mbit --out DIR
-    python -m benchmarks.testbed --transfers 1,4,16 --out DIR
+    python -m benchmarks.testbed --profile --out DIR
 """
 
 import argparse
@@ -22,7 +22,7 @@ CONTROL = "none again"
 
 def main() -> int:
     """Parse the options, enter private namespaces, and run the testbed."""
-    options = _parser().parse_args()
+    options = parser().parse_args()
     from benchmarks.testbed.nodes import processes
 
     if options.loopback or processes.is_inside():
@@ -38,13 +38,13 @@ def main() -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
         prog="python -m benchmarks.testbed",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = found.add_argument
     add("--nodes", type=int, default=4)
     add("--ranks-per-node", type=int, default=2)
     add("--rate", default="400mbit", help="rate of every node's link, in each direction")
@@ -79,14 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--cluster", type=Path, help="cluster.yaml of --profile, from which strategies know the links")
     add("--seed", type=int, default=0)
-    add("--trace", action="store_true", help="also write trace.json of the last repetition, for Perfetto")
+    add("--result", type=Path, help="also write medians to this file for benchmarks/results")
     add("--no-control", action="store_true", help="do not run `none` a second time under another name")
     add("--loopback", action="store_true", help="no namespaces and no limit of the links' rate")
     add("--profile", action="store_true", help="instead: measure the nodes' links and write cluster.yaml")
-    add(
-        "--transfers", metavar="MIB,MIB", help="instead: measure SparseAllGather of one expert of these sizes"
-    )
-    return parser
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,9 +101,7 @@ def run(options: argparse.Namespace) -> int:
         _prepare_imports()
         options.out.mkdir(parents=True, exist_ok=True)
         payload = payload_bytes_per_s(nodes.rate_bits_per_s)
-        if options.transfers:
-            _run_transfers(options, nodes, payload)
-        elif options.profile:
+        if options.profile:
             _run_profile(options, nodes)
         else:
             _run_stacks(options, nodes, payload)
@@ -129,31 +124,10 @@ def _prepare_imports() -> None:
     import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
 
 
-def _run_transfers(options: argparse.Namespace, nodes: Any, payload: float) -> None:
-    from benchmarks.testbed.nodes.processes import run_on_nodes
-    from benchmarks.testbed.report import host_facts
-    from benchmarks.testbed.transfer_bench import measure_transfers, transfer_table
-
-    facts = host_facts()
-    sizes = [int(size) for size in options.transfers.split(",")]
-    rows = run_on_nodes(
-        measure_transfers,
-        nodes,
-        options.ranks_per_node,
-        options.nodes,
-        sizes,
-        options.repetitions,
-        payload,
-        options.seed,
-        namespaces=not options.loopback,
-    )[0]
-    _write(options, "transfers", {"host": facts, "rows": rows}, transfer_table(rows))
-
-
 def _run_profile(options: argparse.Namespace, nodes: Any) -> None:
     """Measure the links between the nodes as ``megatron-fssdp profile`` does. Compute has the stated pace."""
+    from benchmarks.testbed.link_profile import profile_nodes
     from benchmarks.testbed.nodes.processes import run_on_nodes
-    from benchmarks.testbed.transfer_bench import profile_nodes
     from megatron_fssdp.config.cluster_files import cluster_yaml
 
     name = f"testbed, {options.rate}"
@@ -175,6 +149,7 @@ def _run_profile(options: argparse.Namespace, nodes: Any) -> None:
 def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None:
     import psutil
 
+    from benchmarks.result_file import write_result
     from benchmarks.testbed import correctness, measurement, report
     from benchmarks.testbed.expert_moves import MOMENTS
     from benchmarks.testbed.nodes.processes import run_on_nodes
@@ -190,7 +165,6 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     from megatron_fssdp.planning.cost.layer_profile import LayerProfile
     from megatron_fssdp.planning.placement.topology import Topology
     from megatron_fssdp.planning.transfer.message_size import message_rule
-    from megatron_fssdp.report.chrome_trace import write_chrome_trace
 
     facts = report.host_facts()
     world_size = options.nodes * options.ranks_per_node
@@ -219,13 +193,13 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         choices=TokenChoices(size.top_k),
         exact_shares_s=_shares_s(size, topology),
     )
-    variants = [_variant(text) for text in options.strategies.split(",")]
+    variants = [variant_of(text) for text in options.strategies.split(",")]
     if not options.no_control and any(variant.name == "none" for variant in variants):
         variants.append(measurement.Variant(CONTROL, "none"))
     iterations = options.warm_up + options.repetitions
     # The balanced workload is always included, because it gives the ceiling.
     names = list(dict.fromkeys(["W0", *options.workloads.split(",")]))
-    counts = {name: _counts(options, name, size, world_size, iterations) for name in names}
+    counts = {name: counts_of(options, name, size, world_size, iterations) for name in names}
     heats = {name: report.heat(counts_LIDE) for name, counts_LIDE in counts.items()}
     for name, of in heats.items():
         print(
@@ -236,7 +210,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     where = {"namespaces": not options.loopback}
 
     small = StackSize(2, options.experts, options.top_k, 16, 32, 64)
-    small_counts = {name: _counts(options, name, small, world_size, iterations) for name in names}
+    small_counts = {name: counts_of(options, name, small, world_size, iterations) for name in names}
     differences = run_on_nodes(
         correctness.compare,
         nodes,
@@ -267,12 +241,10 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         options.warm_up,
         options.seed,
         namespaces=not options.loopback,
-        traced=options.trace,
     )
     before = psutil.cpu_times()
-    reports = run_on_nodes(measurement.measure, nodes, options.ranks_per_node, plan, **where)
+    samples = run_on_nodes(measurement.measure, nodes, options.ranks_per_node, plan, **where)[0]
     shares = report.cpu_shares(before, psutil.cpu_times())
-    samples = reports[0].samples
     found = report.summaries(samples)
     control = report.control_difference(found, CONTROL)
     chosen = [
@@ -295,7 +267,10 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         "summaries": found,
         "samples": [asdict(sample) for sample in samples],
     }
-    _write(options, "testbed", record, report.table(found, heats))
+    _write(options, record, report.table(found, heats))
+    if options.result is not None:
+        question = "How much faster is each strategy than Megatron's own dispatcher on the testbed?"
+        write_result(options.result, question, *report.result_rows(found))
     for one in chosen:
         over = "" if one.over_reference is None else f", {one.over_reference:.3f} times as fast as `none`"
         print(f"[testbed] {one.workload}: auto took {one.over_best:.3f} of {one.best}'s seconds{over}")
@@ -305,11 +280,9 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         f"[testbed] cores while measuring: idle {shares['idle']:.0%}, taken by other machines "
         f"{shares['steal']:.0%}; transfers slow down where little is left"
     )
-    if options.trace:
-        write_chrome_trace(options.out / "trace.json", [span for one in reports for span in one.spans])
 
 
-def _variant(text: str) -> Any:
+def variant_of(text: str) -> Any:
     from benchmarks.testbed.measurement import Variant
     from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
     from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
@@ -335,7 +308,7 @@ def _shares_s(size: Any, topology: Any) -> float:
         return seconds_of_shares(slot_ED, node_D) * max(1, topology.num_devices / (os.cpu_count() or 1))
 
 
-def _counts(options: argparse.Namespace, name: str, size: Any, world_size: int, iterations: int) -> Any:
+def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int, iterations: int) -> Any:
     """Return the assignments of a workload, int64 ``[L, I, D, E]``.
 
     All layers are equal except in a replay.
@@ -367,12 +340,12 @@ def _recorded(path: Path, read_loads: Any) -> Any:
     return read_loads(path).counts_ILDE if path.is_dir() else np.load(path)["counts_ILDE"]
 
 
-def _write(options: argparse.Namespace, name: str, record: dict[str, Any], table: str) -> None:
+def _write(options: argparse.Namespace, record: dict[str, Any], table: str) -> None:
     record = {"finished": time.strftime("%Y-%m-%d %H:%M:%S"), **record}
-    (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (options.out / f"{name}.md").write_text(table + "\n", encoding="utf-8")
+    (options.out / "testbed.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (options.out / "testbed.md").write_text(table + "\n", encoding="utf-8")
     print(table)
-    print(f"[testbed] wrote {options.out / name}.json and .md", flush=True)
+    print(f"[testbed] wrote {options.out / 'testbed.json'} and .md", flush=True)
 
 
 if __name__ == "__main__":

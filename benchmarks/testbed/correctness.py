@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from benchmarks.testbed.layer_stack import make_parameters
 from benchmarks.testbed.measurement import Variant, make_groups, make_stack
-from benchmarks.testbed.pacing import Timeline
 from benchmarks.testbed.stack_inputs import IterationInput, StackSize
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -55,7 +54,7 @@ def compare(
         error = 0.0
         for number, (workload, counts_LIDE) in enumerate(counts.items()):
             parameters = make_parameters(size, owned)
-            stack = make_stack(variant, size, groups, parameters, None, Timeline(), profile)
+            stack = make_stack(variant, size, groups, parameters, None, profile)
             for iteration in range(_ITERATIONS):
                 counts_LE = counts_LIDE[:, iteration, rank]
                 result = stack.run(IterationInput.draw(counts_LE, size, (seed, number, iteration, rank)))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from benchmarks.testbed.pacing import Timeline, paced, paced_experts
+from benchmarks.testbed.pacing import paced, paced_experts
 from benchmarks.testbed.stack_inputs import IterationInput, Pace, StackSize
 from megatron_fssdp.collectives.gathered_counts import gather_counts
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters, ExpertWeights, ParametersByExpert
@@ -39,7 +39,6 @@ class IterationResult:
         spag_inter_node_bytes: Bytes of SparseAllGather between nodes, over all layers.
         replica_bytes: Largest memory of replicas on this rank: the parameters of all layers and the gradients
             of one layer.
-        transfers: Name, begin and end of each transfer on this rank's lane.
     """
 
     output: torch.Tensor
@@ -50,7 +49,6 @@ class IterationResult:
     loads: list[LayerLoad] = field(default_factory=list)
     spag_inter_node_bytes: int = 0
     replica_bytes: int = 0
-    transfers: list[tuple[str, float, float]] = field(default_factory=list)
 
 
 def make_parameters(size: StackSize, owned: Sequence[int]) -> list[ParametersByExpert]:
@@ -76,7 +74,6 @@ class LayerStack:
         groups: Process groups of the ranks, and their nodes.
         parameters: Parameters of the owned experts of every layer.
         pace: Pace of compute, or None for real compute.
-        timeline: Timeline that records paced compute.
     """
 
     def __init__(
@@ -85,14 +82,13 @@ class LayerStack:
         groups: ExpertGroups,
         parameters: Sequence[ParametersByExpert],
         pace: Pace | None,
-        timeline: Timeline,
     ) -> None:
         # Imported here, because the caller must first decide about Megatron's CPU runtime.
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
         self.size, self.groups, self.parameters = size, groups, parameters
-        self.pace, self.timeline = pace, timeline
+        self.pace = pace
         self._collection = ProcessGroupCollection()
         self._collection.ep = self._collection.tp_ep = groups.expert_parallel
         alone = [[rank] for rank in range(groups.num_devices)]
@@ -117,17 +113,12 @@ class LayerStack:
                 parameter.grad = None
         hidden = self._enter(leaf)
         for number, layer in enumerate(inputs.layers):
-            attended = self._attention(number, hidden)
+            attended = self._attention(hidden)
             hidden = hidden + self._moe(number, attended, layer.routing_map, probs[number])
-        forward_end_s = time.perf_counter()
         replica_bytes = self._replica_bytes()
         hidden.backward(inputs.gradient)
         self._finish()
         end_s, cpu_s = time.perf_counter(), time.thread_time() - begin_cpu_s
-        self.timeline.spans += [
-            ("forward pass", begin_s, forward_end_s),
-            ("backward pass", forward_end_s, end_s),
-        ]
         assert leaf.grad is not None
         num_devices = self.groups.num_devices
         gathered = gather_counts(torch.cat(self._pairs), self.groups.expert_parallel)
@@ -177,11 +168,11 @@ class LayerStack:
         first = self.groups.device * num_slots
         return kind(num_slots, list(range(first, first + num_slots)), config, self._collection, **options)
 
-    def _attention(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+    def _attention(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.pace is None:
             return torch.tanh(hidden)
         seconds = self.pace.attention_s * len(hidden) / self.size.tokens_per_rank
-        return paced(hidden, seconds, self.timeline, f"attention {number + 1}")
+        return paced(hidden, seconds)
 
     def _moe(
         self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -191,14 +182,13 @@ class LayerStack:
         rows, row_probs = dispatcher.dispatch_preprocess(hidden.unsqueeze(1), routing_map, probs)
         rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
         rows, rows_P, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-        rows = self._experts(number, list(self.parameters[number].values()), rows, rows_P, row_probs)
+        rows = self._experts(list(self.parameters[number].values()), rows, rows_P, row_probs)
         rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
         output: torch.Tensor = dispatcher.combine_postprocess(rows)
         return output.view_as(hidden)
 
     def _experts(
         self,
-        number: int,
         parameters_U: Sequence[ExpertParameters | None],
         rows: torch.Tensor,
         rows_P: torch.Tensor,
@@ -209,7 +199,6 @@ class LayerStack:
         """Compute the experts of the slots on their rows; empty slots cost nothing.
 
         Args:
-            number: Number of the layer, from 0.
             parameters_U: Parameters of each slot; ``None`` for an empty one.
             rows: Rows sorted by slot, ``[R, M]``.
             rows_P: Number of rows of each slot, ``[P]``.
@@ -226,7 +215,7 @@ class LayerStack:
             return feed_forward(rows, probs, num_rows_P, experts)
         tensors = [tensor for expert in experts for tensor in expert.tensors()]
         seconds = len(rows) * self.size.flops_per_token / self.pace.expert_flops_per_s
-        return paced_experts(rows, probs, tensors, seconds, self.timeline, f"experts {number + 1}")
+        return paced_experts(rows, probs, tensors, seconds)
 
     def _count(self, slot_map: torch.Tensor) -> None:
         """Keep how many pairs go to each device, from a routing map of experts or slots, ``[T, W]``."""

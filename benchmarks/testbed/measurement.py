@@ -4,7 +4,7 @@ Shape letters: L layers, I iterations, D devices, E experts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,14 +12,12 @@ import torch.distributed as dist
 
 from benchmarks.testbed.layer_stack import IterationResult, LayerStack, make_parameters
 from benchmarks.testbed.nodes.links import INTERFACE, sent_and_received_bytes
-from benchmarks.testbed.pacing import Timeline
 from benchmarks.testbed.slot_stack import SlotStack
 from benchmarks.testbed.stack_inputs import IterationInput, Pace, StackSize
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.report.chrome_trace import TraceSpan
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.strategies.registry import build_strategy
 
@@ -90,7 +88,6 @@ class Plan:
         warm_up: Number of unmeasured iterations before them, which fill the load history.
         seed: Seed of the turns and of the tokens.
         namespaces: Whether nodes have their own network interfaces.
-        traced: Whether to record the time spans of the last repetition.
     """
 
     size: StackSize
@@ -103,7 +100,6 @@ class Plan:
     warm_up: int
     seed: int
     namespaces: bool
-    traced: bool = False
 
 
 @dataclass
@@ -115,28 +111,20 @@ class Cell:
     num_done: int = 0
 
 
-@dataclass
-class RankReport:
-    """Result of one rank. The samples are the same on all ranks."""
-
-    samples: list[Sample] = field(default_factory=list)
-    spans: list[TraceSpan] = field(default_factory=list)
-
-
-def measure(plan: Plan) -> RankReport:
+def measure(plan: Plan) -> list[Sample]:
     """Measure all pairs of workload and variant once in each round. Every round has a new random order.
 
-    This function runs on every rank.
+    This function runs on every rank. The samples are the same on all ranks.
     """
     torch.set_num_threads(1)
     rank = dist.get_rank()
     groups = make_groups(plan.num_nodes)
     owned = np.flatnonzero(even_owners(plan.size.num_experts, groups.num_devices) == rank).tolist()
     parameters = make_parameters(plan.size, owned)
-    timeline, report = Timeline(), RankReport()
+    samples: list[Sample] = []
     cells = {
         (workload, variant.name): Cell(
-            make_stack(variant, plan.size, groups, parameters, plan.pace, timeline, plan.profile), counts_LIDE
+            make_stack(variant, plan.size, groups, parameters, plan.pace, plan.profile), counts_LIDE
         )
         for workload, counts_LIDE in plan.counts.items()
         for variant in plan.variants
@@ -151,7 +139,6 @@ def measure(plan: Plan) -> RankReport:
             # All variants of a workload get the same tokens.
             seed = (plan.seed, list(plan.counts).index(name[0]), cell.num_done, rank)
             inputs = IterationInput.draw(counts_LDE[:, rank], plan.size, seed)
-            timeline.spans.clear()
             dist.barrier()
             before = sent_and_received_bytes(INTERFACE) if plan.namespaces else (0, 0)
             result = cell.stack.run(inputs)
@@ -160,14 +147,12 @@ def measure(plan: Plan) -> RankReport:
             sample = _sample(plan, groups.topology, name, round_number, cell.num_done, result, moved)
             cell.num_done += 1
             if round_number >= plan.warm_up:
-                report.samples.append(sample)
-            if plan.traced and round_number == plan.warm_up + plan.repetitions - 1:
-                report.spans += _spans(rank, " ".join(name), timeline, result)
+                samples.append(sample)
         if rank == 0:
             number = round_number - plan.warm_up + 1
             what = f"repetition {number} of {plan.repetitions}" if number > 0 else "warm-up"
             print(f"[testbed] {what} done", flush=True)
-    return report
+    return samples
 
 
 def make_groups(num_nodes: int) -> ExpertGroups:
@@ -183,14 +168,13 @@ def make_stack(
     groups: ExpertGroups,
     parameters: Sequence[dict[int, list[torch.nn.Parameter]]],
     pace: Pace | None,
-    timeline: Timeline,
     profile: LayerProfile,
 ) -> LayerStack:
     """Make the layer stack of a variant. Several stacks can share parameters."""
     if variant.settings is None:
-        return LayerStack(size, groups, parameters, pace, timeline)
+        return LayerStack(size, groups, parameters, pace)
     strategy = build_strategy(variant.strategy, variant.settings)
-    return SlotStack(size, groups, parameters, pace, timeline, strategy=strategy, profile=profile)
+    return SlotStack(size, groups, parameters, pace, strategy=strategy, profile=profile)
 
 
 def _sample(
@@ -234,12 +218,3 @@ def _sample(
         int(most[1]),
         int(most[2]),
     )
-
-
-def _spans(rank: int, name: str, timeline: Timeline, result: IterationResult) -> list[TraceSpan]:
-    lanes = [("compute", timeline.spans), ("transfers", result.transfers)]
-    return [
-        TraceSpan(rank, "waits" if what.startswith("wait") else lane, f"{what} ({name})", begin_s, end_s)
-        for lane, spans in lanes
-        for what, begin_s, end_s in spans
-    ]

@@ -166,6 +166,26 @@ def table(found: Sequence[Mapping[str, Any]], heats: Mapping[str, Mapping[str, f
     return "\n".join(lines)
 
 
+def result_rows(found: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return columns and rows for ``benchmarks/results``: seconds and speed-ups of every cell."""
+    parts = ("low", "median", "high")
+    columns = [
+        "workload",
+        "variant",
+        *(f"seconds, {it}" for it in parts),
+        *(f"speed-up, {it}" for it in parts),
+    ]
+    rows = [
+        [
+            one["workload"],
+            one["variant"],
+            *(round(it, 4) for it in (*one["seconds"], *(one["speed_up"] or ()))),
+        ]
+        for one in found
+    ]
+    return columns, [[*row, *[None] * (len(columns) - len(row))] for row in rows]
+
+
 def _spread(values: Sequence[float] | None) -> str:
     return "–" if values is None else f"{values[1]:.3f} [{values[0]:.3f}, {values[2]:.3f}]"
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from benchmarks.testbed.expert_moves import ExpertMoves
 from benchmarks.testbed.layer_stack import IterationResult, LayerStack
-from benchmarks.testbed.pacing import Timeline
 from benchmarks.testbed.stack_inputs import Pace, StackSize
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import even_owners
@@ -40,12 +39,11 @@ class SlotStack(LayerStack):
         groups: ExpertGroups,
         parameters: Sequence[ParametersByExpert],
         pace: Pace | None,
-        timeline: Timeline,
         *,
         strategy: Strategy,
         profile: LayerProfile,
     ) -> None:
-        super().__init__(size, groups, parameters, pace, timeline)
+        super().__init__(size, groups, parameters, pace)
         owner_E = even_owners(size.num_experts, groups.num_devices)
         profile = replace(profile, deduplicated=strategy.travel.exchange == "deduplicated")
         self.runtime = MoERuntime(strategy)
@@ -95,7 +93,7 @@ class SlotStack(LayerStack):
         rows, row_probs = dispatcher.token_dispatch(layer.enter_dispatch(rows), row_probs)
         layer.rows_travel()
         rows, rows_P, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-        compute = partial(self._experts, number, one.parameters_U)
+        compute = partial(self._experts, one.parameters_U)
         if one.plan.in_steps:
 
             def of_step(*arguments: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -146,15 +144,9 @@ class SlotStack(LayerStack):
 
     def _report(self, result: IterationResult) -> None:
         topology = self.groups.topology
-        for number, layer in enumerate(self.runtime.layers):
+        for number in range(len(self.runtime.layers)):
             transfer = self._passes[number].plan.transfer
             result.spag_inter_node_bytes += transfer.inter_node_bytes(self.size.expert_bytes, topology)
-            for started in layer._journal:
-                name = f"{'spAG' if started.is_gather else 'spRS'} {number + 1}"
-                timer: Any = started.timer
-                if timer.end_s:
-                    result.transfers.append((name, timer.begin_s, timer.end_s))
-                result.transfers += [(f"wait for {name}", *one) for one in timer.waits_s]
         result.loads = self.runtime.end_iteration()
         if self._selector is not None:
             self._selector.note(result.seconds)

@@ -31,8 +31,7 @@ class BreakEven:
 
     Attributes:
         pays_now: Whether the strategy pays at the job's own value.
-        factor: Multiple of the job's own value at which this changes, or None if it does not change in the
-            searched range.
+        factor: Multiple of the job's own value at which this changes; None if nowhere in the searched range.
         value: The quantity at this multiple, or None.
     """
 

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.planning.memory import (
-    ExpertMemory,
-    expert_memory,
-)
+from megatron_fssdp.planning.memory import ExpertMemory, expert_memory
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.layer_record import LayerRecord
 from megatron_fssdp.simulation.moe_job import MoeJob

@@ -124,7 +124,7 @@ class Lanes:
         if is_first:
             gather_s = (1 - layer.split.gather) * layer.gather_s
         elif layer.life is ReplicaLife.LAYER_PASS:
-            gather_s = float(layer.regather.seconds)
+            gather_s = layer.regather.seconds
         arrival_s, self._early_s = self._early_s, 0.0
         if layer.ahead:
             arrival_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, gather_s))
@@ -139,12 +139,12 @@ class Lanes:
             self._run_in_steps(name, layer, layer.dispatch, layer.combine, layer.experts_s, arrival_s)
             return
         self._wait("waiting for spAG", arrival_s)
-        self._run("all-to-all", f"dispatch {name}", float(layer.dispatch.seconds))
+        self._run("all-to-all", f"dispatch {name}", layer.dispatch.seconds)
         if above is not None and is_first:
             early_s = above.split.gather * above.gather_s
             self._early_s = self._transfer(f"spAG, first part, behind {name}", self.now_s, early_s)
         self._run("experts", f"experts {name}", layer.experts_s)
-        self._run("all-to-all", f"combine {name}", float(layer.combine.seconds))
+        self._run("all-to-all", f"combine {name}", layer.combine.seconds)
 
     def _backward(
         self,
@@ -170,7 +170,7 @@ class Lanes:
                 late_s = above.split.reduce * above.reduce_s
                 rest_s = self._transfer(f"spRS, last part, behind {name}", self.now_s, late_s)
             self._run("experts", f"experts' {name}", experts_s)
-            self._run("all-to-all", f"dispatch' {name}", float(layer.dispatch.seconds))
+            self._run("all-to-all", f"dispatch' {name}", layer.dispatch.seconds)
         sends_home = is_last or layer.life in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
         reduce_s = (1 - layer.split.reduce) * layer.reduce_s if sends_home else 0.0
         home_s = max(rest_s, self._transfer(f"spRS {name}", self.now_s, reduce_s))
@@ -209,7 +209,7 @@ class Lanes:
         The first step of the experts waits for replicas until ``needed_s``.
         """
         assert layer.steps is not None
-        first_step_s = float(layer.steps.step_s(first, 0))
+        first_step_s = layer.steps.step_s(first, 0)
         self._wait("waiting for spAG", needed_s - first_step_s)
         together_s = layer.exchange_and_experts_s(first, second, experts_s)
         begin_s, self.now_s = self.now_s, self.now_s + together_s
@@ -228,13 +228,13 @@ class Lanes:
         return self.lane_s
 
     def _regather(self, name: str, layer: LayerRecord) -> None:
-        self._transfer(name, self.now_s, float(layer.regather.seconds))
-        self._regather_is_far = bool(layer.regather.is_far)
+        self._transfer(name, self.now_s, layer.regather.seconds)
+        self._regather_is_far = layer.regather.is_far
 
     def _contended_all_to_all(self, name: str, layer: LayerRecord, again: bool) -> None:
         """Add the backward of combine, which can share a link with a re-gathering that still runs."""
-        seconds, left_s = float(layer.combine.seconds), self.lane_s - self.now_s
-        if again and left_s > 0 and self._regather_is_far == bool(layer.combine.is_far):
+        seconds, left_s = layer.combine.seconds, self.lane_s - self.now_s
+        if again and left_s > 0 and self._regather_is_far == layer.combine.is_far:
             # Both run at half speed until the shorter one ends. The other one is delayed by the same time.
             shorter_s = min(seconds, left_s)
             self._tell(TRANSFER, "shared link", self.lane_s, self.lane_s + shorter_s)

@@ -34,7 +34,7 @@ from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import IterationRecord
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
-UNUSED = LinkTimes(0.0, 0.0)  # type: ignore[arg-type]
+UNUSED = LinkTimes(0.0, 0.0)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class LayerRecord:
         """
         if self.steps is not None:
             return float(self.steps.seconds(first, second, experts_s))
-        return float(first.seconds) + experts_s + float(second.seconds)
+        return float(first.seconds + experts_s + second.seconds)
 
     @property
     def moe_s(self) -> float:
@@ -117,7 +117,7 @@ class LayerRecord:
     @property
     def exchange_s(self) -> float:
         """Seconds of the counts and all-to-alls of a micro-batch, in both passes, one after the other."""
-        return float(2 * (self.dispatch.seconds + self.combine.seconds)) + self.counts_s
+        return float(2 * (self.dispatch.seconds + self.combine.seconds) + self.counts_s)
 
 
 class LayerPrices:
@@ -213,9 +213,9 @@ class LayerPrices:
             dispatch=dispatch,
             combine=combine,
             experts_s=expert_seconds(most_tokens, flops, flops_per_s, times),
-            gather_s=float(gather_times.seconds),
-            addition_s=float(addition_times.seconds),
-            reduce_s=reductions * float(reduce_times.seconds),
+            gather_s=gather_times.seconds,
+            addition_s=addition_times.seconds,
+            reduce_s=reductions * reduce_times.seconds,
             regather=regather,
             plan_s=each_plan_s,
             first_plan_s=first_plan_s,

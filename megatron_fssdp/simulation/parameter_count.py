@@ -16,8 +16,7 @@ class ParameterCount:
     Attributes:
         layer_matrices: Matrices of attention, gates, shared experts and feed-forward layers without experts.
         expert_matrices: Matrices of all routed experts.
-        expert_biases: Biases of all routed experts.
-        norms_and_biases: Norms, biases outside the routed experts, and learned numbers in softmaxes.
+        small: Norms, biases, and learned numbers in softmaxes.
         outside_layers: Embeddings, output layer, and BERT's layers between its last layer and its losses.
         multi_token_prediction: Layers that predict later tokens, with all their experts.
         idle: Elements of the routed experts, above, that do not process one token.
@@ -25,17 +24,20 @@ class ParameterCount:
 
     layer_matrices: int
     expert_matrices: int
-    expert_biases: int
-    norms_and_biases: int
+    small: int
     outside_layers: int
     multi_token_prediction: int
     idle: int
 
     @property
+    def matrices_of_layers(self) -> int:
+        """Number of elements of the layers' matrices, the count that Hecate and FasterMoE state."""
+        return self.layer_matrices + self.expert_matrices
+
+    @property
     def main_model(self) -> int:
         """Number of all elements without the layers of multi-token prediction."""
-        outside = self.expert_biases + self.norms_and_biases + self.outside_layers
-        return self.matrices_of_layers + outside
+        return self.matrices_of_layers + self.small + self.outside_layers
 
     @property
     def total(self) -> int:
@@ -49,14 +51,6 @@ class ParameterCount:
         Layers of multi-token prediction are left out, because only training needs them.
         """
         return self.main_model - self.idle
-
-    @property
-    def matrices_of_layers(self) -> int:
-        """Number of elements of the layers' matrices, the count that Hecate and FasterMoE state.
-
-        It excludes embeddings, norms, biases and everything after the layers.
-        """
-        return self.layer_matrices + self.expert_matrices
 
 
 def count_parameters(model: ModelArguments, vocab_size: int) -> ParameterCount:
@@ -87,8 +81,7 @@ def count_parameters(model: ModelArguments, vocab_size: int) -> ParameterCount:
     return ParameterCount(
         layer_matrices=sum(dense_matrix_elements(model, is_moe) for is_moe in model.moe_layers),
         expert_matrices=num_moe_layers * num_experts * matrices,
-        expert_biases=num_moe_layers * num_experts * (elements - matrices),
-        norms_and_biases=sum(small) + norm,
+        small=sum(small) + norm + num_moe_layers * num_experts * (elements - matrices),
         outside_layers=outside,
         multi_token_prediction=(model.mtp_num_layers or 0) * later_tokens,
         idle=num_moe_layers * max(num_experts - model.moe_router_topk, 0) * elements,

@@ -200,11 +200,14 @@ def checked_strategy(
         ValueError: The job does not fit the cluster or the strategy.
     """
     topology = topology_of(cluster, job.num_devices)
-    if name != "none" and not isinstance(settings, PlacementSettings):
+    if name == "none":
+        strategy: Strategy = build_strategy("ep", EpSettings())
+    elif isinstance(settings, PlacementSettings):
+        strategy = build_strategy(name, settings)
+    else:
         raise ValueError(
-            f"strategy {name}: got {type(settings).__name__}, wanted settings of a placement strategy"
+            f"strategy {name}: got {type(settings).__name__}, wanted those of a placement strategy"
         )
-    strategy = build_strategy("ep", EpSettings()) if name == "none" else build_strategy(name, settings)
     try:
         strategy.check_sizes(job.num_experts, topology)
     except ValueError as error:

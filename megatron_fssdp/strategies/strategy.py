@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class Strategy[Settings: PlacementSettings](ABC):
         """Whether layers have other strategies."""
         return isinstance(self, SelectsStrategies)
 
-    @property
+    @cached_property
     def travel(self) -> TokenTravel:
         """How tokens travel, from the settings."""
         return self.settings.travel

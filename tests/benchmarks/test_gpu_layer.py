@@ -26,8 +26,6 @@ def test_the_benchmark_runs_at_toy_size_on_the_cpu(tmp_path: Path) -> None:
     for quartiles in (
         *record["seconds"].values(),
         record["megatron_over_ours"]["SequentialMLP"],
-        record["ffn"]["flops_per_s"],
-        record["ffn"]["matmul_flops_per_s"],
         record["host_overhead_s"],
     ):
         assert 0 < quartiles[0] <= quartiles[1] <= quartiles[2]

@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 
-from benchmarks.host_counts.counted_layers import CASES, MEGATRON, RANKS, Case, count_on_rank
-from benchmarks.host_counts.counted_passes import CountedPasses, most_of
+from benchmarks.host.counted_layers import CASES, MEGATRON, RANKS, Case, count_on_rank
+from benchmarks.host.counted_passes import CountedPasses, most_of
 from megatron_fssdp.testing import run_ranks
 
 QUICK = [case for case in CASES if case.name in (MEGATRON, "fssdp", "quota")]

@@ -8,25 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SIZE = {
-    "num_layers": 2,
-    "num_experts": 8,
-    "top_k": 2,
-    "hidden_size": 16,
-    "ffn_size": 32,
-    "tokens_per_rank": 64,
-}
+from benchmarks import predictor_accuracy as accuracy
+
+NAMES = ("num_layers", "num_experts", "top_k", "hidden_size", "ffn_size", "tokens_per_rank")
+SIZE = dict(zip(NAMES, (2, 8, 2, 16, 32, 64), strict=True))
 PACE = {"expert_flops_per_s": 1e9, "attention_s": 1e-3}
 PAYLOAD = 1e7
-
-
-@pytest.fixture
-def accuracy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import predictor_accuracy
-
-    return predictor_accuracy
 
 
 def record(out: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -44,9 +31,7 @@ def sample(workload: str, variant: str, iteration: int, seconds: float) -> dict[
     return {"workload": workload, "variant": variant, "iteration": iteration, "seconds": seconds}
 
 
-def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(
-    accuracy: Any, tmp_path: Path
-) -> None:
+def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(tmp_path: Path) -> None:
     """Loads are balanced, links inside nodes and start-ups cost nothing, so seconds are a simple sum."""
     found = accuracy.compare(record(tmp_path, [sample("W0", "none", 1, 1.0)]), None)
     (one,) = found
@@ -59,7 +44,7 @@ def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(
     assert one.error == pytest.approx(one.simulated_s - 1)
 
 
-def test_a_measured_cluster_adds_its_start_up_times(accuracy: Any, tmp_path: Path) -> None:
+def test_a_measured_cluster_adds_its_start_up_times(tmp_path: Path) -> None:
     results = record(tmp_path, [sample("W1", "fssdp:slots=2", 1, 1.0)])
     (free,) = accuracy.compare(results, None)
     slow = accuracy.described_cluster(results, 2, 2, None).model_copy(
@@ -70,9 +55,7 @@ def test_a_measured_cluster_adds_its_start_up_times(accuracy: Any, tmp_path: Pat
     assert measured.simulated_s < 1000, "the testbed's rate is kept"
 
 
-def test_the_same_iterations_are_compared_and_control_runs_are_left_out(
-    accuracy: Any, tmp_path: Path
-) -> None:
+def test_the_same_iterations_are_compared_and_control_runs_are_left_out(tmp_path: Path) -> None:
     samples = [
         sample("W6", name, number, 0.1 * number) for name in ("ep", "none again") for number in (1, 2, 3)
     ]
@@ -81,7 +64,7 @@ def test_the_same_iterations_are_compared_and_control_runs_are_left_out(
     assert one.measured_spread == pytest.approx(0.5)
 
 
-def test_figures_follow_their_definitions(accuracy: Any) -> None:
+def test_figures_follow_their_definitions() -> None:
     measured, simulated = np.array([1.0, 2.0, 4.0]), np.array([1.1, 1.9, 4.0])
     comparisons = [
         accuracy.Comparison("100mbit", f"W{n}", "ep", m, 0.1, s)
@@ -96,8 +79,8 @@ def test_figures_follow_their_definitions(accuracy: Any) -> None:
     assert figures["by"]["strategy"]["ep"]["num_comparisons"] == 3
 
 
-def test_the_command_writes_table_and_pictures(
-    accuracy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_writes_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = [
         sample(workload, name, number, 0.05)
@@ -110,7 +93,7 @@ def test_the_command_writes_table_and_pictures(
     out = tmp_path / "report"
     monkeypatch.setattr(sys, "argv", ["predictor_accuracy", str(tmp_path), "--out", str(out)])
     assert accuracy.main() == 0
-    assert {path.suffix for path in out.iterdir()} == {".json", ".md", ".png", ".svg"}
+    assert {path.suffix for path in out.iterdir()} == {".json", ".md"}
     assert json.loads((out / "predictor_accuracy.json").read_text())["summary"]["num_comparisons"] == 4
     printed = capsys.readouterr().out
     assert "| 100mbit | W1 | fssdp | 50.0 |" in printed
@@ -118,32 +101,9 @@ def test_the_command_writes_table_and_pictures(
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"samples": []},
-        {"samples": {}},
-        {"samples": [3]},
-        {"samples": [sample("W0", "none", -1, 1.0)]},
-        {"samples": [sample("W0", "none", 1, 0.0)]},
-        {"samples": [sample("W0", "none", 1, float("nan"))]},
-        {"samples": [{"workload": "W0", "variant": "none", "iteration": 1}]},
-        {"size": []},
-        {"pace": None},
-    ],
-    ids=str,
+    ("text", "wanted"), [("{}", "has no link_payload"), ("no", "cannot be read"), ("3", "cannot be read")]
 )
-def test_damaged_results_are_refused(accuracy: Any, tmp_path: Path, change: dict[str, Any]) -> None:
-    path = tmp_path / "testbed.json"
-    good = record(tmp_path, [sample("W0", "none", 1, 1.0)])
-    path.write_text(json.dumps(good))
-    assert accuracy.read(path) == good
-    path.write_text(json.dumps(good | change))
-    with pytest.raises(accuracy.ConfigurationError, match=r"testbed\.json: (samples|size|pace) "):
-        accuracy.read(path)
-
-
-@pytest.mark.parametrize(("text", "wanted"), [("{}", "has no link_payload"), ("no", "cannot be read")])
-def test_files_of_another_kind_are_refused(accuracy: Any, tmp_path: Path, text: str, wanted: str) -> None:
+def test_files_of_another_kind_are_refused(tmp_path: Path, text: str, wanted: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(accuracy.ConfigurationError, match=wanted):

@@ -119,8 +119,8 @@ def test_two_ranks_are_measured_over_loopback(tmp_path: Path) -> None:
         "flexmoe": "flexmoe:placement_interval=1;window=1",
     }
     strategies = ",".join(["none", "ep", "fssdp", *moving.values()])
-    options = ["--loopback", "--trace", "--repetitions=2", *TOY, f"--strategies={strategies}"]
-    process = run_testbed(*options, "--out", str(tmp_path))
+    options = ["--loopback", "--repetitions=2", *TOY, f"--strategies={strategies}"]
+    process = run_testbed(*options, "--out", str(tmp_path), "--result", str(tmp_path / "result.json"))
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
     record = json.loads((tmp_path / "testbed.json").read_text())
@@ -138,7 +138,8 @@ def test_two_ranks_are_measured_over_loopback(tmp_path: Path) -> None:
         == (by_cell["W3", "none"]["dispatch_bytes_between_nodes"])
     )
     assert "| W3 |" in (tmp_path / "testbed.md").read_text()
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert [row[:2] for row in written["rows"]] == sorted(map(list, names))
 
 
 def namespaces_in_use() -> set[str]:

@@ -1,6 +1,6 @@
 """Jobs of schedulers, with stand-ins for Slurm and torchrun, and (slow) two emulated nodes on this machine.
 
-No real cluster is used: Slurm and Kubernetes behave as their documentation says.
+No real cluster is used: Slurm behaves as its documentation says.
 """
 
 import os
@@ -16,14 +16,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_fssdp.config.loading import validate
-from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.records.metrics_file import read_metrics
 
 from .two_nodes import NODE, RUN, UNFINISHED, TwoNodes
 
 ROOT = Path(__file__).parents[2]
-JOB = ROOT / "scripts" / "kubernetes" / "pytorchjob.yaml"
 BATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals ranks through /proc")
@@ -258,36 +255,6 @@ def test_missing_requirements_of_a_node_are_named(config: Path, tmp_path: Path) 
     )
     assert done.returncode == 2
     assert "MASTER_ADDR is not set" in done.stderr
-
-
-def test_the_kubernetes_job_is_consistent_with_the_run() -> None:
-    settings, job = yaml.safe_load_all(JOB.read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert replicas.keys() == {"Master", "Worker"}
-    for replica in replicas.values():
-        assert replica["restartPolicy"] == "OnFailure"
-        pod = replica["template"]["spec"]
-        (container,) = pod["containers"]
-        # Names that the operator expects.
-        assert container["name"] == "pytorch"
-        assert container["ports"][0]["name"] == "pytorchjob-port"
-        mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
-        interpreter, script, run_path, out = container["command"]
-        assert interpreter == "bash"
-        assert ROOT / script == NODE
-        assert run_path == f"{mounted['config']}/{next(iter(settings['data']))}"
-        assert out.startswith(f"{mounted['runs']}/")
-        variables = {entry["name"]: entry["value"] for entry in container["env"]}
-        assert int(variables["NUM_NODES"]) == sum(each["replicas"] for each in replicas.values())
-        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-        assert int(variables["RANKS_PER_NODE"]) == gpus
-        config_volume = next(volume for volume in pod["volumes"] if volume["name"] == "config")
-        assert config_volume["configMap"]["name"] == settings["metadata"]["name"]
-        run = yaml.safe_load(settings["data"]["run.yaml"])
-        run["parallelism"] |= {"num_nodes": int(variables["NUM_NODES"]), "nproc_per_node": gpus}
-        validate(RunConfig, run, "run.yaml")
 
 
 @pytest.fixture

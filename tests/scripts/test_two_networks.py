@@ -22,8 +22,8 @@ from .two_nodes import ROOT, TwoNodes
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.testbed.nodes.links import INTERFACE, Nodes
-from benchmarks.testbed.nodes.node_commands import NodeCommands, built_nodes
 from benchmarks.testbed.nodes.processes import namespaces_refusal
+from tests.scripts.node_commands import NodeCommands, built_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -12,7 +12,7 @@ from megatron_fssdp.simulation.lanes import Lanes
 from megatron_fssdp.simulation.layer_record import LayerRecord
 
 NOBODY = np.zeros(0, np.int32)
-ROWS = LinkTimes(1.0, 0.0)  # type: ignore[arg-type]
+ROWS = LinkTimes(1.0, 0.0)
 # 3 s of attention, 2 s of experts, 5 s of spAG, 10 s of spRS; rows travel for 1 s.
 LAYER = LayerRecord(
     tokens_D=NOBODY,
@@ -39,7 +39,7 @@ def test_steps_of_the_smart_schedule_interleave() -> None:
     Forward: S ends at 1, 4, 7; C at 3, 6, 9; R at 8 (behind all S), 11 and, C_2 at 9 being ready, 14.
     Backward, with 4 s for each group: C ends at 5, 9, 13; R at 8, 12 and 16.
     """
-    rows = LinkTimes(1.0, 6.0)  # type: ignore[arg-type]
+    rows = LinkTimes(1.0, 6.0)
     at_once = LayerRecord(tokens_D=NOBODY, dispatch=rows, combine=rows, experts_s=6.0)
     in_steps, _ = run(replace(at_once, steps=SteppedExchange(3, between_nodes=True)))
     assert in_steps.now_s == 14 + 16
@@ -49,7 +49,7 @@ def test_steps_of_the_smart_schedule_interleave() -> None:
 
 def test_experts_in_steps_wait_for_replicas() -> None:
     """Replicas arrive at 5 s. The first rows need 1 s, so the exchange begins at 4 s."""
-    rows = LinkTimes(1.0, 6.0)  # type: ignore[arg-type]
+    rows = LinkTimes(1.0, 6.0)
     steps = SteppedExchange(3, between_nodes=True)
     layer = LayerRecord(
         tokens_D=NOBODY, dispatch=rows, combine=rows, experts_s=6.0, steps=steps, gather_s=5.0

@@ -31,7 +31,6 @@ from megatron_fssdp.simulation.replay import IterationRecord
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_price, split_of
-from tests.planning.cost.transfer_cost import transfer_seconds
 from tests.simulation.small_jobs import cluster_of, job_of
 
 LIVES = (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
@@ -165,24 +164,6 @@ def check_parts(parts_s: dict[str, float], price: LayerPrice, life: ReplicaLife)
 def test_one_more_layer_adds_its_price(case: Case) -> None:
     fewer_s, more_s = case.simulated_parts_s(2), case.simulated_parts_s(3)
     check_parts({part: more_s[part] - fewer_s[part] for part in more_s}, case.price(), case.life)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases())
-def test_a_single_layer_takes_its_price(case: Case) -> None:
-    """But where it gathers again: without a layer above, nothing but combine's backward pass can hide that.
-
-    The simulator then waits longer, by no more than that gather in each micro-batch.
-    """
-    parts_s, price = case.simulated_parts_s(1), case.price()
-    if case.life is not ReplicaLife.LAYER_PASS:
-        check_parts(parts_s, price, case.life)
-        return
-    profile = case.context.profile
-    assert profile is not None
-    gather_s = transfer_seconds(case.plan.transfer, profile.expert_bytes, case.context.topology, profile)
-    longer_s = sum(parts_s.values()) - float(price.seconds)
-    assert -1e-9 <= longer_s <= case.job.num_micro_batches * gather_s + 1e-9
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

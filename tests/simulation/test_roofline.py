@@ -18,16 +18,6 @@ from .small_jobs import cluster_of, job_of, loads, settings_of
 EVEN, UNEVEN = loads([[4, 4], [4, 4]]), loads([[8, 0], [8, 0]])
 
 
-def test_points_equal_those_worked_out_by_hand() -> None:
-    """Two devices of 10 FLOP/s: 6 s of compute, then 3 s of communication, 90 FLOPs in total."""
-    point = RooflinePoint(6.0, 3.0, 9.0, 90.0, 2)
-    assert point.ratio == 2
-    assert point.mean_flops_per_s == 5
-    assert ideal_flops_per_s(point.ratio, 10.0) == 10
-    assert semi_ideal_flops_per_s(point.ratio, 10.0) == pytest.approx(20 / 3)
-    assert ideal_flops_per_s(np.array([0.5, 4.0]), 10.0).tolist() == [5, 10]
-
-
 @given(compute_s=st.floats(1e-3, 1e3), communication_s=st.floats(1e-3, 1e3), unevenness=st.floats(1, 8))
 def test_points_lie_on_and_below_the_curves(
     compute_s: float, communication_s: float, unevenness: float
@@ -82,10 +72,3 @@ def test_the_smart_schedule_exceeds_the_semi_ideal_curve() -> None:
     assert smart.ratio == pytest.approx(plain.ratio)
     assert smart.mean_flops_per_s > 1.05 * semi_ideal_flops_per_s(smart.ratio, 10.0)
     assert smart.mean_flops_per_s <= ideal_flops_per_s(smart.ratio, 10.0) * (1 + 1e-9)
-
-
-def test_one_device_has_no_roofline() -> None:
-    job = job_of(devices=1, experts=2)
-    outcome = simulate("ep", settings_of("ep"), loads([[4, 4]]), cluster_of(per_node=1), job)
-    with pytest.raises(ValueError, match="communicate"):
-        roofline_point(outcome, job)

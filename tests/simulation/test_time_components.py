@@ -33,13 +33,6 @@ def test_plain_expert_parallelism_in_one_node_takes_the_expected_time() -> None:
     assert outcome.iteration_s[0] == pytest.approx(sum(seconds(outcome).values()))
 
 
-def test_every_collective_adds_its_start_up_time() -> None:
-    plain = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job_of())
-    late = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(near_alpha_s=0.5), job_of())
-    # One exchange of counts, then rows, probabilities and results; all but the counts also backward.
-    assert late.mean_s - plain.mean_s == pytest.approx((1 + 2 * 2 + 2 * 1) * 0.5)
-
-
 def test_devices_of_a_node_share_its_nic() -> None:
     """With 4 devices in 2 nodes, all tokens of node 1 go to expert 0 in node 0: 16 rows over one NIC."""
     counts = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
@@ -121,19 +114,6 @@ def test_rematerialization_gathers_again_for_every_micro_batch() -> None:
     assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(4 * (0.1 - counts_s) + 4 * again_s)
     plain_all_to_all = 2 * 2 * (10 + 6) / 1000 + 4 * counts_s
     assert seconds(outcome, 1)["all-to-all"] == pytest.approx(plain_all_to_all + 4 * combine_s)
-
-
-def test_rematerialized_weights_of_the_layer_below_follow_the_sprs() -> None:
-    job = job_of(layers=2, before_gate_flops_L=(10.0, 10.0))
-    keys = REPLICATE | {"rematerialize": True}
-    counts = loads(HOT, HOT, layers=2)
-    outcome = simulate("fssdp", settings_of("fssdp", **keys), counts, cluster_of(), job)
-    spans = {name: (begin, end) for lane, name, begin, end in outcome.spans(1) if lane == "transfer"}
-    begin, end = spans["spAG again, below layer 2"]
-    assert begin == pytest.approx(spans["spRS layer 2"][1])
-    assert end - begin == pytest.approx(0.1)
-    # Four seconds of attention hide it; only the top layer's transfer is waited for.
-    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1 - 2 * 6 / 1000)
 
 
 def test_a_transfer_is_pipelined_in_chunks_along_its_path(monkeypatch: pytest.MonkeyPatch) -> None:

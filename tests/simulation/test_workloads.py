@@ -49,31 +49,16 @@ def test_the_balanced_workload_is_even() -> None:
     assert np.ptp(counts_DE.sum(axis=0)) <= 2
 
 
-def test_the_hot_set_is_one_device_or_spread() -> None:
+def test_popular_experts_are_on_one_device_or_spread_or_one_alone() -> None:
     # Half of all tokens are on 1 of 8 devices; with two hot devices, cold experts add to their load.
     assert heats("W1") == [(4.0, 4.0)] * 10
-    for expert_heat, device_heat in heats("W2"):
-        assert expert_heat == 4.0
-        assert device_heat == pytest.approx((0.25 + 0.5 / 14) * 8, rel=1e-2)
+    assert heats("W2") == [(4.0, pytest.approx((0.25 + 0.5 / 14) * 8, rel=1e-2))] * 10
     one, spread = (WORKLOADS[name].counts(RECORD_SHAPE)[0].sum(axis=0) for name in ("W1", "W2"))
     np.testing.assert_allclose(np.sort(one), np.sort(spread), atol=8)
     assert np.flatnonzero(one > one.mean()).tolist() == [0, 1]
     assert len({expert // 2 for expert in np.flatnonzero(spread > spread.mean())}) == 2
-
-
-def test_the_hottest_expert_has_two_fifths_of_the_tokens() -> None:
-    counts_DE = WORKLOADS["W3"].counts(RECORD_SHAPE)[0]
-    assert counts_DE[:, 0].sum() / counts_DE.sum() == pytest.approx(0.4, abs=1e-3)
-    for expert_heat, device_heat in heats("W3"):
-        assert expert_heat == pytest.approx(0.4 * 16, rel=1e-2)
-        assert device_heat == pytest.approx((0.4 + 0.6 / 15) * 8, rel=1e-2)
-
-
-def test_ragged_sources_leave_the_expert_loads_even() -> None:
-    counts_DE = WORKLOADS["W4"].counts(RECORD_SHAPE)[0]
-    tokens_D = counts_DE.sum(axis=1) / 2
-    np.testing.assert_allclose(tokens_D, np.arange(1, 9) * 1024 / 4.5, atol=1)
-    assert expert_max_over_mean(counts_DE) < 1.01
+    alone = (0.4 * 16, (0.4 + 0.6 / 15) * 8)  # two fifths of all tokens on one of 16 experts
+    assert heats("W3") == [pytest.approx(alone, rel=1e-2)] * 10
 
 
 def test_one_device_and_some_experts_of_the_others_are_idle() -> None:

@@ -33,15 +33,17 @@ class LinkTimes:
         in_turn: Whether the links inside nodes work after those between nodes, and not at the same time.
     """
 
-    near_s: np.ndarray
-    far_s: np.ndarray
+    near_s: float | np.ndarray
+    far_s: float | np.ndarray
     near_start_s: float | np.ndarray = 0.0
     far_start_s: float | np.ndarray = 0.0
     in_turn: bool | np.ndarray = False
 
     @cached_property
-    def seconds(self) -> np.ndarray:
-        """Seconds until the transfers on both kinds of links have ended."""
+    def seconds(self) -> Any:
+        """Seconds until the transfers on both kinds of links have ended, numbers or arrays as the fields."""
+        if isinstance(self.near_s, float) and self.in_turn is False:
+            return max(self.near_s, self.far_s)
         at_once_s = np.maximum(self.near_s, self.far_s)
         if self.in_turn is False:
             return at_once_s
@@ -55,9 +57,9 @@ class LinkTimes:
         )
 
     @property
-    def is_far(self) -> np.ndarray:
+    def is_far(self) -> Any:
         """Whether the NICs take at least as long as the links inside nodes."""
-        return np.asarray(self.far_s >= self.near_s)
+        return self.far_s >= self.near_s
 
 
 @dataclass(frozen=True)

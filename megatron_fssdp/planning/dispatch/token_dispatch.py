@@ -85,10 +85,14 @@ class TokenDispatch:
         return np.minimum(self.tokens_ED, np.asarray(self.counts_DE).T)
 
     @cached_property
+    def _moving_ED(self) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs that each device wants from others, and pairs that leave each device."""
+        return self.tokens_ED - self._own_ED, np.asarray(self.counts_DE).T - self._own_ED
+
+    @cached_property
     def _near_parts(self) -> tuple[np.ndarray, np.ndarray]:
         """Parts of what is wanted from other devices, and of what leaves a device, that stay in the node."""
-        wanted_EN = _over_nodes(self.tokens_ED - self._own_ED, self.topology)
-        leaving_EN = _over_nodes(np.asarray(self.counts_DE).T - self._own_ED, self.topology)
+        wanted_EN, leaving_EN = (_over_nodes(moving_ED, self.topology) for moving_ED in self._moving_ED)
         near_EN = np.minimum(wanted_EN, leaving_EN)
         node_D = self.topology.node_of_device_D
         return (
@@ -109,18 +113,14 @@ class TokenDispatch:
     @cached_property
     def _far_D(self) -> tuple[np.ndarray, np.ndarray]:
         """Pairs that each device sends to other nodes, and gets from them."""
-        got, sent = self._near_parts
-        leaving_ED = np.asarray(self.counts_DE).T - self._own_ED
-        return (leaving_ED * (1 - sent)).sum(axis=0), ((self.tokens_ED - self._own_ED) * (1 - got)).sum(
-            axis=0
-        )
+        (got, sent), (wanted_ED, leaving_ED) = self._near_parts, self._moving_ED
+        return (leaving_ED * (1 - sent)).sum(axis=0), (wanted_ED * (1 - got)).sum(axis=0)
 
     @cached_property
     def busiest(self) -> BusiestLinks:
         """Pairs on the busiest links."""
-        got, sent = self._near_parts
-        sent_D = ((np.asarray(self.counts_DE).T - self._own_ED) * sent).sum(axis=0)
-        got_D = ((self.tokens_ED - self._own_ED) * got).sum(axis=0)
+        (got, sent), (wanted_ED, leaving_ED) = self._near_parts, self._moving_ED
+        sent_D, got_D = (leaving_ED * sent).sum(axis=0), (wanted_ED * got).sum(axis=0)
         far_sent_D, far_got_D = self._far_D
         far_N = [_over_nodes(far_D[None], self.topology) for far_D in (far_sent_D, far_got_D)]
         return BusiestLinks(

@@ -136,9 +136,8 @@ CUDA_MESSAGES = PipelinedMessages(1 << 20, fewest=8, most=16, batch_host_s=30e-6
 """Between CUDA devices: the whole expert over one hop, 8 to 16 messages where stages pipeline.
 
 The host's time for one batch of NCCL messages in torch is taken as 30 µs, in which a link of 35 GB/s carries
-1 MiB. Both numbers are assumptions until a GPU has measured them; ``benchmarks/host/transfer_host_cost.py``
-measures the part of the host's time that Python takes. With messages of 1 MiB, an expert of Mixtral 8x7B
-(336 MiB) would take 336 batches that depend on each other.
+1 MiB. Both numbers are assumptions until a GPU has measured them. With messages of 1 MiB, an expert of
+Mixtral 8x7B (336 MiB) would take 336 batches that depend on each other.
 
 The host's time for a step of the smart schedule is taken as 0, because a stream orders the steps and the host
 runs ahead of it. No GPU has measured it.

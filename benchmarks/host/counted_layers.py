@@ -1,0 +1,175 @@
+"""The testbed's layers on a virtual CUDA device, under every strategy and under Megatron's dispatcher."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.host.counted_passes import EXPERTS, PLANNED_AFTER_GATE, PLANNED_AHEAD, CountedPasses
+from benchmarks.testbed.layer_stack import LayerStack, make_parameters
+from benchmarks.testbed.measurement import make_groups
+from benchmarks.testbed.slot_stack import SlotStack
+from benchmarks.testbed.stack_inputs import IterationInput, LayerInput, StackSize
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import Strategy
+from tests.support.virtual_cuda import VirtualDevice, virtual_cuda
+
+RANKS, NUM_ITERATIONS = 4, 4
+SIZE = StackSize(2, 16, 2, 8, 16, 32)
+MEGATRON = "Megatron's dispatcher"
+# Experts are cheap to move, so that every strategy that compares costs moves some.
+PROFILE = LayerProfile(
+    non_moe_s=1.0,
+    cluster=ClusterCost(LinkCost(0.0, 1e-3), LinkCost(0.0, 2e-3), expert_flops_per_s=1e3),
+    expert_bytes=1,
+    token_bytes=8,
+    flops_per_token=1e3,
+    memory_capacity=4,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer whose host work is counted.
+
+    Attributes:
+        name: Name in the table.
+        strategy: Name of the strategy; ``None`` for Megatron's dispatcher alone.
+        settings: Settings of the strategy.
+        plans_after_gate: Whether the strategy plans with the counts of the micro-batch, for which the host
+            waits once more than under Megatron.
+    """
+
+    name: str
+    strategy: str | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    plans_after_gate: bool = False
+
+
+CASES = (
+    Case(MEGATRON, None),
+    Case("ep", "ep"),
+    Case("fssdp", "fssdp", {"slots": 2}),
+    Case("fssdp, rematerialize", "fssdp", {"slots": 2, "rematerialize": True}),
+    Case("fssdp, no overlap", "fssdp", {"slots": 2, "overlap": False}),
+    Case("prophet", "prophet", {"slots": 2}),
+    Case("fastermoe", "fastermoe", {"slots": 2}, plans_after_gate=True),
+    Case("quota", "quota", {"slots": 2}, plans_after_gate=True),
+    Case("smartmoe", "smartmoe"),
+    Case("auto (fssdp)", "auto"),
+)
+
+
+def count_on_rank(rank: int, world_size: int, cases: Sequence[Case]) -> dict[str, CountedPasses]:
+    """Count the host work of the cases on this rank.
+
+    Args:
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        cases: Layers to run.
+
+    Raises:
+        AssertionError: The virtual device has findings in this package.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    groups = make_groups(2)
+    shape = WorkloadShape(world_size, SIZE.num_experts, SIZE.tokens_per_rank, SIZE.top_k, NUM_ITERATIONS)
+    counts_IE = WORKLOADS["W1"].counts(shape)[:, rank]
+    found = {}
+    for case in cases:
+        MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None  # It belongs to the device of the last case.
+        # Megatron warns about every library that is not installed.
+        with warnings.catch_warnings(action="ignore"), virtual_cuda() as device:
+            found[case.name] = _count_case(case, groups, device, counts_IE)
+        # Megatron views a copy of the counts as an array before the copy is complete, and reads it later.
+        own = [str(one) for one in device.findings if "megatron_fssdp" in str(one)]
+        assert not own, own
+    return found
+
+
+def _count_case(
+    case: Case, groups: ExpertGroups, device: VirtualDevice, counts_IE: np.ndarray
+) -> CountedPasses:
+    """Run some iterations of a stack of layers, and count all passes after the first iteration."""
+    owned = np.flatnonzero(even_owners(SIZE.num_experts, groups.num_devices) == groups.device).tolist()
+    parameters = [
+        {e: [torch.nn.Parameter(one.detach().cuda()) for one in tensors] for e, tensors in of_layer.items()}
+        for of_layer in make_parameters(SIZE, owned)
+    ]
+    arguments: dict[str, Any] = {}
+    base: type[LayerStack] = LayerStack
+    if case.strategy is not None:
+        settings = STRATEGIES[case.strategy].settings.model_validate(case.settings)
+        strategy = build_strategy(case.strategy, settings)
+        if strategy.selects:
+            strategy.resume(dict.fromkeys(range(1, SIZE.num_layers + 1), "fssdp"))
+        _mark_plans(strategy, device)
+        groups = replace(groups, transfers=groups.transfers if strategy.overlaps else None)
+        base, arguments = SlotStack, {"strategy": strategy, "profile": PROFILE}
+
+    class Counted(base):  # type: ignore[misc, valid-type]
+        passes, recomputes = CountedPasses(), False
+
+        def _moe(self, *inputs: Any) -> torch.Tensor:
+            def counted(*inputs: Any) -> torch.Tensor:
+                begin = len(device.events)
+                output: torch.Tensor = super(Counted, self)._moe(*inputs)
+                self.passes.count(device, begin)
+                return output
+
+            if not self.recomputes:
+                return counted(*inputs)
+            output: torch.Tensor = checkpoint(counted, *inputs, use_reentrant=True)
+            return output
+
+        def _experts(self, *inputs: Any, **more: Any) -> torch.Tensor:
+            device.mark(EXPERTS)
+            output: torch.Tensor = super()._experts(*inputs, **more)
+            return output
+
+        def _report(self, result: Any) -> None:
+            if case.strategy is not None:  # A virtual device has no times of transfers.
+                self.runtime.end_iteration()
+
+    stack = Counted(SIZE, groups, parameters, None, **arguments)
+    for iteration, counts_E in enumerate(counts_IE):
+        drawn = IterationInput.draw([counts_E] * SIZE.num_layers, SIZE, (iteration, groups.device))
+        inputs = IterationInput(
+            drawn.hidden.cuda(),
+            tuple(LayerInput(one.routing_map.cuda(), one.probs.cuda()) for one in drawn.layers),
+            drawn.gradient.cuda(),
+        )
+        if iteration == 1:  # In the first iteration, ranks connect to each other, for which the host waits.
+            stack.passes = CountedPasses()
+        stack.recomputes = iteration == NUM_ITERATIONS - 1
+        stack.run(inputs)
+    return stack.passes
+
+
+def _mark_plans(strategy: Strategy, device: VirtualDevice) -> None:
+    """Note in the device's log when the strategy makes a plan."""
+    before_gate, after_gate = strategy.before_gate, strategy.after_gate
+
+    def plan_before(*arguments: Any) -> LayerPlan:
+        device.mark(PLANNED_AHEAD)
+        return before_gate(*arguments)
+
+    def plan_after(context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, number: int) -> LayerPlan:
+        found = after_gate(context, counts_DE, plan, number)
+        if found is not plan:
+            device.mark(PLANNED_AFTER_GATE)
+        return found
+
+    strategy.before_gate, strategy.after_gate = plan_before, plan_after  # type: ignore[method-assign]

@@ -1,1 +1,0 @@
-"""Rows of FasterMoE: the statements of its text, and its systems."""

@@ -1,1 +1,0 @@
-"""Rows of Parm: the statements of its text, its layers, models, tables and testbeds."""
