@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the ranks of one node, for a scheduler that starts this script on every node (docs/clusters.md). It runs the
+# Runs the ranks of one node, for a scheduler that starts this script on every node (docs/operations.md). It runs the
 # command that `megatron-fssdp train --dry-run` prints, and continues from the run's last checkpoint if there is one.
 # SIGTERM and SIGUSR1 make the ranks save a checkpoint and end. With MAX_RESTARTS=3, ranks that failed or lost the
 # ranks of another node are started again from the last checkpoint, up to 3 times; they wait for all NUM_NODES nodes.

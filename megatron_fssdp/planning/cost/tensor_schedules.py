@@ -29,7 +29,7 @@ parallelism.
 LEAST_SLICE_BYTES = 1 << 19
 """Smallest slice for which SAA takes a step of its own.
 
-Each slice costs all ranks one step. A smaller slice has almost nothing to hide (docs/log.md).
+Each slice costs all ranks one step. A smaller slice has almost nothing to hide (docs/decisions.md).
 """
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
