@@ -146,13 +146,9 @@ def competition(options: argparse.Namespace) -> str:
         return "Every rank has a GPU."
     if options.device == "virtual":
         return "Virtual devices: no times."
-    cores = os.cpu_count() or 1
-    if options.ranks * 2 <= cores:
+    if options.ranks * 2 <= (os.cpu_count() or 1):
         return "Every rank has one core for compute and one for transfers."
-    return (
-        "Ranks compute and transfer on the same cores. Hidden transfers slow down the compute that hides "
-        "them, so a hidden share near 1 does not prove that time was saved."
-    )
+    return "Ranks compute and transfer on the same cores: a hidden share near 1 does not prove a gain."
 
 
 def train(options: argparse.Namespace, setting: Setting) -> list[list[Iteration]]:

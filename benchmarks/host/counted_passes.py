@@ -1,7 +1,7 @@
 """What the host did in the forward passes of a layer, counted in the log of a virtual CUDA device."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from tests.support.virtual_cuda import EventKind, VirtualDevice
@@ -33,14 +33,8 @@ class HostWork:
 
     def at_most(self, other: "HostWork") -> "HostWork":
         """The larger number of each kind, and the places of both."""
-        return HostWork(
-            max(self.synchronizations, other.synchronizations),
-            max(self.operators_before, other.operators_before),
-            max(self.operators_after, other.operators_after),
-            max(self.plans_ahead, other.plans_ahead),
-            max(self.plans_after_gate, other.plans_after_gate),
-            self.places | other.places,
-        )
+        pairs = zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)
+        return HostWork(*map(max, pairs), places=self.places | other.places)
 
     @classmethod
     def of_pass(cls, device: VirtualDevice, begin: int) -> "HostWork":

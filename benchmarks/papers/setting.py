@@ -23,6 +23,8 @@ DRIFT = 0.02
 """Assumed standard deviation of the change of a popularity's logarithm in one iteration."""
 
 OF_MOE_LAYERS = ("experts", "all-to-all", "waiting for spAG", "waiting for spRS")
+"""Parts of an iteration in which MoE layers run."""
+
 PROFILED = 3
 """Number of iterations at the start in which strategies still measure. They are not compared."""
 

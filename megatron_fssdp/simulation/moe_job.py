@@ -87,20 +87,20 @@ class MoeJob:
     choices: TokenChoices | None = None
 
     def __post_init__(self) -> None:
-        if len(self.before_layer_flops_L) != len(self.before_gate_flops_L):
+        numbers = len(self.before_layer_flops_L), len(self.before_gate_flops_L)
+        if numbers[0] != numbers[1]:
             raise ValueError(
-                f"got FLOPs before {len(self.before_layer_flops_L)} layers and before "
-                f"{len(self.before_gate_flops_L)} gates, wanted one of each for every MoE layer"
+                f"got FLOPs before {numbers[0]} layers and {numbers[1]} gates, wanted equally many"
             )
         if self.num_experts > self.num_devices and self.num_experts % self.num_devices:
             raise ValueError(
                 f"num_experts is {self.num_experts}: wanted a multiple of the {self.num_devices} devices, or "
                 "fewer experts than devices"
             )
-        if self.num_micro_batches < 1 or self.tokens_per_micro_batch <= 0 or not self.before_gate_flops_L:
+        if self.num_micro_batches < 1 or self.tokens_per_micro_batch <= 0 or not numbers[0]:
             raise ValueError(
                 f"got {self.num_micro_batches} micro-batches of {self.tokens_per_micro_batch} tokens in "
-                f"{len(self.before_gate_flops_L)} MoE layers, wanted at least one of each"
+                f"{numbers[0]} MoE layers, wanted at least one of each"
             )
 
     @property

@@ -49,18 +49,12 @@ class WorkloadShape:
     num_iterations: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.num_devices, self.tokens_per_device, self.top_k, self.num_iterations) < 1:
-            raise ValueError(f"got {self}; wanted every size at least 1")
-        if self.num_experts < 1 or (
-            self.num_experts > self.num_devices and self.num_experts % self.num_devices
-        ):
+        sizes = (self.num_devices, self.tokens_per_device, self.top_k, self.num_iterations)
+        is_uneven = self.num_experts > self.num_devices and self.num_experts % self.num_devices
+        if min(sizes) < 1 or self.num_experts < self.top_k or is_uneven:
             raise ValueError(
-                f"got {self.num_experts} experts on {self.num_devices} devices; wanted a multiple of these, "
-                "or fewer experts than devices"
-            )
-        if self.num_experts < self.top_k:
-            raise ValueError(
-                f"got top_k {self.top_k} of {self.num_experts} experts; wanted at most all of them"
+                f"got {self}; wanted sizes of at least 1, at least top_k experts, and as many experts as a "
+                "multiple of the devices, or fewer than devices"
             )
 
 

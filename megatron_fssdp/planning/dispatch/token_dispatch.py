@@ -108,7 +108,10 @@ class TokenDispatch:
     @property
     def whole_tokens_D(self) -> np.ndarray:
         """:attr:`device_tokens_D` in whole numbers with the same sum, int64 ``[D]``."""
-        return np.diff(np.rint(np.cumsum(self.device_tokens_D)).astype(np.int64), prepend=0)
+        ends_D = np.rint(np.cumsum(self.device_tokens_D)).astype(np.int64)
+        whole_D = ends_D.copy()
+        whole_D[1:] -= ends_D[:-1]
+        return whole_D
 
     @cached_property
     def _far_D(self) -> tuple[np.ndarray, np.ndarray]:
@@ -174,9 +177,12 @@ def plan_dispatch(
             f"wanted {wanted}, by source device of the topology and expert of the placement"
         )
     counts = np.asarray(counts_DE)
-    if policy == "owner" or not placement.num_replicas:
+    experts = np.arange(placement.num_experts)
+    if not placement.num_replicas:
+        tokens_ED = np.zeros((placement.num_experts, topology.num_devices))
+        tokens_ED[experts, placement.owner_E] = counts.sum(axis=0)
+    elif policy == "owner":
         tokens_ED = counts.T * placement.present_ED.astype(np.float64)
-        experts = np.arange(placement.num_experts)
         tokens_ED[experts, placement.owner_E] += counts.sum(axis=0) - tokens_ED.sum(axis=1)
     else:
         tokens_ED = _even(counts, placement, topology)
