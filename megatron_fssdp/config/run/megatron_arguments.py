@@ -19,7 +19,7 @@ _NO_GPU_KERNELS = dict.fromkeys(("gradient_accumulation_fusion", "masked_softmax
 }
 """Without kernels that are in Apex or in Transformer Engine; Megatron does not ask whether they exist."""
 
-_ON_CPU = {
+ON_CPU = {
     "distributed_backend": "gloo",
     "use_cpu_initialization": True,
     "transformer_impl": "local",
@@ -152,7 +152,7 @@ def _derived(config: RunConfig, installation: Installation) -> dict[str, Any]:
     if model.num_experts is not None:
         values["moe_token_dispatcher_type"] = "alltoall"
     if installation.on_cpu:
-        return {**values, **_ON_CPU}
+        return {**values, **ON_CPU}
     values["distributed_backend"] = "nccl"
     if not installation.has_transformer_engine:
         return {**values, "transformer_impl": "local", **_NO_GPU_KERNELS}
