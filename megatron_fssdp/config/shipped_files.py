@@ -5,6 +5,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parents[1]
 _FOLDER = Path("configs")
 _CLUSTERS = "clusters"
+_SUFFIX = ".yaml"
 _SCRIPTS = _PACKAGE / "pretraining"
 
 
@@ -20,7 +21,7 @@ def shipped_runs() -> dict[str, Path]:
     A name is the path below ``configs/`` without suffix, for example ``models/mixtral-8x7b``.
     """
     folder = shipped_folder()
-    files = {path.relative_to(folder).with_suffix(""): path for path in sorted(folder.rglob("*.yaml"))}
+    files = {path.relative_to(folder).with_suffix(""): path for path in sorted(folder.rglob(f"*{_SUFFIX}"))}
     return {name.as_posix(): path for name, path in files.items() if name.parts[0] != _CLUSTERS}
 
 
@@ -28,7 +29,7 @@ def shipped_run(name: Path | str) -> Path | None:
     """Return the shipped file of this name, with or without ``configs/`` and ``.yaml``, or None."""
     path = Path(name)
     inside = path.relative_to(_FOLDER) if path.is_relative_to(_FOLDER) else path
-    return shipped_runs().get(inside.as_posix().removesuffix(".yaml"))
+    return shipped_runs().get(inside.as_posix().removesuffix(_SUFFIX))
 
 
 def shipped_scripts() -> dict[str, Path]:
@@ -45,4 +46,4 @@ def known_clusters() -> dict[str, Path]:
     Files in ``configs/clusters`` of the working folder take precedence over shipped files.
     """
     folders = (shipped_folder() / _CLUSTERS, _FOLDER / _CLUSTERS)
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for folder in folders for path in sorted(folder.glob(f"*{_SUFFIX}"))}

@@ -9,15 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
-from megatron_fssdp.planning.dispatch.token_dispatch import (
-    BusiestLinks,
-    DispatchPolicy,
-    TokenDispatch,
-    plan_dispatch,
-)
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -158,12 +152,7 @@ class LayerPlan:
 
     @classmethod
     def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":
-        """A plan without replicas. The context keeps it for the next call.
-
-        Args:
-            context: Data of the layer.
-            each_micro_batch: Whether to ask the strategy again with the counts of every micro-batch.
-        """
+        """A plan without replicas. The context keeps it for the next call."""
         plans = context.plain_plans
         if each_micro_batch not in plans:
             transfer = TransferPlan(context.num_devices, np.empty((0, 4), np.int64))
@@ -175,11 +164,8 @@ class LayerPlan:
     ) -> TokenDispatch:
         """All dispatches of some micro-batches together. The plan keeps the last answer.
 
-        Args:
-            counts_DE: (token, k) pairs by source and expert, ``[D, E]``. Every micro-batch is assumed to have
-                an equal part of them.
-            topology: Nodes of the devices.
-            num_micro_batches: Number of micro-batches in the counts.
+        Every micro-batch is assumed to have an equal part of the (token, k) pairs by source and expert,
+        ``[D, E]``.
         """
         question = (counts_DE, topology, num_micro_batches)
         known: tuple[tuple[object, ...], TokenDispatch] | None = self.__dict__.get("_known_dispatch")
@@ -193,14 +179,3 @@ class LayerPlan:
         if not counts_DE.flags.writeable:
             self.__dict__["_known_dispatch"] = (question, dispatch)
         return dispatch
-
-    def sent_tokens(self, counts_DE: np.ndarray, topology: Topology, choices: TokenChoices) -> BusiestLinks:
-        """Tokens on the busiest links if they travel by the deduplicated exchange.
-
-        Args:
-            counts_DE: (token, k) pairs by source and expert, ``[D, E]``.
-            topology: Nodes of the devices.
-            choices: What is known about the experts of the tokens.
-        """
-        # Other dispatches than the even one are estimated like it: they differ in few of the tokens.
-        return hops_traffic(expected_hops(counts_DE, self.placement, topology, choices))

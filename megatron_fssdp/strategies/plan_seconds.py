@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import (
     LayerPrice,
@@ -65,8 +66,9 @@ def plan_price(
     )
     choices = profile.sent_choices
     if choices is not None:
-        sent = plan.sent_tokens(counts_DE, topology, choices)
-        work = replace(work, pairs=sent, num_choices=choices.top_k)
+        # Other dispatches than the even one are estimated like it: they differ in few of the tokens.
+        hops = expected_hops(counts_DE, plan.placement, topology, choices)
+        work = replace(work, pairs=hops_traffic(hops), num_choices=choices.top_k)
     counts_s = counts_seconds(profile, topology, context.num_experts)
     if plan.shares_exactly:
         counts_s += counts_s + profile.exact_shares_s

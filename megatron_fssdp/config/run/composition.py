@@ -261,15 +261,11 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
 
 def _included(data: Mapping[str, Any], file: Path) -> list[str]:
     names = data.get(INCLUDE_KEY, [])
-    if not isinstance(names, list):
-        raise ConfigurationError(
-            f"{file}: include: got {describe_value(names)}, wanted a list of YAML files, for example "
-            "[models/x.yaml]"
-        )
-    for position, name in enumerate(names):
-        if not isinstance(name, str) or not name or "\0" in name:
+    for name in names if isinstance(names, list) else [names]:
+        if not isinstance(names, list) or not isinstance(name, str) or not name or "\0" in name:
             raise ConfigurationError(
-                f"{file}: include.{position}: got {describe_value(name)}, wanted the path of a YAML file"
+                f"{file}: include: got {describe_value(name)}, wanted a list of YAML files, such as "
+                "[models/x.yaml]"
             )
     return names
 

@@ -61,28 +61,24 @@ class RunConfig(BaseModel):
 
     @staticmethod
     def key_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield the path and the problem of every key that no section declares and Megatron refuses.
-
-        Args:
-            data: Plain values of a run.
-        """
+        """Yield path and problem of every key of a run that no section declares and Megatron refuses."""
         found: dict[str, str] = {}
+        homes = {key: section for section, model in SECTIONS.items() for key in model.model_fields}
         for section, model in SECTIONS.items():
             values = data.get(section)
             for key, value in values.items() if isinstance(values, Mapping) else ():
-                home = [name for name, other in SECTIONS.items() if key in other.model_fields]
-                if section in home:
+                if (home := homes.get(key)) == section:
                     continue
-                if home:
-                    yield (section, key), f"unknown key '{key}'; it belongs under {home[0]}"
+                if home is not None:
+                    problem = f"unknown key '{key}'; it belongs under {home}"
                 elif key in found:
-                    yield (section, key), f"unknown key '{key}'; it is given under {found[key]}, too"
+                    problem = f"unknown key '{key}'; it is given under {found[key]}, too"
                 elif key not in megatron_options.options():
-                    yield (
-                        (section, key),
-                        megatron_options.unknown_option(key, list(model.model_fields), model.own_keys()),
-                    )
-                elif problem := megatron_options.problem(key, value):
+                    declared = list(model.model_fields)
+                    problem = megatron_options.unknown_option(key, declared, model.own_keys())
+                else:
+                    problem = megatron_options.problem(key, value)
+                if problem:
                     yield (section, key), problem
                 found[key] = section
 

@@ -62,8 +62,6 @@ class ModelArguments(Section):
     layernorm_epsilon: _Positive = 1e-5
     swiglu: bool = False
     quick_geglu: bool = False
-    openai_gelu: bool = False
-    squared_relu: bool = False
     activation_func_clamp_value: _Positive | None = None
     glu_linear_offset: float = 0.0
     add_bias_linear: bool = True
@@ -241,7 +239,6 @@ class TrainingArguments(Section):
     lr_warmup_iters: Annotated[int, Field(ge=0)] = 0
     weight_decay: _NonNegative = 0.01
     clip_grad: _NonNegative = 1.0
-    adam_beta1: _Share = 0.9
     adam_beta2: _Share = 0.999
     seed: Annotated[int, Field(ge=0)] = 1234
     bf16: bool = False
@@ -257,7 +254,6 @@ class TrainingArguments(Section):
     profile: bool = False
     profile_step_start: Annotated[int, Field(ge=0)] = 10
     profile_step_end: _Size = 12
-    profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:

@@ -131,6 +131,8 @@ class FssdpSettings(SlotKeys):
 class ProphetSettings(SlotKeys):
     """``prophet``: Pro-Prophet: hot experts on some of the devices, planned ahead."""
 
+    need_replicas = ("overlap", "left_out")
+
     left_out: int | None = key(
         None,
         "Number of devices to which a selected expert is not sent: those with the fewest tokens for it "

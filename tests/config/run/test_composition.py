@@ -161,8 +161,8 @@ def test_circular_includes_are_refused(tmp_path):
         ("include: x.yaml", "include: got 'x.yaml' (string), wanted a list of YAML files"),
         ("include: {a: b}", "include: got a mapping, wanted a list"),
         ("include:", "include: got nothing (null), wanted a list"),
-        ("include: [x.yaml, 3]", "include.1: got 3 (whole number), wanted the path of a YAML file"),
-        ("include: ['']", "include.0: got '' (string), wanted the path"),
+        ("include: [x.yaml, 3]", "include: got 3 (whole number), wanted a list of YAML files"),
+        ("include: ['']", "include: got '' (string), wanted a list of YAML files"),
     ],
 )
 def test_invalid_include_values_are_refused(tmp_path, text, words):

@@ -55,6 +55,7 @@ def test_bad_settings_name_key_and_reason(name, override, words):
     [
         ("fssdp", ["slots=0", "rematerialize=true"], "rematerialize true has no meaning without replicas"),
         ("fssdp", ["overlap_degree=0", "overlap=false"], "overlap false has no meaning without replicas"),
+        ("prophet", ["slots=0", "left_out=2"], "left_out 2 has no meaning without replicas"),
         ("quota", ["slots=0", "overlap=false"], "overlap false has no meaning without replicas"),
         ("fastermoe", ["slots=0", "latency=paper"], "latency paper has no meaning without replicas"),
         ("ep", ["group_size=2"], "group_size 2 has no meaning without the smart schedule"),
