@@ -57,7 +57,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             *("config", "planning", "strategies", "simulation", "reporting", "data"),
             *("megatron_adapter", "launch"),
         },
-        {"torch", "typer", "rich", "psutil"},
+        {"torch", "typer", "rich"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),
@@ -107,7 +107,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "entry": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer", "training"},
     },
     "testing": {"": set(), "virtual_cuda": {""}},
-    "cli": {"": {"analysis"}, "analysis": {""}, "gpu_check": set()},
+    "cli": {"": {"analysis"}, "analysis": {""}},
 }
 
 FORBIDDEN = {
