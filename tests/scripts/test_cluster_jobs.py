@@ -1,6 +1,6 @@
 """Jobs of schedulers, with stand-ins for Slurm and torchrun, and (slow) two emulated nodes on this machine.
 
-No real cluster is used: Slurm behaves as its documentation says.
+No real cluster is used: Slurm and Kubernetes behave as their documentation says.
 """
 
 import os
@@ -16,11 +16,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_fssdp.config.loading import validate
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.reporting.records.run_records import read_metrics
 
 from .two_nodes import NODE, RUN, UNFINISHED, TwoNodes
 
 ROOT = Path(__file__).parents[2]
+JOB = ROOT / "scripts" / "kubernetes" / "pytorchjob.yaml"
 BATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals ranks through /proc")
@@ -63,9 +66,9 @@ TORCHRUN = """
     sys.exit(code)
 """
 
-# Starts its command for two nodes; once their ranks are up, sends SIGUSR1 to their scripts.
+# Starts its command for two nodes; once their ranks are up, sends SIGUSR1 to whom the variable says.
 SRUN = """
-    import os, pathlib, signal, subprocess, sys, time
+    import contextlib, os, pathlib, signal, subprocess, sys, time
 
     command = sys.argv[sys.argv.index("bash"):]
     out = pathlib.Path(command[3])
@@ -79,13 +82,25 @@ SRUN = """
         for node in range(2)
     ]
 
+    def descendants(pid):
+        found = [pid]
+        for children in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in children.read_text().split():
+                found += descendants(int(child))
+        return found
+
     while any(node.poll() is None for node in nodes):
         for start in (0, 20):
             if start in signaled or not are_ready(start):
                 continue
             signaled.add(start)
             for node in nodes:
-                os.killpg(node.pid, signal.SIGUSR1)
+                if os.environ["SIGNALED"] == "all":
+                    for pid in descendants(node.pid):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGUSR1)
+                else:
+                    os.killpg(node.pid, signal.SIGUSR1)
         time.sleep(0.05)
     sys.exit(max(node.returncode for node in nodes))
 """
@@ -139,7 +154,7 @@ class Slurm:
         """Run a copy of the batch file on the first node, as Slurm does."""
         variables = {
             **{"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"},
-            **{"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_SUBMIT_DIR": str(self.project)},
+            **{"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_SUBMIT_DIR": str(self.project), "SIGNALED": "group"},
         }
         return subprocess.run(
             ["bash", self.spool / "slurm_script", config, self.out, *arguments],
@@ -204,6 +219,12 @@ def test_data_that_does_not_exist_is_built_before_the_ranks_start(slurm: Slurm, 
     assert slurm.torchrun(0).startswith("--nnodes=2")
 
 
+def test_a_signal_to_all_processes_ends_all_ranks(slurm: Slurm, config: Path) -> None:
+    done = slurm.submit(config, SIGNALED="all")
+    assert done.returncode == 0, done.stderr
+    assert slurm.requeues == ["requeue 4711"]
+
+
 def test_a_job_without_progress_is_not_requeued_forever(slurm: Slurm, config: Path) -> None:
     slurm.ranks_add(0)
     done = slurm.submit(config)
@@ -237,6 +258,36 @@ def test_missing_requirements_of_a_node_are_named(config: Path, tmp_path: Path) 
     )
     assert done.returncode == 2
     assert "MASTER_ADDR is not set" in done.stderr
+
+
+def test_the_kubernetes_job_is_consistent_with_the_run() -> None:
+    settings, job = yaml.safe_load_all(JOB.read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert replicas.keys() == {"Master", "Worker"}
+    for replica in replicas.values():
+        assert replica["restartPolicy"] == "OnFailure"
+        pod = replica["template"]["spec"]
+        (container,) = pod["containers"]
+        # Names that the operator expects.
+        assert container["name"] == "pytorch"
+        assert container["ports"][0]["name"] == "pytorchjob-port"
+        mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
+        interpreter, script, run_path, out = container["command"]
+        assert interpreter == "bash"
+        assert ROOT / script == NODE
+        assert run_path == f"{mounted['config']}/{next(iter(settings['data']))}"
+        assert out.startswith(f"{mounted['runs']}/")
+        variables = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert int(variables["NUM_NODES"]) == sum(each["replicas"] for each in replicas.values())
+        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+        assert int(variables["RANKS_PER_NODE"]) == gpus
+        config_volume = next(volume for volume in pod["volumes"] if volume["name"] == "config")
+        assert config_volume["configMap"]["name"] == settings["metadata"]["name"]
+        run = yaml.safe_load(settings["data"]["run.yaml"])
+        run["parallelism"] |= {"num_nodes": int(variables["NUM_NODES"]), "nproc_per_node": gpus}
+        validate(RunConfig, run, "run.yaml")
 
 
 @pytest.fixture
