@@ -129,7 +129,6 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         (("data", "build", "nowhere", "--out", "new"), "nowhere: no such file or folder"),
         (("data", "built"), "No such command 'built'"),
         (("schema", "run.yaml"), "run.yaml"),
-        (("version", "--long"), "--long"),
         (("frobnicate",), "No such command 'frobnicate'"),
         # outputs that cannot be written
         (train("--out", "run.yaml"), "--out run.yaml: is not a folder but a file"),

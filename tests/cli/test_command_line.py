@@ -32,9 +32,8 @@ def test_help_and_completion_name_all_strategies():
     assert complete_strategy("ep,fs") == ["ep,fssdp"]
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["version"]])
-def test_the_version_is_printed(command, arguments):
-    assert command(*arguments) == (0, f"megatron-fssdp {__version__}\n", "")
+def test_the_version_is_printed(command):
+    assert command("--version") == (0, f"megatron-fssdp {__version__}\n", "")
 
 
 def test_the_schema_command_prints_json(command):
