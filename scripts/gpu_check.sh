@@ -29,4 +29,4 @@ if [[ -z "$python" ]]; then
   python="$VENV_PYTHON"
 fi
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m megatron_fssdp.cli.gpu_check --root "$ROOT" "${arguments[@]}"
+exec "$python" -m scripts.gpu_check --root "$ROOT" "${arguments[@]}"

@@ -59,7 +59,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             *("config", "planning", "strategies", "simulation", "records", "report"),
             *("data", "megatron_adapter", "launch"),
         },
-        {"torch", "typer", "rich", "psutil", "yaml", "jinja2", "markupsafe"},
+        {"torch", "typer", "rich", "yaml", "jinja2", "markupsafe"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),
@@ -101,7 +101,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "training": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer"},
         "entry": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer", "training"},
     },
-    "cli": {"": {"analysis"}, "analysis": {""}, "gpu_check": set()},
+    "cli": {"": {"analysis"}, "analysis": {""}},
 }
 
 FORBIDDEN = {

@@ -63,12 +63,6 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.command("version")
-def version_command() -> None:
-    """Show the version and exit."""
-    _show_version(True)
-
-
 @app.callback()
 def _root(
     version: Annotated[

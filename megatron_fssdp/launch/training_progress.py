@@ -2,21 +2,17 @@
 
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
+from rich.text import Text
 
 from megatron_fssdp.records.metrics import IterationMetrics
 from megatron_fssdp.records.metrics_file import parse_metrics_line
 
 _RECENT = 20
 _PLAIN_INTERVAL_S = 10.0
-_WIDE_COLUMNS = 1000
-"""Width at which no word is shortened, for output that is not a terminal."""
-
-_SPINNER_COLUMNS = 2
 
 
 class MetricsTail:
@@ -39,22 +35,15 @@ class MetricsTail:
         self._position += len(whole)
         records = []
         for line in whole.decode("utf-8", errors="replace").splitlines():
-            try:
+            with suppress(
+                ValueError
+            ):  # only the display misses this line; commands that read the file report it
                 records.append(parse_metrics_line(line))
-            except ValueError:
-                continue  # only the display misses this line; commands that read the file report it
         return records
 
 
-def progress_text(
-    record: IterationMetrics, iterations: int, recent_s: float, width: int = _WIDE_COLUMNS
-) -> str:
-    """Return one line of text about the last iteration of a run.
-
-    ``recent_s`` is the mean duration of recent iterations, in seconds. Words are shortened if the text has
-    more than ``width`` columns.
-    """
-    remaining_s = max(iterations - record.iteration, 0) * recent_s
+def progress_text(record: IterationMetrics, iterations: int, recent_s: float) -> str:
+    """Return one line about an iteration; ``recent_s`` is the mean duration of recent ones, in seconds."""
     parts = [
         f"iteration {record.iteration}/{iterations}",
         f"loss {record.lm_loss:.4f}",
@@ -64,13 +53,8 @@ def progress_text(
         used = sum(layer.load_max_over_mean for layer in record.layers) / len(record.layers)
         plain = sum(layer.ep_load_max_over_mean for layer in record.layers) / len(record.layers)
         parts.append(f"load max/mean {used:.2f} (plain EP {plain:.2f})")
-    minutes, seconds = divmod(round(remaining_s), 60)
-    text = "  ".join([*parts, f"ETA {minutes}:{seconds:02d}"])
-    if len(text) <= width:
-        return text
-    for long, short in (("load max/mean", "load"), ("plain EP", "EP"), ("iteration ", "")):
-        text = text.replace(long, short)
-    return text
+    minutes, seconds = divmod(round(max(iterations - record.iteration, 0) * recent_s), 60)
+    return "  ".join([*parts, f"ETA {minutes}:{seconds:02d}"])
 
 
 class TrainingProgress:
@@ -88,14 +72,10 @@ class TrainingProgress:
             console: Console that shows the progress.
             saves: Whether the run writes a checkpoint after its last iteration.
         """
-        self._saves = saves
-        self._tail = MetricsTail(metrics)
-        self._iterations = iterations
-        self._console = console
+        self._tail, self._iterations, self._saves = MetricsTail(metrics), iterations, saves
+        self._console, self._status = console, console.status(f"starting {nproc} ranks")
         self._durations_s: deque[float] = deque(maxlen=_RECENT)
-        self._waiting = f"starting {nproc} ranks"
         self._shown_s = time.monotonic()
-        self._live: Live | None = None
         self.last: IterationMetrics | None = None
         self._printed: IterationMetrics | None = None
 
@@ -106,18 +86,14 @@ class TrainingProgress:
 
     def __enter__(self) -> "TrainingProgress":
         if self._console.is_terminal:
-            spinner = Spinner("dots", text=self._waiting)
-            self._live = Live(spinner, console=self._console, transient=True, refresh_per_second=8)
-            self._live.start()
+            self._status.start()
         else:
-            self._console.print(self._waiting, highlight=False)
+            self._console.print(str(self._status.status), highlight=False)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-        if self.last is not None:
-            self._print()
+        self._status.stop()
+        self._print()
 
     def update(self) -> None:
         """Show the newest iteration, if there is a new one."""
@@ -125,33 +101,31 @@ class TrainingProgress:
         if not records:
             if self._saves and self.last is not None and self.last.iteration >= self._iterations:
                 self._saves = False  # is said once
-                if self._live is None:
-                    self._print()
-                    self._console.print("saving a checkpoint …", highlight=False)
-                else:
-                    self._live.update(Spinner("dots", text=f"{self._text()}  saving a checkpoint …"))
+                self._show("saving a checkpoint …")
             return
-        first = self.last is None
+        is_first = self.last is None
         self.last = records[-1]
         self._durations_s.extend(record.iteration_s for record in records)
-        if self._live is not None:
-            self._live.update(Spinner("dots", text=self._text()))
-            return
-        is_due = first or time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S
-        if is_due and self.last.iteration < self._iterations:  # __exit__ shows the last iteration
+        is_due = is_first or time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S
+        if self._console.is_terminal:
+            self._show(self._text())
+        elif is_due and self.last.iteration < self._iterations:  # __exit__ shows the last iteration
             self._print()
             self._shown_s = time.monotonic()
 
+    def _show(self, text: str) -> None:
+        if self._console.is_terminal:
+            self._status.update(Text(text, no_wrap=True, overflow="ellipsis"))
+        else:
+            self._print()
+            self._console.print(text, highlight=False)
+
     def _text(self) -> str:
         assert self.last is not None
-        recent_s = sum(self._durations_s) / len(self._durations_s)
-        on_terminal = self._live is not None and self._live.is_started
-        width = self._console.width - _SPINNER_COLUMNS if on_terminal else _WIDE_COLUMNS
-        return progress_text(self.last, self._iterations, recent_s, width)
+        return progress_text(self.last, self._iterations, sum(self._durations_s) / len(self._durations_s))
 
     def _print(self) -> None:
         """Print the last iteration, once."""
-        if self._printed is self.last:
-            return
-        self._printed = self.last
-        self._console.print(self._text(), highlight=False, soft_wrap=True)
+        if self.last is not None and self._printed is not self.last:
+            self._printed = self.last
+            self._console.print(self._text(), highlight=False, soft_wrap=True)

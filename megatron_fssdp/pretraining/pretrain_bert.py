@@ -16,7 +16,6 @@ from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERT
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.enums import ModelType
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import (
@@ -24,11 +23,11 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
-from megatron.training.utils import get_blend_and_blend_per_split
 from torch.nn.functional import cross_entropy
 
 from megatron_fssdp.data.wordpiece import WordPieceTokenizer
 from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
+from megatron_fssdp.pretraining.script_parts import data_settings, refuse_arguments, refuse_bad_losses
 
 _BATCH_KEYS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
 
@@ -111,15 +110,7 @@ def masked_loss(
     parts = {"lm loss": words}
     if order_logits is not None:
         parts["sop loss"] = cross_entropy(order_logits.view(-1, 2).float(), batch["is_random"].view(-1))
-    for name, part in parts.items() if get_args().check_for_nan_in_loss_and_grad else ():
-        for is_bad, what in ((torch.isnan, "NaN"), (torch.isinf, "infinite")):
-            get_rerun_state_machine().validate_result(
-                result=part,
-                rejection_func=is_bad,
-                message=f"the {name} of a micro-batch is {what}",
-                tolerance=0.0,
-                fatal=True,
-            )
+    refuse_bad_losses(parts)
     one = torch.ones_like(words)
     return sum(parts.values(), torch.zeros_like(words)), {
         name: torch.stack([part.detach(), one]) for name, part in parts.items()
@@ -145,17 +136,10 @@ def forward_step(
 
 def dataset_config(args: Any) -> BERTMaskedWordPieceDatasetConfig:
     """Return the data settings from Megatron's arguments. Masking is the same as in Megatron-LM's script."""
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
     # Masking needs only the words. Megatron's own tokenizer types need the package transformers.
     is_file = args.tokenizer_type == "NullTokenizer"
     return BERTMaskedWordPieceDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
+        **data_settings(args),
         tokenizer=WordPieceTokenizer.load(Path(args.tokenizer_model)) if is_file else build_tokenizer(args),
         masking_probability=args.mask_prob,
         short_sequence_probability=args.short_seq_prob,
@@ -171,15 +155,7 @@ def dataset_config(args: Any) -> BERTMaskedWordPieceDatasetConfig:
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build training, validation and test data on the ranks that read data.
-
-    Args:
-        num_samples: Number of samples that each of the three data sets needs.
-        vp_stage: Index of the model chunk under interleaved pipelining. Every chunk reads data.
-
-    Returns:
-        The training, validation and test data sets.
-    """
+    """Build training, validation and test data, of these numbers of samples, on the ranks that read data."""
 
     def reads_data() -> bool:
         return parallel_state.get_tensor_model_parallel_rank() == 0
@@ -198,12 +174,7 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]
 def main() -> None:
     """Pretrain a BERT as the command line describes it."""
     args = parse_and_validate_args()
-    for name in _UNSUPPORTED:
-        if getattr(args, name, None):
-            raise SystemExit(
-                f"--{name.replace('_', '-')}: Megatron's BERT, which this script trains, does not support "
-                "this option; remove it"
-            )
+    refuse_arguments(args, _UNSUPPORTED, "Megatron's BERT, which this script trains, does not support it")
     for name, wanted in _ONLY.items():
         if (got := getattr(args, name)) not in wanted:
             raise SystemExit(

@@ -1,8 +1,7 @@
 """Pretrains a dense or MoE GPT through ``megatron.training``.
 
 The script takes Megatron's arguments and runs under torchrun, directly or through ``python -m
-megatron_fssdp``. It does not use this package. It exists because Megatron's wheel contains the training loop,
-but no script that calls it.
+megatron_fssdp``. It exists because Megatron's wheel contains the training loop, but no script that calls it.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import (
@@ -29,28 +27,21 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training.utils import is_first_or_last_pipeline_stage
+
+from megatron_fssdp.pretraining.script_parts import data_settings, refuse_arguments, refuse_bad_losses
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 # Arguments for other kinds of training, which need other batches or losses.
-_UNSUPPORTED = (
-    "sft",
-    "fim_data",
-    "hybrid_context_parallel",
-    "dataloader_inter_document_masking",
-)
+_UNSUPPORTED = ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking")
 
 
 def load_batch(samples: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[str, Any]:
-    """Take the next micro-batch and select this rank's part of it.
+    """Take the next micro-batch and select this rank's part of it: its tensors by name.
 
-    Args:
-        samples: Iterator over the data. Only tensor-parallel rank 0 reads it.
-        vp_stage: Index of the model chunk under interleaved pipelining.
-
-    Returns:
-        The tensors of the micro-batch by name. A tensor that this pipeline stage does not need is None.
+    Only tensor-parallel rank 0 reads the samples. ``vp_stage`` is the index of the model chunk under
+    interleaved pipelining. A tensor that this pipeline stage does not need is None.
     """
     args = get_args()
     predicts_later = _predicts_later_tokens(vp_stage)
@@ -99,11 +90,7 @@ def _predicts_later_tokens(vp_stage: int | None) -> bool:
 def masked_loss(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum the losses of all tokens that the mask selects.
-
-    Args:
-        loss_mask: Mask of the tokens, ``[batch, sequence]``: 1 where a token counts, else 0.
-        output: The model's loss at every token, ``[batch, sequence]``.
+    """Sum the losses of the tokens that the mask selects; both tensors are ``[batch, sequence]``.
 
     Returns:
         The sum of the losses, the number of tokens in the sum, and both values for Megatron's log.
@@ -111,15 +98,7 @@ def masked_loss(
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(output.reshape(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
-        for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "infinite")):
-            get_rerun_state_machine().validate_result(
-                result=loss,
-                rejection_func=is_bad,
-                message=f"the loss of a micro-batch is {name}",
-                tolerance=0.0,
-                fatal=True,
-            )
+    refuse_bad_losses({"loss": loss})
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
 
 
@@ -128,11 +107,8 @@ def forward_step(
 ) -> tuple[Any, Any]:
     """Run the model on one micro-batch. Megatron's schedules call this function.
 
-    Args:
-        data_iterator: Iterator over samples.
-        model: Model chunk.
-        return_schedule_plan: Whether to return a plan of the forward pass instead of its output. Megatron
-            asks for plans under ``--overlap-moe-expert-parallel-comm``, and runs their parts itself.
+    Under ``--overlap-moe-expert-parallel-comm``, Megatron asks for a plan of the forward pass instead of the
+    output.
 
     Returns:
         The model's output, or the plan; and the function that computes the loss from the output.
@@ -154,16 +130,9 @@ def forward_step(
 
 def dataset_config(args: Any) -> GPTDatasetConfig:
     """Return the data settings from Megatron's arguments."""
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
     return GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
+        **data_settings(args),
         num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=build_tokenizer(args),
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
@@ -176,15 +145,7 @@ def dataset_config(args: Any) -> GPTDatasetConfig:
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build training, validation and test data on the ranks that read data.
-
-    Args:
-        num_samples: Number of samples that each of the three data sets needs.
-        vp_stage: Index of the model chunk under interleaved pipelining.
-
-    Returns:
-        The training, validation and test data sets.
-    """
+    """Build training, validation and test data, of these numbers of samples, on the ranks that read data."""
     args = get_args()
 
     def reads_data() -> bool:
@@ -204,12 +165,9 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]
 def main() -> None:
     """Pretrain a GPT as the command line describes it."""
     args = parse_and_validate_args()
-    for name in _UNSUPPORTED:
-        if getattr(args, name, None):
-            flag = f"--{name.replace('_', '-')}"
-            raise SystemExit(
-                f"{flag}: this script does not support it; use Megatron-LM's own pretrain_gpt.py"
-            )
+    refuse_arguments(
+        args, _UNSUPPORTED, "this script does not support it; use Megatron-LM's own pretrain_gpt.py"
+    )
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
 

@@ -4,9 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-
-from megatron_fssdp.config.loading import load_yaml
 
 from ..launch.tiny_run import ROOT, TINY, fake_data, words_of
 
@@ -179,35 +176,6 @@ def test_the_printed_commands_run_in_an_empty_folder(command, tmp_path, monkeypa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len((tmp_path / "runs" / "gpt_moe_tiny-fssdp" / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_another_strategy_drops_the_settings_of_the_files_strategy(command, tmp_path):
-    config = load_yaml(TINY)
-    config["strategy"]["settings"] = {"slots": 1, "overlap_degree": 2}
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    words = words_of(command("train", path, "--moe-strategy-set", "slots=2", "--dry-run")[1])
-    assert {"slots=2", "overlap_degree=2"} < set(words)
-    words = words_of(command("train", path, "--moe-strategy", "ep", "--dry-run")[1])
-    assert words[words.index("--moe-strategy") + 1] == "ep"
-    assert not any(word.startswith(("slots", "overlap_degree")) for word in words)
-
-
-def test_several_files_are_composed(command):
-    configs = TINY.parent
-    files = ("models/hecate-gpt-moe-s", "training/measure", "parallelism/hecate-b", "strategies/hecate")
-    paths = [configs / f"{name}.yaml" for name in files]
-    code, out, err = command("train", *paths, configs / "strategies" / "flexmoe.yaml", "--dry-run")
-    assert (code, err) == (0, "")
-    words = words_of(out)
-    assert words[words.index("--num-experts") + 1] == "64"
-    assert words[words.index("--moe-strategy") + 1] == "flexmoe"
-    assert "--bf16" in words
-    assert "--fp16" not in words
-    assert not any(word.startswith("planner") for word in words)  # a setting of the files' first strategy
-    assert "record_dir=runs/hecate-gpt-moe-s-measure-hecate-b-hecate-flexmoe" in words
-    words = words_of(command("train", *paths, "--moe-strategy", "fssdp", "--dry-run")[1])
-    assert {"planner=hecate", "record_dir=runs/hecate-gpt-moe-s-measure-hecate-b-hecate-fssdp"} < set(words)
 
 
 def test_words_after_two_dashes_are_settings(command, tmp_path):

@@ -120,16 +120,6 @@ def test_a_failing_run_is_named_and_run_again_by_the_same_command(sweep, tmp_pat
     assert again.asked == [("fssdp-seed1", False, True)]
 
 
-def test_invalid_input_of_a_run_does_not_end_the_sweep(sweep) -> None:
-    def refuse(request: TrainRequest) -> int:
-        raise ConfigurationError("no such data")
-
-    code, output = sweep(Trainer({"ep-seed1": refuse}))
-    assert code == 1
-    assert "failed: ep-seed1: no such data" in output
-    assert "3 of 4 runs are finished" in output
-
-
 def test_an_exit_before_the_last_iteration_is_a_failure(sweep) -> None:
     def end_early(request: TrainRequest) -> int:
         train_part(request, 3)

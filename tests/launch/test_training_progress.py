@@ -22,8 +22,6 @@ def test_the_progress_line_shows_the_iterations_figures():
     assert progress_text(record(40), 60, 4.0) == (
         "iteration 40/60  loss 3.2500  12,346 tokens/s  load max/mean 1.20 (plain EP 2.00)  ETA 1:20"
     )
-    short = progress_text(record(40), 60, 4.0, width=78)
-    assert short == "40/60  loss 3.2500  12,346 tokens/s  load 1.20 (EP 2.00)  ETA 1:20"
     dense = IterationMetrics(60, 3.0, None, 0.5, 10.0)
     assert progress_text(dense, 60, 4.0) == "iteration 60/60  loss 3.0000  10 tokens/s  ETA 0:00"
 

@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_fssdp.cli.gpu_check import __main__ as gpu_check
-from megatron_fssdp.cli.gpu_check.page import page_html
-from megatron_fssdp.cli.gpu_check.step import Step
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import gpu_parity
+from scripts.gpu_check import __main__ as gpu_check
+from scripts.gpu_check.page import page_html
+from scripts.gpu_check.step import Step
 
 ROOT = Path(__file__).parents[2]
 

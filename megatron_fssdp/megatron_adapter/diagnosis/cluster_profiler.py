@@ -79,7 +79,12 @@ class ProfileSettings:
         return [*itertools.takewhile(lambda size: size < self.most_bytes, sizes), self.most_bytes]
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise a ConfigurationError unless there are two ranks or more, and they can form equal nodes."""
+        """Raise a ConfigurationError unless there are two ranks or more, with devices, on equal nodes."""
+        if self.backend == "nccl" and not torch.cuda.is_available():
+            raise ConfigurationError(
+                "--backend nccl: got no visible CUDA device, wanted one for each rank; use --backend gloo, "
+                "or a machine with GPUs"
+            )
         if world_size < 2:
             raise ConfigurationError(
                 f"number of ranks: got {world_size}, wanted at least 2, because a link connects two ranks; "
@@ -109,11 +114,6 @@ def profile_cluster(settings: ProfileSettings, progress: Callable[[str], None]) 
     backend = settings.backend or ("nccl" if has_cuda else "gloo")
     device = torch.device("cpu")
     if backend == "nccl":
-        if not has_cuda:
-            raise ConfigurationError(
-                "--backend nccl: got no visible CUDA device, wanted one for each rank; use --backend gloo, "
-                "or a machine with GPUs"
-            )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     dist.init_process_group(backend)

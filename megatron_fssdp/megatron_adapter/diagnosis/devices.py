@@ -64,10 +64,11 @@ def check_devices(gpus: Gpus, run: "RunConfig | None", has_engine: bool) -> list
     """Check back ends, GPUs, nodes, and whether a run, if any, fits. Torch must be importable."""
     findings = [*_backends(bool(gpus.models)), _gpus(gpus), _topology(gpus, run.parallelism if run else None)]
     if run is not None:
-        on_cpu, context = gpus.runs_on_cpu(run.training.device), run.parallelism.context_parallel_size
-        findings.append(_ranks(gpus, run.parallelism, on_cpu))
-        if context > 1:
-            findings.append(_context(context, on_cpu, has_engine))
+        findings.append(_ranks(gpus, run.parallelism, gpus.runs_on_cpu(run.training.device)))
+        if run.parallelism.context_parallel_size > 1 and not has_engine:
+            advice = "install it, or set context_parallel_size to 1: its attention is needed, on GPUs"
+            name = f"parallelism.context_parallel_size {run.parallelism.context_parallel_size}"
+            findings.append(problem("context parallelism", f"{name} without Transformer Engine", advice))
     return findings
 
 
@@ -175,21 +176,6 @@ def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", on_cpu: bool) -> Fin
     fewer = f"--nproc {num} with parallel sizes that divide it, or " if num else ""
     advice = f"use {fewer}--set training.device=cpu, or a machine with more GPUs"
     return problem(name, found, f"every rank needs its own GPU: {advice}")
-
-
-def _context(context: int, on_cpu: bool, has_engine: bool) -> Finding:
-    """Check whether a run can use context parallelism of 2 or more."""
-    name, found = "context parallelism", f"parallelism.context_parallel_size {context}"
-    if on_cpu:
-        advice = (
-            "set context_parallel_size to 1, or train on GPUs: context parallelism uses Transformer Engine's "
-            "attention, which needs a GPU"
-        )
-        return problem(name, f"{found} on the CPU", advice)
-    if not has_engine:
-        advice = "install Transformer Engine, whose attention is needed, or set context_parallel_size to 1"
-        return problem(name, f"{found} without Transformer Engine", advice)
-    return Finding(name, found)
 
 
 def _nodes(world_size: int, per_node: int, source: str) -> str:

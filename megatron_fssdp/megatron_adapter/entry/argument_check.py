@@ -6,7 +6,7 @@ Ranks run the same checks when Megatron validates its arguments (:mod:`.registra
 import argparse
 import os
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from inspect import unwrap
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from megatron.training import argument_utils, arguments
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import closest
 from megatron_fssdp.config.quiet_output import quiet_output
+from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.run.megatron_arguments import ON_CPU
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
@@ -28,6 +29,15 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStra
 from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
+
+_NEED_A_GPU = (
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "use_flash_attn",
+    "tp_comm_overlap",
+)
+"""Switches of kernels that give the same results as Megatron's code without them."""
 
 
 def check_arguments(
@@ -120,12 +130,18 @@ def refuse_in_one_line(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     return parser
 
 
-def fit_to_cpu(args: Any) -> Mapping[str, Any]:
-    """Give parsed arguments the values that the CPU needs; return those that were changed, by name."""
-    changed = {name: value for name, value in ON_CPU.items() if getattr(args, name, value) != value}
-    for name, value in changed.items():
+def fit_to_cpu(args: Any) -> str:
+    """Give parsed arguments the values that the CPU needs; return what was changed, or an empty text."""
+    added = {name: value for name, value in ON_CPU.items() if getattr(args, name, value) != value}
+    removed = [name for name in _NEED_A_GPU if getattr(args, name, False)]
+    for name, value in {**added, **dict.fromkeys(removed, False)}.items():
         setattr(args, name, value)
-    return changed
+    flags = " ".join(f"--{name.replace('_', '-')}" for name in removed)
+    texts = (
+        f"added {' '.join(megatron_options.words(added))}" if added else "",
+        flags and f"removed {flags}",
+    )
+    return "; ".join(filter(None, texts))
 
 
 def requested_by(args: Any) -> RequestedStrategy:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overwritten_checkpoint
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
     CheckpointHint,
@@ -86,6 +85,8 @@ def register(by_launcher: bool = False) -> None:
     def add_megatron_arguments(parser: Any) -> Any:
         return refuse_in_one_line(add_strategy_arguments(add_arguments(parser)))
 
+    is_said = False
+
     # --yaml-cfg replaces all arguments and would remove the plugin's arguments without a warning.
     @wraps(parse)
     def parse_args(*args: Any, **kwargs: Any) -> Any:
@@ -95,9 +96,10 @@ def register(by_launcher: bool = False) -> None:
                 "--yaml-cfg: got Megatron's experimental YAML arguments, which replace --moe-strategy; "
                 "wanted command-line arguments: remove --yaml-cfg, or use megatron-fssdp train CONFIG.yaml"
             )
-        if on_cpu and (changed := fit_to_cpu(parsed)) and parsed.rank == 0:
-            flags = " ".join(megatron_options.words(changed))
-            print(f"[fssdp] the ranks run on the CPU, so these arguments are added: {flags}", flush=True)
+        nonlocal is_said
+        if on_cpu and (changed := fit_to_cpu(parsed)) and parsed.rank == 0 and not is_said:
+            is_said = True  # Megatron parses its arguments twice
+            print(f"[fssdp] the ranks run on the CPU, so arguments are {changed}", flush=True)
         return parsed
 
     # This is the last step before process groups exist, so invalid input is refused here.

@@ -1,4 +1,4 @@
-"""Entry point of ``python -m megatron_fssdp.cli.gpu_check``, which ``scripts/gpu_check.sh`` starts."""
+"""Entry point of ``python -m scripts.gpu_check``, which ``scripts/gpu_check.sh`` starts."""
 
 import argparse
 import shutil
@@ -7,10 +7,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_fssdp.cli.gpu_check.page import PAGE, write_results
-from megatron_fssdp.cli.gpu_check.step import Step
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import refuse_non_folder
+from scripts.gpu_check.page import PAGE, write_results
+from scripts.gpu_check.step import Step
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 

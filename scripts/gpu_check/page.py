@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.cli.gpu_check.step import Step, log_end
 from megatron_fssdp.config.written_files import written_whole
+from scripts.gpu_check.step import Step, log_end
 
 PAGE, SUMMARY, ZIP = "gpu_check.html", "gpu_check.json", "gpu_check.zip"
 
