@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.messages import wait_for
-from megatron_fssdp.collectives.stream_lane import lane_stream
+from megatron_fssdp.collectives.transfer_lanes import lane_stream
 
 
 @dataclass(frozen=True, eq=False)

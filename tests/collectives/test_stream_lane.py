@@ -11,7 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_fssdp.collectives.stream_lane import advance_transfers, lane_stream, stream_lane
+from megatron_fssdp.collectives.transfer_lanes import (
+    TransferTimer,
+    advance_transfers,
+    lane_stream,
+    stream_lane,
+)
 from megatron_fssdp.megatron_adapter.cpu.cpu_device import FinishedStream, HostEvent
 
 DEVICE = torch.device("cuda", 0)
@@ -72,7 +77,7 @@ def transfer(current: list[FinishedStream], issued: list[str]) -> Callable[..., 
 
 def test_with_many_connections_everything_is_issued_at_the_start(group, issued, transfer) -> None:
     lane = stream_lane(group, DEVICE)
-    pending = lane.submit(transfer("a", 3), 3, None, [])
+    pending = lane.submit(transfer("a", 3), TransferTimer(), 3, None, [])
     assert issued == ["a0", "a1", "a2", "a end"]
     advance_transfers(group)
     assert pending.wait()[0].item() == 1
@@ -83,7 +88,7 @@ def test_with_many_connections_everything_is_issued_at_the_start(group, issued, 
 def test_with_one_connection_each_point_issues_at_most_so_many_batches(
     group, issued, transfer, at_once
 ) -> None:
-    pending = stream_lane(group, DEVICE).submit(transfer("a", 7), 7, at_once, [])
+    pending = stream_lane(group, DEVICE).submit(transfer("a", 7), TransferTimer(), 7, at_once, [])
     for points in range(1, 9):
         assert len(issued) == min(7, points * at_once)
         assert pending.num_issued == len(issued)
@@ -95,7 +100,7 @@ def test_with_one_connection_each_point_issues_at_most_so_many_batches(
 
 
 def test_the_wait_issues_the_rest(group, issued, transfer) -> None:
-    pending = stream_lane(group, DEVICE).submit(transfer("a", 5), 5, 2, [])
+    pending = stream_lane(group, DEVICE).submit(transfer("a", 5), TransferTimer(), 5, 2, [])
     advance_transfers(group)
     assert issued == ["a0", "a1", "a2", "a3"]
     pending.wait()
@@ -105,13 +110,13 @@ def test_the_wait_issues_the_rest(group, issued, transfer) -> None:
 
 def test_a_transfer_begins_after_the_batches_of_the_transfers_before_it(group, issued, transfer) -> None:
     lane = stream_lane(group, DEVICE)
-    first = lane.submit(transfer("a", 3), 3, 1, [])
-    second = lane.submit(transfer("b", 2), 2, 1, [])
+    first = lane.submit(transfer("a", 3), TransferTimer(), 3, 1, [])
+    second = lane.submit(transfer("b", 2), TransferTimer(), 2, 1, [])
     assert issued == ["a0", "a1"]
     for _ in range(3):
         advance_transfers(group)
     assert issued == ["a0", "a1", "a2", "b0", "b1"]
-    third = lane.submit(transfer("c", 9), 9, 1, [])
+    third = lane.submit(transfer("c", 9), TransferTimer(), 9, 1, [])
     second.wait()
     assert issued[5:] == ["c0", "a end", "b end"]
     first.wait()
@@ -124,7 +129,7 @@ def test_an_error_of_a_batch_reaches_the_caller(group, current) -> None:
         yield
         raise ConnectionError("peer went away")
 
-    pending = stream_lane(group, DEVICE).submit(broken(), 2, 1, [])
+    pending = stream_lane(group, DEVICE).submit(broken(), TransferTimer(), 2, 1, [])
     with pytest.raises(ConnectionError, match="peer went away"):
         pending.wait()
 
@@ -132,7 +137,7 @@ def test_an_error_of_a_batch_reaches_the_caller(group, current) -> None:
 def test_tensors_stay_until_the_wait_and_no_longer(group, transfer) -> None:
     tensor = torch.ones(100)
     memory = StorageWeakRef(tensor.untyped_storage())
-    pending = stream_lane(group, DEVICE).submit(transfer("a", 1), 1, 1, [tensor])
+    pending = stream_lane(group, DEVICE).submit(transfer("a", 1), TransferTimer(), 1, 1, [tensor])
     timer = pending.timer
     del tensor
     gc.collect()
@@ -157,10 +162,10 @@ def test_the_use_of_memory_on_other_streams_than_the_default_one_is_recorded(
 ) -> None:
     """Megatron's combined 1F1B schedule starts a transfer on one stream and waits for it on another one."""
     lane, ordinary, combined = stream_lane(group, DEVICE), Touched(), Touched()
-    lane.submit(transfer("a", 0), 0, None, cast(Any, [ordinary])).wait()
+    lane.submit(transfer("a", 0), TransferTimer(), 0, None, cast(Any, [ordinary])).wait()
     assert ordinary.streams == []
     with torch.cuda.stream(FinishedStream()):
-        pending = lane.submit(transfer("b", 0), 0, None, cast(Any, [combined]))
+        pending = lane.submit(transfer("b", 0), TransferTimer(), 0, None, cast(Any, [combined]))
     pending.wait()
     assert combined.streams == [current[0]]
 

@@ -7,7 +7,7 @@ from statistics import median_high
 
 import torch
 
-from megatron_fssdp.runtime.clocks.device_clock import Moment, now, seconds_between
+from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 _Span = tuple[Moment, Moment]

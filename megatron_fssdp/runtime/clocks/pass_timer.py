@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from megatron_fssdp.runtime.clocks.device_clock import Moment, now, seconds_between
+from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 Part = Literal["other", "dispatch", "experts", "combine"]

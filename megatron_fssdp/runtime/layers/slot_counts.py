@@ -1,6 +1,7 @@
 """Counts the tokens of one layer by slot on the device, and turns all ranks' counts into loads on the host.
 
-Shape letters: D devices, E experts, N nodes, S ranks that send rows, W slots of all devices.
+Shape letters: T tokens of this rank, D devices, E experts, N nodes, S ranks that send rows, W slots of all
+devices.
 """
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
-from megatron_fssdp.runtime.slots.token_spread import token_spread
 
 
 class SlotCounts:
@@ -50,8 +50,7 @@ class SlotCounts:
             spread = token_spread(routing_map, self._plain_owner_E, self._topology)
             self._spread = spread if self._spread is None else self._spread + spread
         if one.is_shared:
-            counts_W = self.open(one, slot_map.device)
-            counts_W += slot_map.sum(0, dtype=torch.int64)
+            self.open(one, slot_map.device).add_(slot_map.sum(0))
 
     def clear(self) -> None:
         """Begin anew."""
@@ -84,19 +83,23 @@ class SlotCounts:
         """
         num_devices = self._topology.num_devices
         numbers_DN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1]).sum(axis=1)
-        num_spread = 0 if self._spread is None else len(self._spread)
-        counts_DW = numbers_DN[:, : numbers_DN.shape[1] - num_spread] // self.num_counting
-        spread = numbers_DN[:, counts_DW.shape[1] :].sum(axis=0) // self.num_counting if num_spread else None
+        num_slots = numbers_DN.shape[1] - (0 if self._spread is None else len(self._spread))
+        counts_DW = numbers_DN[:, :num_slots] // self.num_counting
         counts_DE = np.zeros_like(load.counts_DE)
-        if counts_DW.shape[1]:
+        if num_slots:
             assert shared is not None
             expert_W = shared.slots.expert_DU.reshape(-1)
             used_W = expert_W >= 0
             np.add.at(counts_DE.T, expert_W[used_W], counts_DW[:, used_W].T)
             load.counts_DE += counts_DE
             if measure:
-                self._measure(counts_DW, shared, load)
+                counts_DD = counts_DW.reshape(num_devices, num_devices, -1).sum(axis=2)
+                node_D = self._topology.node_of_device_D
+                crossing = int(counts_DD[node_D[:, None] != node_D].sum())
+                load.add_tokens(shared.plan.placement, counts_DD.sum(axis=0), crossing)
         if measure:
+            spread_DN = numbers_DN[:, num_slots:]
+            spread = spread_DN.sum(axis=0) // self.num_counting if spread_DN.size else None
             load.add_plain(counts_DE, self._plain_owner_E, spread)
 
     def count_on_host(self, counts_DE: np.ndarray, own: SlotPass, load: LayerLoad, measure: bool) -> None:
@@ -109,18 +112,34 @@ class SlotCounts:
             measure: Whether to add device loads and what plain expert parallelism would have done.
         """
         load.counts_DE += counts_DE
-        if not measure:
-            return
-        dispatch = own.plan.dispatch(counts_DE, self._topology)
-        load.num_replicas = own.plan.placement.num_replicas
-        load.placements = (own.plan.placement,)
-        load.add_tokens(dispatch.whole_tokens_D, round(dispatch.cross_node_tokens))
-        load.add_plain(counts_DE, self._plain_owner_E, None)
+        if measure:
+            dispatch = own.plan.dispatch(counts_DE, self._topology)
+            crossing = round(dispatch.cross_node_tokens)
+            load.add_tokens(own.plan.placement, dispatch.whole_tokens_D, crossing)
+            load.add_plain(counts_DE, self._plain_owner_E, None)
 
-    def _measure(self, counts_DW: np.ndarray, shared: SlotPass, load: LayerLoad) -> None:
-        placement, num_devices = shared.plan.placement, self._topology.num_devices
-        load.num_replicas = placement.num_replicas
-        load.placements = (placement,)
-        counts_DD = counts_DW.reshape(num_devices, num_devices, -1).sum(axis=2)
-        node_D = self._topology.node_of_device_D
-        load.add_tokens(counts_DD.sum(axis=0), int(counts_DD[node_D[:, None] != node_D].sum()))
+
+def token_spread(routing_map: torch.Tensor, owner_E: np.ndarray, topology: Topology) -> torch.Tensor:
+    """Numbers of tokens by the different nodes, and by the different devices, that own their experts.
+
+    The host does not wait for the device. Tokens without an expert are not counted.
+
+    Args:
+        routing_map: Experts that each token of this rank selected, bool ``[T, E]``.
+        owner_E: Owner of each expert, int64 ``[E]``.
+        topology: Nodes of the devices.
+
+    Returns:
+        int64 ``[N + D]``: tokens with experts on 1, 2, … N nodes, then tokens with experts on 1, 2, … D
+        devices.
+    """
+    device, selected = routing_map.device, routing_map.float()
+    histograms = []
+    for place_E, num_places in (
+        (topology.node_of_device_D[owner_E], topology.num_nodes),
+        (owner_E, topology.num_devices),
+    ):
+        is_there = torch.from_numpy(place_E[:, None] == np.arange(num_places)).to(device, non_blocking=True)
+        num_hit_T = (selected @ is_there.float() > 0).sum(dim=1, keepdim=True)
+        histograms.append((num_hit_T == torch.arange(1, num_places + 1, device=device)).sum(dim=0))
+    return torch.cat(histograms)

@@ -20,15 +20,15 @@ import torch
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
-from megatron_fssdp.collectives.transfer_lane import PendingTransfer
+from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.slots.owner_gradients import add_to_owners
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
-BindTransfer = Callable[[TransferPlan, int], SparseTransfer]
-"""Function of a transfer plan and of a number of elements that binds the plan to the layer's group."""
+BindTransfer = Callable[[TransferPlan, int, torch.dtype], SparseTransfer]
+"""Function of a transfer plan, a number of elements and a data type; binds the plan to the layer's group."""
 
 
 class ReplicaTransfers:
@@ -134,23 +134,32 @@ class ReplicaTransfers:
         self._gather(self.slots.layout.numel, addition)
         self._settle_gathers()
 
+    @torch.inference_mode(False)  # The lane's thread writes into the memory that is taken here.
     def _gather(self, num_elements: int, plan: TransferPlan | None = None) -> None:
         self._experts.await_parameters()  # Usually, the layer has done it before.
-        transfer = self._bind(self.plan.transfer if plan is None else plan, num_elements)
+        layout, owned = self.slots.layout, self._experts.parameters
+        transfer = self._bind(plan or self.plan.transfer, num_elements, layout.dtype)
         self.slots.open_weights()
-        held, owned = self.slots.weights(), self._experts.parameters
+        held, packed = self.slots.weights(), dict[int, torch.Tensor]()
         begin, end = self._num_gathered, self._num_gathered + num_elements
         if not begin:
-            with torch.no_grad():
-                self._sent = {
-                    expert: self.slots.layout.pack(owned[expert]) if expert in owned else held[expert]
-                    for expert in transfer.shared_experts
-                }
+            packed = {
+                expert: torch.empty(layout.numel, dtype=layout.dtype, device=self.slots.device)
+                for expert in transfer.shared_experts
+                if expert in owned
+            }
+            self._sent = {e: packed[e] if e in packed else held[e] for e in transfer.shared_experts}
         self._num_gathered = end
+
+        def pack() -> None:
+            for expert, flat in packed.items():
+                layout.pack([parameter.detach() for parameter in owned[expert]], out=flat)
+
         self._gathering.append(
             transfer.start_all_gather(
                 {expert: flat[begin:end] for expert, flat in self._sent.items()},
                 out={expert: held[expert][begin:end] for expert in transfer.received_experts},
+                fill=pack,
             )
         )
 
@@ -188,7 +197,7 @@ class ReplicaTransfers:
         self._partial = {expert: total.to(dtype) for expert, total in self.slots.sums().items()}
         rest = _part(self.plan.split.reduce, layout.numel) if self.splits else 0
         parts = [layout.numel - rest, rest] if rest else [layout.numel]
-        self._to_reduce = deque(self._bind(self.plan.transfer, part) for part in parts)
+        self._to_reduce = deque(self._bind(self.plan.transfer, part, layout.dtype) for part in parts)
         # The owner's own part is already in its gradient, so it is not a part of these sums.
         shared = self._to_reduce[0].shared_experts
         totals = torch.empty(

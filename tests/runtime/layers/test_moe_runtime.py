@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.transfer_lane import ThreadTransfer
+from megatron_fssdp.collectives.transfer_lanes import ThreadTransfer
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.loads import LoadHistory
