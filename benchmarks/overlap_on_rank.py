@@ -97,14 +97,13 @@ def watch_iterations(
         for layer, own in zip(runtime.layers, groups, strict=True):
             layer.measure = True  # on every rank; by default only the first device measures
             layer.groups = own if is_overlapped else dataclasses.replace(own, transfers=None)
-            layer._maker._groups, layer._maker._journal = layer.groups, layer._journal
         if len(begins_s) <= WARM_UP_ITERATIONS:
             report.spans.clear()
         begins_s.append(time.perf_counter())
         begin_iteration(runtime, *args)
 
     def end(runtime: Any) -> Any:
-        transfers = [(layer.context.layer, started) for layer in runtime.layers for started in layer._journal]
+        transfers = [(layer.context.layer, timer) for layer in runtime.layers for timer in layer.journal]
         loads = end_iteration(runtime)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -124,13 +123,12 @@ def watch_iterations(
                 how = "overlapped" if is_overlapped else "in turn"
                 add = report.spans.append
                 add(TraceSpan(rank, COMPUTE, f"iteration, transfers {how}", begins_s[-1], end_s))
-                for layer, started in transfers:
-                    name = f"{'spAG' if started.is_gather else 'spRS'} of layer {layer}"
-                    timer = started.timer
-                    if timer.end_s:
-                        add(TraceSpan(rank, TRANSFERS, name, timer.begin_s, timer.end_s))
-                    for wait_begin_s, wait_end_s in timer.waits_s:
-                        add(TraceSpan(rank, WAITS, f"wait for {name}", wait_begin_s, wait_end_s))
+                for layer, timer in transfers:
+                    name = f"{'spAG' if timer.is_gather else 'spRS'} of layer {layer}"
+                    if isinstance(timer.begin, float) and isinstance(timer.end, float):
+                        add(TraceSpan(rank, TRANSFERS, name, timer.begin, timer.end))
+                    for wait in timer.waits:
+                        add(TraceSpan(rank, WAITS, f"wait for {name}", *wait))
         return loads
 
     runtime_class.begin_iteration, runtime_class.end_iteration = begin, end

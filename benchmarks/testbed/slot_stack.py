@@ -55,8 +55,7 @@ class SlotStack(LayerStack):
             context = LayerContext(number + 1, owner_E, groups.topology, profile)
             layer = self.runtime.add_layer(context, groups, of_layer)
             layer.on_pass = partial(self._passes.__setitem__, number)
-            # On every rank, not only on the first.
-            layer.measure, layer._maker._journal = True, layer._journal
+            layer.measure = True  # On every rank, not only on the first.
         self._moves = ExpertMoves(self.runtime)
         self._selector: StrategySelector | None = None
         if strategy.selects:
@@ -149,12 +148,11 @@ class SlotStack(LayerStack):
         for number, layer in enumerate(self.runtime.layers):
             transfer = self._passes[number].plan.transfer
             result.spag_inter_node_bytes += transfer.inter_node_bytes(self.size.expert_bytes, topology)
-            for started in layer._journal:
-                name = f"{'spAG' if started.is_gather else 'spRS'} {number + 1}"
-                timer: Any = started.timer
-                if timer.end_s:
-                    result.transfers.append((name, timer.begin_s, timer.end_s))
-                result.transfers += [(f"wait for {name}", *one) for one in timer.waits_s]
+            for timer in layer.journal:
+                name = f"{'spAG' if timer.is_gather else 'spRS'} {number + 1}"
+                if timer.begin is not None and timer.end is not None:
+                    result.transfers.append((name, timer.begin, timer.end))
+                result.transfers += [(f"wait for {name}", *one) for one in timer.waits]
         result.loads = self.runtime.end_iteration()
         if self._selector is not None:
             self._selector.note(result.seconds)
