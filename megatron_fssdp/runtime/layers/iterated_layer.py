@@ -21,7 +21,7 @@ from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import SelectsStrategies, Strategy
 
 
@@ -78,7 +78,7 @@ class IteratedLayer(PlannedLayer):
         self.on_pass: Callable[[SlotPass], object] = lambda one: None
         self.gradients = HomeGradients(self)
         self._current: SlotPass | None = None
-        self._is_counted = False
+        self._is_counted = self._is_final = self._asks_after_gate = False
         self._is_alone = context.num_devices == 1
 
     @property
@@ -99,12 +99,25 @@ class IteratedLayer(PlannedLayer):
 
     # The pass in use.
 
+    def plan_iteration(self) -> LayerPlan:
+        """Make the plan of the running iteration from the loads of earlier iterations, if it does not exist.
+
+        It does not change until the iteration ends, except for one correction with the first micro-batch by
+        strategies that ask for it. Every micro-batch and a recomputed forward pass use the same slots.
+        """
+        if self.shared is None:
+            self.shared = self._make(self._next_plan())
+            self._asks_after_gate = self.strategy.asks_after_gate(self.context.layer)
+            self._use(self.shared)
+        return self.shared.plan
+
     def _pass_for(self, routing_map: torch.Tensor | None) -> SlotPass:
         """The pass of the iteration, or a new one for the micro-batch with this routing map."""
         is_planned = self._is_alone or self.clock.driven
         plan = self.plan_iteration() if is_planned else self._next_plan()
         if is_planned and (not plan.each_micro_batch or routing_map is None or self._is_alone):
-            if routing_map is not None:
+            if routing_map is not None and self._asks_after_gate and not self._is_final:
+                self._is_final = True
                 self._correct(routing_map)
             assert self.shared is not None
             return self.shared

@@ -86,7 +86,6 @@ class PlannedLayer:
         self._shared_slots: ReplicaSlots | None = None
         self._spare_slots: list[ReplicaSlots] = []
         self._table: torch.Tensor | None = None
-        self._is_final = self._asks_after_gate = False
         strategy.check(context)
         experts.check_owned(context.owner_E, groups.device)
 
@@ -130,20 +129,9 @@ class PlannedLayer:
 
     def _drop(self) -> None:
         """Drop the plan of the iteration, and its replicas."""
-        self.shared, self._is_final = None, False
+        self.shared = None
 
     # Plans.
-
-    def plan_iteration(self) -> LayerPlan:
-        """Make the plan of the running iteration from the loads of earlier iterations, if it does not exist.
-
-        It does not change until the iteration ends, except for one correction with the first micro-batch by
-        strategies that ask for it. Every micro-batch and a recomputed forward pass use the same slots.
-        """
-        if self.shared is None:
-            self.shared = self._make(self._next_plan())
-            self._asks_after_gate = self.strategy.asks_after_gate(self.context.layer)
-        return self.shared.plan
 
     def _next_plan(self) -> LayerPlan:
         plan = plan_before_gate(self.strategy, self.context, self.history)
@@ -170,9 +158,6 @@ class PlannedLayer:
 
     def _correct(self, routing_map: torch.Tensor) -> None:
         """Let the strategy change the replicas with the first micro-batch's exact counts (Hecate §4.2)."""
-        if self._is_final or not self._asks_after_gate:
-            return
-        self._is_final = True
         before = self.shared
         assert before is not None
         counts_DE = self._host_counts(routing_map)

@@ -29,11 +29,13 @@ class SlotCounts:
         self._topology, self._plain_owner_E = topology, plain_owner_E
         self._measures_spread = measures_spread
         self._counts_W: torch.Tensor | None = None
+        self._is_clear = True
         self._spread: torch.Tensor | None = None
         self.num_counting = 1
 
     def open(self, one: SlotPass, device: torch.device) -> torch.Tensor:
         """The counts of the present iteration by slot, int64 ``[W]``; the address stays while W does."""
+        self._is_clear = False
         if self._counts_W is None or len(self._counts_W) != one.num_slots:
             self._counts_W = torch.zeros(one.num_slots, dtype=torch.int64, device=device)
         return self._counts_W
@@ -55,8 +57,9 @@ class SlotCounts:
     def clear(self) -> None:
         """Begin anew."""
         self._spread = None
-        if self._counts_W is not None:
+        if self._counts_W is not None and not self._is_clear:
             self._counts_W.zero_()
+        self._is_clear = True
 
     def to_share(self, shared: SlotPass | None) -> torch.Tensor | None:
         """What other ranks need of this rank.

@@ -36,6 +36,7 @@ class ReplicaSlots:
         self.layout, self.device = layout, device
         self._trained = tuple(trained)
         self._weights: list[torch.Tensor] = []
+        self._written: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         self._parameters: list[ExpertParameters] = []
         self._slot_of: dict[int, int] = {}
@@ -77,8 +78,7 @@ class ReplicaSlots:
 
     def weights(self) -> dict[int, torch.Tensor]:
         """Flat weights ``[numel]`` by expert, for writing; their memory must be open."""
-        # .data has a version counter of its own, so autograd does not see a refilled weight as a change.
-        return {expert: self._weights[slot].data for expert, slot in self._slot_of.items()}
+        return {expert: self._written[slot] for expert, slot in self._slot_of.items()}
 
     def close_weights(self) -> None:
         """Give back the memory of all weights."""
@@ -120,6 +120,8 @@ class ReplicaSlots:
         _give_back(flat)
         _give_back(total)
         self._weights.append(flat)
+        # .data has a version counter of its own, so autograd does not see a refilled weight as a change.
+        self._written.append(flat.data)
         self._sums.append(total)
         self._parameters.append(tuple(made))
 

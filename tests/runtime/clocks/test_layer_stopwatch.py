@@ -82,7 +82,7 @@ def test_planning_and_posting_are_not_compute_before_the_layer(has_transfers: bo
         stopwatch=watch,
         clock=SimpleNamespace(driven=True),
         plan_iteration=plan,
-        _shared=SimpleNamespace(transfers=transfers),
+        _transfers=transfers,
         _await_parameters=lambda: None,
     )
     SlotLayer.launch(layer, torch.ones(2))
