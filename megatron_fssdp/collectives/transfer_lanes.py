@@ -169,19 +169,9 @@ class StreamTransfer(PendingTransfer):
         super().__init__(timer)
         self.num_issued = 0
         self._lane, self._steps, self._touched = lane, steps, tuple(touched)
-        self._num_batches, self._at_once = num_batches, at_once
+        self.num_batches, self._at_once = num_batches, at_once
         self._submitted_on = torch.cuda.current_stream(lane.device)
         self._ready = self._submitted_on.record_event()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything has been issued, together with the event that ends the transfer."""
-        return self._results is not None
-
-    @property
-    def has_batches(self) -> bool:
-        """Whether some batches have not been issued."""
-        return self.num_issued < self._num_batches
 
     def issue(self) -> None:
         """Issue the batches of one point. The end of the transfer is left to the wait.
@@ -189,12 +179,12 @@ class StreamTransfer(PendingTransfer):
         The end waits for the last batch on the transfer's stream. In the one queue of the device, this would
         hold up everything behind it.
         """
-        for _ in range(min(self._at_once, self._num_batches - self.num_issued)):
+        for _ in range(min(self._at_once, self.num_batches - self.num_issued)):
             self._issue_next()
 
     def issue_all(self) -> None:
         """Issue all remaining batches, and the event that ends the transfer."""
-        while not self.is_complete:
+        while self._results is None:
             self._issue_next()
 
     def _issue_next(self) -> None:
@@ -266,14 +256,13 @@ class StreamLane:
 
     def advance(self) -> None:
         """Issue the next batches of the first transfer that still has some: one point of the program."""
-        for transfer in self._open:
-            if transfer.has_batches:
-                transfer.issue()
-                break
+        transfer = next((one for one in self._open if one.num_issued < one.num_batches), None)
+        if transfer is not None:
+            transfer.issue()
 
     def issue_through(self, transfer: StreamTransfer) -> None:
         """Issue everything of a transfer and of the transfers before it."""
-        while not transfer.is_complete:
+        while transfer in self._open:
             self._open.popleft().issue_all()
 
 

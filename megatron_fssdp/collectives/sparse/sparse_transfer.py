@@ -1,9 +1,9 @@
 """Moves experts from their owners to their replicas, and sums of gradients back, along a transfer plan.
 
-One class runs both directions and all plans. The reference form of the paper (Hecate, §5.1: one broadcast and
-one reduce for each expert among its holders) is a star plan in which an expert travels in one piece. The form
-for production is a two-level plan in which experts travel in chunks. Both use point-to-point messages,
-because a process group for each set of holders would have to be created again for every plan.
+One class runs both directions and all plans: the star of the paper's reference form (Hecate, §5.1: one
+broadcast and one reduce for each expert among its holders), and two-level plans in which experts travel in
+chunks. They use point-to-point messages, because a process group for each set of holders would have to be
+created again for every plan.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.messages import GLOO, NCCL, Poster, Posting, connect_pairs, wait_for
-from megatron_fssdp.collectives.sparse.transfer_cargo import Cargo, GatherCargo, ReductionCargo
+from megatron_fssdp.collectives.sparse.transfer_cargo import GatherCargo, ReductionCargo
 from megatron_fssdp.collectives.sparse.wavefront import num_steps, steps_of
 from megatron_fssdp.collectives.transfer_lanes import (
     PendingTransfer,
@@ -39,15 +39,9 @@ class SparseTransfer:
     Every rank of the group must make the same calls in the same order, even if it has nothing to send.
     Between the start of a transfer and its wait, nothing else must use the group.
 
-    Experts travel in chunks, and a device passes a chunk on as soon as it has arrived. Two chunks of one
-    expert on the path owner 0 → device 4 → device 5::
-
-        step                  0           1           2
-        edge 0 → 4 (depth 0)  chunk 0     chunk 1
-        edge 4 → 5 (depth 1)              chunk 0     chunk 1
-
+    Experts travel in chunks, and a device passes a chunk on as soon as it has arrived (``wavefront.py``).
     SparseReduceScatter uses the same edges in the opposite direction, beginning with the deepest ones. Each
-    device on the path adds its own part of a chunk before it passes the sum on. See ``wavefront.py``.
+    device on the path adds its own part of a chunk before it passes the sum on.
 
     Args:
         group: Process group of the expert-parallel ranks; device numbers of the plan are ranks in it.
@@ -172,7 +166,7 @@ class SparseTransfer:
 
     def _start(
         self,
-        cargo: Cargo,
+        cargo: GatherCargo,
         chunk_elements: int,
         dtype: torch.dtype,
         results: Results,
@@ -181,7 +175,7 @@ class SparseTransfer:
     ) -> PendingTransfer:
         # The results are allocated by the callers and not on the lane, so that their memory belongs to the
         # stream that waits for them.
-        is_gather = isinstance(cargo, GatherCargo)
+        is_gather = not isinstance(cargo, ReductionCargo)
         num_chunks = -(-self.num_elements // chunk_elements)
         is_idle = not num_chunks or not (self.received_experts or self.shared_experts)
         timer = TransferTimer(is_gather, self.plan.total_bytes(self.num_elements * dtype.itemsize))
@@ -198,9 +192,11 @@ class SparseTransfer:
         lane = stream_lane(self.group, self.device)
         return lane.submit(steps, timer, num_steps(self.plan, num_chunks), at_once, touched)
 
-    def _steps(self, cargo: Cargo, num_chunks: int, results: Results, fill: Callable[[], object]) -> Steps:
+    def _steps(
+        self, cargo: GatherCargo, num_chunks: int, results: Results, fill: Callable[[], object]
+    ) -> Steps:
         """Post the steps in order, and wait only for what the next messages to pass on need."""
-        is_gather = isinstance(cargo, GatherCargo)
+        is_gather = not isinstance(cargo, ReductionCargo)
         with naming_failures(f"{'SparseAllGather' if is_gather else 'SparseReduceScatter'} of {self._what}"):
             fill()
             steps = steps_of(self.plan, self.rank, num_chunks, is_gather=is_gather)

@@ -43,10 +43,9 @@ class LayerStopwatch:
         return self._counted.num_rows
 
     def layer_begins(self, device: torch.device) -> None:
-        """Mark the start of the compute that comes before the layer, and that hides its transfers.
+        """Mark the start of the compute before the layer, after its transfers were posted.
 
-        Call it after the layer's transfers were posted. Then neither the host's planning and posting nor, on
-        CUDA, the device's wait for the host count as compute.
+        Then neither the host's planning and posting nor, on CUDA, the device's wait for the host count.
         """
         self._begin = None if in_backward() else now(device.type == "cuda")
 

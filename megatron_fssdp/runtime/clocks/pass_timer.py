@@ -12,7 +12,7 @@ measure them (``TransferTiming.exposed_s``).
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -101,7 +101,7 @@ class PassTimer:
         Args:
             total: Seconds to which the part is added; ``None`` for what is outside of all parts.
             part: The part; ``None`` for what is outside of all parts.
-            is_cuda: Whether the part runs on a CUDA device; ``None`` if it runs where the last one ran.
+            is_cuda: Whether it runs on a CUDA device; ``None`` if it runs where the last part ran.
         """
         if is_cuda is not None:
             self._is_cuda = is_cuda
@@ -136,11 +136,9 @@ class LayerTimer:
         A forward pass that is recomputed counts as a part of the backward pass.
 
         Args:
-            tensor: Tensor that passes the border, any shape. Its gradient must be complete when the backward
-                pass reaches the border.
+            tensor: Tensor whose gradient is complete when the backward pass reaches the border, any shape.
             forward: Part that begins now; ``None`` if the layer ends here.
-            backward: Part that begins where the tensor's gradient is complete; ``None`` if the layer ends
-                there.
+            backward: Part that begins there in the backward pass; ``None`` if the layer ends there.
         """
         if not self.timer.is_running:
             return
@@ -148,10 +146,6 @@ class LayerTimer:
         self.timer.enter(total, forward, tensor.is_cuda)
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor.register_hook(lambda gradient: self._enter_backward(backward, gradient.is_cuda))
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Context manager around a wait for a transfer, which belongs to no part."""
-        return self.timer.waiting()
 
     def take(self) -> tuple[PassSeconds, PassSeconds]:
         """Return the seconds of the forward and of the backward passes since the last call.

@@ -80,7 +80,7 @@ class ExpertLayout:
         """Number of elements of each tensor."""
         return [shape.numel() for shape in self.shapes]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of one expert."""
         return sum(self.sizes)

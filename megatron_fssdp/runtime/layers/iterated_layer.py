@@ -66,7 +66,7 @@ class IteratedLayer(PlannedLayer):
             experts,
             strategy,
             clock or IterationClock(),
-            self.timer.waiting,
+            self.timer.timer.waiting,
             measure=measure,
             check_plans=check_plans,
             least_slots=least_slots,

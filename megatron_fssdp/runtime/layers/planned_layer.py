@@ -87,7 +87,7 @@ class PlannedLayer:
         self._spare_slots: list[ReplicaSlots] = []
         self._table: torch.Tensor | None = None
         strategy.check(context)
-        experts.check_owned(context.owner_E, groups.device)
+        experts.check(context.placement, groups.device)
 
     @property
     def plan(self) -> LayerPlan | None:
@@ -97,7 +97,7 @@ class PlannedLayer:
     # Changes between iterations.
 
     def own(self, owner_E: np.ndarray, parameters: ParametersByExpert, layout: ExpertLayout) -> None:
-        """Set new owners; only between iterations.
+        """Set new owners, without resident replicas; only between iterations.
 
         Args:
             owner_E: New owner of each expert, int64 ``[E]``.
@@ -107,10 +107,8 @@ class PlannedLayer:
         Raises:
             ValueError: The parameters are not those of the experts that this rank owns.
         """
-        experts = replace(self.experts, parameters=parameters, told_layout=layout)
-        experts.check_owned(owner_E, self.groups.device)
-        self._drop()
-        self.context, self.experts = replace(self.context, owner_E=owner_E), experts
+        experts = replace(self.experts, parameters=parameters, residents={}, told_layout=layout)
+        self._own(replace(self.context, owner_E=owner_E, resident=None), experts)
 
     def keep(self, placement: ExpertPlacement, residents: ParametersByExpert) -> None:
         """Set new resident replicas; only between iterations.
@@ -122,10 +120,13 @@ class PlannedLayer:
         Raises:
             ValueError: The parameters are not those of this rank's replicas.
         """
-        experts = replace(self.experts, residents=residents)
-        experts.check_present(placement, self.groups.device)
+        context = replace(self.context, resident=placement)
+        self._own(context, replace(self.experts, residents=residents))
+
+    def _own(self, context: LayerContext, experts: LocalExperts) -> None:
+        experts.check(context.placement, self.groups.device)
         self._drop()
-        self.context, self.experts = replace(self.context, resident=placement), experts
+        self.context, self.experts = context, experts
 
     def _drop(self) -> None:
         """Drop the plan of the iteration, and its replicas."""

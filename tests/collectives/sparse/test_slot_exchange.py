@@ -152,12 +152,10 @@ def misuse(rank, world_size):
     def exchange(moves, **options):
         exchange_slots(dist.group.WORLD, moves, [quantity], **options)
 
-    with pytest.raises(ValueError, match="the same slots, each once"):
+    with pytest.raises(ValueError, match="the same as the sources"):
         exchange([SlotMove(0, 0, 0, 0, 1, 0)])
-    with pytest.raises(ValueError, match="the same slots, each once"):
+    with pytest.raises(ValueError, match="the same as the sources"):
         exchange([SlotMove(0, 0, 0, 0, 1, 0), SlotMove(0, 1, 0, 0, 0, 0), SlotMove(0, 2, 1, 0, 0, 0)])
-    with pytest.raises(ValueError, match="wanted 0 to 1"):
-        exchange([SlotMove(0, 0, 0, 0, 2, 0), SlotMove(0, 1, 2, 0, 0, 0)])
     for second in (SlotMove(0, 1, 1, 1, 1, 3), SlotMove(0, 1, 1, 3, 0, 4)):  # filled twice; filled and read
         with pytest.raises(ValueError, match="wanted each destination once and none of them as a source"):
             exchange([SlotMove(0, 0, 0, 0, 1, 3), second], are_copies=True)
