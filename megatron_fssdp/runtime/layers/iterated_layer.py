@@ -5,34 +5,30 @@ Shape letters: T tokens, E experts.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, Part, PassTimer
-from megatron_fssdp.runtime.experts.local_experts import LocalExperts
-from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.clocks.pass_timer import Part
 from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
-from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
 from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.strategy import SelectsStrategies, Strategy
+from megatron_fssdp.strategies.layer_plan import LayerPlan
+from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 
 class IteratedLayer(PlannedLayer):
-    """A layer from the begin to the end of iterations. Further arguments: :class:`PlannedLayer`.
+    """A layer from begin to end of iterations. Further arguments are those of :class:`PlannedLayer`.
 
     Args:
-        measure: Whether this rank keeps the device loads, bytes and times that reports show.
         measures_spread: Whether the ranks count on how many nodes and devices the experts of a token are;
             equal on all ranks.
-        timer: Timer of the parts of this layer's passes.
 
     Attributes:
         load: Loads, bytes and times of the running iteration.
@@ -44,34 +40,9 @@ class IteratedLayer(PlannedLayer):
             from their backward pass, it sets ``delays_weight_gradients`` and marks them as computed.
     """
 
-    def __init__(
-        self,
-        context: LayerContext,
-        groups: ExpertGroups,
-        experts: LocalExperts,
-        strategy: Strategy,
-        clock: IterationClock | None = None,
-        *,
-        measure: bool = False,
-        measures_spread: bool = False,
-        check_plans: bool = False,
-        timer: LayerTimer | None = None,
-        least_slots: int = 0,
-        slot_multiple: int = 1,
-    ) -> None:
-        self.timer = timer or LayerTimer(PassTimer())
-        super().__init__(
-            context,
-            groups,
-            experts,
-            strategy,
-            clock or IterationClock(),
-            self.timer.timer.waiting,
-            measure=measure,
-            check_plans=check_plans,
-            least_slots=least_slots,
-            slot_multiple=slot_multiple,
-        )
+    def __init__(self, *planned: Any, measures_spread: bool = False, **options: Any) -> None:
+        super().__init__(*planned, **options)
+        context = self.context
         self.load = LayerLoad.empty(context)
         self.counts = SlotCounts(context.topology, context.owner_E, measures_spread)
         self.stopwatch: LayerStopwatch | None = None

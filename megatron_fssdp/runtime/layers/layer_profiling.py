@@ -46,7 +46,7 @@ def profile_layers(
         num_micro_batches: Number of micro-batches in an iteration.
         held: For how many layers, and how long, replicas exist at the same time.
         device: Device of the tensors for collectives.
-        choices: What is known about the experts of the tokens; ``None`` if nothing is.
+        choices: What is known about the experts of the tokens, if anything is.
         deduplicated: Whether all tokens travel by the deduplicated exchange.
     """
     first = layers[0]

@@ -63,15 +63,7 @@ class MoERuntime:
     ) -> SlotLayer:
         """Register a layer; layers must be added in the same order on every rank.
 
-        Args:
-            context: The data of the layer that the strategy may use.
-            groups: Process groups of the layer, and the nodes of its ranks.
-            parameters: Parameters of each expert that this rank owns, ascending by expert.
-            layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
-            await_parameters: Function that returns when the Parameters have the values of the last optimizer
-                step; ``None`` if they always have them, see :class:`LocalExperts`.
-            least_slots: Replica slots that exist from the start.
-            slot_multiple: Number of which the slots of a device are a multiple.
+        The arguments are those of :class:`SlotLayer` and :class:`LocalExperts`.
         """
         experts = LocalExperts(f"layer {context.layer}", parameters, told_layout=layout)
         experts = replace(experts, told_device=experts.device)

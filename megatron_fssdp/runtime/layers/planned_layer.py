@@ -3,8 +3,6 @@
 Shape letters: T tokens, D devices, E experts.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +17,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.slots.slot_table import SlotTable
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
+from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -45,9 +44,9 @@ class PlannedLayer:
         experts: Experts of the layer that have Parameters on this rank.
         strategy: Strategy that plans the layer.
         clock: Clock of iterations that all layers of the model share.
-        waiting: Function that returns a context manager, which is entered around waits for transfers.
-        measure: Whether the journal gets every transfer. On CUDA, the host must wait for a transfer's times,
-            so they are read only for reports.
+        timer: Timer of the parts of this layer's passes.
+        measure: Whether this rank keeps the device loads, bytes and times that reports show. On CUDA, the
+            host must wait for the times of transfers.
         check_plans: Whether to compare the plans of all ranks before they are used.
         least_slots: Replica slots that exist from the start. Further ones are added when a plan needs them.
         slot_multiple: Number of which the slots of a device are a multiple; empty slots are added.
@@ -56,7 +55,7 @@ class PlannedLayer:
         history: Loads of the last iterations.
         journal: Timers of the transfers of the running iteration.
         is_first: Whether the model chunk of this layer has no MoE layer before it.
-        waiting: The argument.
+        waiting: Function that returns a context manager, which is entered around waits for transfers.
         shared: Pass of the running iteration; ``None`` before it is planned.
     """
 
@@ -66,20 +65,21 @@ class PlannedLayer:
         groups: ExpertGroups,
         experts: LocalExperts,
         strategy: Strategy,
-        clock: IterationClock,
-        waiting: Callable[[], AbstractContextManager[object]],
+        clock: IterationClock | None = None,
         *,
-        measure: bool,
-        check_plans: bool,
-        least_slots: int,
-        slot_multiple: int,
+        timer: LayerTimer | None = None,
+        measure: bool = False,
+        check_plans: bool = False,
+        least_slots: int = 0,
+        slot_multiple: int = 1,
     ) -> None:
         self.context, self.groups, self.experts, self.strategy = context, groups, experts, strategy
-        self.clock, self.measure = clock, measure
+        self.clock, self.timer = clock or IterationClock(), timer or LayerTimer(PassTimer())
+        self.measure, self._checks_plans = measure, check_plans
         self.history = LoadHistory(strategy.window, context.num_devices, context.num_experts)
         self.journal: list[TransferTimer] = []
         self.is_first = True
-        self.waiting, self._checks_plans = waiting, check_plans
+        self.waiting = self.timer.timer.waiting
         self._num_replica_slots, self._slot_multiple = least_slots, slot_multiple
         self.shared: SlotPass | None = None
         self._last_made: tuple[object, SlotPass] | None = None
@@ -103,23 +103,12 @@ class PlannedLayer:
             owner_E: New owner of each expert, int64 ``[E]``.
             parameters: Parameters of each expert that this rank owns, ascending by expert.
             layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
-
-        Raises:
-            ValueError: The parameters are not those of the experts that this rank owns.
         """
         experts = replace(self.experts, parameters=parameters, residents={}, told_layout=layout)
         self._own(replace(self.context, owner_E=owner_E, resident=None), experts)
 
     def keep(self, placement: ExpertPlacement, residents: ParametersByExpert) -> None:
-        """Set new resident replicas; only between iterations.
-
-        Args:
-            placement: Devices on which each expert has Parameters; its owners are the present owners.
-            residents: Parameters of this rank's resident replicas, with the owners' contents.
-
-        Raises:
-            ValueError: The parameters are not those of this rank's replicas.
-        """
+        """Set new resident replicas, by Parameters with the owners' contents; only between iterations."""
         context = replace(self.context, resident=placement)
         self._own(context, replace(self.experts, residents=residents))
 
@@ -187,13 +176,10 @@ class PlannedLayer:
     def _make(
         self, plan: LayerPlan, counts_DE: np.ndarray | None = None, *, is_shared: bool = True
     ) -> SlotPass:
-        """Put a plan's experts into slots.
+        """Put a plan's experts into slots, for an iteration (``is_shared``) or for one micro-batch.
 
-        Args:
-            plan: The plan.
-            counts_DE: Counts for which tokens are shared out, if the plan's dispatch depends on counts, int64
-                ``[D, E]``; a forecast by default.
-            is_shared: Whether all passes of an iteration use it.
+        ``counts_DE``, int64 ``[D, E]``, are counts by which tokens are shared out, if the plan's dispatch
+        depends on counts; by default a forecast.
         """
         self._make_room(int(plan.placement.replicas_per_device_D.max()))
         # Plans often stay from one iteration to the next.
@@ -235,13 +221,7 @@ class PlannedLayer:
             self._spare_slots.append(own.transfers.slots)
 
     def bind(self, plan: TransferPlan, num_elements: int, dtype: torch.dtype) -> SparseTransfer:
-        """Bind a transfer plan to the layer's process group.
-
-        Args:
-            plan: Edges along which experts travel.
-            num_elements: Elements of each expert that travel.
-            dtype: Data type of gathered tensors.
-        """
+        """Bind a transfer plan, for so many elements of each expert, to the layer's process group."""
         device = self.experts.device
         return SparseTransfer(
             self.groups.transfers or self.groups.expert_parallel,

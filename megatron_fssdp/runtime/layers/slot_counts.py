@@ -62,14 +62,10 @@ class SlotCounts:
         self._is_clear = True
 
     def to_share(self, shared: SlotPass | None) -> torch.Tensor | None:
-        """What other ranks need of this rank.
+        """What other ranks need of this rank: tokens by slot, then their spread; int64, of equal length.
 
-        Args:
-            shared: Pass of the iteration; ``None`` if the layer was not used.
-
-        Returns:
-            Tokens by slot, then their spread; int64, of equal length on all ranks. ``None`` if there is
-            nothing, or if the counts are on the host already.
+        ``None`` if there is nothing, or if the counts are on the host already. ``shared`` is the pass of the
+        iteration, ``None`` if the layer was not used.
         """
         on_device = shared is not None and not shared.plan.each_micro_batch
         numbers = [one for one in (self._counts_W if on_device else None, self._spread) if one is not None]
@@ -106,14 +102,7 @@ class SlotCounts:
             load.add_plain(counts_DE, self._plain_owner_E, spread)
 
     def count_on_host(self, counts_DE: np.ndarray, own: SlotPass, load: LayerLoad, measure: bool) -> None:
-        """Add a micro-batch whose counts the host knows.
-
-        Args:
-            counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
-            own: Pass of the micro-batch.
-            load: Load of the iteration.
-            measure: Whether to add device loads and what plain expert parallelism would have done.
-        """
+        """Add a micro-batch whose counts the host knows, int64 ``[D, E]``."""
         load.counts_DE += counts_DE
         if measure:
             dispatch = own.plan.dispatch(counts_DE, self._topology)

@@ -61,8 +61,7 @@ class SlotLayer(IteratedLayer):
     def launch(self, hidden: torch.Tensor | None = None) -> None:
         """Plan the iteration, and start SparseAllGather before the compute that comes before the layer.
 
-        Args:
-            hidden: A tensor of the pass, for the stopwatch; ``None`` outside of a pass.
+        ``hidden`` is a tensor of the pass, for the stopwatch; ``None`` outside of a pass.
         """
         if self._is_alone or not self.clock.driven:
             return
@@ -122,10 +121,9 @@ class SlotLayer(IteratedLayer):
         return slot_map, probs
 
     def enter_dispatch(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Mark the point at which the backward pass has the experts' gradients.
+        """Mark where the backward pass has the experts' gradients: at the rows before they are dispatched.
 
-        Args:
-            hidden: Rows before they are dispatched, any shape. The pass goes on with the result.
+        The pass goes on with the result.
         """
         one = self._in_use
         if one.is_shared and not self._has_late_gradients(one):
@@ -145,13 +143,9 @@ class SlotLayer(IteratedLayer):
             self.following.plan_iteration()
 
     def await_weights(self, rows: torch.Tensor) -> AbstractContextManager[None]:
-        """Wait for the replicas' weights, immediately before the experts compute.
+        """Wait for the replicas' weights, immediately before the experts compute the rows ``[R, M]``.
 
-        Args:
-            rows: Rows that the experts compute, ``[R, M]``.
-
-        Returns:
-            Context manager for the experts' forward pass, which measures it if the layer has a stopwatch.
+        The result is a context manager for their forward pass. It measures if the layer has a stopwatch.
         """
         one, following = self._in_use, self.following
         if following is not None and self.strategy.splits and self.clock.driven and not in_backward():
@@ -172,13 +166,10 @@ class SlotLayer(IteratedLayer):
         """Dispatch, compute and combine in the steps of the smart schedule (FasterMoE §4.2).
 
         Args:
-            rows: Rows in the order of sending, ``[A, M]``.
+            rows: Rows in the order of sending, ``[A, M]``; the results have the same shape and order.
             probs: Probabilities of these rows, ``[A]``.
             experts: Forward pass of the slots' experts.
             run: The dispatcher's method that runs the steps.
-
-        Returns:
-            Results of the rows, ``[A, M]``.
         """
         one, transfers = self._in_use, self._in_use.transfers
         if transfers is None:
@@ -199,10 +190,9 @@ class SlotLayer(IteratedLayer):
         return self.leave_experts(results)
 
     def leave_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Mark the point at which the experts' backward pass begins.
+        """Mark where the experts' backward pass begins: at their results ``[R, M]``.
 
-        Args:
-            rows: Results of the experts, ``[R, M]``. The pass goes on with the result.
+        The pass goes on with the result.
         """
         one = self._in_use
         next_splits = self.following is not None and self.following._splits
@@ -217,11 +207,7 @@ class SlotLayer(IteratedLayer):
         return rows
 
     def finish(self, output: torch.Tensor) -> torch.Tensor:
-        """End the forward pass: launch the next layer.
-
-        Args:
-            output: Output of the layer, any shape. The pass goes on with the result.
-        """
+        """End the forward pass, and launch the next layer; the pass goes on with the result."""
         one, following = self._in_use, self.following
         self.mark(output, None, "combine")
         if one.holds_each_pass or (following is not None and following.groups.transfers is not None):
@@ -234,10 +220,7 @@ class SlotLayer(IteratedLayer):
         """Mark a point of the program, at which transfers issue their next messages (``transfer_lanes.py``).
 
         Only devices with one queue need such points. All ranks must have the same points in the same order.
-
-        Args:
-            hidden: Tensor whose gradient is complete at the corresponding point of the backward pass, any
-                shape; ``None`` if the backward pass has no such point.
+        The backward pass has a point where the gradient of ``hidden`` is complete, if it is given.
         """
         group = self.groups.transfers
         if group is None or not self.groups.one_queue:

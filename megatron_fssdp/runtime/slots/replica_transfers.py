@@ -71,22 +71,14 @@ class ReplicaTransfers:
     # Weights.
 
     def prefetch(self, *, backward: bool) -> None:
-        """Gather the weights for the next forward or backward pass, at a time when other compute hides it.
-
-        Args:
-            backward: Whether the next backward pass will use them.
-        """
+        """Gather the weights for the next forward or backward pass, while other compute hides it."""
         if self._each_pass and not self._prefetched[backward]:
             self._prefetched[backward] = True
             self._num_users += 1
         self.gather()
 
     def begin_use(self, *, backward: bool) -> None:
-        """Begin to use the weights in a pass; they may still be on their way.
-
-        Args:
-            backward: Whether it is a backward pass.
-        """
+        """Begin to use the weights in a forward or backward pass; they may still be on their way."""
         if not self._prefetched[backward]:
             self._num_users += 1
         self._prefetched[backward] = False
@@ -126,11 +118,7 @@ class ReplicaTransfers:
         self.slots.close_weights()
 
     def complete(self, addition: TransferPlan) -> None:
-        """Gather the replicas that a corrected plan adds, and wait for them; the others are here already.
-
-        Args:
-            addition: Transfer of the added replicas. Replicas that are here can be a source of it.
-        """
+        """Gather the replicas that a corrected plan adds, and wait; those that are here may be sources."""
         self._gather(self.slots.layout.numel, addition)
         self._settle_gathers()
 
@@ -188,8 +176,7 @@ class ReplicaTransfers:
     def reduce(self, dtype: torch.dtype) -> None:
         """Start SparseReduceScatter of the present sums, or of its first part.
 
-        Args:
-            dtype: Data type in which the sums travel, equal on all ranks.
+        The sums travel in ``dtype``, which is equal on all ranks.
         """
         self.settle()
         self.slots.open_sums()  # A replica may have had no rows.

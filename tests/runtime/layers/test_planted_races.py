@@ -110,8 +110,8 @@ def planted() -> list[dict[str, tuple[list[Any], list[Any]]]]:
     ("name", "kind", "place", "other_place"),
     [
         ("dropped wait", FindingKind.RACE, "tests/runtime/rank_layer", "collectives/messages"),
-        ("dropped first wait", FindingKind.RACE, "collectives/messages", "runtime/experts/expert_layout"),
-        ("unawaited counts", FindingKind.RACE, "runtime/layers/slot_layer", "collectives/gathered_counts"),
+        ("dropped first wait", FindingKind.RACE, "collectives/messages", "runtime/slots/replica_slots"),
+        ("unawaited counts", FindingKind.RACE, "runtime/layers/planned_layer", "collectives/gathered_counts"),
         ("CPU table", FindingKind.DEVICE_MIX, "runtime/slots/remap", ""),
     ],
     ids=lambda value: value if value in PLANTED else "",
