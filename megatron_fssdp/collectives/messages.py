@@ -67,13 +67,9 @@ def start_exchange(
 ) -> tuple[list[dist.Work], list[dist.Work]]:
     """Start messages as one batch, and copy this rank's own.
 
-    Messages of two ranks are matched by their order. Empty ones, which NCCL refuses, are left out.
-
-    Args:
-        sent: The receiver's rank in the group and the contiguous tensor.
-        received: The sender's rank in the group and the contiguous tensor to fill.
-        group: Process group of the ranks that exchange.
-        tag: Message tag; exchanges that run at the same time need different tags.
+    Messages of two ranks are matched by their order. Empty ones, which NCCL refuses, are left out. Exchanges
+    that run at the same time need different tags. Each message is the other rank in the group and a
+    contiguous tensor to send or to fill.
 
     Returns:
         Operations to wait for before the received tensors are read, and the rest, each of them once. NCCL has

@@ -148,13 +148,8 @@ class StreamTransfer(PendingTransfer):
     Megatron's combined 1F1B schedule, the memory can belong to another stream than the waiting one, on which
     its use is then recorded.
 
-    Args:
-        lane: Lane on which the transfer runs.
-        steps: The transfer.
-        timer: Its timer.
-        num_batches: Number of its batches, equal on all ranks.
-        at_once: Most batches to issue at one point.
-        touched: Tensors that the transfer reads or writes, results included.
+    Its results come from ``steps``. It has ``num_batches`` batches, of which it issues at most ``at_once`` at
+    one point, and ``touched`` are the tensors that it reads or writes, results included.
     """
 
     def __init__(

@@ -50,10 +50,9 @@ def exchange_in_steps(
     Args:
         outgoing: Contiguous tensors whose rows travel together, ``[A, ...]`` each, by destination.
         results: Contiguous tensors to fill with the results of these rows, ``[A, ...]`` each, in this order.
-        send_D: Number of rows that this rank sends to each rank, ``[D]``; their sum is A.
-        receive_D: Number of rows that this rank receives from each rank, ``[D]``.
-        compute: Function that computes the results of a step's rows. It is called once for each step, in the
-            order of the steps, also if a step has no rows.
+        send_D: Number of rows that this rank sends to each rank, ``[D]``.
+        receive_D: Number of rows that it receives from each rank, ``[D]``.
+        compute: Function that computes the results of a step's rows, called once in each step.
         ring: Groups of ranks and the order in which this rank exchanges with them.
         group: Process group of all ranks of the ring. NCCL needs a group that has run a collective before,
             because a rank without messages takes no part in a step.

@@ -64,9 +64,8 @@ def exchange_slots(
 ) -> None:
     """Move or copy the contents of slots to other slots of the group's devices.
 
-    Every rank of the group must call it with the same moves and the same ``buffer_bytes``, and with
-    quantities of the same names, sizes and dtypes in the same order. All ranks then run the same number of
-    all-to-alls, including ranks where nothing moves.
+    Every rank of the group must call it with the same moves and ``buffer_bytes``, and with quantities of the
+    same names, sizes and dtypes in the same order. Ranks where nothing moves run as many all-to-alls.
 
     Args:
         group: Process group of the ranks; device ``d`` of the moves is group rank ``d``.

@@ -102,16 +102,13 @@ class SparseTransfer:
         out: Mapping[int, Tensor] | None = None,
         fill: Callable[[], object] = _nothing,
     ) -> PendingTransfer:
-        """Start SparseAllGather, which brings this rank's replicas.
+        """Start SparseAllGather. Its ``wait()`` returns this rank's replicas, flat tensors by expert.
 
         Args:
             owned: Flat tensors ``[num_elements]`` of :attr:`shared_experts`. The caller must not write to
                 them before the wait.
-            out: Flat tensors ``[num_elements]`` of :attr:`received_experts` to fill; ``None`` allocates them.
+            out: Flat tensors of :attr:`received_experts` to fill; ``None`` allocates them.
             fill: Function that fills ``owned``. The lane calls it before it sends.
-
-        Returns:
-            A handle whose ``wait()`` returns the flat tensors of :attr:`received_experts`.
 
         Raises:
             ValueError: The tensors do not fit the experts, shape, dtype or device of the transfer.
@@ -131,25 +128,20 @@ class SparseTransfer:
         result_dtype: torch.dtype | None = None,
         out: Mapping[int, Tensor] | None = None,
     ) -> PendingTransfer:
-        """Start SparseReduceScatter, which sums the parts of every expert at its owner.
+        """Start SparseReduceScatter. Its ``wait()`` returns the sums of :attr:`shared_experts` by expert.
 
         A device on the path adds the received parts to its own part. The order of a sum is the device's own
         part first, then the others in the order of the plan. Parts in bf16 and fp16 are added in fp32, and
         the sum is rounded when it is passed on. Parts in fp32 avoid this rounding and need twice the bytes.
 
         Args:
-            partial: Flat tensors ``[num_elements]`` of :attr:`received_experts`. Add those of
-                :attr:`shared_experts` if the sums include the owner's own part. All ranks use the same dtype.
-                The caller must not write to the tensors before the wait.
+            partial: Flat tensors ``[num_elements]`` of :attr:`received_experts`, of one dtype on all ranks.
+                Add those of :attr:`shared_experts` if the sums include the owner's own part. The caller must
+                not write to the tensors before the wait.
             dtype: Data type of the parts; ``None`` takes it from ``partial``. Owners without parts of their
                 own need it if it differs from the transfer's ``dtype``.
             result_dtype: Data type of the sums; ``None`` for that of the parts.
-            out: Flat tensors ``[num_elements]`` of :attr:`shared_experts`, of any dtype, to fill with the
-                sums; ``None`` allocates them.
-
-        Returns:
-            A handle whose ``wait()`` returns the sums of :attr:`shared_experts` over all holders that gave a
-            part.
+            out: Flat tensors to fill with the sums, of any dtype; ``None`` allocates them.
 
         Raises:
             ValueError: The tensors do not fit the experts, shape, dtype or device of the transfer.

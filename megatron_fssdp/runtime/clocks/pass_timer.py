@@ -30,14 +30,13 @@ class PassSeconds:
     """Seconds of the parts of one layer, summed over the forward or the backward passes of an iteration.
 
     Attributes:
-        other_s: Seconds from the beginning of the transformer layer to the dispatch: attention, the gate, and
-            shared experts that do not overlap.
-        dispatch_s: Seconds from the exchange of counts to the sorted rows, the plan of the layer included.
-            Under a schedule in steps, this also includes the combine.
-        experts_s: Seconds of the experts on this rank.
-        combine_s: Seconds from the experts' results to the layer's output. This includes the wait for ranks
-            whose experts take longer.
-        experts_slowest_s: Seconds of the experts on the slowest of the ranks that were combined.
+        other_s: From the beginning of the transformer layer to the dispatch: attention, the gate, and shared
+            experts that do not overlap.
+        dispatch_s: From the exchange of counts to the sorted rows, the plan of the layer included. Under a
+            schedule in steps, this also includes the combine.
+        experts_s: The experts on this rank.
+        combine_s: From the experts' results to the layer's output, with the wait for slower ranks.
+        experts_slowest_s: The experts on the slowest of the ranks that were combined.
     """
 
     other_s: float = 0.0

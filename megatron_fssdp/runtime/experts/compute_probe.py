@@ -25,14 +25,9 @@ class LayerShape:
     """Sizes of the transformer layer to measure.
 
     Attributes:
-        model_dim: Model dimension, M.
-        ffn_dim: FFN dimension of one expert, F.
-        num_experts: Number of experts on one device, G.
-        num_rows: Number of rows of all these experts in total.
+        num_experts: Number of experts on one device, G; ``num_rows`` is the number of rows of all of them.
         gated: Whether the activation is gated, so that ``fc1`` is ``[2F, M]``.
-        num_heads: Number of attention heads.
-        seq_length: Number of tokens in a sample.
-        num_samples: Number of samples in a micro-batch.
+        num_samples: Number of samples in a micro-batch, of ``seq_length`` tokens each.
         dtype: Data type of weights and activations.
     """
 

@@ -66,25 +66,15 @@ class LayerLoad:
     backward: PassSeconds = field(default_factory=PassSeconds)
 
     def add_tokens(self, placement: ExpertPlacement, device_D: np.ndarray, cross_node: int) -> None:
-        """Add pairs that devices computed.
-
-        Args:
-            placement: Placement of their plan.
-            device_D: Pairs by device, int64 ``[D]``.
-            cross_node: Pairs that were dispatched to another node.
-        """
+        """Add the pairs that devices computed, ``[D]``, and how many were dispatched to another node."""
         self.num_replicas, self.placements = placement.num_replicas, (placement,)
         self.device_D += device_D
         self.cross_node_tokens += cross_node
 
     def add_plain(self, counts_DE: np.ndarray, plain_owner_E: np.ndarray, spread: np.ndarray | None) -> None:
-        """Add what plain expert parallelism would have done.
+        """Add what plain expert parallelism, with these owners ``[E]``, would do for counts ``[D, E]``.
 
-        Args:
-            counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
-            plain_owner_E: Owner of each expert under plain expert parallelism, int64 ``[E]``.
-            spread: Tokens by the number of nodes, then by the number of devices, int64 ``[N + D]``; ``None``
-                if they are not known.
+        ``spread`` has tokens by the number of nodes, then by the number of devices, int64 ``[N + D]``.
         """
         if spread is not None:
             num_nodes = len(self.by_nodes_N)

@@ -112,18 +112,9 @@ class SlotCounts:
 
 
 def token_spread(routing_map: torch.Tensor, owner_E: np.ndarray, topology: Topology) -> torch.Tensor:
-    """Numbers of tokens by the different nodes, and by the different devices, that own their experts.
+    """Tokens whose experts have owners on 1, 2, … N nodes, then on 1, 2, … D devices; int64 ``[N + D]``.
 
     The host does not wait for the device. Tokens without an expert are not counted.
-
-    Args:
-        routing_map: Experts that each token of this rank selected, bool ``[T, E]``.
-        owner_E: Owner of each expert, int64 ``[E]``.
-        topology: Nodes of the devices.
-
-    Returns:
-        int64 ``[N + D]``: tokens with experts on 1, 2, … N nodes, then tokens with experts on 1, 2, … D
-        devices.
     """
     device, selected = routing_map.device, routing_map.float()
     histograms = []

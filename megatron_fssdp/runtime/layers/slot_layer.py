@@ -80,8 +80,7 @@ class SlotLayer(IteratedLayer):
         and loops that mark no iterations, need the counts here; then the host waits for them once.
 
         Args:
-            routing_map: Experts that each token of this rank selected, bool ``[T, E]``; ``None`` if a CUDA
-                graph has computed it.
+            routing_map: Experts that each token selected, bool ``[T, E]``; ``None`` if a CUDA graph made it.
             training: Whether the model trains; evaluations are not counted.
         """
         self._is_counted = training and not in_backward()
@@ -101,15 +100,7 @@ class SlotLayer(IteratedLayer):
         self.counts.open(self._in_use, self.experts.device)
 
     def remap(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn the routing of experts into the routing of slots, on the device.
-
-        Args:
-            routing_map: Experts that each token of this rank selected, bool ``[T, E]``.
-            probs: Routing probabilities, ``[T, E]``.
-
-        Returns:
-            Routing map of the slots, bool ``[T, W]``, and their probabilities.
-        """
+        """Turn routing map and probabilities of experts, ``[T, E]``, into those of slots, ``[T, W]``."""
         one, slot_map = self._in_use, routing_map
         if one.holders is not None:
             counts_DE = gather_counts(routing_map.sum(0), self.groups.expert_parallel)

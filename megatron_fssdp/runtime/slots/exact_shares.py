@@ -151,18 +151,8 @@ def remap_exactly(
     """Route to slots by shares of the present counts: the counterpart of ``remap_by_table``.
 
     The n-th token of an expert, from 1, goes to the first device whose end is at least n. Tokens above all
-    ends, of which the counts did not know, go to some slot of their expert.
-
-    Args:
-        routing_map: Whether each token goes to each expert, bool ``[T, E]``.
-        probs: Routing probabilities, ``[T, E]`` of any floating type. The gradient is a gather.
-        counts_DE: Tokens of every source for every expert, int64 ``[D, E]``; this source's row has the sums
-            of the map's columns.
-        holders: The plan, seen from this source.
-        num_slots: Slots of all devices together, D*U.
-
-    Returns:
-        Routing map of the slots, bool ``[T, W]``, and their probabilities, ``[T, W]``.
+    ends, of which the counts did not know, go to some slot of their expert. ``counts_DE``, int64, are the
+    tokens of every source for every expert; this source's row has the sums of the map's columns.
     """
     end_ED = exact_ends_ED(counts_DE, holders)
     place_ET = torch.searchsorted(end_ED, number_tokens_ET(routing_map)).clamp_(max=end_ED.shape[1] - 1)

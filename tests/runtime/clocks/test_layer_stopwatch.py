@@ -91,29 +91,6 @@ def test_planning_and_posting_are_not_compute_before_the_layer(has_transfers: bo
     assert watch.before_s() == 0.5
 
 
-def test_only_marked_begins_are_measured_and_each_once(clock: Clock) -> None:
-    watch = LayerStopwatch()
-    watch.tokens_ready()  # a layer whose begin is not marked
-    assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (0.0, 0.0, 0)
-    watch.layer_begins(CPU)
-    clock.passes(0.5)
-    watch.tokens_ready()
-    clock.passes(4)
-    watch.tokens_ready()
-    assert watch.before_s() == 0.5
-
-
-def test_real_compute_is_timed() -> None:
-    watch = LayerStopwatch()
-    watch.layer_begins(CPU)
-    time.sleep(0.01)
-    watch.tokens_ready()
-    with watch.experts(1, CPU):
-        time.sleep(0.01)
-    assert watch.before_s() >= 0.01
-    assert watch.experts_s() >= 0.01
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_recomputed_pass_is_not_counted(use_reentrant: bool, clock: Clock) -> None:
     watch = LayerStopwatch()

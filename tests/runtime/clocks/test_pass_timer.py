@@ -134,22 +134,3 @@ def test_ranks_are_combined_by_means_and_the_slowest_experts() -> None:
     assert combined == PassSeconds(2, 3, 5, 2, 7)
     assert combined.is_measured
     assert not PassSeconds().is_measured
-
-
-@pytest.mark.gpu
-def test_gpu_work_is_timed_on_the_device_without_a_wait_of_the_host() -> None:
-    timer = PassTimer()
-    layer = LayerTimer(timer)
-    x = torch.randn(2048, 2048, device="cuda", requires_grad=True)
-    torch.cuda.synchronize()
-    timer.start()
-    layer.passes(x, "experts", None)
-    y = x
-    for _ in range(20):
-        y = y @ x
-    layer.passes(y, "combine", "experts")
-    layer.passes(y.sin(), None, None)
-    torch.cuda.synchronize()
-    timer.stop()
-    forward, _ = layer.take()
-    assert forward.experts_s > forward.combine_s > 0
