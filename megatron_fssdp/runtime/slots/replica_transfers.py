@@ -13,8 +13,9 @@ of one micro-batch. The sums of a backward pass stay open until they have reache
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -62,11 +63,8 @@ class ReplicaTransfers:
         self._sent: Mapping[int, torch.Tensor] = {}
         self._gathering: list[PendingTransfer] = []
         self._reducing: list[PendingTransfer] = []
-        self._to_reduce: deque[SparseTransfer] = deque()
-        self._partial: Mapping[int, torch.Tensor] = {}
+        self._to_reduce: deque[Callable[[], PendingTransfer]] = deque()
         self._home: dict[int, torch.Tensor] = {}
-        self._num_reduced = 0
-        self._dtype_home = slots.layout.dtype
 
     # Weights.
 
@@ -145,8 +143,8 @@ class ReplicaTransfers:
 
         self._gathering.append(
             transfer.start_all_gather(
-                {expert: flat[begin:end] for expert, flat in self._sent.items()},
-                out={expert: held[expert][begin:end] for expert in transfer.received_experts},
+                _elements(self._sent, self._sent, begin, end),
+                out=_elements(held, transfer.received_experts, begin, end),
                 fill=pack,
             )
         )
@@ -181,23 +179,28 @@ class ReplicaTransfers:
         self.settle()
         self.slots.open_sums()  # A replica may have had no rows.
         layout = self.slots.layout
-        self._partial = {expert: total.to(dtype) for expert, total in self.slots.sums().items()}
+        # The sums are formed in fp32, and rounding them to half precision would save nothing.
+        wide = accumulation_dtype(layout.dtype)
+        own = {expert: total.to(dtype) for expert, total in self.slots.sums().items()}
         rest = _part(self.plan.split.reduce, layout.numel) if self.splits else 0
-        parts = [layout.numel - rest, rest] if rest else [layout.numel]
-        self._to_reduce = deque(self._bind(self.plan.transfer, part, layout.dtype) for part in parts)
-        # The owner's own part is already in its gradient, so it is not a part of these sums.
-        shared = self._to_reduce[0].shared_experts
-        totals = torch.empty(
-            len(shared), layout.numel, dtype=accumulation_dtype(layout.dtype), device=self.slots.device
-        )
-        self._home = dict(zip(shared, totals.unbind(), strict=True))
-        self._num_reduced, self._dtype_home = 0, dtype
-        self._reduce_part()
+        begin = 0
+        for number in (layout.numel - rest, rest) if rest else (layout.numel,):
+            transfer, end = self._bind(self.plan.transfer, number, layout.dtype), begin + number
+            # The owner's own part is already in its gradient, so it is not a part of these sums.
+            shared = transfer.shared_experts
+            if not begin:
+                totals = torch.empty(len(shared), layout.numel, dtype=wide, device=self.slots.device)
+                self._home = dict(zip(shared, totals.unbind(), strict=True))
+            parts, out = (_elements(flats, flats, begin, end) for flats in (own, self._home))
+            start = partial(transfer.start_reduce_scatter, parts, dtype=dtype, result_dtype=wide, out=out)
+            self._to_reduce.append(start)
+            begin = end
+        self._reducing.append(self._to_reduce.popleft()())
 
     def reduce_rest(self) -> None:
         """Start the part of SparseReduceScatter that has not been started."""
         if self._to_reduce:
-            self._reduce_part()
+            self._reducing.append(self._to_reduce.popleft()())
 
     def settle(self) -> None:
         """Wait for the gradients on their way, add them to the owners', and give back the sums' memory."""
@@ -214,7 +217,7 @@ class ReplicaTransfers:
             for expert, total in self._home.items()
             for pair in zip(owned[expert], layout.unpack(total), strict=True)
         )
-        self._home, self._partial = {}, {}
+        self._home = {}
         self.slots.close_sums()
 
     def drop(self) -> None:
@@ -224,24 +227,21 @@ class ReplicaTransfers:
         self._gathering.clear()
         self._reducing.clear()
         self._to_reduce.clear()
-        self._home, self._partial, self._sent = {}, {}, {}
+        self._home, self._sent = {}, {}
         self._num_gathered = self._num_users = 0
         self._prefetched = {False: False, True: False}
         self.slots.close_weights()
         self.slots.close_sums()
 
-    def _reduce_part(self) -> None:
-        transfer = self._to_reduce.popleft()
-        elements = slice(self._num_reduced, self._num_reduced + transfer.num_elements)
-        self._num_reduced = elements.stop
-        pending = transfer.start_reduce_scatter(
-            {expert: flat[elements] for expert, flat in self._partial.items()},
-            dtype=self._dtype_home,
-            # The sums are formed in fp32, and rounding them to half precision would save nothing.
-            result_dtype=accumulation_dtype(self.slots.layout.dtype),
-            out={expert: flat[elements] for expert, flat in self._home.items()},
-        )
-        self._reducing.append(pending)
+
+def _elements(
+    flats: Mapping[int, torch.Tensor], experts: Iterable[int], begin: int, end: int
+) -> dict[int, torch.Tensor]:
+    """A range of elements of some experts' flat tensors."""
+    chosen = {expert: flats[expert] for expert in experts}
+    if begin or any(end < len(flat) for flat in chosen.values()):
+        return {expert: flat[begin:end] for expert, flat in chosen.items()}
+    return chosen
 
 
 def _part(share: float, numel: int) -> int:
