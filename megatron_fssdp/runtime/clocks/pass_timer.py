@@ -8,7 +8,7 @@ gradients are complete there::
     backward   other ◄── dispatch ◄── experts ◄── combine ◄── (outside of the layer)
 
 Moments in which compute waits for replicas' weights or gradients belong to no part: the timers of transfers
-measure them (``TransferTiming.exposed_s``).
+measure them (``TransferTimer.seconds``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -106,6 +106,34 @@ class PassTimer:
             self._is_cuda = is_cuda
         self._marks.append((total, part, now(self._is_cuda)))
 
+    def border(
+        self,
+        seconds: tuple[PassSeconds, PassSeconds],
+        tensor: torch.Tensor,
+        forward: Part | None,
+        backward: Part | None,
+    ) -> None:
+        """Mark a border between two parts of a layer, in this pass and in the backward pass to come.
+
+        A forward pass that is recomputed counts as a part of the backward pass.
+
+        Args:
+            seconds: Seconds of the layer's forward and of its backward passes.
+            tensor: Tensor whose gradient is complete when the backward pass reaches the border, any shape.
+            forward: Part that begins now; ``None`` if the layer ends here.
+            backward: Part that begins there in the backward pass; ``None`` if the layer ends there.
+        """
+        if not self.is_running:
+            return
+
+        def enter_backward(gradient: torch.Tensor) -> None:
+            if self.is_running:
+                self.enter(seconds[1], backward, gradient.is_cuda)
+
+        self.enter(seconds[in_backward()], forward, tensor.is_cuda)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(enter_backward)
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Context manager around a wait for a transfer, which belongs to no part."""
@@ -116,45 +144,3 @@ class PassTimer:
         self.enter(None, None)
         yield
         self.enter(total, part)
-
-
-class LayerTimer:
-    """The parts of one layer on the timer of its rank.
-
-    Args:
-        timer: Timer that all layers of the rank share.
-    """
-
-    def __init__(self, timer: PassTimer) -> None:
-        self.timer = timer
-        self._forward, self._backward = PassSeconds(), PassSeconds()
-
-    def passes(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
-        """Mark a border between two parts, in this pass and in the backward pass to come.
-
-        A forward pass that is recomputed counts as a part of the backward pass.
-
-        Args:
-            tensor: Tensor whose gradient is complete when the backward pass reaches the border, any shape.
-            forward: Part that begins now; ``None`` if the layer ends here.
-            backward: Part that begins there in the backward pass; ``None`` if the layer ends there.
-        """
-        if not self.timer.is_running:
-            return
-        total = self._backward if in_backward() else self._forward
-        self.timer.enter(total, forward, tensor.is_cuda)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(lambda gradient: self._enter_backward(backward, gradient.is_cuda))
-
-    def take(self) -> tuple[PassSeconds, PassSeconds]:
-        """Return the seconds of the forward and of the backward passes since the last call.
-
-        The timer of the rank must have been stopped.
-        """
-        taken = self._forward, self._backward
-        self._forward, self._backward = PassSeconds(), PassSeconds()
-        return taken
-
-    def _enter_backward(self, part: Part | None, is_cuda: bool) -> None:
-        if self.timer.is_running:
-            self.timer.enter(self._backward, part, is_cuda)

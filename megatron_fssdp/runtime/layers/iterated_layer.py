@@ -64,9 +64,8 @@ class IteratedLayer(PlannedLayer):
         self.load.layer = layer
 
     def mark(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
-        """Mark a border between two parts of the layer, if it is measured (:meth:`LayerTimer.passes`)."""
-        if self.timer.timer.is_running:
-            self.timer.passes(tensor, forward, backward)
+        """Mark a border between two parts of the layer, if they are measured (:meth:`PassTimer.border`)."""
+        self.timer.border((self.load.forward, self.load.backward), tensor, forward, backward)
 
     # The pass in use.
 
@@ -195,7 +194,6 @@ class IteratedLayer(PlannedLayer):
         for timer in self.journal:
             load.add(timer)
         self.journal.clear()
-        load.forward, load.backward = self.timer.take()
         if self.stopwatch is not None:
             self.stopwatch.iteration_ends()
         return load

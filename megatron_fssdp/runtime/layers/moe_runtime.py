@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
+from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -79,7 +79,7 @@ class MoERuntime:
             measure=self.measure and groups.device == 0,
             measures_spread=self.measure,
             check_plans=self.check_plans,
-            timer=LayerTimer(self.timer),
+            timer=self.timer,
             least_slots=least_slots,
             slot_multiple=slot_multiple,
         )

@@ -17,7 +17,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.slots.slot_table import SlotTable
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
-from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
+from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -44,7 +44,7 @@ class PlannedLayer:
         experts: Experts of the layer that have Parameters on this rank.
         strategy: Strategy that plans the layer.
         clock: Clock of iterations that all layers of the model share.
-        timer: Timer of the parts of this layer's passes.
+        timer: Timer of the parts of all layers' passes.
         measure: Whether this rank keeps the device loads, bytes and times that reports show. On CUDA, the
             host must wait for the times of transfers.
         check_plans: Whether to compare the plans of all ranks before they are used.
@@ -67,19 +67,19 @@ class PlannedLayer:
         strategy: Strategy,
         clock: IterationClock | None = None,
         *,
-        timer: LayerTimer | None = None,
+        timer: PassTimer | None = None,
         measure: bool = False,
         check_plans: bool = False,
         least_slots: int = 0,
         slot_multiple: int = 1,
     ) -> None:
         self.context, self.groups, self.experts, self.strategy = context, groups, experts, strategy
-        self.clock, self.timer = clock or IterationClock(), timer or LayerTimer(PassTimer())
+        self.clock, self.timer = clock or IterationClock(), timer or PassTimer()
         self.measure, self._checks_plans = measure, check_plans
         self.history = LoadHistory(strategy.window, context.num_devices, context.num_experts)
         self.journal: list[TransferTimer] = []
         self.is_first = True
-        self.waiting = self.timer.timer.waiting
+        self.waiting = self.timer.waiting
         self._num_replica_slots, self._slot_multiple = least_slots, slot_multiple
         self.shared: SlotPass | None = None
         self._last_made: tuple[object, SlotPass] | None = None
