@@ -109,13 +109,8 @@ class SparseTransfer:
                 them before the wait.
             out: Flat tensors of :attr:`received_experts` to fill; ``None`` allocates them.
             fill: Function that fills ``owned``. The lane calls it before it sends.
-
-        Raises:
-            ValueError: The tensors do not fit the experts, shape, dtype or device of the transfer.
         """
         received = self._new(self.received_experts, self.dtype) if out is None else dict(out)
-        self._check("owned", owned, self.shared_experts, self.dtype)
-        self._check("out", received, self.received_experts, self.dtype)
         chunk_elements = self._chunk_elements(self.dtype, gather_stages(self.plan.max_depth + 1))
         cargo = GatherCargo({**owned, **received}, chunk_elements)
         return self._start(cargo, chunk_elements, self.dtype, received, owned.values(), fill)
@@ -142,16 +137,10 @@ class SparseTransfer:
                 own need it if it differs from the transfer's ``dtype``.
             result_dtype: Data type of the sums; ``None`` for that of the parts.
             out: Flat tensors to fill with the sums, of any dtype; ``None`` allocates them.
-
-        Raises:
-            ValueError: The tensors do not fit the experts, shape, dtype or device of the transfer.
         """
         if dtype is None:
             dtype = next((tensor.dtype for tensor in partial.values()), self.dtype)
         sums = self._new(self.shared_experts, result_dtype or dtype) if out is None else dict(out)
-        held = {*self.received_experts, *(expert for expert in self.shared_experts if expert in partial)}
-        self._check("partial", partial, held, dtype)
-        self._check("out", sums, self.shared_experts, None)
         chunk_elements = self._chunk_elements(dtype, reduction_stages(self.plan.max_depth + 1))
         cargo = ReductionCargo(partial, sums, chunk_elements, dtype)
         return self._start(cargo, chunk_elements, dtype, sums, partial.values(), _nothing)
@@ -228,21 +217,3 @@ class SparseTransfer:
 
     def _new(self, experts: Iterable[int], dtype: torch.dtype) -> Results:
         return {e: torch.empty(self.num_elements, dtype=dtype, device=self.device) for e in experts}
-
-    def _check(
-        self, what: str, tensors: Mapping[int, Tensor], wanted: Iterable[int], dtype: torch.dtype | None
-    ) -> None:
-        """Check that the tensors are those of the wanted experts, flat, contiguous and of the right kind."""
-        if set(tensors) != set(wanted):
-            raise ValueError(
-                f"{what} has experts {sorted(tensors)}, wanted {sorted(wanted)}: the experts of this rank "
-                "that the plan moves"
-            )
-        want = ((self.num_elements,), self.device.type, True)
-        for expert, tensor in tensors.items():
-            got = (tuple(tensor.shape), tensor.device.type, tensor.is_contiguous())
-            if got != want or dtype not in (None, tensor.dtype):
-                raise ValueError(
-                    f"{what}[{expert}] has (shape, device type, is contiguous) {got} and {tensor.dtype}, "
-                    f"wanted {want} and {dtype or 'any type'}"
-                )

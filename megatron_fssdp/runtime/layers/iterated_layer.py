@@ -65,7 +65,8 @@ class IteratedLayer(PlannedLayer):
 
     def mark(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
         """Mark a border between two parts of the layer, if they are measured (:meth:`PassTimer.border`)."""
-        self.timer.border((self.load.forward, self.load.backward), tensor, forward, backward)
+        if self.timer.is_running:
+            self.timer.border((self.load.forward, self.load.backward), tensor, forward, backward)
 
     # The pass in use.
 

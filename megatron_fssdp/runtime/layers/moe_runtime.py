@@ -8,8 +8,8 @@ from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.planned_layer import IterationClock
 from megatron_fssdp.runtime.layers.shared_counts import SharedCounts
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.strategies.layer_plan import LayerContext
@@ -103,7 +103,8 @@ class MoERuntime:
             layer.end_iteration()
         self.clock.num_micro_batches = num_micro_batches
         self.clock.iteration = iteration
-        self._start_timer()
+        if self.measure:
+            self.timer.start()
 
     def begin_passes(self) -> None:
         """Mark that the passes of the running iteration begin, or begin again with the same data.
@@ -120,9 +121,6 @@ class MoERuntime:
         for layer in self.layers:
             layer.reset()
         self.timer.stop()
-        self._start_timer()
-
-    def _start_timer(self) -> None:
         if self.measure:
             self.timer.start()
 
@@ -133,12 +131,12 @@ class MoERuntime:
 
     def end_passes(self) -> None:
         """Start to share the counts of the iteration; every rank calls it after the last backward pass."""
-        self._counts = [
-            SharedCounts(layers)
-            for layers in self._layers_by_group()
+        by_group: dict[str, list[SlotLayer]] = {}
+        for layer in self.layers:
             # A single device needs its loads for reports only.
-            if self.measure or layers[0].groups.num_devices > 1
-        ]
+            if self.measure or layer.groups.num_devices > 1:
+                by_group.setdefault(layer.groups.expert_parallel.group_name, []).append(layer)
+        self._counts = [SharedCounts(layers) for layers in by_group.values()]
 
     def end_iteration(self) -> list[LayerLoad]:
         """Mark the end of an iteration; return what each layer did in it, in the order of registration.
@@ -160,9 +158,3 @@ class MoERuntime:
         for one in self._counts:
             one.drop()
         self._counts.clear()
-
-    def _layers_by_group(self) -> list[list[SlotLayer]]:
-        by_group: dict[str, list[SlotLayer]] = {}
-        for layer in self.layers:
-            by_group.setdefault(layer.groups.expert_parallel.group_name, []).append(layer)
-        return list(by_group.values())

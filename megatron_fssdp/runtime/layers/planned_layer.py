@@ -3,7 +3,7 @@
 Shape letters: T tokens, D devices, E experts.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass, is_plain, source_table
 from megatron_fssdp.runtime.slots.exact_shares import Holders
 from megatron_fssdp.runtime.slots.remap import by_number, sent_to
@@ -30,6 +29,24 @@ from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.strategy import Strategy
+
+
+@dataclass
+class IterationClock:
+    """State of the running iteration, shared by all layers of a model.
+
+    Attributes:
+        driven: Whether the passes belong to an iteration that a loop has marked. Otherwise each forward pass
+            is planned alone, gathers its replicas, and sends their gradients home before its backward pass
+            ends, so that a layer in a user's own loop is balanced as well.
+        num_micro_batches: Number of backward passes in the running iteration; 0 outside of an iteration and
+            in an evaluation.
+        iteration: Number of the running iteration in the loop's log, for messages; ``None`` if unknown.
+    """
+
+    driven: bool = False
+    num_micro_batches: int = 0
+    iteration: int | None = None
 
 
 class PlannedLayer:
@@ -183,7 +200,7 @@ class PlannedLayer:
         """
         self._make_room(int(plan.placement.replicas_per_device_D.max()))
         # Plans often stay from one iteration to the next.
-        key = (plan.digest(), self._num_replica_slots, self.experts, self.is_first)
+        key = (plan.digest(), self._num_replica_slots, self.experts, self.groups, self.is_first)
         if is_shared and not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
             return self._last_made[1]
         if counts_DE is None and plan.needs_counts and not self.history.is_empty:

@@ -57,6 +57,7 @@ class ReplicaTransfers:
         self.plan, self.slots = plan, slots
         self._experts, self._bind, self.splits, self._waiting = experts, bind, splits, waiting
         self._each_pass = plan.rematerialize
+        self._bound: dict[int, SparseTransfer] = {}
         self._prefetched = {False: False, True: False}
         self._num_users = 0
         self._num_gathered = 0
@@ -120,11 +121,20 @@ class ReplicaTransfers:
         self._gather(self.slots.layout.numel, addition)
         self._settle_gathers()
 
+    def _transfer(self, num_elements: int) -> SparseTransfer:
+        """The plan's transfer of so many elements; weights and gradients share it."""
+        if num_elements not in self._bound:
+            dtype = self.slots.layout.dtype
+            self._bound[num_elements] = self._bind(self.plan.transfer, num_elements, dtype)
+        return self._bound[num_elements]
+
     @torch.inference_mode(False)  # The lane's thread writes into the memory that is taken here.
     def _gather(self, num_elements: int, plan: TransferPlan | None = None) -> None:
         self._experts.await_parameters()  # Usually, the layer has done it before.
         layout, owned = self.slots.layout, self._experts.parameters
-        transfer = self._bind(plan or self.plan.transfer, num_elements, layout.dtype)
+        transfer = (
+            self._transfer(num_elements) if plan is None else self._bind(plan, num_elements, layout.dtype)
+        )
         self.slots.open_weights()
         held, packed = self.slots.weights(), dict[int, torch.Tensor]()
         begin, end = self._num_gathered, self._num_gathered + num_elements
@@ -185,7 +195,7 @@ class ReplicaTransfers:
         rest = _part(self.plan.split.reduce, layout.numel) if self.splits else 0
         begin = 0
         for number in (layout.numel - rest, rest) if rest else (layout.numel,):
-            transfer, end = self._bind(self.plan.transfer, number, layout.dtype), begin + number
+            transfer, end = self._transfer(number), begin + number
             # The owner's own part is already in its gradient, so it is not a part of these sums.
             shared = transfer.shared_experts
             if not begin:
