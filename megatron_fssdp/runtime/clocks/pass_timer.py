@@ -123,6 +123,8 @@ class PassTimer:
             forward: Part that begins now; ``None`` if the layer ends here.
             backward: Part that begins there in the backward pass; ``None`` if the layer ends there.
         """
+        if not self.is_running:
+            return
 
         def enter_backward(gradient: torch.Tensor) -> None:
             if self.is_running:
