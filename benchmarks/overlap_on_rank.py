@@ -66,7 +66,6 @@ def watch_iterations(runtime_class: type[Any], iterations: list[Iteration]) -> N
         for layer, own in zip(runtime.layers, groups, strict=True):
             layer.measure = True  # on every rank; by default only the first device measures
             layer.groups = own if is_overlapped else replace(own, transfers=None)
-            layer._maker._groups, layer._maker._journal = layer.groups, layer._journal
         begins_s.append(time.perf_counter())
         begin_iteration(runtime, *args)
 

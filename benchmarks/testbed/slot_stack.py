@@ -53,8 +53,7 @@ class SlotStack(LayerStack):
             context = LayerContext(number + 1, owner_E, groups.topology, profile)
             layer = self.runtime.add_layer(context, groups, of_layer)
             layer.on_pass = partial(self._passes.__setitem__, number)
-            # On every rank, not only on the first.
-            layer.measure, layer._maker._journal = True, layer._journal
+            layer.measure = True  # On every rank, not only on the first.
         self._moves = ExpertMoves(self.runtime)
         self._selector: StrategySelector | None = None
         if strategy.selects:

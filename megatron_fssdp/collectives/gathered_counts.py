@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.messages import wait_for
-from megatron_fssdp.collectives.stream_lane import lane_stream
+from megatron_fssdp.collectives.transfer_lanes import lane_stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,17 +59,12 @@ def start_counts(
         counts_E: Counts of this rank, ``[E]``; E and the dtype are equal on all ranks.
         group: Process group of the expert-parallel ranks.
         peers: Process group of the expert-tensor-parallel peers; ``None`` if there are none.
-
-    Returns:
-        A handle, whose ``wait`` returns the counts of all peers and devices, ``[X, D, E]``.
     """
+    num_experts = len(counts_E)
     if peers is not None:
-        counts_DE = gather_counts(counts_E, group)
-        counts, works = _start_gather(counts_DE.view(-1), peers)
-        counts = counts.view(-1, *counts_DE.shape)
-    else:
-        counts, works = _start_gather(counts_E, group)
-        counts = counts.unsqueeze(0)
+        counts_E, group = gather_counts(counts_E, group).view(-1), peers
+    counts, works = _start_gather(counts_E, group)
+    counts = counts.view(1 if peers is None else len(counts), -1, num_experts)
     if counts.device.type == "cpu":
         return CountsOnTheWay(counts, works, counts, None)
     copier = lane_stream("counts", group, counts.device)

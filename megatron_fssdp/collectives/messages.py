@@ -14,13 +14,9 @@ _connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 class Posting(NamedTuple):
-    """A message to post.
+    """A message to post: a contiguous tensor to send to a peer, by its rank in the group, or to fill from it.
 
-    Attributes:
-        is_receive: Whether to receive the message instead of sending it.
-        tensor: Contiguous tensor to send or to fill.
-        peer: Rank of the other device in the group.
-        tag: Message tag. NCCL ignores it, and matches messages by their order between two ranks.
+    NCCL ignores the tag, and matches messages by their order between two ranks.
     """
 
     is_receive: bool
@@ -71,17 +67,13 @@ def start_exchange(
 ) -> tuple[list[dist.Work], list[dist.Work]]:
     """Start messages as one batch, and copy this rank's own.
 
-    Messages of two ranks are matched by their order. Empty ones, which NCCL refuses, are left out.
-
-    Args:
-        sent: Messages to send: the receiver's rank in the group and the contiguous tensor.
-        received: Messages to receive: the sender's rank in the group and the contiguous tensor to fill.
-        group: Process group of the ranks that exchange.
-        tag: Message tag; exchanges that run at the same time need different tags.
+    Messages of two ranks are matched by their order. Empty ones, which NCCL refuses, are left out. Exchanges
+    that run at the same time need different tags. Each message is the other rank in the group and a
+    contiguous tensor to send or to fill.
 
     Returns:
-        Operations to wait for before the received tensors are read, and the rest. NCCL has one operation for
-        the whole batch. Each must be waited for once.
+        Operations to wait for before the received tensors are read, and the rest, each of them once. NCCL has
+        one operation for the whole batch.
     """
     own = group.rank()
     kept = [[x for rank, x in messages if rank == own] for messages in (sent, received)]
@@ -118,10 +110,6 @@ def connect_pairs(group: dist.ProcessGroup, device: torch.device) -> float:
     NCCL opens the connection of two ranks when their first message is sent. In a training, this would be the
     moment in which a plan first moves an expert between them. Every rank of the group must make the first
     call, which also creates the group's communicator. The host waits until all connections are open.
-
-    Args:
-        group: Process group whose ranks will exchange messages.
-        device: This rank's CUDA device.
 
     Returns:
         Seconds that it took.

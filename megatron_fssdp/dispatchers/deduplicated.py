@@ -19,18 +19,16 @@ A token travels with its *choices*: the numbers of its slots, and their probabil
 the *payload*, ``[T, 2K]``. The bits of the numbers stand there as floats; they are only copied. The payload
 takes the place of the probabilities that Megatron's phases hand on.
 
-**Host waits.** One for each forward pass, as in Megatron's dispatcher, and none in the backward pass. Every
+**Host waits.** One for each forward pass, as in Megatron's dispatcher, and none in the backward pass: every
 rank's numbers of rows for each node, device and slot travel in one gather, from which the host knows the
-sizes of both hops. The host waits at the end of ``dispatch_preprocess``, after it has queued the payload and
-the order of the rows.
+sizes of both hops. It waits after it has queued the payload and the order of the rows.
 
 **Combined 1F1B schedule** (``overlap_moe_expert_parallel_comm``). Results are right, and the hops are in the
 segments that this schedule hides: every phase returns memory of its own, and no phase keeps its input.
 
 Shape letters: T tokens, K choices per token, A rows that a rank sends, R rows that a rank receives,
-M model dimension, D devices, N nodes, W slots, X expert-tensor-parallel peers.
-
-U is the number of slots of a device.
+M model dimension, D devices, N nodes, U slots of a device, W slots of all devices, X expert-tensor-parallel
+peers.
 """
 
 from dataclasses import dataclass
@@ -100,16 +98,14 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
         node_W = topology.node_of_device_D[device_W]
         relay_N = TwoHops(topology, _NONE, _NONE).relay_DN[self.ep_rank]
         is_near_W = node_W == topology.node_of_device[self.ep_rank]
+        ranks_W = {
+            "relay": relay_N[node_W],
+            "device": device_W,
+            "near": np.where(is_near_W, device_W, self.ep_size),
+        }
         # For each slot the rank to which its tokens go. The last entry stands for "no choice". Choices that
         # do not take part in a hop lead to "rank" D, which does not exist.
-        self._ranks_W = {
-            name: torch.from_numpy(np.append(ranks, self.ep_size))
-            for name, ranks in {
-                "relay": relay_N[node_W],
-                "device": device_W,
-                "near": np.where(is_near_W, device_W, self.ep_size),
-            }.items()
-        }
+        self._ranks_W = {name: torch.from_numpy(np.append(of, self.ep_size)) for name, of in ranks_W.items()}
         self._has_first_hop = topology.num_nodes > 1
         self._has_second_hop = topology.num_nodes < self.ep_size or self.ep_size == 1
         self._splits: list[tuple[list[int], list[int]]] = []
@@ -118,18 +114,10 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gather the counts of all ranks, and copy the tokens for the first hop.
+        """Gather the counts of all ranks, and copy the tokens ``[sequence, batch, M]`` for the first hop.
 
-        Args:
-            hidden_states: Hidden states, ``[sequence, batch, M]``.
-            routing_map: Slots to which each token goes, bool ``[T, W]``.
-            probs: Probabilities of the slots, ``[T, W]``.
-
-        Returns:
-            Rows ``[A, M]`` and their payload ``[A, 2K]`` in the order of sending.
-
-        Raises:
-            RuntimeError: A token goes to more slots than ``most_choices``.
+        Routing map and probabilities are ``[T, W]``. Returns rows ``[A, M]`` and their payload ``[A, 2K]`` in
+        the order of sending. Raises a RuntimeError if a token goes to more slots than ``most_choices``.
         """
         self.hidden_shape, self._probs_dtype = hidden_states.shape, probs.dtype
         if self.config.moe_router_padding_for_quantization:
@@ -153,12 +141,8 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send the rows to the relays, and from there to the devices, beside overlapped shared experts.
 
-        Args:
-            hidden_states: Rows of the first hop, ``[A, M]``.
-            probs: Their payload, ``[A, 2K]``.
-
-        Returns:
-            Tokens that have a choice on this device, ``[R, M]``, and their payload ``[R, 2K]``.
+        Takes rows ``[A, M]`` and their payload; returns the tokens that have a choice on this device,
+        ``[R, M]``, and theirs, ``[R, 2K]``.
         """
         rows, payload = hidden_states, probs
         if self.shared_experts is not None:
@@ -175,13 +159,8 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gather the tokens of the peers, and make one row for each choice on this device.
 
-        Args:
-            hidden_states: Tokens that have a choice on this device, ``[R, M]``.
-            probs: Their payload, ``[R, 2K]``.
-
-        Returns:
-            Rows by slot, the number of rows of each slot (int64 ``[U]``, on the host) and their
-            probabilities.
+        Returns rows by slot, the number of rows of each slot (int64 ``[U]``, on the host) and their
+        probabilities.
         """
         rows, payload = hidden_states, probs
         if self.tp_size > 1:
@@ -276,12 +255,9 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._counts_U = torch.from_numpy(counts_XDW[:, :, self.local_expert_indices].sum(axis=(0, 1)))
 
     def _copy(self, token: Tensor, rows: Tensor, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of tokens ``[A, M]`` and payloads ``[A, 2K]`` for the next hop.
+        """Copies of rows ``[T, M]`` and payload ``[T, 2K]`` for the next hop.
 
-        Args:
-            token: Token of each copy, then numbers without meaning; int64.
-            rows: Hidden states, ``[T, M]``.
-            payload: Payload, ``[T, 2K]``.
+        ``token`` has the token of each copy, then numbers without meaning; int64.
         """
         sends, _ = self._splits[len(self._copies)]
         copies = _Copies(token[: sum(sends)], len(rows))

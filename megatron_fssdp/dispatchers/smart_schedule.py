@@ -17,19 +17,17 @@ backward pass.
 
 **Backward pass.** It runs the same steps with gradients in place of rows and results. Each step has a
 separate autograd graph for the experts. Hooks on the experts' Parameters, also DDP's, therefore run once for
-each step, and each time add to ``grad`` or ``main_grad``. Gradients that are added in the matrix product
-itself work as without steps. Saved-tensor hooks around the layer do not apply to the experts: the hooks of
-non-reentrant recomputation would run a forward pass in the middle of the backward exchange, and other ranks
-would wait for it. Under such recomputation, the experts' activations are therefore kept. Reentrant
-recomputation, which is Megatron's own, works as usual.
+each step. Saved-tensor hooks around the layer do not apply to the experts: those of non-reentrant
+recomputation would run a forward pass in the middle of the backward exchange, and other ranks would wait for
+it. Under such recomputation, the experts' activations are therefore kept. Reentrant recomputation, which is
+Megatron's own, works as usual.
 
 **Combined 1F1B schedule** (``overlap_moe_expert_parallel_comm``). All communication is then in the segment of
 the experts, so that schedule hides none of it. Results are right: the segment ``moe_dispatch`` copies rows
 and probabilities, because Megatron frees its input, and nothing else refers to the input of a segment.
 
-Shape letters: A rows that a rank sends, R rows that a rank receives, M model dimension, D devices.
-
-U is the number of slots of a device.
+Shape letters: A rows that a rank sends, R rows that a rank receives, M model dimension, D devices, U slots of
+a device.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,8 +61,7 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         ring: Groups of the expert-parallel ranks, seen from this rank.
 
     Raises:
-        ValueError: The experts are divided among tensor-parallel ranks, their weight gradients are
-            delayed, or the ring does not fit the expert-parallel group.
+        ValueError: Experts are divided among tensor-parallel ranks, or weight gradients are delayed.
     """
 
     def __init__(
@@ -88,11 +85,6 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 "the weight gradients of one run only; unset --delay-wgrad-compute and "
                 "--overlap-dispatch-backward-with-experts-wgrad"
             )
-        if (ring.rank, ring.num_ranks) != (self.ep_rank, self.ep_size):
-            raise ValueError(
-                f"the ring is that of rank {ring.rank} of {ring.num_ranks}: wanted rank {self.ep_rank} of "
-                f"{self.ep_size}, the rank in the expert-parallel group"
-            )
         self.ring = ring
         self._counts_DU = torch.empty(0)
 
@@ -100,9 +92,6 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         """Count the rows, as Megatron does, and return those of this device's slots by source, ``[D, U]``.
 
         They travel to the host in the place of the rows of each slot from all sources.
-
-        Args:
-            routing_map: Slots to which each token goes, bool ``[T, D * U]``.
         """
         counts = super().preprocess(routing_map)
         if self.num_local_experts > 1:
@@ -112,15 +101,7 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return counts.reshape(self.ep_size, self.num_local_experts)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Wait for the counts and run overlapped shared experts, which have a stream of their own on CUDA.
-
-        Args:
-            hidden_states: Rows in the order of sending, ``[A, M]``.
-            probs: Probabilities of these rows, ``[A]``.
-
-        Returns:
-            The same rows and probabilities.
-        """
+        """Wait for the counts, and run overlapped shared experts; rows and probabilities stay as they are."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act()
             self.shared_experts.linear_fc2_forward()
@@ -207,11 +188,8 @@ class _Pass:
     """What the steps of one forward pass and its backward pass share.
 
     Attributes:
-        ring: Groups of ranks and their order.
         counts_DU: Rows for each of this device's slots from each source, int64 ``[D, U]`` on the host.
         send_D: Number of rows that this rank sends to each rank, ``[D]``.
-        experts: Forward pass of the expert module.
-        await_weights: Function that waits for weights in transfer.
         in_transfer: Slots whose weights are in transfer; ``None`` if any slot's may be.
         group: Process group of the expert-parallel ranks.
     """
@@ -225,16 +203,8 @@ class _Pass:
     group: dist.ProcessGroup
 
     def exchange(self, outgoing: list[Tensor], results: list[Tensor], compute: Any) -> None:
-        receive_D = self.counts_DU.sum(dim=1).tolist()
-        exchange_in_steps(
-            [x.contiguous() for x in outgoing],
-            results,
-            self.send_D,
-            receive_D,
-            compute,
-            self.ring,
-            self.group,
-        )
+        receive_D, rows = self.counts_DU.sum(dim=1).tolist(), [x.contiguous() for x in outgoing]
+        exchange_in_steps(rows, results, self.send_D, receive_D, compute, self.ring, self.group)
 
     def counts_of(self, step: int) -> Tensor:
         """Rows of a step by sender and slot, int64 ``[senders, U]``."""
@@ -251,13 +221,7 @@ class _Pass:
         return bool(self.counts_of(step)[:, list(self.in_transfer)].any())
 
     def of_step(self, step: int, rows: Tensor, probs: Tensor) -> Tensor:
-        """The experts' results for the rows of one step, in the order in which the rows arrived.
-
-        Args:
-            step: Number of the step.
-            rows: Rows of the step by source, then slot, ``[R, M]``.
-            probs: Probabilities of these rows, ``[R]``.
-        """
+        """The experts' results for the rows ``[R, M]`` of one step, in their order: by source, then slot."""
         counts = self.counts_of(step)
         is_sorted = min(counts.shape) == 1
         if not is_sorted:

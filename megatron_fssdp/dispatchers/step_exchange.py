@@ -13,8 +13,8 @@ group comes last.
 
 The rows of a step leave just before the compute of the step before. If a device has one connection
 (``CUDA_DEVICE_MAX_CONNECTIONS=1``), its kernels wait in the order of their issue, and the first compute
-would otherwise wait for nearly all rows. NCCL runs messages on a stream of its own, and gloo in threads of
-its own. The caller's stream or thread only waits for the rows of the step that it computes next.
+would otherwise wait for nearly all rows. The caller's stream or thread only waits for the rows of the step
+that it computes next.
 
 Shape letters: A rows that a rank sends, R rows that a rank receives, D devices.
 """
@@ -48,14 +48,11 @@ def exchange_in_steps(
     not wait for a CUDA device.
 
     Args:
-        outgoing: Tensors whose rows travel together, contiguous, ``[A, ...]`` each, in the order of
-            destinations.
-        results: Contiguous tensors to fill with the results of these rows, ``[A, ...]`` each, in the same
-            order.
-        send_D: Number of rows that this rank sends to each rank, ``[D]``; their sum is A.
-        receive_D: Number of rows that this rank receives from each rank, ``[D]``.
-        compute: Function that computes the results of a step's rows. It is called once for each step, in the
-            order of the steps, also if a step has no rows.
+        outgoing: Contiguous tensors whose rows travel together, ``[A, ...]`` each, by destination.
+        results: Contiguous tensors to fill with the results of these rows, ``[A, ...]`` each, in this order.
+        send_D: Number of rows that this rank sends to each rank, ``[D]``.
+        receive_D: Number of rows that it receives from each rank, ``[D]``.
+        compute: Function that computes the results of a step's rows, called once in each step.
         ring: Groups of ranks and the order in which this rank exchanges with them.
         group: Process group of all ranks of the ring. NCCL needs a group that has run a collective before,
             because a rank without messages takes no part in a step.

@@ -39,7 +39,6 @@ from .reference_layer import draw_weights, reference_forward
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 CPU_PRELOAD = (*DEFAULT_PRELOAD, "megatron_fssdp.megatron_adapter.cpu.cpu_runtime:install", DISPATCHER)
 VIRTUAL_PRELOAD = (*DEFAULT_PRELOAD, DISPATCHER)
-ACTIVATION = "gelu"
 STEP_SIZE = 0.05
 
 
@@ -317,9 +316,7 @@ class CaseRun:
         self.layers = [self._layer(number) for number in range(1, case.num_layers + 1)]
 
     def _layer(self, number: int) -> RankLayer:
-        drawn = draw_weights(
-            self.case.seed + number, self.case.num_experts, MODEL_DIM, FFN_DIM, ACTIVATION, False
-        )
+        drawn = draw_weights(self.case.seed + number, self.case.num_experts, MODEL_DIM, FFN_DIM)
         weights = [[t.to(self.case.dtype).double().requires_grad_() for t in tensors] for tensors in drawn]
         return RankLayer(self.case, number, weights, self.runtime)
 
@@ -427,7 +424,7 @@ class CaseRun:
         probs_L = [probs.clone().requires_grad_(torch.is_grad_enabled()) for probs in batch.probs_L]
         output = hidden
         for layer, probs, routing_map in zip(self.layers, probs_L, batch.map_L, strict=True):
-            output = output + reference_forward(output, probs, routing_map, layer.weights, ACTIVATION)
+            output = output + reference_forward(output, probs, routing_map, layer.weights)
         return output, hidden, probs_L
 
     def _compare(

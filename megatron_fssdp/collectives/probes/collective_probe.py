@@ -41,21 +41,18 @@ def measure_collective(
     """Measure the cost of one collective while all groups run it at the same time.
 
     All ranks of ``everyone`` call it. A rank's time is the median of its repetitions after a warm-up call,
-    which includes the time to connect. The result uses the longest time of all ranks.
+    which includes the time to connect. The result, alpha (seconds) and beta (seconds per byte), uses the
+    longest time of all ranks and is equal on all of them.
 
     Args:
         name: One of :data:`COLLECTIVES`.
-        group: Process group of this rank, with at least two ranks. ``None`` if this rank does not take part
-            and only waits for the others.
+        group: Process group of this rank, with at least two ranks. ``None`` if this rank only waits.
         everyone: Process group of all ranks that measure.
         device: Device of the messages' tensors.
         message_bytes: Message sizes to measure: bytes that the busiest device sends.
         num_repetitions: Number of measured calls for each size.
         num_near: Number of other ranks of the group in a device's own node, for collectives in which all
             ranks exchange with all. Bytes that the device sends to these ranks are not counted.
-
-    Returns:
-        Alpha (seconds) and beta (seconds per byte) of the collective by message size; equal on all ranks.
     """
     calls: list[tuple[Callable[[], object], int]] = [
         _prepare(name, num_bytes, group, device, num_near) if group is not None else (lambda: None, 0)
@@ -85,11 +82,11 @@ def median_s(
 def _prepare(
     name: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device, num_near: int = 0
 ) -> tuple[Callable[[], object], int]:
-    """The collective as a function, and the bytes that the busiest device sends in one call.
+    """The collective as a function, and the bytes that the busiest device sends in one call, in whole words.
 
-    These bytes are ``num_bytes`` rounded to whole words. In all-gather, reduce-scatter and all-to-all, a
-    device sends ``D - 1`` of ``D`` parts. In all-reduce, it sends twice as much (reduce-scatter and
-    all-gather). In a broadcast, every device except the last passes the whole message on.
+    In all-gather, reduce-scatter and all-to-all, a device sends ``D - 1`` of ``D`` parts. In all-reduce, it
+    sends twice as much (reduce-scatter and all-gather). In a broadcast, every device except the last passes
+    the whole message on.
     """
     size = group.size()
 
@@ -111,13 +108,10 @@ def _prepare(
     part = words(num_bytes / num_counted)
     whole = part.repeat(size)
     sent_bytes = part.nbytes * num_counted
-    if name == "row_exchange":
-        splits = [part.numel()] * size
+    if name in ("row_exchange", "all_to_all"):
+        splits = [part.numel()] * size if name == "row_exchange" else None
         received = torch.empty_like(whole)
         return lambda: dist.all_to_all_single(received, whole, splits, splits, group=group), sent_bytes
-    if name == "all_to_all":
-        received = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(received, whole, group=group), sent_bytes
     if name == "all_gather":
         return lambda: dist.all_gather_into_tensor(whole, part, group=group), sent_bytes
     if name == "reduce_scatter":

@@ -31,11 +31,6 @@ def measure_links(
     difference between small and large messages, it is measured again. After the last attempt, all the time of
     the largest message counts as the cost of its bytes.
 
-    Args:
-        group: Process group of the expert-parallel ranks.
-        topology: Nodes of these ranks.
-        device: Device of the messages' tensors.
-
     Returns:
         Cost of an intra-node link and of an inter-node link, equal on all ranks.
     """
@@ -67,7 +62,7 @@ def _measure(group: dist.ProcessGroup, rings: Sequence[Sequence[int]], device: t
 
 
 def _fastest_exchanges_s(group: dist.ProcessGroup, ring: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Shortest measured seconds of an exchange of each size, float64 of shape (sizes,)."""
+    """Shortest measured seconds of an exchange of each size, float64."""
     seconds = [
         # The first exchange includes the time to connect.
         min([_exchange_s(group, ring, num_bytes, device) for _ in range(_REPETITIONS)][1:])
@@ -85,14 +80,7 @@ def _exchange_s(group: dist.ProcessGroup, ring: Sequence[int], num_bytes: int, d
 def pass_on(
     group: dist.ProcessGroup, ring: Sequence[int], outgoing: torch.Tensor, incoming: torch.Tensor
 ) -> None:
-    """Send a tensor to the next rank of a ring and receive one from the rank before; all of the ring call it.
-
-    Args:
-        group: Process group of the ranks.
-        ring: Group ranks that form the ring, this rank included.
-        outgoing: Tensor to send.
-        incoming: Tensor to fill; it has the size of the tensor that the rank before sends.
-    """
+    """Send a tensor to the next rank of a ring, and fill one from the rank before; all of them call it."""
     position = ring.index(group.rank())
     ahead, behind = ring[(position + 1) % len(ring)], ring[position - 1]
     exchange([(ahead, outgoing)], [(behind, incoming)], group)

@@ -43,25 +43,14 @@ class SlotQuantity(Protocol):
         """Device of the tensors that :meth:`read` fills and :meth:`write` takes."""
 
     def read(self, slots: Sequence[int], start: int, out_WQ: Tensor) -> None:
-        """Fill row ``i`` of ``out_WQ`` with Q elements of slot ``slots[i]``, beginning with ``start``.
+        """Fill row ``i`` of ``out_WQ``, ``[W, Q]``, with Q elements of slot ``slots[i]`` from ``start`` on.
 
         Every device of the group calls it equally often, even where no slot moves (W is 0 there). It is
         allowed to communicate over another process group than the exchange's.
-
-        Args:
-            slots: Slots to read, W of them.
-            start: Number of the first element of each slot to read.
-            out_WQ: Tensor to fill, ``[W, Q]``.
         """
 
     def write(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> None:
-        """Write row ``i`` of ``rows_WQ`` into Q elements of slot ``slots[i]``, beginning with ``start``.
-
-        Args:
-            slots: Slots to write, W of them.
-            start: Number of the first element of each slot to write.
-            rows_WQ: New elements, ``[W, Q]``.
-        """
+        """Write row ``i`` of ``rows_WQ``, ``[W, Q]``, into Q elements of slot ``slots[i]`` from ``start``."""
 
 
 @torch.no_grad()
@@ -75,28 +64,32 @@ def exchange_slots(
 ) -> None:
     """Move or copy the contents of slots to other slots of the group's devices.
 
-    Every rank of the group must call it with the same moves and the same ``buffer_bytes``, and with
-    quantities of the same names, sizes and dtypes in the same order. All ranks then run the same number of
-    all-to-alls, including ranks where nothing moves.
+    Every rank of the group must call it with the same moves and ``buffer_bytes``, and with quantities of the
+    same names, sizes and dtypes in the same order. Ranks where nothing moves run as many all-to-alls.
 
     Args:
         group: Process group of the ranks; device ``d`` of the moves is group rank ``d``.
-        moves: Moves that form a permutation: every slot that they name is a source once and a destination
-            once. With ``are_copies``, a slot is a destination once, or a source any number of times, but not
-            both.
+        moves: Moves of which every slot is a source once and a destination once. With ``are_copies``, a slot
+            is a destination once, or a source any number of times.
         quantities: Quantities that each slot has; the exchange reads and writes them by their methods.
         buffer_bytes: Largest total size in bytes of the outgoing and the incoming buffer on any device. The
             exchange handles one quantity at a time. Memory that a quantity's ``read`` or the communication
             library needs is not included.
-        are_copies: Whether to copy contents, so that sources keep them, instead of moving them.
+        are_copies: Whether sources keep their contents.
 
     Raises:
-        ValueError: The moves are not a permutation of slots of the group, or copies overwrite a slot that is
-            a source, or the buffers are too small for one element of all moving slots. The error is raised
-            before any communication.
+        ValueError: The moves are not a permutation, or copies overwrite a source, or the buffers are too
+            small for one element of all moving slots. The error is raised before any communication.
     """
     num_devices, device = dist.get_world_size(group), dist.get_rank(group)
-    _check(moves, num_devices, are_copies)
+    left = sorted((move.source_device, move.source_slot) for move in moves)
+    filled = sorted((move.device, move.slot) for move in moves)
+    if len(set(filled)) < len(filled) or (set(left) & set(filled) if are_copies else left != filled):
+        wanted = "none of them as a source" if are_copies else "the same as the sources"
+        raise ValueError(
+            f"moves: got source slots {left} and destination slots {filled} as (device, slot), wanted each "
+            f"destination once and {wanted}; take them from OwnerMap.moves_to or ResidentMap.copies_to"
+        )
     if not moves:
         return
     # Both sides list the slots that travel between two devices by destination slot.
@@ -135,25 +128,3 @@ def _piece_elements(quantity: SlotQuantity, most_slots: int, buffer_bytes: int) 
             f"{quantity.name} of the {most_slots} slots that leave one device and of as many that come there"
         )
     return max(1, min(quantity.num_elements, buffer_bytes // bytes_per_element))
-
-
-def _check(moves: Sequence[SlotMove], num_devices: int, are_copies: bool) -> None:
-    left = sorted((move.source_device, move.source_slot) for move in moves)
-    filled = sorted((move.device, move.slot) for move in moves)
-    got = f"got source slots {left} and destination slots {filled} as (device, slot)"
-    is_filled_twice = len(set(filled)) < len(filled)
-    if are_copies and (is_filled_twice or set(left) & set(filled)):
-        raise ValueError(
-            f"copies: {got}, wanted each destination once and none of them as a source; take the copies from "
-            "ResidentMap.copies_to"
-        )
-    if not are_copies and (is_filled_twice or left != filled):
-        raise ValueError(
-            f"moves: {got}, wanted the same slots, each once; take the moves from OwnerMap.moves_to"
-        )
-    devices = {device for device, _ in left + filled}
-    if devices and not 0 <= min(devices) <= max(devices) < num_devices:
-        raise ValueError(
-            f"moves: got devices {min(devices)} to {max(devices)}, wanted 0 to {num_devices - 1}, the ranks "
-            "of the group"
-        )

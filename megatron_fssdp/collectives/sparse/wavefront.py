@@ -9,16 +9,10 @@ all levels of a tree work at the same time. For three chunks and the tree 0 → 
     edge 4 → 5   (depth 1)              chunk 0  chunk 1  chunk 2
     edge 4 → 6   (depth 1)              chunk 0  chunk 1  chunk 2
 
-The reduction is the mirror image: an edge of depth ``k`` in a plan of depth ``K`` carries chunk
-``t - (K - k)``::
-
-    step                       0        1        2        3
-    edge 5 → 4   (depth 1)     chunk 0  chunk 1  chunk 2
-    edge 6 → 4   (depth 1)     chunk 0  chunk 1  chunk 2
-    edge 4 → 0   (depth 0)              chunk 0  chunk 1  chunk 2
+The reduction is the mirror image: the edges carry chunks in the opposite direction, and in a plan of depth
+``K`` an edge of depth ``k`` carries chunk ``t - (K - k)``.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
@@ -46,62 +40,32 @@ class Step(NamedTuple):
         receives: Messages that the device receives.
     """
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: list[Message]
+    receives: list[Message]
 
 
-_Routes = tuple[tuple[int, int, int], ...]
-"""For edges of the plan: step in which the edge carries chunk 0, device at the other end, expert."""
+def num_steps(plan: TransferPlan, num_chunks: int) -> int:
+    """Number of steps of a transfer, equal on all devices; some can be empty on a device."""
+    return num_chunks + plan.max_depth if num_chunks else 0
 
 
-@dataclass(frozen=True)
-class Wavefront:
-    """All steps of one device in one direction of a transfer.
+def steps_of(plan: TransferPlan, device: int, num_chunks: int, *, is_gather: bool) -> list[Step]:
+    """The steps of a device in SparseAllGather, or in SparseReduceScatter.
 
-    Attributes:
-        num_steps: Number of steps, equal on all devices; some can be empty on this device.
-        num_chunks: Number of chunks in an expert.
-        send_routes: Edges along which this device sends.
-        receive_routes: Edges along which this device receives.
+    Args:
+        plan: Edges along which each expert travels.
+        device: Number of the device.
+        num_chunks: Number of chunks of an expert.
+        is_gather: Whether experts travel to their replicas, instead of gradients to the owners.
     """
-
-    num_steps: int
-    num_chunks: int
-    send_routes: _Routes
-    receive_routes: _Routes
-
-    @classmethod
-    def of_gather(cls, plan: TransferPlan, device: int, num_chunks: int) -> "Wavefront":
-        """The steps of ``device`` in SparseAllGather, from the owners to the replicas."""
-        incoming, outgoing = plan.edges_of(device)
-        sends = tuple((edge.depth, edge.destination, edge.expert) for edge in outgoing)
-        receives = tuple((edge.depth, edge.source, edge.expert) for edge in incoming)
-        return cls(num_chunks + plan.max_depth if num_chunks else 0, num_chunks, sends, receives)
-
-    @classmethod
-    def of_reduction(cls, plan: TransferPlan, device: int, num_chunks: int) -> "Wavefront":
-        """The steps of ``device`` in SparseReduceScatter: the same edges, from the replicas to the owners."""
-        gather = cls.of_gather(plan, device, num_chunks)
-        receives, sends = (
-            tuple((plan.max_depth - depth, peer, expert) for depth, peer, expert in routes)
-            for routes in (gather.send_routes, gather.receive_routes)
-        )
-        return cls(gather.num_steps, num_chunks, sends, receives)
-
-    @property
-    def idle(self) -> bool:
-        """Whether this device has nothing to send or receive."""
-        return not self.num_chunks or not (self.send_routes or self.receive_routes)
-
-    def step(self, t: int) -> Step:
-        """The messages of step ``t``; no messages if ``t`` is outside the range of steps."""
-        if not 0 <= t < self.num_steps:
-            return Step((), ())
-        return Step(self._messages(self.send_routes, t), self._messages(self.receive_routes, t))
-
-    def _messages(self, routes: _Routes, t: int) -> tuple[Message, ...]:
-        return tuple(
-            Message(peer, expert, t - delay)
-            for delay, peer, expert in routes
-            if 0 <= t - delay < self.num_chunks
-        )
+    steps = [Step([], []) for _ in range(num_steps(plan, num_chunks))]
+    incoming, outgoing = plan.edges_of(device)
+    for edges, is_source in ((outgoing, True), (incoming, False)):
+        for edge in edges:
+            peer = edge.destination if is_source else edge.source
+            delay = edge.depth if is_gather else plan.max_depth - edge.depth
+            for chunk in range(num_chunks):
+                step = steps[delay + chunk]
+                messages = step.sends if is_source == is_gather else step.receives
+                messages.append(Message(peer, edge.expert, chunk))
+    return steps

@@ -30,11 +30,9 @@ class ParmDispatcher(MoETokenDispatcher):
     :meth:`begin`. Otherwise the first phase does this. Under ``s1`` and ``megatron`` a rank then dispatches
     its own part of the tokens, and the last phase gathers the results of all parts (MP-AllGather).
 
-    The caller may replace routing map and probabilities after the route. Under ``s2`` the replaced maps must
-    be equal on all tensor-parallel ranks if the given ones are.
-
-    The host waits at one place in a forward pass, as in Megatron's dispatcher. There are two exceptions:
-    ``baseline`` with varying sequence lengths, and the first pass under ``auto``, which measures costs.
+    The caller may replace routing map and probabilities after the route, under ``s2`` alike on all
+    tensor-parallel ranks. The host waits at one place in a forward pass, as in Megatron's dispatcher, but for
+    ``baseline`` with varying sequence lengths and the first pass under ``auto``, which measures costs.
 
     The positional arguments are those of Megatron's dispatchers, over slots: ``config.num_moe_experts`` is
     the number of slots of all devices.
@@ -102,12 +100,7 @@ class ParmDispatcher(MoETokenDispatcher):
         return self._is_divided
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        """Phase 1: exchange counts and permute the tokens.
-
-        Args:
-            hidden_states: Hidden states to dispatch, ``[sequence, batch, M]``.
-            routing_map: Slots of each of these tokens, bool ``[T, W]``.
-            probs: Routing probabilities, ``[T, W]``.
+        """Phase 1: exchange counts, permute tokens ``[sequence, batch, M]`` for their slots ``[T, W]``.
 
         Raises:
             RuntimeError: The tokens are not divided as the schedule requires.

@@ -52,11 +52,11 @@ class ParmGroups:
     @property
     def by_name(self) -> dict[Group, dist.ProcessGroup]:
         """The groups of several ranks by the names of Parm's cost model; ``mp`` only if tokens are equal."""
-        named: list[tuple[Group, dist.ProcessGroup]]
-        named = [("ep", self.devices), ("esp", self.parts), ("ep_esp", self.all_parts)]
+        named: dict[Group, dist.ProcessGroup] = {"ep": self.devices, "esp": self.parts}
+        named["ep_esp"] = self.all_parts
         if self.are_equal:
-            named.append(("mp", self.tensor_parallel))
-        return {name: group for name, group in named if group.size() > 1}
+            named["mp"] = self.tensor_parallel
+        return {name: group for name, group in named.items() if group.size() > 1}
 
     def devices_of_peers(self) -> list[int]:
         """Device number of each tensor-parallel rank, ``[Y]``; collective over these ranks."""

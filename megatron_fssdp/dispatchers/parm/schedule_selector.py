@@ -66,15 +66,12 @@ class ScheduleSelector:
     _costs: ScheduleCosts | None = field(init=False, default=None)
 
     def of(self, hidden: Tensor, *, owners_only: bool = True) -> Decision:
-        """Return the decision for a forward pass.
+        """The decision for a forward pass with these hidden states, ``[sequence, batch, M]``, undivided.
 
         Under ``auto``, the first call with several candidates finds the costs, collectively over the pipeline
-        stage. Later calls neither communicate nor wait.
-
-        Args:
-            hidden: Hidden states of the layer's tokens, ``[sequence, batch, M]``, before any division.
-            owners_only: Whether no expert of the layer is in several slots. Otherwise ``auto`` leaves out S2,
-                under which all tensor-parallel ranks must send an expert's tokens to the same slots.
+        stage. Later calls neither communicate nor wait. If an expert can be in several slots (not
+        ``owners_only``), ``auto`` leaves out S2, under which all tensor-parallel ranks must send an expert's
+        tokens to the same slots.
 
         Raises:
             ConfigurationError: The schedule cannot divide the sequence evenly.
@@ -116,10 +113,12 @@ class ScheduleSelector:
         predicted: dict[Schedule, float] = {}
         if len(candidates) > 1:
             if self._costs is None:
-                if (find := self.find_costs) is not None:
-                    self._costs = find(layer, hidden.detach())
-                else:
-                    self._costs = measured_costs(layer, hidden.detach(), groups, self.everyone, simultaneous)
+                given = layer, hidden.detach()
+                self._costs = (
+                    self.find_costs(*given)
+                    if self.find_costs is not None
+                    else measured_costs(*given, groups, self.everyone, simultaneous)
+                )
             predicted = predicted_seconds(layer, self._costs, tuple(candidates))
         best = best_schedule(predicted) if predicted else candidates[0]
         decision = Decision(best, simultaneous, predicted)

@@ -73,15 +73,11 @@ class SharedRoute:
         return received
 
     def collect(self, rows: Sequence[Tensor], *, simultaneous: bool) -> list[Tensor]:
-        """Return results for the rows of all tensor-parallel ranks, summed over the parts of the experts.
+        """Results for the rows of all tensor-parallel ranks, summed over the parts of the experts.
 
-        Args:
-            rows: Results of this rank's part of the experts, ``[R, ...]`` each, in the order of arrival.
-            simultaneous: Whether to pass results on slice by slice (SAA), or after all have arrived (AAS).
-
-        Returns:
-            One tensor ``[sum(rows_Y), ...]`` for each of ``rows``, by tensor-parallel rank, in the order in
-            which it sent them.
+        From results of this rank's part of the experts, ``[R, ...]`` each in the order of arrival, to one
+        tensor ``[sum(rows_Y), ...]`` each, by tensor-parallel rank, in the order in which it sent the rows.
+        ``simultaneous`` passes results on slice by slice (SAA) instead of after all have arrived (AAS).
         """
         if simultaneous and self.groups.num_devices > 1:
             return self._collect_slices(rows)

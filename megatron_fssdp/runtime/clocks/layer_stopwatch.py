@@ -7,7 +7,7 @@ from statistics import median_high
 
 import torch
 
-from megatron_fssdp.runtime.clocks.device_clock import Moment, now, seconds_between
+from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 _Span = tuple[Moment, Moment]
@@ -16,11 +16,16 @@ _Span = tuple[Moment, Moment]
 
 @dataclass(eq=False)
 class _Passes:
-    """Measured forward passes: rows of the experts, spans before the layer, spans of the experts."""
+    """An iteration's forward passes: rows of the experts, spans before the layer, spans of the experts."""
 
     num_rows: int = 0
     before: list[_Span] = field(default_factory=list)
     experts: list[_Span] = field(default_factory=list)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there are any."""
+        return bool(self.before or self.experts)
 
 
 @dataclass(eq=False)
@@ -32,28 +37,25 @@ class LayerStopwatch:
     counts only if no other iteration was measured.
     """
 
-    _cold: _Passes = field(default_factory=_Passes)
-    _warm: _Passes = field(default_factory=_Passes)
-    _is_warm: bool = False
+    _iterations: list[_Passes] = field(default_factory=lambda: [_Passes()])
     _begin: Moment | None = None
 
     @property
     def num_rows(self) -> int:
         """Number of rows in all counted forward passes of the experts."""
-        return self._counted.num_rows
+        return sum(passes.num_rows for passes in self._counted)
 
     def layer_begins(self, device: torch.device) -> None:
-        """Mark the start of the compute that comes before the layer, and that hides its transfers.
+        """Mark the start of the compute before the layer, after its transfers were posted.
 
-        Call it after the layer's transfers were posted. Then neither the host's planning and posting nor, on
-        CUDA, the device's wait for the host count as compute.
+        Then neither the host's planning and posting nor, on CUDA, the device's wait for the host count.
         """
         self._begin = None if in_backward() else now(device.type == "cuda")
 
     def tokens_ready(self) -> None:
         """Mark the end of the compute before the layer, which includes the gate."""
         if self._begin is not None:
-            self._running.before.append((self._begin, now(is_cuda=not isinstance(self._begin, float))))
+            self._iterations[-1].before.append((self._begin, now(is_cuda=not isinstance(self._begin, float))))
             self._begin = None
 
     @contextmanager
@@ -62,27 +64,25 @@ class LayerStopwatch:
         begin = now(device.type == "cuda")
         yield
         if not in_backward():
-            self._running.experts.append((begin, now(device.type == "cuda")))
-            self._running.num_rows += num_rows
+            self._iterations[-1].experts.append((begin, now(device.type == "cuda")))
+            self._iterations[-1].num_rows += num_rows
 
     def iteration_ends(self) -> None:
         """Mark the end of an iteration. The passes after the first one with measurements are warm."""
-        self._is_warm = self._is_warm or bool(self._cold.experts or self._cold.before)
+        if self._iterations[-1].is_measured:
+            self._iterations.append(_Passes())
         self._begin = None
 
     def before_s(self) -> float:
         """Median seconds of the compute before the layer; 0 if none was measured."""
-        spans = self._counted.before
+        spans = [span for passes in self._counted for span in passes.before]
         return median_high([seconds_between(*span) for span in spans]) if spans else 0.0
 
     def experts_s(self) -> float:
         """Total seconds of the experts' forward passes."""
-        return sum(seconds_between(*span) for span in self._counted.experts)
+        return sum(seconds_between(*span) for passes in self._counted for span in passes.experts)
 
     @property
-    def _running(self) -> _Passes:
-        return self._warm if self._is_warm else self._cold
-
-    @property
-    def _counted(self) -> _Passes:
-        return self._warm if self._warm.experts or self._warm.before else self._cold
+    def _counted(self) -> list[_Passes]:
+        cold, *warm = self._iterations
+        return warm if any(passes.is_measured for passes in warm) else [cold]

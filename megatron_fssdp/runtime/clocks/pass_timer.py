@@ -8,18 +8,18 @@ gradients are complete there::
     backward   other ◄── dispatch ◄── experts ◄── combine ◄── (outside of the layer)
 
 Moments in which compute waits for replicas' weights or gradients belong to no part: the timers of transfers
-measure them (``TransferTiming.exposed_s``).
+measure them (``TransferTimer.seconds``).
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 import torch
 
-from megatron_fssdp.runtime.clocks.device_clock import Moment, now, seconds_between
+from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 Part = Literal["other", "dispatch", "experts", "combine"]
@@ -30,14 +30,13 @@ class PassSeconds:
     """Seconds of the parts of one layer, summed over the forward or the backward passes of an iteration.
 
     Attributes:
-        other_s: Seconds from the beginning of the transformer layer to the dispatch: attention, the gate, and
-            shared experts that do not overlap.
-        dispatch_s: Seconds from the exchange of counts to the sorted rows, the plan of the layer included.
-            Under a schedule in steps, this also includes the combine.
-        experts_s: Seconds of the experts on this rank.
-        combine_s: Seconds from the experts' results to the layer's output. This includes the wait for ranks
-            whose experts take longer.
-        experts_slowest_s: Seconds of the experts on the slowest of the ranks that were combined.
+        other_s: From the beginning of the transformer layer to the dispatch: attention, the gate, and shared
+            experts that do not overlap.
+        dispatch_s: From the exchange of counts to the sorted rows, the plan of the layer included. Under a
+            schedule in steps, this also includes the combine.
+        experts_s: The experts on this rank.
+        combine_s: From the experts' results to the layer's output, with the wait for slower ranks.
+        experts_slowest_s: The experts on the slowest of the ranks that were combined.
     """
 
     other_s: float = 0.0
@@ -101,11 +100,39 @@ class PassTimer:
         Args:
             total: Seconds to which the part is added; ``None`` for what is outside of all parts.
             part: The part; ``None`` for what is outside of all parts.
-            is_cuda: Whether the part runs on a CUDA device; ``None`` if it runs where the last one ran.
+            is_cuda: Whether it runs on a CUDA device; ``None`` if it runs where the last part ran.
         """
         if is_cuda is not None:
             self._is_cuda = is_cuda
         self._marks.append((total, part, now(self._is_cuda)))
+
+    def border(
+        self,
+        seconds: tuple[PassSeconds, PassSeconds],
+        tensor: torch.Tensor,
+        forward: Part | None,
+        backward: Part | None,
+    ) -> None:
+        """Mark a border between two parts of a layer, in this pass and in the backward pass to come.
+
+        A forward pass that is recomputed counts as a part of the backward pass.
+
+        Args:
+            seconds: Seconds of the layer's forward and of its backward passes.
+            tensor: Tensor whose gradient is complete when the backward pass reaches the border, any shape.
+            forward: Part that begins now; ``None`` if the layer ends here.
+            backward: Part that begins there in the backward pass; ``None`` if the layer ends there.
+        """
+        if not self.is_running:
+            return
+
+        def enter_backward(gradient: torch.Tensor) -> None:
+            if self.is_running:
+                self.enter(seconds[1], backward, gradient.is_cuda)
+
+        self.enter(seconds[in_backward()], forward, tensor.is_cuda)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(enter_backward)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -117,51 +144,3 @@ class PassTimer:
         self.enter(None, None)
         yield
         self.enter(total, part)
-
-
-class LayerTimer:
-    """The parts of one layer on the timer of its rank.
-
-    Args:
-        timer: Timer that all layers of the rank share.
-    """
-
-    def __init__(self, timer: PassTimer) -> None:
-        self.timer = timer
-        self._forward, self._backward = PassSeconds(), PassSeconds()
-
-    def passes(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
-        """Mark a border between two parts, in this pass and in the backward pass to come.
-
-        A forward pass that is recomputed counts as a part of the backward pass.
-
-        Args:
-            tensor: Tensor that passes the border, any shape. Its gradient must be complete when the backward
-                pass reaches the border.
-            forward: Part that begins now; ``None`` if the layer ends here.
-            backward: Part that begins where the tensor's gradient is complete; ``None`` if the layer ends
-                there.
-        """
-        if not self.timer.is_running:
-            return
-        total = self._backward if in_backward() else self._forward
-        self.timer.enter(total, forward, tensor.is_cuda)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(lambda gradient: self._enter_backward(backward, gradient.is_cuda))
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Context manager around a wait for a transfer, which belongs to no part."""
-        return self.timer.waiting()
-
-    def take(self) -> tuple[PassSeconds, PassSeconds]:
-        """Return the seconds of the forward and of the backward passes since the last call.
-
-        The timer of the rank must have been stopped.
-        """
-        taken = self._forward, self._backward
-        self._forward, self._backward = PassSeconds(), PassSeconds()
-        return taken
-
-    def _enter_backward(self, part: Part | None, is_cuda: bool) -> None:
-        if self.timer.is_running:
-            self.timer.enter(self._backward, part, is_cuda)

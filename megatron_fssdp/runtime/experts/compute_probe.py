@@ -25,14 +25,9 @@ class LayerShape:
     """Sizes of the transformer layer to measure.
 
     Attributes:
-        model_dim: Model dimension, M.
-        ffn_dim: FFN dimension of one expert, F.
-        num_experts: Number of experts on one device, G.
-        num_rows: Number of rows of all these experts in total.
+        num_experts: Number of experts on one device, G; ``num_rows`` is the number of rows of all of them.
         gated: Whether the activation is gated, so that ``fc1`` is ``[2F, M]``.
-        num_heads: Number of attention heads.
-        seq_length: Number of tokens in a sample.
-        num_samples: Number of samples in a micro-batch.
+        num_samples: Number of samples in a micro-batch, of ``seq_length`` tokens each.
         dtype: Data type of weights and activations.
     """
 
@@ -59,17 +54,10 @@ class LayerShape:
 
 
 def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions: int) -> float:
-    """Measure the flop/s of a device in expert compute; all experts have equally many rows, to within one.
+    """Measure the flop/s of a device in expert compute over both passes; the median of some runs counts.
 
-    One expert is computed after the other, as by Megatron's ``SequentialMLP``.
-
-    Args:
-        shape: Sizes of the layer.
-        device: Device to measure.
-        num_repetitions: Number of timed runs after one warm-up run; their median counts.
-
-    Returns:
-        Flop/s over forward and backward pass.
+    One expert is computed after the other, as by Megatron's ``SequentialMLP``. All experts have equally many
+    rows, to within one.
     """
 
     def drawn(*size: int, scale: float = 0.02) -> torch.Tensor:
@@ -98,15 +86,9 @@ def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions:
 
 
 def attention_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions: int) -> float:
-    """Measure the flop/s of a device in attention: projections and scaled dot products, without a mask.
+    """Measure the flop/s of a device in attention over both passes; the median of some runs counts.
 
-    Args:
-        shape: Sizes of the layer.
-        device: Device to measure.
-        num_repetitions: Number of timed runs after one warm-up run; their median counts.
-
-    Returns:
-        Flop/s over forward and backward pass.
+    Attention consists of projections and scaled dot products, without a mask.
     """
     sample = (shape.num_samples, shape.seq_length, shape.model_dim)
     x = torch.randn(sample, device=device).to(shape.dtype).requires_grad_()
@@ -128,12 +110,7 @@ def attention_flops_per_s(shape: LayerShape, device: torch.device, num_repetitio
 
 
 def device_memory_bytes(device: torch.device, num_sharers: int) -> int:
-    """Memory of a device in bytes; a CPU rank gets an equal share of the host's memory.
-
-    Args:
-        device: The device.
-        num_sharers: Number of ranks on this host.
-    """
+    """Memory of a device in bytes; each of the CPU ranks of a host gets an equal share of its memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_sharers

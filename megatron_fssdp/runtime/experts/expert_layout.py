@@ -80,7 +80,7 @@ class ExpertLayout:
         """Number of elements of each tensor."""
         return [shape.numel() for shape in self.shapes]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of one expert."""
         return sum(self.sizes)
@@ -90,9 +90,9 @@ class ExpertLayout:
         """Bytes of one expert's parameters."""
         return self.numel * self.dtype.itemsize
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copy the tensors of one expert into a new flat tensor ``[numel]``."""
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    def pack(self, tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy the tensors of one expert into a flat tensor ``[numel]``, by default a new one."""
+        return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
 
     def unpack(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of a flat tensor ``[numel]`` with the shapes of the expert's tensors."""

@@ -10,10 +10,6 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 
 
-def _always_current() -> None:
-    """Do nothing: the Parameters have the values of the last optimizer step at any time."""
-
-
 @dataclass(frozen=True, eq=False)
 class LocalExperts:
     """The Parameters of the experts of one layer on this rank.
@@ -36,28 +32,10 @@ class LocalExperts:
     parameters: ParametersByExpert
     residents: ParametersByExpert = field(default_factory=dict)
     told_layout: ExpertLayout | None = None
-    await_parameters: Callable[[], None] = _always_current
+    await_parameters: Callable[[], object] = lambda: None
     told_device: torch.device | None = None
 
-    def check_owned(self, owner_E: np.ndarray, device: int) -> None:
-        """Check that ``parameters`` has exactly the experts that a device owns.
-
-        Args:
-            owner_E: Owner of each expert, int64 ``[E]``.
-            device: Device number of this rank.
-
-        Raises:
-            ValueError: The experts are not those that the device owns, or their shapes differ.
-        """
-        owned = tuple(np.flatnonzero(owner_E == device).tolist())
-        if tuple(self.parameters) != owned:
-            raise ValueError(
-                f"{self.what}: got parameters of experts {tuple(self.parameters)}, wanted those this rank "
-                f"owns, {owned}, in ascending order"
-            )
-        self.layout()
-
-    def check_present(self, placement: ExpertPlacement, device: int) -> None:
+    def check(self, placement: ExpertPlacement, device: int) -> None:
         """Check that the experts with Parameters here are those that a placement has on a device.
 
         Args:
@@ -65,15 +43,16 @@ class LocalExperts:
             device: Device number of this rank.
 
         Raises:
-            ValueError: The experts are not those of the placement.
+            ValueError: The experts are not those of the placement, or their shapes differ.
         """
-        here = placement.experts_on(device)
-        if sorted(self.all_parameters) != list(here):
+        owned, here = np.flatnonzero(placement.owner_E == device).tolist(), placement.experts_on(device)
+        if list(self.parameters) != owned or sorted(self.all_parameters) != list(here):
             raise ValueError(
                 f"{self.what}: got parameters of owned experts {sorted(self.parameters)} and of resident "
-                f"replicas {sorted(self.residents)}, wanted together those that the placement has on this "
-                f"device, {list(here)}"
+                f"replicas {sorted(self.residents)}, wanted those of the owned experts {owned}, ascending, "
+                f"and together those that the placement has on this device, {list(here)}"
             )
+        self.layout()
 
     def layout(self) -> ExpertLayout:
         """Shapes of one expert's tensors.

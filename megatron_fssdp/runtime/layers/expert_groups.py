@@ -40,7 +40,7 @@ class ExpertGroups:
             program. Equal on all ranks.
 
     Raises:
-        ValueError: A group's size does not fit the topology.
+        ValueError: The size of the expert-parallel group does not fit the topology.
     """
 
     expert_parallel: dist.ProcessGroup
@@ -56,13 +56,6 @@ class ExpertGroups:
                 f"topology: got {self.topology.num_devices} devices, wanted the "
                 f"{self.expert_parallel.size()} ranks of the expert-parallel group"
             )
-        if self.everyone is not None:
-            size, rank = self.num_devices * self.num_parts, self.device * self.num_parts + self.peer
-            if (self.everyone.size(), self.everyone.rank()) != (size, rank):
-                raise ValueError(
-                    f"everyone: got rank {self.everyone.rank()} of {self.everyone.size()}, wanted rank "
-                    f"{rank} of {size} for part {self.peer} of {self.num_parts} of device {self.device}"
-                )
 
     @property
     def device(self) -> int:

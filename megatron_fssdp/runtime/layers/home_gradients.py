@@ -6,18 +6,15 @@ of re-materialized replicas and of replicas of one micro-batch after each.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
-from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer
-from megatron_fssdp.runtime.experts.local_experts import LocalExperts
-from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
-from megatron_fssdp.runtime.layers.pass_maker import PassMaker
+from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.slots.owner_gradients import sum_over_holders
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-from megatron_fssdp.runtime.slots.resident_gradients import ResidentGradients
 
 
 class HomeGradients:
@@ -25,45 +22,33 @@ class HomeGradients:
 
     Shape letters: D devices, E experts.
 
-    Args:
-        clock: Clock of iterations.
-        timer: Timer of the layer, which leaves out waits for transfers.
-        maker: Maker of the layer's passes, to which slots of single micro-batches return.
-
     Attributes:
-        experts: Experts that have Parameters on this rank; the layer keeps it up to date.
         is_home: Whether no gradient of a replica is missing at its owner.
         on_home: Function that is called when all gradients of an iteration have reached the owners.
         on_complete: Function that is called when a backward pass of the layer is complete.
         delays_weight_gradients: Whether the weight gradients are computed apart from the backward pass.
+        own: Passes of single micro-batches whose gradients are not home.
     """
 
-    def __init__(
-        self, clock: IterationClock, timer: LayerTimer, maker: PassMaker, experts: LocalExperts
-    ) -> None:
-        self._clock, self._timer, self._maker, self.experts = clock, timer, maker, experts
+    def __init__(self, layer: PlannedLayer) -> None:
+        self._layer = layer
         self.on_home: Callable[[], object] = lambda: None
         self.on_complete: Callable[[], object] = lambda: None
         self.delays_weight_gradients = False
-        self.is_home = True
-        self._own: list[SlotPass] = []
+        self.own: list[SlotPass] = []
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget the passes of the iteration; their gradients are dropped."""
-        for own in self._own:
-            self._maker.give_back(own)
+        for own in self.own:
+            self._layer.give_back(own)
         self.is_home = True
-        self._own = []
+        self.own = []
         self._is_reduced = False
         self._num_complete = 0
         self._num_computed = 0
         self._over: deque[SlotPass] = deque()
-        self._residents: ResidentGradients | None = None
-
-    def add_own(self, own: SlotPass) -> None:
-        """Take care of a pass of one micro-batch, until its gradients are home or :meth:`end_own`."""
-        self._own.append(own)
+        self._resident_sums: Iterator[None] | None = None
 
     def own_of(self, counts_DE: np.ndarray) -> SlotPass | None:
         """The pass of the first micro-batch with these counts whose backward pass has yet to recompute it.
@@ -71,7 +56,7 @@ class HomeGradients:
         Args:
             counts_DE: Counts of a micro-batch, int64 ``[D, E]``.
         """
-        for own in self._own:
+        for own in self.own:
             if own.is_over or own.is_recomputed or own.counts_DE is None:
                 continue
             if np.array_equal(own.counts_DE, counts_DE):
@@ -81,8 +66,7 @@ class HomeGradients:
     def experts_begin_backward(self, one: SlotPass) -> None:
         """Provide the weights that the experts' backward pass needs, and the memory for its gradients."""
         self.is_home = False
-        for own in [own for own in self._own if own.is_over]:
-            self.end_own(own)  # Its gradients have travelled since the last backward pass of this layer.
+        self._end_those_over()  # Their gradients have travelled since the last backward pass of this layer.
         if one.transfers is not None:
             one.transfers.begin_use(backward=True)
             one.transfers.await_weights()
@@ -101,52 +85,54 @@ class HomeGradients:
         self._num_computed += 1
         self._go_on()
 
-    def settle(self, shared: SlotPass | None) -> None:
+    def settle(self, *, with_iteration: bool = True) -> None:
         """Wait for the gradients on their way home, at a moment when other compute has hidden them.
 
         For resident replicas, this does one step of their all-reduce.
 
         Args:
-            shared: Pass of the iteration.
+            with_iteration: Whether to wait for those of the iteration's replicas, too.
         """
-        for own in [own for own in self._own if own.is_over]:
-            self.end_own(own)
-        if self._residents is not None:
-            with self._timer.waiting():
-                self._residents.advance()
-            is_home = self._residents.is_finished
+        self._end_those_over()
+        shared = self._layer.shared if with_iteration else None
+        if self._resident_sums is not None:
+            with self._layer.waiting():
+                is_home = next(self._resident_sums, True) is True
         else:
             if shared is not None and shared.transfers is not None:
                 shared.transfers.settle()
-            is_home = self._num_complete >= self._clock.num_micro_batches > 0
+            is_home = self._num_complete >= self._layer.clock.num_micro_batches > 0
         if is_home:
             self._are_home()
 
-    def finish(self, shared: SlotPass | None) -> None:
-        """Bring all remaining gradients to the owners and wait.
-
-        Args:
-            shared: Pass of the iteration.
-        """
+    def finish(self) -> None:
+        """Bring all remaining gradients to the owners and wait."""
         if self.is_home:
             return
+        shared = self._layer.shared
         if shared is not None and shared.plan.resident:
-            with self._timer.waiting():
-                self._sum_residents(shared).finish()
+            self._sum_residents()
+            with self._layer.waiting():
+                for _ in self._resident_sums or ():
+                    pass
         elif shared is not None and shared.transfers is not None:
             if not shared.plan.rematerialize:
                 self._reduce_iteration(shared.transfers)
             shared.transfers.settle()
-        for own in list(self._own):
+        for own in list(self.own):
             self.end_own(own)
         self._are_home()
 
     def end_own(self, own: SlotPass) -> None:
         """Give back the slots of a pass of one micro-batch, after its gradients are home."""
-        self._own.remove(own)
+        self.own.remove(own)
         if own.transfers is not None:
             own.transfers.settle()
-        self._maker.give_back(own)
+        self._layer.give_back(own)
+
+    def _end_those_over(self) -> None:
+        for own in [own for own in self.own if own.is_over]:
+            self.end_own(own)
 
     def _go_on(self) -> None:
         while self._num_computed and self._over:
@@ -155,11 +141,12 @@ class HomeGradients:
 
     def _complete(self, one: SlotPass) -> None:
         """Send the gradients of a backward pass home, or after the last one those of the whole iteration."""
+        clock = self._layer.clock
         self._num_complete += 1
-        is_last = self._num_complete == self._clock.num_micro_batches
+        is_last = self._num_complete == clock.num_micro_batches
         if one.transfers is None:
             if one.plan.resident and is_last:
-                self._sum_residents(one).reduce()
+                self._sum_residents()
             if not one.is_shared:
                 self.end_own(one)
         else:
@@ -176,8 +163,8 @@ class HomeGradients:
                 one.is_over = True
                 if not one.is_shared:
                     one.transfers.release()
-                if not (self._clock.driven and one.plan.gather_ahead):
-                    self.settle(one if one.is_shared else None)
+                if not (clock.driven and one.plan.gather_ahead):
+                    self.settle(with_iteration=one.is_shared)
         self.on_complete()
 
     def _reduce_iteration(self, transfers: ReplicaTransfers) -> None:
@@ -185,17 +172,18 @@ class HomeGradients:
             return
         self._is_reduced = True
         dtype = transfers.slots.layout.dtype
-        is_summed = transfers.plan.life.sums_gradients(self._clock.num_micro_batches)
+        is_summed = transfers.plan.life.sums_gradients(self._layer.clock.num_micro_batches)
         transfers.reduce(accumulation_dtype(dtype) if is_summed else dtype)
 
-    def _sum_residents(self, one: SlotPass) -> ResidentGradients:
-        if self._residents is None:
-            layout = self.experts.layout()
-            transfer = self._maker.bind(
-                one.plan.transfer, self.experts, layout.numel, accumulation_dtype(layout.dtype)
-            )
-            self._residents = ResidentGradients(transfer, layout, self.experts.all_parameters)
-        return self._residents
+    def _sum_residents(self) -> None:
+        """Start the all-reduce of resident replicas' gradients, if it has not started."""
+        if self._resident_sums is None:
+            experts, plan = self._layer.experts, self._layer.plan
+            assert plan is not None
+            layout = experts.layout()
+            transfer = self._layer.bind(plan.transfer, layout.numel, accumulation_dtype(layout.dtype))
+            self._resident_sums = sum_over_holders(transfer, layout, experts.all_parameters)
+            next(self._resident_sums)
 
     def _are_home(self) -> None:
         if not self.is_home:

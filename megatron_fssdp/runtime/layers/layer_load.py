@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_fssdp.collectives.sparse.sparse_transfer import StartedTransfer
+from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
+from megatron_fssdp.strategies.layer_plan import LayerContext
 
 
 @dataclass
@@ -64,24 +65,16 @@ class LayerLoad:
     forward: PassSeconds = field(default_factory=PassSeconds)
     backward: PassSeconds = field(default_factory=PassSeconds)
 
-    def add_tokens(self, device_D: np.ndarray, cross_node: int) -> None:
-        """Add pairs that devices computed.
-
-        Args:
-            device_D: Pairs by device, int64 ``[D]``.
-            cross_node: Pairs that were dispatched to another node.
-        """
+    def add_tokens(self, placement: ExpertPlacement, device_D: np.ndarray, cross_node: int) -> None:
+        """Add the pairs that devices computed, ``[D]``, and how many were dispatched to another node."""
+        self.num_replicas, self.placements = placement.num_replicas, (placement,)
         self.device_D += device_D
         self.cross_node_tokens += cross_node
 
     def add_plain(self, counts_DE: np.ndarray, plain_owner_E: np.ndarray, spread: np.ndarray | None) -> None:
-        """Add what plain expert parallelism would have done.
+        """Add what plain expert parallelism, with these owners ``[E]``, would do for counts ``[D, E]``.
 
-        Args:
-            counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
-            plain_owner_E: Owner of each expert under plain expert parallelism, int64 ``[E]``.
-            spread: Tokens by the number of nodes, then by the number of devices, int64 ``[N + D]``; ``None``
-                if they are not known.
+        ``spread`` has tokens by the number of nodes, then by the number of devices, int64 ``[N + D]``.
         """
         if spread is not None:
             num_nodes = len(self.by_nodes_N)
@@ -90,17 +83,17 @@ class LayerLoad:
         owner_D = np.bincount(plain_owner_E, weights=counts_DE.sum(axis=0), minlength=len(self.owner_D))
         self.owner_D += owner_D.astype(np.int64)
 
-    def add(self, started: StartedTransfer) -> None:
+    def add(self, timer: TransferTimer) -> None:
         """Add bytes and times of a transfer; its ``wait`` must have returned."""
-        timing = started.timer.timing()
-        if started.is_gather:
-            self.spag_bytes += started.num_bytes
-            self.spag_s += timing.busy_s
-            self.spag_exposed_s += timing.exposed_s
+        busy_s, exposed_s = timer.seconds()
+        if timer.is_gather:
+            self.spag_bytes += timer.num_bytes
+            self.spag_s += busy_s
+            self.spag_exposed_s += exposed_s
         else:
-            self.sprs_bytes += started.num_bytes
-            self.sprs_s += timing.busy_s
-            self.sprs_exposed_s += timing.exposed_s
+            self.sprs_bytes += timer.num_bytes
+            self.sprs_s += busy_s
+            self.sprs_exposed_s += exposed_s
 
     def present_ED(self) -> np.ndarray:
         """Which devices had which experts, bool ``[E, D]``; D counts the devices of all groups in turn."""
@@ -108,13 +101,8 @@ class LayerLoad:
 
     def owned_ED(self) -> np.ndarray:
         """Which devices owned which experts, bool ``[E, D]``; D counts the devices of all groups in turn."""
-        devices = [np.arange(placement.num_devices) for placement in self.placements]
-        return self._side_by_side(
-            [
-                placement.owner_E[:, None] == device_D
-                for placement, device_D in zip(self.placements, devices, strict=True)
-            ]
-        )
+        owned = [one.owner_E[:, None] == np.arange(one.num_devices) for one in self.placements]
+        return self._side_by_side(owned)
 
     def _side_by_side(self, held_ED: list[np.ndarray]) -> np.ndarray:
         if not held_ED:  # There has been no forward pass.
@@ -122,13 +110,9 @@ class LayerLoad:
         return np.concatenate(held_ED, axis=1)
 
     @staticmethod
-    def empty(layer: int, num_nodes: int, num_devices: int, num_experts: int) -> "LayerLoad":
+    def empty(context: LayerContext) -> "LayerLoad":
         """A load with all numbers zero, for the start of an iteration."""
-        return LayerLoad(
-            layer,
-            np.zeros((num_devices, num_experts), np.int64),
-            np.zeros(num_devices, np.int64),
-            np.zeros(num_devices, np.int64),
-            np.zeros(num_nodes, np.int64),
-            np.zeros(num_devices, np.int64),
-        )
+        owner_D, device_D, by_devices_D = np.zeros((3, context.num_devices), np.int64)
+        counts_DE = np.zeros((context.num_devices, context.num_experts), np.int64)
+        by_nodes_N = np.zeros(context.topology.num_nodes, np.int64)
+        return LayerLoad(context.layer, counts_DE, owner_D, device_D, by_nodes_N, by_devices_D)

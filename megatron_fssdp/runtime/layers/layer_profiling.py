@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -45,7 +46,7 @@ def profile_layers(
         num_micro_batches: Number of micro-batches in an iteration.
         held: For how many layers, and how long, replicas exist at the same time.
         device: Device of the tensors for collectives.
-        choices: What is known about the experts of the tokens; ``None`` if nothing is.
+        choices: What is known about the experts of the tokens, if anything is.
         deduplicated: Whether all tokens travel by the deduplicated exchange.
     """
     first = layers[0]
@@ -56,9 +57,8 @@ def profile_layers(
     before_s = [w.before_s() for w in watches]
     intra, inter = measure_links(first.groups.expert_parallel, first.groups.topology, device)
     context = first.context
-    node_D = torch.from_numpy(context.topology.node_of_device_D.copy()).to(device)
-    slot_ED = torch.arange(context.num_experts * context.num_devices, device=device)
-    shares_s = seconds_of_shares(slot_ED.view(context.num_experts, -1), node_D)
+    slot_ED = np.arange(context.num_experts * context.num_devices).reshape(context.num_experts, -1)
+    shares_s = seconds_of_shares(slot_ED, context.topology.node_of_device_D, device)
     numbers = torch.tensor(
         [
             # Compute must hide a transfer on every rank, so the shortest time counts. The signs make the

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassTimer
+from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layers.iteration_clock import IterationClock
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.planned_layer import IterationClock
 from megatron_fssdp.runtime.layers.shared_counts import SharedCounts
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.strategies.layer_plan import LayerContext
@@ -63,15 +63,7 @@ class MoERuntime:
     ) -> SlotLayer:
         """Register a layer; layers must be added in the same order on every rank.
 
-        Args:
-            context: The data of the layer that the strategy may use.
-            groups: Process groups of the layer, and the nodes of its ranks.
-            parameters: Parameters of each expert that this rank owns, ascending by expert.
-            layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
-            await_parameters: Function that returns when the Parameters have the values of the last optimizer
-                step; ``None`` if they always have them, see :class:`LocalExperts`.
-            least_slots: Replica slots that exist from the start.
-            slot_multiple: Number of which the slots of a device are a multiple.
+        The arguments are those of :class:`SlotLayer` and :class:`LocalExperts`.
         """
         experts = LocalExperts(f"layer {context.layer}", parameters, told_layout=layout)
         experts = replace(experts, told_device=experts.device)
@@ -87,7 +79,7 @@ class MoERuntime:
             measure=self.measure and groups.device == 0,
             measures_spread=self.measure,
             check_plans=self.check_plans,
-            timer=LayerTimer(self.timer),
+            timer=self.timer,
             least_slots=least_slots,
             slot_multiple=slot_multiple,
         )
@@ -111,7 +103,8 @@ class MoERuntime:
             layer.end_iteration()
         self.clock.num_micro_batches = num_micro_batches
         self.clock.iteration = iteration
-        self._start_timer()
+        if self.measure:
+            self.timer.start()
 
     def begin_passes(self) -> None:
         """Mark that the passes of the running iteration begin, or begin again with the same data.
@@ -128,9 +121,6 @@ class MoERuntime:
         for layer in self.layers:
             layer.reset()
         self.timer.stop()
-        self._start_timer()
-
-    def _start_timer(self) -> None:
         if self.measure:
             self.timer.start()
 
@@ -141,12 +131,12 @@ class MoERuntime:
 
     def end_passes(self) -> None:
         """Start to share the counts of the iteration; every rank calls it after the last backward pass."""
-        self._counts = [
-            SharedCounts(layers)
-            for layers in self._layers_by_group()
+        by_group: dict[str, list[SlotLayer]] = {}
+        for layer in self.layers:
             # A single device needs its loads for reports only.
-            if self.measure or layers[0].groups.num_devices > 1
-        ]
+            if self.measure or layer.groups.num_devices > 1:
+                by_group.setdefault(layer.groups.expert_parallel.group_name, []).append(layer)
+        self._counts = [SharedCounts(layers) for layers in by_group.values()]
 
     def end_iteration(self) -> list[LayerLoad]:
         """Mark the end of an iteration; return what each layer did in it, in the order of registration.
@@ -168,9 +158,3 @@ class MoERuntime:
         for one in self._counts:
             one.drop()
         self._counts.clear()
-
-    def _layers_by_group(self) -> list[list[SlotLayer]]:
-        by_group: dict[str, list[SlotLayer]] = {}
-        for layer in self.layers:
-            by_group.setdefault(layer.groups.expert_parallel.group_name, []).append(layer)
-        return list(by_group.values())

@@ -1,6 +1,7 @@
 """Counts the tokens of one layer by slot on the device, and turns all ranks' counts into loads on the host.
 
-Shape letters: D devices, E experts, N nodes, S ranks that send rows, W slots of all devices.
+Shape letters: T tokens of this rank, D devices, E experts, N nodes, S ranks that send rows, W slots of all
+devices.
 """
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
-from megatron_fssdp.runtime.slots.token_spread import token_spread
 
 
 class SlotCounts:
@@ -29,11 +29,13 @@ class SlotCounts:
         self._topology, self._plain_owner_E = topology, plain_owner_E
         self._measures_spread = measures_spread
         self._counts_W: torch.Tensor | None = None
+        self._is_clear = True
         self._spread: torch.Tensor | None = None
         self.num_counting = 1
 
     def open(self, one: SlotPass, device: torch.device) -> torch.Tensor:
         """The counts of the present iteration by slot, int64 ``[W]``; the address stays while W does."""
+        self._is_clear = False
         if self._counts_W is None or len(self._counts_W) != one.num_slots:
             self._counts_W = torch.zeros(one.num_slots, dtype=torch.int64, device=device)
         return self._counts_W
@@ -50,24 +52,20 @@ class SlotCounts:
             spread = token_spread(routing_map, self._plain_owner_E, self._topology)
             self._spread = spread if self._spread is None else self._spread + spread
         if one.is_shared:
-            counts_W = self.open(one, slot_map.device)
-            counts_W += slot_map.sum(0, dtype=torch.int64)
+            self.open(one, slot_map.device).add_(slot_map.sum(0))
 
     def clear(self) -> None:
         """Begin anew."""
         self._spread = None
-        if self._counts_W is not None:
+        if self._counts_W is not None and not self._is_clear:
             self._counts_W.zero_()
+        self._is_clear = True
 
     def to_share(self, shared: SlotPass | None) -> torch.Tensor | None:
-        """What other ranks need of this rank.
+        """What other ranks need of this rank: tokens by slot, then their spread; int64, of equal length.
 
-        Args:
-            shared: Pass of the iteration; ``None`` if the layer was not used.
-
-        Returns:
-            Tokens by slot, then their spread; int64, of equal length on all ranks. ``None`` if there is
-            nothing, or if the counts are on the host already.
+        ``None`` if there is nothing, or if the counts are on the host already. ``shared`` is the pass of the
+        iteration, ``None`` if the layer was not used.
         """
         on_device = shared is not None and not shared.plan.each_micro_batch
         numbers = [one for one in (self._counts_W if on_device else None, self._spread) if one is not None]
@@ -84,43 +82,47 @@ class SlotCounts:
         """
         num_devices = self._topology.num_devices
         numbers_DN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1]).sum(axis=1)
-        num_spread = 0 if self._spread is None else len(self._spread)
-        counts_DW = numbers_DN[:, : numbers_DN.shape[1] - num_spread] // self.num_counting
-        spread = numbers_DN[:, counts_DW.shape[1] :].sum(axis=0) // self.num_counting if num_spread else None
+        num_slots = numbers_DN.shape[1] - (0 if self._spread is None else len(self._spread))
+        counts_DW = numbers_DN[:, :num_slots] // self.num_counting
         counts_DE = np.zeros_like(load.counts_DE)
-        if counts_DW.shape[1]:
+        if num_slots:
             assert shared is not None
             expert_W = shared.slots.expert_DU.reshape(-1)
             used_W = expert_W >= 0
             np.add.at(counts_DE.T, expert_W[used_W], counts_DW[:, used_W].T)
             load.counts_DE += counts_DE
             if measure:
-                self._measure(counts_DW, shared, load)
+                counts_DD = counts_DW.reshape(num_devices, num_devices, -1).sum(axis=2)
+                node_D = self._topology.node_of_device_D
+                crossing = int(counts_DD[node_D[:, None] != node_D].sum())
+                load.add_tokens(shared.plan.placement, counts_DD.sum(axis=0), crossing)
         if measure:
+            spread_DN = numbers_DN[:, num_slots:]
+            spread = spread_DN.sum(axis=0) // self.num_counting if spread_DN.size else None
             load.add_plain(counts_DE, self._plain_owner_E, spread)
 
     def count_on_host(self, counts_DE: np.ndarray, own: SlotPass, load: LayerLoad, measure: bool) -> None:
-        """Add a micro-batch whose counts the host knows.
-
-        Args:
-            counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
-            own: Pass of the micro-batch.
-            load: Load of the iteration.
-            measure: Whether to add device loads and what plain expert parallelism would have done.
-        """
+        """Add a micro-batch whose counts the host knows, int64 ``[D, E]``."""
         load.counts_DE += counts_DE
-        if not measure:
-            return
-        dispatch = own.plan.dispatch(counts_DE, self._topology)
-        load.num_replicas = own.plan.placement.num_replicas
-        load.placements = (own.plan.placement,)
-        load.add_tokens(dispatch.whole_tokens_D, round(dispatch.cross_node_tokens))
-        load.add_plain(counts_DE, self._plain_owner_E, None)
+        if measure:
+            dispatch = own.plan.dispatch(counts_DE, self._topology)
+            crossing = round(dispatch.cross_node_tokens)
+            load.add_tokens(own.plan.placement, dispatch.whole_tokens_D, crossing)
+            load.add_plain(counts_DE, self._plain_owner_E, None)
 
-    def _measure(self, counts_DW: np.ndarray, shared: SlotPass, load: LayerLoad) -> None:
-        placement, num_devices = shared.plan.placement, self._topology.num_devices
-        load.num_replicas = placement.num_replicas
-        load.placements = (placement,)
-        counts_DD = counts_DW.reshape(num_devices, num_devices, -1).sum(axis=2)
-        node_D = self._topology.node_of_device_D
-        load.add_tokens(counts_DD.sum(axis=0), int(counts_DD[node_D[:, None] != node_D].sum()))
+
+def token_spread(routing_map: torch.Tensor, owner_E: np.ndarray, topology: Topology) -> torch.Tensor:
+    """Tokens whose experts have owners on 1, 2, … N nodes, then on 1, 2, … D devices; int64 ``[N + D]``.
+
+    The host does not wait for the device. Tokens without an expert are not counted.
+    """
+    device, selected = routing_map.device, routing_map.float()
+    histograms = []
+    for place_E, num_places in (
+        (topology.node_of_device_D[owner_E], topology.num_nodes),
+        (owner_E, topology.num_devices),
+    ):
+        is_there = torch.from_numpy(place_E[:, None] == np.arange(num_places)).to(device, non_blocking=True)
+        num_hit_T = (selected @ is_there.float() > 0).sum(dim=1, keepdim=True)
+        histograms.append((num_hit_T == torch.arange(1, num_places + 1, device=device)).sum(dim=0))
+    return torch.cat(histograms)

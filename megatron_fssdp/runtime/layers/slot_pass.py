@@ -68,7 +68,7 @@ def is_plain(slots: SlotTable) -> bool:
 def source_table(
     plan: LayerPlan, slots: SlotTable, topology: Topology, device: int, counts_DE: np.ndarray | None
 ) -> np.ndarray:
-    """The share table of one source under a plan.
+    """The share table of one source device under a plan, int64 ``[J, E]``.
 
     Args:
         plan: The plan, whose dispatch the table follows.
@@ -77,9 +77,6 @@ def source_table(
         device: Number of the source device.
         counts_DE: Counts for which the dispatch is planned if it depends on counts: forecasts, or those of a
             micro-batch; integers ``[D, E]``. ``None`` without any: nearest holders first.
-
-    Returns:
-        int64 ``[J, E]``.
     """
     placement = plan.placement
     if plan.dispatch_policy == "owner":

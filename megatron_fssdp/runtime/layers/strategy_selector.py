@@ -40,14 +40,8 @@ class StrategySelector:
     def select(self, executors: Sequence[SlotLayer], iteration: int) -> SelectionReport | None:
         """Reconsider strategies if the strategy does so after ``iteration`` complete iterations.
 
-        All ranks of all groups must call it.
-
-        Args:
-            executors: Executors of this pipeline stage's layers whose strategy is selected, at least one.
-            iteration: Number of iterations for which the model has been trained.
-
-        Returns:
-            The selected strategies and their predicted saving; ``None`` if strategies were not reconsidered.
+        All ranks of all groups must call it, with at least one layer of the pipeline stage. The result is the
+        selected strategies and their predicted saving, or ``None``.
         """
         is_measured = executors[0].context.profile is not None
         num_known = executors[0].history.num_seen if is_measured else 0

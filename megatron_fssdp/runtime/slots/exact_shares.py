@@ -17,15 +17,22 @@ tokens ends. Ends are exact to one token. A share table, exact to 1/R, would spa
 would have to be sorted on the device. Sources that round differently, such as CPU and CUDA, still route
 validly; only the loads differ a little from those that were planned.
 
+The matrices are small, so the number of operators is what costs time. Sums along devices are therefore
+products with constant matrices of zeros and ones, and two quantities that are treated alike stand side by
+side in one matrix ``[D, 2E]``. All numbers are float64, in which whole numbers of tokens are exact.
+
 Shape letters: T tokens, E experts, D devices, W slots of all devices.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_fssdp.collectives.probes.device_timing import elapsed_s
-from megatron_fssdp.runtime.slots.remap import number_tokens_ET, route_to
+from megatron_fssdp.runtime.slots.remap import number_tokens_ET, route_to, sent_to
 
 EXPONENTS = (3, 1) * 4
 """Exponent of the correction in each round of levelling. 1 is Sinkhorn's iteration, stable but slow: it
@@ -37,182 +44,190 @@ ENOUGH = 1.005
 _ANY_HOLDER = 0.02  # part of the prior for holders that even dispatch may give nothing
 _LEAST_LOAD = 1e-4  # in mean loads; keeps the weights of devices without tokens finite
 _RUNS = 5  # the first one is slow
-_TOKEN_PARTS = 20  # bits below a whole token while parts are added up
+_PARTS = 2.0**20  # of a token, while parts are added up
 
 
 @dataclass(frozen=True, eq=False)
 class Holders:
-    """A plan as the exact shares of one source see it. Made once for each plan, on the device.
+    """A plan as the exact shares of one source see it. Made once for each plan. Float64 but for the slots.
 
     Attributes:
         source: Number of this device.
-        slot_ED: A slot of the expert for each expert and device: the device's, if it has one; ``[E, D]``.
-        present_DE: 1 where a device holds an expert, float64 ``[D, E]``.
-        near_DE: 1 where a source lacks an expert and its node has it, float64 ``[D, E]``.
-        far_DE: 1 where a source's node lacks an expert, float64 ``[D, E]``.
-        num_chosen_DE: Over how many holders even dispatch splits a source's tokens, float64 ``[D, E]``.
-        turn_DE: Turn of each holder when even dispatch deals out this source's remainders, from 0; D for
-            devices that get none of the source's tokens. int64 ``[D, E]``.
-        same_node_DD: 1 where two devices share a node, float64 ``[D, D]``.
+        slot_ED: A slot of the expert for each expert and device: the device's, if it has one; int64.
+        present: 1 where a device holds an expert, ``[D, E]``.
+        num_chosen: Over how many holders even dispatch splits a source's tokens, ``[D, E]``.
+        turn: Turn of each holder when even dispatch deals out this source's remainders, from 0; D for devices
+            that get none of the source's tokens. ``[D, E]``.
+        any_holder: Part of the prior that each holder gets in any case, ``[D, E]``.
+        is_away: 1 where a source lacks an expert and its node has it, then where its node lacks it, twice
+            side by side: ``[2, D, 2E]``.
+        from_away: Which devices get what comes from sources of their node, then from other nodes:
+            ``[D, 2D]``.
+        lines: Sums over earlier devices of a node, then over all devices of the node: ``[2D, D]``.
+        earlier: Sums over all earlier devices, ``[D, D]``; ``until`` includes the device itself.
+        difference: Difference from the device before, ``[D, D]``.
+        reaches: 1 where the source's tokens on each of both lines can go, ``[2, D, 1]``.
+        is_source: 1 for this device, ``[D, 1]``.
     """
 
     source: int
-    slot_ED: torch.Tensor
-    present_DE: torch.Tensor
-    near_DE: torch.Tensor
-    far_DE: torch.Tensor
-    num_chosen_DE: torch.Tensor
-    turn_DE: torch.Tensor
-    same_node_DD: torch.Tensor
+    slot_ED: Tensor
+    present: Tensor
+    num_chosen: Tensor
+    turn: Tensor
+    any_holder: Tensor
+    is_away: Tensor
+    from_away: Tensor
+    lines: Tensor
+    earlier: Tensor
+    until: Tensor
+    difference: Tensor
+    reaches: Tensor
+    is_source: Tensor
 
     @classmethod
-    def of(cls, slot_ED: torch.Tensor, node_D: torch.Tensor, source: int) -> "Holders":
-        """Derive the tensors of one source from a plan, without a host wait.
+    def of(cls, slot_ED: Any, node_D: Any, source: int, device: torch.device | None = None) -> "Holders":
+        """Derive the tensors of one source from a plan; the host does not wait for the device.
 
         Args:
-            slot_ED: :attr:`~megatron_fssdp.planning.slots.slot_table.SlotTable.slot_ED` as a tensor.
-            node_D: Node of each device, int64 ``[D]``.
+            slot_ED: :attr:`~megatron_fssdp.planning.slots.slot_table.SlotTable.slot_ED`, on the host.
+            node_D: Node of each device, int64 ``[D]``, on the host.
             source: Number of this device.
+            device: Device of the tensors; the CPU by default.
         """
-        present_DE = (slot_ED >= 0).t().double()
-        same_node_DD = (node_D[:, None] == node_D).double()
-        in_node_DE = same_node_DD @ present_DE
-        far_DE = (in_node_DE == 0).double()
-        near_DE = 1 - present_DE - far_DE
-        num_chosen_DE = present_DE + near_DE * in_node_DE + far_DE * present_DE.sum(0)
+        slot_ED, node_D = np.asarray(slot_ED), np.asarray(node_D)
+        num_experts, num_devices = slot_ED.shape
+        present = (slot_ED >= 0).T.astype(float)
+        same_node = (node_D[:, None] == node_D).astype(float)
+        in_node = same_node @ present
+        far = (in_node == 0).astype(float)
+        near = 1 - present - far
+        num_chosen = present + near * in_node + far * present.sum(0)
         # The holders among which this source chooses are a ring, as in even dispatch.
-        chosen_DE = present_DE * (near_DE[source] * same_node_DD[source][:, None] + far_DE[source])
-        chosen_DE[source] += present_DE[source]
-        rank_DE = (chosen_DE.cumsum(0) - chosen_DE).long()
-        expert_E = torch.arange(slot_ED.shape[0], device=slot_ED.device)
-        turn_DE = (rank_DE - source - expert_E) % num_chosen_DE[source].long()
-        turn_DE.masked_fill_(chosen_DE == 0, slot_ED.shape[1])
-        slot_ED = torch.where(slot_ED >= 0, slot_ED, slot_ED.amax(1, keepdim=True))
-        return cls(source, slot_ED, present_DE, near_DE, far_DE, num_chosen_DE, turn_DE, same_node_DD)
+        chosen = present * (near[source] * same_node[source][:, None] + far[source])
+        chosen[source] += present[source]
+        turn = (chosen.cumsum(0) - chosen - source - np.arange(num_experts)) % num_chosen[source]
+        ones = np.ones((num_devices, num_devices))
+        earlier, is_source = np.tril(ones, -1), np.eye(num_devices)[:, [source]]
+        arrays = (
+            present,
+            num_chosen,
+            np.where(chosen > 0, turn, num_devices),
+            present * (_ANY_HOLDER / present.sum(0)),
+            np.tile(np.stack([near, far]), 2),
+            np.hstack([same_node, ones]),
+            np.vstack([same_node * earlier, same_node]),
+            earlier,
+            np.tril(ones),
+            np.eye(num_devices) - np.eye(num_devices, k=-1),
+            np.stack([same_node[:, [source]], ones[:, :1]]),
+            is_source,
+        )
+        # One copy brings all of them to the device.
+        numbers = sent_to(torch.from_numpy(np.concatenate([one.reshape(-1) for one in arrays])), device)
+        parts = zip(numbers.split([one.size for one in arrays]), arrays, strict=True)
+        slots = np.where(slot_ED >= 0, slot_ED, slot_ED.max(axis=1, keepdims=True))
+        return cls(
+            source, sent_to(torch.from_numpy(slots), device), *(part.view(one.shape) for part, one in parts)
+        )
 
 
-def seconds_of_shares(slot_ED: torch.Tensor, node_D: torch.Tensor) -> float:
+def seconds_of_shares(slot_ED: Any, node_D: Any, device: torch.device | None = None) -> float:
     """Measure how long a device takes to compute exact shares, for prices; of several runs, the fastest.
 
     Args:
-        slot_ED: A slot of each expert on each device, int64 ``[E, D]`` on the device.
-        node_D: Node of each device, int64 ``[D]`` on the device.
+        slot_ED: A slot of each expert on each device, int64 ``[E, D]`` on the host.
+        node_D: Node of each device, int64 ``[D]`` on the host.
+        device: The device; the CPU by default.
     """
-    holders = Holders.of(slot_ED, node_D, 0)
-    counts_DE = torch.ones_like(slot_ED.t())
-    return min(elapsed_s(lambda: exact_ends_ED(counts_DE, holders), slot_ED.device) for _ in range(_RUNS))
+    holders = Holders.of(slot_ED, node_D, 0, device)
+    counts_DE = torch.ones_like(holders.present, dtype=torch.int64)
+    return min(elapsed_s(lambda: exact_ends_ED(counts_DE, holders), counts_DE.device) for _ in range(_RUNS))
 
 
 def remap_exactly(
-    routing_map: torch.Tensor, probs: torch.Tensor, counts_DE: torch.Tensor, holders: Holders, num_slots: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    routing_map: Tensor, probs: Tensor, counts_DE: Tensor, holders: Holders, num_slots: int
+) -> tuple[Tensor, Tensor]:
     """Route to slots by shares of the present counts: the counterpart of ``remap_by_table``.
 
-    Args:
-        routing_map: Whether each token goes to each expert, bool ``[T, E]``.
-        probs: Routing probabilities, ``[T, E]`` of any floating type. The gradient is a gather.
-        counts_DE: Tokens of every source for every expert, int64 ``[D, E]``; this source's row has the sums
-            of the map's columns.
-        holders: The plan, seen from this source.
-        num_slots: Slots of all devices together, D*U.
-
-    Returns:
-        Routing map of the slots, bool ``[T, W]``, and their probabilities, ``[T, W]``.
+    The n-th token of an expert, from 1, goes to the first device whose end is at least n. Tokens above all
+    ends, of which the counts did not know, go to some slot of their expert. ``counts_DE``, int64, are the
+    tokens of every source for every expert; this source's row has the sums of the map's columns.
     """
-    return remap_by_ends(routing_map, probs, exact_ends_ED(counts_DE, holders), holders, num_slots)
-
-
-def remap_by_ends(
-    routing_map: torch.Tensor, probs: torch.Tensor, end_ED: torch.Tensor, holders: Holders, num_slots: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Route the n-th token of an expert, from 0, to the first device whose end is above n.
-
-    ``end_ED`` is the result of :func:`exact_ends_ED`, the rest as for :func:`remap_exactly`. Tokens above all
-    ends, of which the counts did not know, go to some slot of their expert.
-    """
+    end_ED = exact_ends_ED(counts_DE, holders)
     place_ET = torch.searchsorted(end_ED, number_tokens_ET(routing_map)).clamp_(max=end_ED.shape[1] - 1)
     return route_to(holders.slot_ED.gather(1, place_ET), routing_map, probs, num_slots)
 
 
-def exact_ends_ED(counts_DE: torch.Tensor, holders: Holders) -> torch.Tensor:
+def exact_ends_ED(counts_DE: Tensor, holders: Holders) -> Tensor:
     """Where each device's interval of this source's tokens of each expert ends, int64 ``[E, D]``.
 
     Args:
         counts_DE: Tokens of every source for every expert, int64 ``[D, E]``.
         holders: The plan, seen from this source.
     """
-    counts = counts_DE.double()
-    share_DE = counts / holders.num_chosen_DE
-    # Even dispatch gives each holder the whole part of its share at least.
-    even_DE, least_DE = _spread(torch.stack([share_DE, share_DE.floor()]), holders)
-    quota_DE = _whole(_levelled(counts.sum(0), even_DE, holders.present_DE))
-    pays = quota_DE.sum(1).amax() * ENOUGH < least_DE.sum(1).amax()
-    sent_DE = torch.where(pays, _filled(counts, quota_DE, holders), _even(counts_DE[holders.source], holders))
-    return sent_DE.t().contiguous().cumsum(1)
+    counts, num_experts = counts_DE.double(), counts_DE.shape[1]
+    share = counts / holders.num_chosen
+    whole_share = share.floor()
+    # What each device computes if every source sends its share, or the whole part of it, to each holder that
+    # it chooses. Even dispatch gives each holder the whole part at least.
+    both = torch.cat([share, whole_share], 1)
+    away = (both * holders.is_away).view(-1, 2 * num_experts)
+    even, least = torch.addmm(both, holders.from_away, away).split(num_experts, 1)
+    quota = _whole(_levelled(counts.sum(0), even * holders.present, holders), holders)
+    pays = quota.sum(1).amax() * ENOUGH < (least * holders.present).sum(1).amax()
+    # Even dispatch (Hecate, §4.4): the whole shares, and one token more for holders whose turn comes.
+    whole = whole_share[holders.source]
+    rest = torch.addcmul(counts[holders.source], whole, holders.num_chosen[holders.source], value=-1)
+    evenly = (holders.turn < rest) + whole * (holders.turn < len(holders.turn))
+    sent = torch.where(pays, _filled(counts, quota, holders), evenly)
+    return (sent.t() @ holders.until.t()).long()
 
 
-def _spread(share_DE: torch.Tensor, holders: Holders) -> torch.Tensor:
-    """Tokens that each device computes if a source sends its share to each holder that it chooses."""
-    near_DE = holders.same_node_DD @ (share_DE * holders.near_DE)
-    far_E = (share_DE * holders.far_DE).sum(-2, keepdim=True)
-    return (share_DE + near_DE + far_E) * holders.present_DE
-
-
-def _levelled(total_E: torch.Tensor, even_DE: torch.Tensor, present_DE: torch.Tensor) -> torch.Tensor:
-    """Parts of the experts' tokens that level the loads of the devices, float64 ``[D, E]``.
+def _levelled(total_E: Tensor, even: Tensor, holders: Holders) -> Tensor:
+    """Parts of the experts' tokens that level the loads of the devices, ``[D, E]``.
 
     The weights of the devices are all that changes, so a round is two products with a ``[D, E]`` matrix.
     """
-    prior_DE = even_DE + present_DE * ((total_E + 1) * _ANY_HOLDER / present_DE.sum(0))
-    prior_ED = prior_DE.t()
-    load_E = total_E * (len(present_DE) / total_E.sum().clamp(min=1))  # in mean device loads
-    weight_D = torch.ones_like(prior_DE[:, 0])
-    least_D = weight_D * _LEAST_LOAD
+    prior = torch.addcmul(even, holders.any_holder, total_E + 1)
+    by_expert = prior.t()
+    load_E = total_E / total_E.sum().clamp_(min=1).div_(len(prior))  # in mean device loads
+    weight = torch.ones_like(prior[:, 0])
+    least = weight * _LEAST_LOAD
     for exponent in EXPONENTS:
-        load_D = weight_D * torch.addmv(least_D, prior_DE, load_E / prior_ED.mv(weight_D))
-        weight_D = weight_D * load_D.pow(-exponent)
-    return prior_DE * weight_D[:, None] * (total_E / prior_ED.mv(weight_D))
+        per_weight = torch.addmv(least, prior, load_E / by_expert.mv(weight))
+        if exponent == 1:
+            weight = per_weight.reciprocal_()
+        else:
+            weight = weight * per_weight.mul_(weight).pow_(-exponent)
+    return prior * torch.outer(weight, total_E / by_expert.mv(weight))
 
 
-def _whole(tokens_DE: torch.Tensor) -> torch.Tensor:
-    """Round parts along the devices; each expert's sum, a whole number, stays. float64 ``[D, E]``.
+def _whole(tokens: Tensor, holders: Holders) -> Tensor:
+    """Round parts along the devices; each expert's sum, a whole number, stays. ``[D, E]``.
 
     Whole numbers of small parts of a token are added up, so 0 stays 0 in whatever order a device adds.
     """
-    parts_DE = (tokens_DE * 2**_TOKEN_PARTS).long().cumsum(0)
-    end_DE = (parts_DE + 2 ** (_TOKEN_PARTS - 1)) >> _TOKEN_PARTS
-    return end_DE.diff(dim=0, prepend=torch.zeros_like(end_DE[:1])).double()
+    ends = holders.until @ tokens.mul_(_PARTS).floor_()
+    return holders.difference @ ends.mul_(1 / _PARTS).round_()
 
 
-def _filled(counts_DE: torch.Tensor, quota_DE: torch.Tensor, holders: Holders) -> torch.Tensor:
-    """Tokens that this source sends to each device if quotas get the nearest tokens, int64 ``[D, E]``.
-
-    Both arguments are whole numbers, which float64 adds exactly.
-    """
-    source, same_node_DD = holders.source, holders.same_node_DD
-    own_DE = torch.minimum(counts_DE, quota_DE)
-    # First index: 0 for tokens that leave their source, 1 for open quotas. Both have a line in each node.
-    open_DE = torch.stack([counts_DE - own_DE, quota_DE - own_DE])
-    begin_DE = same_node_DD.tril(-1) @ open_DE
-    shared_DE = (same_node_DD @ open_DE).amin(0)  # as far as both lines of a node reach
-    near_DE = torch.minimum((shared_DE - begin_DE).clamp(min=0), open_DE)
-    far_DE = open_DE - near_DE  # on two lines of all devices
-    near = _overlap(begin_DE, near_DE, source) * same_node_DD[source][:, None]
-    sent_DE = near + _overlap(far_DE.cumsum(1) - far_DE, far_DE, source)
-    sent_DE[source] += own_DE[source]
-    return sent_DE.long()
-
-
-def _overlap(begin_DE: torch.Tensor, length_DE: torch.Tensor, source: int) -> torch.Tensor:
-    """Length of the common part of the source's tokens and each device's quotas on a line, ``[D, E]``."""
-    end_DE = begin_DE + length_DE
-    last_begin_DE = torch.maximum(begin_DE[0, source], begin_DE[1])
-    return (torch.minimum(end_DE[0, source], end_DE[1]) - last_begin_DE).clamp(min=0)
-
-
-def _even(count_E: torch.Tensor, holders: Holders) -> torch.Tensor:
-    """Tokens that this source sends to each device under even dispatch (Hecate, §4.4), int64 ``[D, E]``."""
-    num_E = holders.num_chosen_DE[holders.source].long()
-    whole_E = count_E // num_E
-    chosen_DE = holders.turn_DE < len(holders.turn_DE)
-    return whole_E * chosen_DE + (holders.turn_DE < count_E - whole_E * num_E)
+def _filled(counts: Tensor, quota: Tensor, holders: Holders) -> Tensor:
+    """Tokens that this source sends to each device if quotas get the nearest tokens, ``[D, E]``."""
+    num_devices, num_experts = counts.shape
+    own = torch.minimum(counts, quota)
+    # Side by side: tokens that leave their source, and open quotas. Both have a line in each node.
+    left = torch.cat([counts - own, quota - own], 1)
+    begin, reach = (holders.lines @ left).view(2, num_devices, 2, num_experts)
+    shared = reach.amin(1, keepdim=True)  # as far as both lines of a node reach
+    near = torch.minimum((shared - begin).clamp_(min=0).view_as(left), left)
+    far = left - near  # on two lines of all devices
+    begins = torch.stack([begin.reshape(left.shape), holders.earlier @ far])
+    ends = begins + torch.stack([near, far])
+    # The source's tokens and the quotas of all devices overlap in these intervals of both lines.
+    token_begin, quota_begin = begins.split(num_experts, 2)
+    token_end, quota_end = ends.split(num_experts, 2)
+    source = slice(holders.source, holders.source + 1)
+    last_begin = torch.maximum(token_begin[:, source], quota_begin)
+    overlap = torch.minimum(token_end[:, source], quota_end).sub_(last_begin).clamp_(min=0)
+    return torch.addcmul((overlap * holders.reaches).sum(0), own, holders.is_source)

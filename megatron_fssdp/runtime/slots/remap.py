@@ -26,6 +26,13 @@ def by_number(table_JE: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.roll(table_JE, 1, axis=0).T))
 
 
+def sent_to(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """A tensor of the host on a device; the host does not wait for the copy."""
+    if device is None or device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def remap_by_table(
     routing_map: torch.Tensor, probs: torch.Tensor, table_EJ: torch.Tensor, num_slots: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,6 +68,6 @@ def route_to(
     ``slot_ET``, int64 ``[E, T]``, has a slot of the expert for each expert and token, also where the map is
     false. The other arguments and the result are those of :func:`remap_by_table`.
     """
-    slot_TE, shape = slot_ET.t().contiguous(), (routing_map.shape[0], num_slots)
+    slot_TE, shape = slot_ET.t(), (routing_map.shape[0], num_slots)
     slot_map = routing_map.new_zeros(shape).scatter_(1, slot_TE, routing_map)
     return slot_map, probs.new_zeros(shape).scatter(1, slot_TE, probs)

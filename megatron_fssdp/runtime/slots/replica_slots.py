@@ -37,6 +37,7 @@ class ReplicaSlots:
     def __init__(self, layout: ExpertLayout, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self._weights: list[torch.Tensor] = []
+        self._written: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         self._parameters: list[ExpertParameters] = []
         self._slot_of: dict[int, int] = {}
@@ -78,8 +79,7 @@ class ReplicaSlots:
 
     def weights(self) -> dict[int, torch.Tensor]:
         """Flat weights ``[numel]`` by expert, for writing; their memory must be open."""
-        # .data has a version counter of its own, so autograd does not see a refilled weight as a change.
-        return {expert: self._weights[slot].data for expert, slot in self._slot_of.items()}
+        return {expert: self._written[slot] for expert, slot in self._slot_of.items()}
 
     def close_weights(self) -> None:
         """Give back the memory of all weights."""
@@ -118,6 +118,8 @@ class ReplicaSlots:
         _give_back(flat)
         _give_back(total)
         self._weights.append(flat)
+        # .data has a version counter of its own, so autograd does not see a refilled weight as a change.
+        self._written.append(flat.data)
         self._sums.append(total)
         self._parameters.append(tuple(made))
 

@@ -13,22 +13,23 @@ of one micro-batch. The sums of a backward pass stay open until they have reache
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
-from megatron_fssdp.collectives.transfer_lane import PendingTransfer
+from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
 from megatron_fssdp.runtime.slots.owner_gradients import add_to_owners
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
-BindTransfer = Callable[[TransferPlan, int], SparseTransfer]
-"""Function of a transfer plan and of a number of elements that binds the plan to the layer's group."""
+BindTransfer = Callable[[TransferPlan, int, torch.dtype], SparseTransfer]
+"""Function of a transfer plan, a number of elements and a data type; binds the plan to the layer's group."""
 
 
 class ReplicaTransfers:
@@ -56,37 +57,27 @@ class ReplicaTransfers:
         self.plan, self.slots = plan, slots
         self._experts, self._bind, self.splits, self._waiting = experts, bind, splits, waiting
         self._each_pass = plan.rematerialize
+        self._bound: dict[int, SparseTransfer] = {}
         self._prefetched = {False: False, True: False}
         self._num_users = 0
         self._num_gathered = 0
         self._sent: Mapping[int, torch.Tensor] = {}
         self._gathering: list[PendingTransfer] = []
         self._reducing: list[PendingTransfer] = []
-        self._to_reduce: deque[SparseTransfer] = deque()
-        self._partial: Mapping[int, torch.Tensor] = {}
+        self._to_reduce: deque[Callable[[], PendingTransfer]] = deque()
         self._home: dict[int, torch.Tensor] = {}
-        self._num_reduced = 0
-        self._dtype_home = slots.layout.dtype
 
     # Weights.
 
     def prefetch(self, *, backward: bool) -> None:
-        """Gather the weights for the next forward or backward pass, at a time when other compute hides it.
-
-        Args:
-            backward: Whether the next backward pass will use them.
-        """
+        """Gather the weights for the next forward or backward pass, while other compute hides it."""
         if self._each_pass and not self._prefetched[backward]:
             self._prefetched[backward] = True
             self._num_users += 1
         self.gather()
 
     def begin_use(self, *, backward: bool) -> None:
-        """Begin to use the weights in a pass; they may still be on their way.
-
-        Args:
-            backward: Whether it is a backward pass.
-        """
+        """Begin to use the weights in a forward or backward pass; they may still be on their way."""
         if not self._prefetched[backward]:
             self._num_users += 1
         self._prefetched[backward] = False
@@ -126,31 +117,45 @@ class ReplicaTransfers:
         self.slots.close_weights()
 
     def complete(self, addition: TransferPlan) -> None:
-        """Gather the replicas that a corrected plan adds, and wait for them; the others are here already.
-
-        Args:
-            addition: Transfer of the added replicas. Replicas that are here can be a source of it.
-        """
+        """Gather the replicas that a corrected plan adds, and wait; those that are here may be sources."""
         self._gather(self.slots.layout.numel, addition)
         self._settle_gathers()
 
+    def _transfer(self, num_elements: int) -> SparseTransfer:
+        """The plan's transfer of so many elements; weights and gradients share it."""
+        if num_elements not in self._bound:
+            dtype = self.slots.layout.dtype
+            self._bound[num_elements] = self._bind(self.plan.transfer, num_elements, dtype)
+        return self._bound[num_elements]
+
+    @torch.inference_mode(False)  # The lane's thread writes into the memory that is taken here.
     def _gather(self, num_elements: int, plan: TransferPlan | None = None) -> None:
         self._experts.await_parameters()  # Usually, the layer has done it before.
-        transfer = self._bind(self.plan.transfer if plan is None else plan, num_elements)
+        layout, owned = self.slots.layout, self._experts.parameters
+        transfer = (
+            self._transfer(num_elements) if plan is None else self._bind(plan, num_elements, layout.dtype)
+        )
         self.slots.open_weights()
-        held, owned = self.slots.weights(), self._experts.parameters
+        held, packed = self.slots.weights(), dict[int, torch.Tensor]()
         begin, end = self._num_gathered, self._num_gathered + num_elements
         if not begin:
-            with torch.no_grad():
-                self._sent = {
-                    expert: self.slots.layout.pack(owned[expert]) if expert in owned else held[expert]
-                    for expert in transfer.shared_experts
-                }
+            packed = {
+                expert: torch.empty(layout.numel, dtype=layout.dtype, device=self.slots.device)
+                for expert in transfer.shared_experts
+                if expert in owned
+            }
+            self._sent = {e: packed[e] if e in packed else held[e] for e in transfer.shared_experts}
         self._num_gathered = end
+
+        def pack() -> None:
+            for expert, flat in packed.items():
+                layout.pack([parameter.detach() for parameter in owned[expert]], out=flat)
+
         self._gathering.append(
             transfer.start_all_gather(
-                {expert: flat[begin:end] for expert, flat in self._sent.items()},
-                out={expert: held[expert][begin:end] for expert in transfer.received_experts},
+                _elements(self._sent, self._sent, begin, end),
+                out=_elements(held, transfer.received_experts, begin, end),
+                fill=pack,
             )
         )
 
@@ -179,29 +184,33 @@ class ReplicaTransfers:
     def reduce(self, dtype: torch.dtype) -> None:
         """Start SparseReduceScatter of the present sums, or of its first part.
 
-        Args:
-            dtype: Data type in which the sums travel, equal on all ranks.
+        The sums travel in ``dtype``, which is equal on all ranks.
         """
         self.settle()
         self.slots.open_sums()  # A replica may have had no rows.
         layout = self.slots.layout
-        self._partial = {expert: total.to(dtype) for expert, total in self.slots.sums().items()}
+        # The sums are formed in fp32, and rounding them to half precision would save nothing.
+        wide = accumulation_dtype(layout.dtype)
+        own = {expert: total.to(dtype) for expert, total in self.slots.sums().items()}
         rest = _part(self.plan.split.reduce, layout.numel) if self.splits else 0
-        parts = [layout.numel - rest, rest] if rest else [layout.numel]
-        self._to_reduce = deque(self._bind(self.plan.transfer, part) for part in parts)
-        # The owner's own part is already in its gradient, so it is not a part of these sums.
-        shared = self._to_reduce[0].shared_experts
-        totals = torch.empty(
-            len(shared), layout.numel, dtype=accumulation_dtype(layout.dtype), device=self.slots.device
-        )
-        self._home = dict(zip(shared, totals.unbind(), strict=True))
-        self._num_reduced, self._dtype_home = 0, dtype
-        self._reduce_part()
+        begin = 0
+        for number in (layout.numel - rest, rest) if rest else (layout.numel,):
+            transfer, end = self._transfer(number), begin + number
+            # The owner's own part is already in its gradient, so it is not a part of these sums.
+            shared = transfer.shared_experts
+            if not begin:
+                totals = torch.empty(len(shared), layout.numel, dtype=wide, device=self.slots.device)
+                self._home = dict(zip(shared, totals.unbind(), strict=True))
+            parts, out = (_elements(flats, flats, begin, end) for flats in (own, self._home))
+            start = partial(transfer.start_reduce_scatter, parts, dtype=dtype, result_dtype=wide, out=out)
+            self._to_reduce.append(start)
+            begin = end
+        self._reducing.append(self._to_reduce.popleft()())
 
     def reduce_rest(self) -> None:
         """Start the part of SparseReduceScatter that has not been started."""
         if self._to_reduce:
-            self._reduce_part()
+            self._reducing.append(self._to_reduce.popleft()())
 
     def settle(self) -> None:
         """Wait for the gradients on their way, add them to the owners', and give back the sums' memory."""
@@ -218,7 +227,7 @@ class ReplicaTransfers:
             for expert, total in self._home.items()
             for pair in zip(owned[expert], layout.unpack(total), strict=True)
         )
-        self._home, self._partial = {}, {}
+        self._home = {}
         self.slots.close_sums()
 
     def drop(self) -> None:
@@ -228,24 +237,21 @@ class ReplicaTransfers:
         self._gathering.clear()
         self._reducing.clear()
         self._to_reduce.clear()
-        self._home, self._partial, self._sent = {}, {}, {}
+        self._home, self._sent = {}, {}
         self._num_gathered = self._num_users = 0
         self._prefetched = {False: False, True: False}
         self.slots.close_weights()
         self.slots.close_sums()
 
-    def _reduce_part(self) -> None:
-        transfer = self._to_reduce.popleft()
-        elements = slice(self._num_reduced, self._num_reduced + transfer.num_elements)
-        self._num_reduced = elements.stop
-        pending = transfer.start_reduce_scatter(
-            {expert: flat[elements] for expert, flat in self._partial.items()},
-            dtype=self._dtype_home,
-            # The sums are formed in fp32, and rounding them to half precision would save nothing.
-            result_dtype=accumulation_dtype(self.slots.layout.dtype),
-            out={expert: flat[elements] for expert, flat in self._home.items()},
-        )
-        self._reducing.append(pending)
+
+def _elements(
+    flats: Mapping[int, torch.Tensor], experts: Iterable[int], begin: int, end: int
+) -> dict[int, torch.Tensor]:
+    """A range of elements of some experts' flat tensors."""
+    chosen = {expert: flats[expert] for expert in experts}
+    if begin or any(end < len(flat) for flat in chosen.values()):
+        return {expert: flat[begin:end] for expert, flat in chosen.items()}
+    return chosen
 
 
 def _part(share: float, numel: int) -> int:

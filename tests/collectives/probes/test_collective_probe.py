@@ -20,10 +20,13 @@ def pairs(rank: int) -> dist.ProcessGroup:
 
 
 def measure_all(rank: int, world_size: int) -> list[LinkFit]:
+    """All collectives in pairs and in the whole world, and one among ranks 0 and 1 while the others wait."""
+    of_pairs = pairs(rank)
+    groups = [(group, name) for group in (of_pairs, dist.group.WORLD) for name in COLLECTIVES]
+    groups.append((of_pairs if rank < 2 else None, "point_to_point"))
     return [
         measure_collective(name, group, dist.group.WORLD, CPU, message_bytes=SIZES, num_repetitions=3)
-        for group in (pairs(rank), dist.group.WORLD)
-        for name in COLLECTIVES
+        for group, name in groups
     ]
 
 
@@ -69,21 +72,6 @@ def test_the_fit_uses_the_median_of_the_slowest_rank() -> None:
         assert fit.cost.alpha_s == pytest.approx(3e-3)
         assert fit.cost.beta_s_per_byte == pytest.approx(3e-9)
         assert fit.worst_relative_error == pytest.approx(0, abs=1e-9)
-
-
-def measure_one_pair(rank: int, world_size: int) -> LinkFit:
-    """Ranks 0 and 1 exchange messages; the other ranks send nothing."""
-    groups = [dist.new_group([0, 1]), None]
-    group = groups[rank // 2]
-    return measure_collective(
-        "point_to_point", group, dist.group.WORLD, CPU, message_bytes=SIZES, num_repetitions=1
-    )
-
-
-def test_ranks_outside_the_measured_pair_get_the_same_fit() -> None:
-    first, *others = run_ranks(measure_one_pair, 3)
-    assert first.cost.time_s(SIZES[-1]) > 1e-6
-    assert all(other == first for other in others)
 
 
 def sent_bytes(rank: int, world_size: int) -> dict[str, int]:

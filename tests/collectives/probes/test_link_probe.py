@@ -90,17 +90,16 @@ def measure_disturbed(rank: int, world_size: int, disturbed_rounds: int) -> Link
     return measure_links(dist.group.WORLD, Topology((0, 0, 1)), torch.device("cpu"))[0]
 
 
-@pytest.mark.parametrize("disturbed_rounds", [0, 1, 7])
-def test_rounds_in_which_larger_messages_were_faster_are_repeated(disturbed_rounds: int) -> None:
+@pytest.mark.parametrize(
+    ("disturbed_rounds", "alpha_s", "beta_s_per_byte"),
+    [(0, 1e-3, 1e-9), (7, 1e-3, 1e-9), (8, 0, (1e-3 + 1e-9 * (1 << 22)) / (1 << 22))],
+)
+def test_rounds_in_which_larger_messages_were_faster_are_repeated_and_bytes_are_never_free(
+    disturbed_rounds: int, alpha_s: float, beta_s_per_byte: float
+) -> None:
     for cost in run_ranks(measure_disturbed, 3, disturbed_rounds):
-        assert cost.alpha_s == pytest.approx(1e-3)
-        assert cost.beta_s_per_byte == pytest.approx(1e-9)
-
-
-def test_bytes_are_never_free() -> None:
-    for cost in run_ranks(measure_disturbed, 3, 8):
-        assert cost.alpha_s == 0
-        assert cost.beta_s_per_byte == pytest.approx((1e-3 + 1e-9 * (1 << 22)) / (1 << 22))
+        assert cost.alpha_s == pytest.approx(alpha_s)
+        assert cost.beta_s_per_byte == pytest.approx(beta_s_per_byte)
 
 
 def test_one_device_has_no_links() -> None:

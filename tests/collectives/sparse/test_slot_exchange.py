@@ -152,12 +152,10 @@ def misuse(rank, world_size):
     def exchange(moves, **options):
         exchange_slots(dist.group.WORLD, moves, [quantity], **options)
 
-    with pytest.raises(ValueError, match="the same slots, each once"):
+    with pytest.raises(ValueError, match="the same as the sources"):
         exchange([SlotMove(0, 0, 0, 0, 1, 0)])
-    with pytest.raises(ValueError, match="the same slots, each once"):
+    with pytest.raises(ValueError, match="the same as the sources"):
         exchange([SlotMove(0, 0, 0, 0, 1, 0), SlotMove(0, 1, 0, 0, 0, 0), SlotMove(0, 2, 1, 0, 0, 0)])
-    with pytest.raises(ValueError, match="wanted 0 to 1"):
-        exchange([SlotMove(0, 0, 0, 0, 2, 0), SlotMove(0, 1, 2, 0, 0, 0)])
     for second in (SlotMove(0, 1, 1, 1, 1, 3), SlotMove(0, 1, 1, 3, 0, 4)):  # filled twice; filled and read
         with pytest.raises(ValueError, match="wanted each destination once and none of them as a source"):
             exchange([SlotMove(0, 0, 0, 0, 1, 3), second], are_copies=True)
@@ -174,18 +172,3 @@ def misuse(rank, world_size):
 
 def test_moves_that_are_not_a_permutation_or_do_not_fit_are_refused():
     assert run_ranks(misuse, 2) == [True, True]
-
-
-def permute_in_part_of_the_world(rank, world_size):
-    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    group, device = groups[rank % 2], rank // 2
-    rng = np.random.default_rng(rank % 2)  # each group has its own map
-    old, new = OwnerMap.even(2, 4, 2), random_map(rng, 2, 4, 2)
-    quantity = Rows("weights", contents(old, device, 33, torch.float32, rank % 2))
-    exchange_slots(group, old.moves_to(new), [quantity], buffer_bytes=100)
-    assert torch.equal(quantity.values, contents(new, device, 33, torch.float32, rank % 2))
-    return True
-
-
-def test_exchanges_in_separate_groups_do_not_mix():
-    assert run_ranks(permute_in_part_of_the_world, 4) == [True] * 4

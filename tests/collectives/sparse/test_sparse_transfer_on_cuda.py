@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
-from megatron_fssdp.collectives.stream_lane import advance_transfers
-from megatron_fssdp.collectives.transfer_lane import PendingTransfer
+from megatron_fssdp.collectives.transfer_lanes import PendingTransfer, advance_transfers
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages

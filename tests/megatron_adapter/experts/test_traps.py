@@ -122,13 +122,13 @@ def test_replicas_wait_for_overlapped_parameter_gathers(text_data: Path) -> None
 def split_transfers(*, awaits: bool = True) -> None:
     """Split every transfer in halves; without ``awaits``, pack the first half without a wait."""
     from megatron_fssdp.planning.cost.transfer_split import TransferSplit
-    from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
+    from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
     from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
-    def plan_with_split(next_plan: Any, self: Any, context: Any) -> Any:
-        return replace(next_plan(self, context), split=TransferSplit(0.5, 0.0))
+    def plan_with_split(next_plan: Any, self: Any) -> Any:
+        return replace(next_plan(self), split=TransferSplit(0.5, 0.0))
 
     def without_wait(name: str, gather: Any, self: Any) -> None:
         experts = getattr(self, name)
@@ -140,7 +140,7 @@ def split_transfers(*, awaits: bool = True) -> None:
         prepare(self, settings)
         self.splits = True
 
-    wrap(LayerPlanner, "next_plan", plan_with_split)
+    wrap(PlannedLayer, "_next_plan", plan_with_split)
     wrap(FssdpStrategy, "__init__", prepare_to_split)
     if not awaits:
         wrap(SlotLayer, "_gather_first_part", partial(without_wait, "experts"))

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.runtime.clocks import pass_timer
-from megatron_fssdp.runtime.clocks.pass_timer import LayerTimer, PassSeconds, PassTimer
+from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds, PassTimer
 
 
 class Clock:
@@ -42,25 +42,25 @@ class Layer:
     """A layer with a gate, whose gradient reaches the hidden states beside that of the dispatch."""
 
     def __init__(self, timer: PassTimer, clock: Clock) -> None:
-        self.timer = LayerTimer(timer)
-        self.rank, self.clock = timer, clock
+        self.timer, self.clock = timer, clock
+        self.seconds = PassSeconds(), PassSeconds()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.timer.passes(x, "other", None)
+        self.timer.border(self.seconds, x, "other", None)
         x = _Work.apply(self.clock, 1.0, x)
         probs = _Work.apply(self.clock, 0.5, x)
         own = x.reshape(-1)
-        self.timer.passes(own, "dispatch", "other")
+        self.timer.border(self.seconds, own, "dispatch", "other")
         rows = _Work.apply(self.clock, 2.0, own)
-        with self.rank.waiting():
+        with self.timer.waiting():
             self.clock.now_s += 64.0
         rows = _Work.apply(self.clock, 0.25, rows)
-        self.timer.passes(rows, "experts", "dispatch")
+        self.timer.border(self.seconds, rows, "experts", "dispatch")
         rows = _Work.apply(self.clock, 4.0, rows)
-        self.timer.passes(rows, "combine", "experts")
+        self.timer.border(self.seconds, rows, "combine", "experts")
         rows = _Work.apply(self.clock, 8.0, rows)
         output = (rows * probs.reshape(-1)).view(x.shape)
-        self.timer.passes(output, None, "combine")
+        self.timer.border(self.seconds, output, None, "combine")
         return output
 
 
@@ -79,8 +79,7 @@ def test_every_part_gets_its_seconds_in_both_passes(clock: Clock) -> None:
     clock.now_s += 128.0  # the optimizer
     timer.stop()
     for layer in layers:
-        assert layer.timer.take() == (FORWARD, BACKWARD)
-        assert layer.timer.take() == (PassSeconds(), PassSeconds())
+        assert layer.seconds == (FORWARD, BACKWARD)
 
 
 def test_micro_batches_add_up_and_an_iteration_that_starts_again_does_not(clock: Clock) -> None:
@@ -91,7 +90,7 @@ def test_micro_batches_add_up_and_an_iteration_that_starts_again_does_not(clock:
         for _ in range(3):
             layer(torch.ones(3, requires_grad=True)).sum().backward()
     timer.stop()
-    assert [astuple(one) for one in layer.timer.take()] == [
+    assert [astuple(one) for one in layer.seconds] == [
         tuple(3 * seconds for seconds in astuple(of_pass)) for of_pass in (FORWARD, BACKWARD)
     ]
 
@@ -104,7 +103,7 @@ def test_a_recomputed_pass_is_a_part_of_the_backward_pass(use_reentrant: bool, c
     x = torch.ones(3, requires_grad=True)
     checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
     timer.stop()
-    forward, backward = layer.timer.take()
+    forward, backward = layer.seconds
     assert forward == FORWARD
     if use_reentrant:
         assert backward == PassSeconds(
@@ -126,7 +125,7 @@ def test_without_an_iteration_nothing_is_marked(clock: Clock) -> None:
     timer.start()
     layer(x).sum().backward()
     timer.stop()
-    assert layer.timer.take() == (PassSeconds(), PassSeconds())
+    assert layer.seconds == (PassSeconds(), PassSeconds())
 
 
 def test_ranks_are_combined_by_means_and_the_slowest_experts() -> None:
@@ -134,22 +133,3 @@ def test_ranks_are_combined_by_means_and_the_slowest_experts() -> None:
     assert combined == PassSeconds(2, 3, 5, 2, 7)
     assert combined.is_measured
     assert not PassSeconds().is_measured
-
-
-@pytest.mark.gpu
-def test_gpu_work_is_timed_on_the_device_without_a_wait_of_the_host() -> None:
-    timer = PassTimer()
-    layer = LayerTimer(timer)
-    x = torch.randn(2048, 2048, device="cuda", requires_grad=True)
-    torch.cuda.synchronize()
-    timer.start()
-    layer.passes(x, "experts", None)
-    y = x
-    for _ in range(20):
-        y = y @ x
-    layer.passes(y, "combine", "experts")
-    layer.passes(y.sin(), None, None)
-    torch.cuda.synchronize()
-    timer.stop()
-    forward, _ = layer.take()
-    assert forward.experts_s > forward.combine_s > 0

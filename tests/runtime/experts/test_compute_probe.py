@@ -50,12 +50,6 @@ def test_attention_flops_equal_the_formula(monkeypatch):
     assert PASSES * SHAPE.attention_flops == 3 * 16 * (4 * 2 * 32 * 32 + 2 * 2 * 8 * 32)
 
 
-def test_the_probe_times_bf16_compute():
-    shape = replace(SHAPE, dtype=torch.bfloat16)
-    assert expert_flops_per_s(shape, CPU, 2) > 0
-    assert attention_flops_per_s(shape, CPU, 2) > 0
-
-
 def test_ranks_share_the_memory_of_their_machine():
     whole = device_memory_bytes(CPU, 1)
     assert whole > 1 << 28

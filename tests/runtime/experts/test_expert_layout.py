@@ -45,13 +45,6 @@ def test_the_tensors_of_an_expert_keep_their_order(biases: bool) -> None:
     assert ExpertWeights.from_tensors(layout.unpack(layout.pack(tensors))).fc2.equal(fc2)
 
 
-def test_layouts_are_equal_where_shapes_and_dtype_are() -> None:
-    layout = ExpertLayout.of([torch.zeros(2, 3), torch.zeros(3, 2)])
-    assert layout == ExpertLayout.of([torch.ones(2, 3), torch.ones(3, 2)])
-    assert layout != ExpertLayout.of([torch.zeros(3, 2), torch.zeros(2, 3)])
-    assert layout != ExpertLayout.of([torch.zeros(2, 3).double(), torch.zeros(3, 2).double()])
-
-
 def test_tensors_that_do_not_fit_one_chunk_are_refused() -> None:
     with pytest.raises(ValueError, match="wanted one"):
         ExpertLayout.of([torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)])

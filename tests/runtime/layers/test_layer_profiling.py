@@ -28,7 +28,7 @@ NUM_MICRO_BATCHES = 4
 
 def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
     warm = _Passes(num_rows, [(0.0, before_s)], [(1.0, 1.0 + experts_s)])
-    return LayerStopwatch(_warm=warm)
+    return LayerStopwatch([_Passes(), warm])
 
 
 def profile(

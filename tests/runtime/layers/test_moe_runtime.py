@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.transfer_lane import ThreadTransfer
+from megatron_fssdp.collectives.transfer_lanes import ThreadTransfer
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.loads import LoadHistory
@@ -242,7 +242,7 @@ def build_wrongly(rank: int, world_size: int) -> None:
     _, layer = one_layer(strategy, 8, Topology.uniform(2, 1), rank)
     context, groups, parameters = layer.context, layer.groups, layer.experts.parameters
     missing = dict(list(parameters.items())[1:])
-    with pytest.raises(ValueError, match=r"got parameters of experts .*, wanted those this rank owns"):
+    with pytest.raises(ValueError, match=r"got parameters of owned experts .*, wanted those of the owned"):
         SlotLayer(context, groups, LocalExperts("layer 1", missing), strategy)
     none_owned = LayerContext(7, np.full(8, 1 - rank), context.topology)
     with pytest.raises(ValueError, match=r"layer 7: got 0 expert layouts .*layout argument"):
@@ -251,7 +251,7 @@ def build_wrongly(rank: int, world_size: int) -> None:
     uneven = {**parameters, some: [torch.nn.Parameter(torch.zeros(3, 2))] * 2}
     with pytest.raises(ValueError, match="got 2 expert layouts"):
         SlotLayer(context, groups, LocalExperts("layer 1", uneven), strategy)
-    with pytest.raises(ValueError, match="wanted those this rank owns"):
+    with pytest.raises(ValueError, match="wanted those of the owned"):
         layer.own(np.zeros(8, np.int64) + 1 - rank, parameters, layer.experts.layout())
     with pytest.raises(ValueError, match="of resident replicas"):
         layer.keep(strategy.drawn(layer.context, 0).placement, {})

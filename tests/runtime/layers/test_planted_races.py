@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_fssdp.collectives.gathered_counts import CountsOnTheWay
-from megatron_fssdp.collectives.stream_lane import StreamTransfer
+from megatron_fssdp.collectives.transfer_lanes import StreamTransfer
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.runtime.layers import pass_maker, slot_layer
+from megatron_fssdp.runtime.layers import planned_layer, slot_layer
 from megatron_fssdp.testing import run_ranks
 from tests.support.virtual_cuda import FindingKind
 from tests.support.virtual_cuda.programs.known_findings import explained
@@ -56,7 +56,7 @@ def dropped_first_wait() -> Iterator[None]:
 @contextmanager
 def cpu_table() -> Iterator[None]:
     """The share table stays on the CPU."""
-    with mock.patch.object(pass_maker.PassMaker, "_on_device", lambda self, table, *_: table):
+    with mock.patch.object(planned_layer.PlannedLayer, "_on_device", lambda self, table, *_: table):
         yield
 
 
@@ -110,8 +110,8 @@ def planted() -> list[dict[str, tuple[list[Any], list[Any]]]]:
     ("name", "kind", "place", "other_place"),
     [
         ("dropped wait", FindingKind.RACE, "tests/runtime/rank_layer", "collectives/messages"),
-        ("dropped first wait", FindingKind.RACE, "collectives/messages", "runtime/experts/expert_layout"),
-        ("unawaited counts", FindingKind.RACE, "runtime/layers/slot_layer", "collectives/gathered_counts"),
+        ("dropped first wait", FindingKind.RACE, "collectives/messages", "runtime/slots/replica_slots"),
+        ("unawaited counts", FindingKind.RACE, "runtime/layers/planned_layer", "collectives/gathered_counts"),
         ("CPU table", FindingKind.DEVICE_MIX, "runtime/slots/remap", ""),
     ],
     ids=lambda value: value if value in PLANTED else "",

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fssdp.collectives.stream_lane import StreamTransfer
+from megatron_fssdp.collectives.transfer_lanes import StreamTransfer
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
-from megatron_fssdp.runtime.layers import pass_maker
+from megatron_fssdp.runtime.layers import planned_layer
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.testing import RankError, run_ranks
 from tests.support.virtual_cuda import VirtualDevice
@@ -113,7 +113,7 @@ def run_cases(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[st
     small = PipelinedMessages(16, fewest=4, most=6)
     for case in cases:
         later[0] = 0
-        rules = mock.patch.object(pass_maker, "message_rule", return_value=small)
+        rules = mock.patch.object(planned_layer, "message_rule", return_value=small)
         with virtual_rank(case) as device, mock.patch.object(StreamTransfer, "issue", counting):
             if case.one_queue:
                 with rules:

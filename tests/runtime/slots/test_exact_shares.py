@@ -1,5 +1,6 @@
 """Shares from exact counts: against quota dispatch, even dispatch and the optimum of fractional tokens."""
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -28,8 +29,7 @@ def slots_of(placement):
 
 
 def holders_of(placement, topology, source):
-    slot_ED = torch.tensor(slots_of(placement).slot_ED)
-    return Holders.of(slot_ED, torch.tensor(topology.node_of_device), source)
+    return Holders.of(slots_of(placement).slot_ED, topology.node_of_device_D, source)
 
 
 def sent_DED(count_DE, placement, topology):
@@ -149,12 +149,12 @@ def test_nothing_waits_for_the_host():
     """Fake tensors have no values, so whatever a host would have to know or a shape depend on is an error."""
     placement = ExpertPlacement(np.arange(4) // 2, np.ones((4, 2), bool))
     topology, slots = Topology.uniform(2, 1), slots_of(placement)
-    count_DE, slot_ED = torch.ones(2, 4, dtype=torch.int64), torch.tensor(slots.slot_ED)
+    count_DE, holders = torch.ones(2, 4, dtype=torch.int64), holders_of(placement, topology, 0)
     table_EJ = by_number(even_table(slots, placement, topology, 0))
-    node_D, routing_map, probs = torch.tensor([0, 0]), torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4)
+    routing_map, probs = torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4)
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(t) for t in (count_DE, slot_ED, table_EJ, node_D, routing_map, probs)]
-        holders = Holders.of(fake[1], fake[3], 0)
-        results = remap_exactly(fake[4], fake[5], fake[0], holders, 8)
-        results += remap_by_table(fake[4], fake[5], fake[2], 8)
+        fake = [mode.from_tensor(t) for t in (count_DE, table_EJ, routing_map, probs)]
+        tensors = {name: mode.from_tensor(t) for name, t in vars(holders).items() if name != "source"}
+        results = remap_exactly(fake[2], fake[3], fake[0], replace(holders, **tensors), 8)
+        results += remap_by_table(fake[2], fake[3], fake[1], 8)
     assert [tuple(result.shape) for result in results] == [(1, 8)] * 4

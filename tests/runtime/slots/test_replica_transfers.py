@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
-from megatron_fssdp.collectives.transfer_lane import ThreadTransfer
+from megatron_fssdp.collectives.transfer_lanes import ThreadTransfer
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.slots.owner_gradients import sum_over_holders
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-from megatron_fssdp.runtime.slots.resident_gradients import ResidentGradients
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.testing import run_ranks
 from tests.support.random_placement import random_placement
@@ -75,11 +75,9 @@ class Bench:
         self.num_waits += 1
         yield
 
-    def _bind(self, plan, num_elements):
+    def _bind(self, plan, num_elements, dtype):
         self.parts.append(num_elements)
-        return SparseTransfer(
-            dist.group.WORLD, plan, num_elements=num_elements, dtype=self.layout.dtype, device="cpu"
-        )
+        return SparseTransfer(dist.group.WORLD, plan, num_elements=num_elements, dtype=dtype, device="cpu")
 
     def assert_present(self, number=0):
         weights = self.slots.weights()
@@ -296,7 +294,7 @@ def test_a_corrected_plan_gathers_what_it_adds():
     run_ranks(correct, 4)
 
 
-def resident(rank, world_size, main_grad, in_steps):
+def resident(rank, world_size, main_grad):
     for seed in range(4):
         bench = Bench(seed)
         here = bench.placement.experts_on(rank)
@@ -308,19 +306,9 @@ def resident(rank, world_size, main_grad, in_steps):
                     tensor.main_grad.copy_(gradient)
                 elif expert % 2:  # others have no gradient
                     tensor.grad = gradient.clone()
-        transfer = bench._bind(bench.transfers.plan.transfer, bench.layout.numel)
-        gradients = ResidentGradients(transfer, bench.layout, present)
-        gradients.advance()
-        assert not gradients.is_finished
-        if in_steps:
-            gradients.reduce()
-            gradients.reduce()
-            gradients.advance()
-            assert not gradients.is_finished
-            gradients.advance()
-            assert gradients.is_finished
-        gradients.finish()
-        gradients.finish()
+        transfer = bench._bind(bench.transfers.plan.transfer, bench.layout.numel, bench.layout.dtype)
+        steps = sum_over_holders(transfer, bench.layout, present)
+        assert sum(1 for _ in steps) == 2
         for expert, tensors in present.items():
             holders = np.flatnonzero(bench.placement.present_ED[expert])
             has_gradient = main_grad or expert % 2
@@ -333,6 +321,6 @@ def resident(rank, world_size, main_grad, in_steps):
                     torch.testing.assert_close(got, bench.layout.unpack(wanted)[i], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("main_grad", "in_steps"), [(True, True), (True, False), (False, True)])
-def test_all_holders_of_a_resident_expert_get_the_sum_of_its_gradients(main_grad, in_steps):
-    run_ranks(resident, 4, main_grad, in_steps)
+@pytest.mark.parametrize("main_grad", [True, False])
+def test_all_holders_of_a_resident_expert_get_the_sum_of_its_gradients(main_grad):
+    run_ranks(resident, 4, main_grad)

@@ -1,0 +1,308 @@
+"""Lanes run transfers beside the caller's work: a thread for CPU tensors, a stream for CUDA tensors.
+
+The caller starts a transfer, continues with other work, and waits for the results when it needs them::
+
+    caller   start ── other work ──────── wait ░░ use the results
+               └────┐                          ▲
+    lane            transfer ──────────────────┘         ░░ is the exposed time
+
+A transfer consists of steps, and each step issues one batch of messages. A thread runs all steps at once. On
+CUDA, the host decides when the later batches are issued, and the answer depends on the device:
+
+* **Many connections** (CUDA's default). Work of different streams waits in different hardware queues. All
+  batches are issued at the start of the transfer, which then makes progress on its own.
+* **One connection** (``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron asks for under tensor or context
+  parallelism). The kernels of all streams wait in one queue, in the order in which the host issued them. A
+  batch that waits for the batch before it also holds up the attention that is queued behind it. So a
+  transfer issues only a few batches at its start, and a few more at each *point* of the program::
+
+      issued   batches 0-1 │ attention, part 1 │ batches 2-3 │ attention, part 2 │ … │ wait: all the rest
+
+Points are fixed places of the program, in the same order on all ranks. A lane never asks the device how far
+it is, because ranks would get different answers. Two ranks that issue the work of two communicators in
+different orders can wait for each other forever. For the same reason, a rank without messages in a step
+counts this step as well, and transfers of a lane are issued strictly one after the other.
+"""
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
+
+Results = dict[int, Tensor]
+Steps = Generator[None, None, Results]
+"""A transfer that stops after each batch that it has issued, and returns its results at the end."""
+
+
+@dataclass(eq=False)
+class TransferTimer:
+    """When a transfer ran, and when its caller waited for it. It keeps none of the transfer's tensors alive.
+
+    Attributes:
+        is_gather: Whether it is a SparseAllGather; otherwise it is a SparseReduceScatter.
+        num_bytes: Bytes that it moves between all devices in total.
+        begin: Moment at which the lane began the transfer; ``None`` before, or if there was nothing to do.
+        end: Moment at which it was complete. With one connection, the wait issues this moment, so that the
+            transfer seems to last until the wait if it has ended before.
+        waits: For each wait, its begin and the moment at which the waiting thread or stream could go on.
+    """
+
+    is_gather: bool = True
+    num_bytes: int = 0
+    begin: Moment | None = None
+    end: Moment | None = None
+    waits: list[tuple[Moment, Moment]] = field(default_factory=list)
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of the transfer on its lane, and those for which its callers had to stop.
+
+        Valid after the wait. On CUDA, the host waits until they are known.
+        """
+        if self.begin is None or self.end is None:
+            return 0.0, 0.0
+        busy_s = seconds_between(self.begin, self.end)
+        return busy_s, min(busy_s, sum(max(0.0, seconds_between(*wait)) for wait in self.waits))
+
+
+class PendingTransfer:
+    """A transfer that has started, or that has nothing to do on this rank."""
+
+    def __init__(self, timer: TransferTimer, results: Results | None = None) -> None:
+        self.timer = timer
+        self._results = results
+
+    def wait(self) -> Results:
+        """Wait, and return the results for the calling thread (CPU) or its current stream (CUDA)."""
+        assert self._results is not None
+        return self._results
+
+
+class ThreadTransfer(PendingTransfer):
+    """A transfer on a :class:`ThreadLane`. Its ``wait`` raises the errors of the transfer."""
+
+    def __init__(self, timer: TransferTimer) -> None:
+        super().__init__(timer)
+        self.future: Future[Results] = Future()
+
+    def wait(self) -> Results:
+        """Block until the transfer is complete."""
+        begin = now(is_cuda=False)
+        results = self.future.result()
+        self.timer.waits.append((begin, now(is_cuda=False)))
+        return results
+
+
+class ThreadLane:
+    """A thread that runs the transfers of one process group one by one, in the order of their submission."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Steps, Future[Results], TransferTimer]] = queue.SimpleQueue()
+        # A daemon, because a transfer whose peer is gone must not keep the process from ending.
+        threading.Thread(target=self._work, name=f"transfers of {name}", daemon=True).start()
+
+    def submit(self, steps: Steps, timer: TransferTimer) -> ThreadTransfer:
+        """Queue a transfer."""
+        transfer = ThreadTransfer(timer)
+        self._jobs.put((steps, transfer.future, timer))
+        return transfer
+
+    def _work(self) -> None:
+        torch.set_grad_enabled(False)  # This affects only the lane's thread.
+        while True:
+            steps, future, timer = self._jobs.get()
+            begin = now(is_cuda=False)
+            try:
+                results = _drained(steps)
+                timer.begin, timer.end = begin, now(is_cuda=False)
+                future.set_result(results)
+                del results
+            except BaseException as error:
+                future.set_exception(error)
+            del steps, future, timer  # An idle lane must not keep tensors alive.
+
+
+def _drained(steps: Steps) -> Results:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            results: Results = end.value
+            return results
+
+
+class StreamTransfer(PendingTransfer):
+    """A transfer on a :class:`StreamLane`.
+
+    It keeps the caller's tensors alive until the wait. After the wait, the waiting stream is ordered behind
+    the transfer, so memory that belongs to this stream can be given back without ``record_stream``. Under
+    Megatron's combined 1F1B schedule, the memory can belong to another stream than the waiting one, on which
+    its use is then recorded.
+
+    Its results come from ``steps``. It has ``num_batches`` batches, of which it issues at most ``at_once`` at
+    one point, and ``touched`` are the tensors that it reads or writes, results included.
+    """
+
+    def __init__(
+        self,
+        lane: "StreamLane",
+        steps: Steps,
+        timer: TransferTimer,
+        num_batches: int,
+        at_once: int,
+        touched: Iterable[Tensor],
+    ) -> None:
+        super().__init__(timer)
+        self.num_issued = 0
+        self._lane, self._steps, self._touched = lane, steps, tuple(touched)
+        self.num_batches, self._at_once = num_batches, at_once
+        self._submitted_on = torch.cuda.current_stream(lane.device)
+        self._ready = self._submitted_on.record_event()
+
+    def issue(self) -> None:
+        """Issue the batches of one point. The end of the transfer is left to the wait.
+
+        The end waits for the last batch on the transfer's stream. In the one queue of the device, this would
+        hold up everything behind it.
+        """
+        for _ in range(min(self._at_once, self.num_batches - self.num_issued)):
+            self._issue_next()
+
+    def issue_all(self) -> None:
+        """Issue all remaining batches, and the event that ends the transfer."""
+        while self._results is None:
+            self._issue_next()
+
+    def _issue_next(self) -> None:
+        stream = self._lane.stream
+        with torch.cuda.stream(stream), torch.no_grad():
+            if self.timer.begin is None:
+                stream.wait_event(self._ready)
+                self.timer.begin = now(is_cuda=True)
+            try:
+                next(self._steps)
+                self.num_issued += 1
+            except StopIteration as end:
+                self._results = end.value
+                self.timer.end = now(is_cuda=True)
+
+    def wait(self) -> Results:
+        """Make the current stream wait for the transfer; the host does not wait."""
+        self._lane.issue_through(self)
+        stream, end = torch.cuda.current_stream(self._lane.device), self.timer.end
+        assert end is not None
+        assert not isinstance(end, float)
+        self.timer.waits.append((now(is_cuda=True), end))
+        stream.wait_event(end)
+        if {self._submitted_on, stream} != {torch.cuda.default_stream(self._lane.device)}:
+            for tensor in self._touched:
+                tensor.record_stream(stream)
+        self._touched = ()
+        return super().wait()
+
+
+class StreamLane:
+    """Issues the transfers of one process group on one CUDA stream, in the order of their submission."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.device = device
+        self._group = group
+        self._open: deque[StreamTransfer] = deque()
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream of the transfers."""
+        return lane_stream("transfers", self._group, self.device)
+
+    def submit(
+        self,
+        steps: Steps,
+        timer: TransferTimer,
+        num_batches: int,
+        at_once: int | None,
+        touched: Iterable[Tensor],
+    ) -> StreamTransfer:
+        """Begin a transfer, to run after all work that is on the current stream now.
+
+        Args:
+            steps: The transfer.
+            timer: Its timer.
+            num_batches: Number of its batches, equal on all ranks.
+            at_once: Most batches to issue at one point; ``None`` issues everything now.
+            touched: Tensors of the caller that the transfer reads or writes, results included. They must
+                belong to the stream that waits for the transfer.
+        """
+        transfer = StreamTransfer(self, steps, timer, num_batches, at_once or num_batches, touched)
+        self._open.append(transfer)
+        if at_once is None:
+            self.issue_through(transfer)
+        else:
+            self.advance()
+        return transfer
+
+    def advance(self) -> None:
+        """Issue the next batches of the first transfer that still has some: one point of the program."""
+        transfer = next((one for one in self._open if one.num_issued < one.num_batches), None)
+        if transfer is not None:
+            transfer.issue()
+
+    def issue_through(self, transfer: StreamTransfer) -> None:
+        """Issue everything of a transfer and of the transfers before it."""
+        while transfer in self._open:
+            self._open.popleft().issue_all()
+
+
+_thread_lanes: dict[tuple[int, str], ThreadLane] = {}
+_stream_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, StreamLane]] = WeakKeyDictionary()
+_Key = tuple[str, torch.device, type[torch.cuda.Stream]]
+_streams: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, torch.cuda.Stream]] = WeakKeyDictionary()
+
+
+def thread_lane(group: dist.ProcessGroup) -> ThreadLane:
+    """The thread lane of a process group in this process; it is created at the first call."""
+    # The process number is part of the key because a forked process does not inherit threads.
+    key = (os.getpid(), group.group_name)
+    if key not in _thread_lanes:
+        _thread_lanes[key] = ThreadLane(group.group_name)
+    return _thread_lanes[key]
+
+
+def stream_lane(group: dist.ProcessGroup, device: torch.device) -> StreamLane:
+    """The lane of a process group's transfers on a CUDA device; it is created at the first call."""
+    lanes = _stream_lanes.setdefault(group, {})
+    if device not in lanes:
+        lanes[device] = StreamLane(group, device)
+    return lanes[device]
+
+
+def lane_stream(use: str, group: dist.ProcessGroup, device: torch.device) -> torch.cuda.Stream:
+    """The stream of one kind of use of a process group on a device; it is created at the first call.
+
+    Torch hands out streams from a pool of 32 and begins again after the last one. A new stream for each
+    transfer would soon be that of an earlier transfer or of another library.
+    """
+    streams = _streams.setdefault(group, {})
+    # Tests replace the class by that of a virtual device, whose streams serve that device alone.
+    key = (use, device, torch.cuda.Stream)
+    if key not in streams:
+        streams[key] = torch.cuda.Stream(device)
+    return streams[key]
+
+
+def advance_transfers(group: dist.ProcessGroup) -> None:
+    """Mark a point of the program, at which the group's transfers issue their next batches.
+
+    All ranks of the group must call it at the same points. It does nothing for CPU tensors, whose transfers a
+    thread drives, and nothing if everything has been issued.
+    """
+    for lane in _stream_lanes.get(group, {}).values():
+        lane.advance()

@@ -1,0 +1,278 @@
+"""The plans of one MoE layer, and the passes that they become: which expert is in which slot.
+
+Shape letters: T tokens, D devices, E experts.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from megatron_fssdp.collectives.gathered_counts import start_counts
+from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
+from megatron_fssdp.collectives.transfer_lanes import TransferTimer
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.planning.transfer.message_size import message_rule
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
+from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
+from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass, is_plain, source_table
+from megatron_fssdp.runtime.slots.exact_shares import Holders
+from megatron_fssdp.runtime.slots.remap import by_number, sent_to
+from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
+from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
+from megatron_fssdp.strategies.strategy import Strategy
+
+
+@dataclass
+class IterationClock:
+    """State of the running iteration, shared by all layers of a model.
+
+    Attributes:
+        driven: Whether the passes belong to an iteration that a loop has marked. Otherwise each forward pass
+            is planned alone, gathers its replicas, and sends their gradients home before its backward pass
+            ends, so that a layer in a user's own loop is balanced as well.
+        num_micro_batches: Number of backward passes in the running iteration; 0 outside of an iteration and
+            in an evaluation.
+        iteration: Number of the running iteration in the loop's log, for messages; ``None`` if unknown.
+    """
+
+    driven: bool = False
+    num_micro_batches: int = 0
+    iteration: int | None = None
+
+
+class PlannedLayer:
+    """Asks the strategy for the plans of a layer, and puts their experts into slots.
+
+    Passes of an iteration share one set of replica slots. A pass of a single micro-batch takes a set of its
+    own, so that several micro-batches can be in flight, and gives it back.
+
+    Args:
+        context: The data of the layer that the strategy may use.
+        groups: Process groups of the layer, and the nodes of its ranks.
+        experts: Experts of the layer that have Parameters on this rank.
+        strategy: Strategy that plans the layer.
+        clock: Clock of iterations that all layers of the model share.
+        timer: Timer of the parts of all layers' passes.
+        measure: Whether this rank keeps the device loads, bytes and times that reports show. On CUDA, the
+            host must wait for the times of transfers.
+        check_plans: Whether to compare the plans of all ranks before they are used.
+        least_slots: Replica slots that exist from the start. Further ones are added when a plan needs them.
+        slot_multiple: Number of which the slots of a device are a multiple; empty slots are added.
+
+    Attributes:
+        history: Loads of the last iterations.
+        journal: Timers of the transfers of the running iteration.
+        is_first: Whether the model chunk of this layer has no MoE layer before it.
+        waiting: Function that returns a context manager, which is entered around waits for transfers.
+        shared: Pass of the running iteration; ``None`` before it is planned.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        groups: ExpertGroups,
+        experts: LocalExperts,
+        strategy: Strategy,
+        clock: IterationClock | None = None,
+        *,
+        timer: PassTimer | None = None,
+        measure: bool = False,
+        check_plans: bool = False,
+        least_slots: int = 0,
+        slot_multiple: int = 1,
+    ) -> None:
+        self.context, self.groups, self.experts, self.strategy = context, groups, experts, strategy
+        self.clock, self.timer = clock or IterationClock(), timer or PassTimer()
+        self.measure, self._checks_plans = measure, check_plans
+        self.history = LoadHistory(strategy.window, context.num_devices, context.num_experts)
+        self.journal: list[TransferTimer] = []
+        self.is_first = True
+        self.waiting = self.timer.waiting
+        self._num_replica_slots, self._slot_multiple = least_slots, slot_multiple
+        self.shared: SlotPass | None = None
+        self._last_made: tuple[object, SlotPass] | None = None
+        self._shared_slots: ReplicaSlots | None = None
+        self._spare_slots: list[ReplicaSlots] = []
+        self._table: torch.Tensor | None = None
+        strategy.check(context)
+        experts.check(context.placement, groups.device)
+
+    @property
+    def plan(self) -> LayerPlan | None:
+        """Plan of the running iteration, as far as it is made."""
+        return None if self.shared is None else self.shared.plan
+
+    # Changes between iterations.
+
+    def own(self, owner_E: np.ndarray, parameters: ParametersByExpert, layout: ExpertLayout) -> None:
+        """Set new owners, without resident replicas; only between iterations.
+
+        Args:
+            owner_E: New owner of each expert, int64 ``[E]``.
+            parameters: Parameters of each expert that this rank owns, ascending by expert.
+            layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
+        """
+        experts = replace(self.experts, parameters=parameters, residents={}, told_layout=layout)
+        self._own(replace(self.context, owner_E=owner_E, resident=None), experts)
+
+    def keep(self, placement: ExpertPlacement, residents: ParametersByExpert) -> None:
+        """Set new resident replicas, by Parameters with the owners' contents; only between iterations."""
+        context = replace(self.context, resident=placement)
+        self._own(context, replace(self.experts, residents=residents))
+
+    def _own(self, context: LayerContext, experts: LocalExperts) -> None:
+        experts.check(context.placement, self.groups.device)
+        self._drop()
+        self.context, self.experts = context, experts
+
+    def _drop(self) -> None:
+        """Drop the plan of the iteration, and its replicas."""
+        self.shared = None
+
+    # Plans.
+
+    def _next_plan(self) -> LayerPlan:
+        plan = plan_before_gate(self.strategy, self.context, self.history)
+        self._compare(plan)
+        return plan
+
+    def _plan_after_gate(self, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int) -> LayerPlan:
+        """What the strategy makes of a plan for the exact counts of a micro-batch, or the plan itself."""
+        new = plan_after_gate(self.strategy, self.context, counts_DE, plan, num_micro_batches)
+        if new is not plan:
+            self._compare(new)
+        return new
+
+    def _compare(self, plan: LayerPlan) -> None:
+        """Check, if requested, that all ranks have made the same plan."""
+        if not self._checks_plans:
+            return
+        what = f"the plan of layer {self.context.layer}"
+        if self.clock.iteration is not None:
+            what += f" in iteration {self.clock.iteration}"
+        for group in (self.groups.expert_parallel, self.groups.expert_tensor_parallel):
+            if group is not None:
+                check_agreement(plan.digest(), group, what)
+
+    def _correct(self, routing_map: torch.Tensor) -> None:
+        """Let the strategy change the replicas with the first micro-batch's exact counts (Hecate §4.2)."""
+        before = self.shared
+        assert before is not None
+        counts_DE = self._host_counts(routing_map)
+        plan = self._plan_after_gate(counts_DE, before.plan, max(self.clock.num_micro_batches, 1))
+        if plan is before.plan:
+            return
+        is_gathered = before.transfers is not None and before.transfers.is_gathered
+        if before.transfers is not None and is_gathered:
+            before.transfers.await_weights()
+        self.shared = self._make(plan, counts_DE)
+        is_new = self.shared is not before
+        if is_gathered and is_new and not plan.rematerialize and self.shared.transfers is not None:
+            placements = before.plan.placement, plan.placement
+            self.shared.transfers.complete(additional_transfer(*placements, self.context.topology))
+
+    def _host_counts(self, routing_map: torch.Tensor) -> np.ndarray:
+        """Counts of this micro-batch on all devices, int64 ``[D, E]``; the host waits for them."""
+        groups = self.groups
+        counts = start_counts(routing_map.sum(0), groups.expert_parallel, groups.expert_tensor_parallel)
+        counts_DE: np.ndarray = counts.wait().numpy().sum(axis=0)
+        return counts_DE
+
+    # Passes.
+
+    @torch.inference_mode(False)  # An evaluation may make tensors that training uses later.
+    def _make(
+        self, plan: LayerPlan, counts_DE: np.ndarray | None = None, *, is_shared: bool = True
+    ) -> SlotPass:
+        """Put a plan's experts into slots, for an iteration (``is_shared``) or for one micro-batch.
+
+        ``counts_DE``, int64 ``[D, E]``, are counts by which tokens are shared out, if the plan's dispatch
+        depends on counts; by default a forecast.
+        """
+        self._make_room(int(plan.placement.replicas_per_device_D.max()))
+        # Plans often stay from one iteration to the next.
+        key = (plan.digest(), self._num_replica_slots, self.experts, self.groups, self.is_first)
+        if is_shared and not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
+            return self._last_made[1]
+        if counts_DE is None and plan.needs_counts and not self.history.is_empty:
+            counts_DE = np.rint(self.history.forecast_DE()).astype(np.int64)
+        slots = SlotTable.of(plan.placement, self._num_replica_slots, self._slot_multiple)
+        here, experts = self.groups.device, self.experts
+        expert_U, found = slots.expert_DU[here].tolist(), experts.all_parameters
+        transfers = None
+        if plan.transfer.edges and not plan.resident:
+            replicas = self._take_slots(is_shared)
+            replicas.hold([expert for expert in expert_U if expert >= 0 and expert not in experts.parameters])
+            found = {**{expert: replicas.parameters(expert) for expert in replicas.experts}, **found}
+            splits = plan.is_split and not self.is_first
+            transfers = ReplicaTransfers(
+                plan, replicas, experts, self.bind, splits=splits, waiting=self.waiting
+            )
+        table, holders = None, None
+        if plan.dispatch_policy == "exact" and plan.placement.num_replicas:
+            node_D = self.context.topology.node_of_device_D
+            holders = Holders.of(slots.slot_ED, node_D, here, experts.device)
+        elif not is_plain(slots):
+            table = by_number(source_table(plan, slots, self.context.topology, here, counts_DE))
+            table = self._on_device(table, is_shared)
+        parameters_U = [None if expert < 0 else found[expert] for expert in expert_U]
+        of = None if is_shared else counts_DE
+        made = SlotPass(plan, slots, parameters_U, table, holders, transfers, is_shared, of)
+        if is_shared:
+            self._last_made = key, made
+        return made
+
+    def give_back(self, own: SlotPass) -> None:
+        """Take back the replica slots of a pass of one micro-batch, and the memory of their contents."""
+        if own.transfers is not None:
+            own.transfers.drop()
+            self._spare_slots.append(own.transfers.slots)
+
+    def bind(self, plan: TransferPlan, num_elements: int, dtype: torch.dtype) -> SparseTransfer:
+        """Bind a transfer plan, for so many elements of each expert, to the layer's process group."""
+        device = self.experts.device
+        return SparseTransfer(
+            self.groups.transfers or self.groups.expert_parallel,
+            plan,
+            num_elements=num_elements,
+            dtype=dtype,
+            device=device,
+            messages=message_rule(on_cuda=device.type == "cuda"),
+            one_queue=self.groups.one_queue,
+            journal=self.journal if self.measure else None,
+            what=self.experts.what,
+        )
+
+    def _take_slots(self, is_shared: bool) -> ReplicaSlots:
+        if not is_shared and self._spare_slots:
+            return self._spare_slots.pop()
+        if is_shared and self._shared_slots is not None:
+            return self._shared_slots
+        made = ReplicaSlots(self.experts.layout(), self.experts.device)
+        if is_shared:
+            self._shared_slots = made
+        return made
+
+    def _make_room(self, num_replicas: int) -> None:
+        """Add replica slots if a plan needs more: twice as many each time, so that this happens rarely."""
+        if num_replicas > self._num_replica_slots:
+            twice = 1 << (num_replicas - 1).bit_length()
+            self._num_replica_slots = min(twice, max(num_replicas, self.strategy.slots(self.context)))
+
+    def _on_device(self, host: torch.Tensor, is_shared: bool) -> torch.Tensor:
+        """A share table on the device. Shared passes always have the same tensor, for CUDA graphs."""
+        device = self.experts.device
+        if not is_shared:
+            return sent_to(host, device)
+        if self._table is None:
+            self._table = torch.empty_like(host, device=device)
+        return self._table.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)

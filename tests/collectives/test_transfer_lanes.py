@@ -1,0 +1,260 @@
+"""Lanes run transfers in the background and measure their times; a lane of CUDA tensors has points."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_fssdp.collectives.transfer_lanes import (
+    PendingTransfer,
+    ThreadLane,
+    TransferTimer,
+    advance_transfers,
+    lane_stream,
+    stream_lane,
+)
+from megatron_fssdp.megatron_adapter.cpu.cpu_device import FinishedStream, HostEvent
+
+DEVICE = torch.device("cuda", 0)
+Steps = Generator[None, None, dict[int, Tensor]]
+
+
+def one_step(run: Callable[[], dict[int, Tensor]]) -> Steps:
+    yield
+    return run()
+
+
+def test_transfers_run_one_after_another_while_the_caller_goes_on() -> None:
+    lane, may_end = ThreadLane("test"), threading.Event()
+    order: list[int] = []
+
+    def first() -> dict[int, Tensor]:
+        may_end.wait(30)
+        order.append(1)
+        assert not torch.is_grad_enabled()
+        return {1: torch.ones(2)}
+
+    def second() -> dict[int, Tensor]:
+        order.append(2)
+        return {}
+
+    pending = [lane.submit(one_step(run), TransferTimer()) for run in (first, second)]
+    assert order == [], "the caller waited"
+    may_end.set()
+    assert pending[1].wait() == {}
+    assert torch.equal(pending[0].wait()[1], torch.ones(2))
+    assert order == [1, 2]
+    one, other = (cast(Any, transfer.timer) for transfer in pending)
+    assert 0 < one.begin <= one.end <= other.begin <= other.end
+
+
+def test_only_the_time_spent_waiting_is_exposed() -> None:
+    lane, may_end = ThreadLane("test"), threading.Event()
+    waited = lane.submit(one_step(lambda: {} if may_end.wait(30) else {0: torch.ones(1)}), TransferTimer())
+    threading.Timer(0.05, may_end.set).start()
+    assert waited.wait() == {}
+    busy_s, exposed_s = waited.timer.seconds()
+    assert 0 < exposed_s <= busy_s
+    hidden = lane.submit(one_step(lambda: time.sleep(0.02) or {}), TransferTimer())
+    lane.submit(one_step(dict), TransferTimer()).wait()
+    assert hidden.timer.seconds()[1] == 0, "nothing has waited for it yet"
+    hidden.wait()
+    assert hidden.timer.seconds()[0] >= 0.02
+
+
+def test_exposed_time_never_exceeds_the_transfers_time() -> None:
+    assert PendingTransfer(TransferTimer(), {}).timer.seconds() == (0.0, 0.0)
+    for waits, exposed_s in (
+        ([(11.5, 12.0)], 0.5),
+        ([(5.0, 12.0)], 2.0),  # waited for while other transfers of its lane ran
+        ([(12.5, 12.0)], 0.0),  # on a stream that asked later than the end
+    ):
+        assert TransferTimer(True, 0, 10.0, 12.0, waits).seconds() == (2.0, exposed_s)
+
+
+def test_an_exception_of_a_transfer_is_raised_by_its_wait_and_the_lane_goes_on() -> None:
+    lane = ThreadLane("test")
+
+    def broken() -> dict[int, Tensor]:
+        raise ConnectionError("peer went away")
+
+    failed, next_one = (lane.submit(one_step(run), TransferTimer()) for run in (broken, dict))
+    with pytest.raises(ConnectionError, match="peer went away"):
+        failed.wait()
+    assert failed.timer.seconds() == (0.0, 0.0)
+    assert next_one.wait() == {}
+
+
+def test_neither_lanes_nor_timers_keep_tensors_alive() -> None:
+    lane, refs = ThreadLane("test"), list[StorageWeakRef]()
+
+    def run() -> dict[int, Tensor]:
+        tensor = torch.ones(100)
+        refs.append(StorageWeakRef(tensor.untyped_storage()))
+        return {0: tensor}
+
+    pending = lane.submit(one_step(run), TransferTimer())
+    timer = pending.timer
+    pending.wait()
+    lane.submit(one_step(dict), TransferTimer()).wait()
+    assert not refs[0].expired()
+    del pending
+    gc.collect()
+    assert refs[0].expired()
+    assert timer.seconds()[0] > 0
+
+
+# Streams.
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[FinishedStream]:
+    """The current streams, innermost last, on a device whose work is always done."""
+    current = [FinishedStream()]
+
+    class Stream(FinishedStream):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            """Take a device, as torch's streams do."""
+
+    @contextmanager
+    def entered(stream: FinishedStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: current[0])
+    return current
+
+
+class Group:
+    """Stands for a process group, which is only a key here."""
+
+
+@pytest.fixture
+def group() -> dist.ProcessGroup:
+    return cast(Any, Group())
+
+
+@pytest.fixture
+def issued() -> list[str]:
+    """Batches in the order of their issue; "end" follows the last batch of a transfer."""
+    return []
+
+
+@pytest.fixture
+def start(current: list[FinishedStream], issued: list[str], group: Any) -> Callable[..., Any]:
+    """Submits a transfer by its name, number of batches, most batches at once and touched tensors."""
+
+    def steps(name: str, num_batches: int) -> Steps:
+        for batch in range(num_batches):
+            assert len(current) == 2, "not on the stream of transfers"
+            assert not torch.is_grad_enabled()
+            issued.append(f"{name}{batch}")
+            yield
+        issued.append(f"{name} end")
+        return {0: torch.ones(1)}
+
+    def submit(name: str, num_batches: int, at_once: int | None, touched: Any = ()) -> Any:
+        lane = stream_lane(group, DEVICE)
+        return lane.submit(steps(name, num_batches), TransferTimer(), num_batches, at_once, touched)
+
+    return submit
+
+
+def test_with_many_connections_everything_is_issued_at_the_start(group, issued, start) -> None:
+    pending = start("a", 3, None)
+    assert issued == ["a0", "a1", "a2", "a end"]
+    advance_transfers(group)
+    assert pending.wait()[0].item() == 1
+    assert issued == ["a0", "a1", "a2", "a end"]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_with_one_connection_each_point_issues_at_most_so_many_batches(group, issued, start, at_once) -> None:
+    pending = start("a", 7, at_once)
+    for points in range(1, 9):
+        assert len(issued) == min(7, points * at_once)
+        assert pending.num_issued == len(issued)
+        advance_transfers(group)
+    # The end waits for the last batch on the lane's stream. It would hold up the one queue of the device.
+    assert "a end" not in issued
+    pending.wait()
+    pending.wait()
+    assert issued[-1] == "a end"
+
+
+def test_a_transfer_begins_after_the_batches_of_the_transfers_before_it(group, issued, start) -> None:
+    first, second = start("a", 3, 1), start("b", 2, 1)
+    assert issued == ["a0", "a1"]
+    for _ in range(3):
+        advance_transfers(group)
+    assert issued == ["a0", "a1", "a2", "b0", "b1"]
+    third = start("c", 9, 1)
+    second.wait()
+    assert issued[5:] == ["c0", "a end", "b end"]
+    first.wait()
+    third.wait()
+    assert issued[8:] == [f"c{batch}" for batch in range(1, 9)] + ["c end"]
+
+
+def test_an_error_of_a_batch_reaches_the_caller(group, current) -> None:
+    def broken() -> Steps:
+        yield
+        raise ConnectionError("peer went away")
+
+    pending = stream_lane(group, DEVICE).submit(broken(), TransferTimer(), 2, 1, [])
+    with pytest.raises(ConnectionError, match="peer went away"):
+        pending.wait()
+
+
+def test_tensors_stay_until_the_wait_and_no_longer(start) -> None:
+    tensor = torch.ones(100)
+    memory = StorageWeakRef(tensor.untyped_storage())
+    pending = start("a", 1, 1, [tensor])
+    del tensor
+    gc.collect()
+    assert not memory.expired()
+    pending.wait()
+    assert memory.expired()
+    busy_s, exposed_s = pending.timer.seconds()
+    assert busy_s >= exposed_s >= 0
+
+
+class Touched:
+    """A tensor that notes the streams on which its use is recorded."""
+
+    def __init__(self) -> None:
+        self.streams: list[FinishedStream] = []
+
+    def record_stream(self, stream: FinishedStream) -> None:
+        self.streams.append(stream)
+
+
+def test_the_use_of_memory_on_other_streams_than_the_default_one_is_recorded(current, start) -> None:
+    """Megatron's combined 1F1B schedule starts a transfer on one stream and waits for it on another one."""
+    ordinary, combined = Touched(), Touched()
+    start("a", 0, None, [ordinary]).wait()
+    assert ordinary.streams == []
+    with torch.cuda.stream(cast(Any, FinishedStream())):
+        pending = start("b", 0, None, [combined])
+    pending.wait()
+    assert combined.streams == [current[0]]
+
+
+def test_streams_are_made_once_for_each_use_and_group(group: dist.ProcessGroup, current: Any) -> None:
+    made = lane_stream("counts", group, DEVICE)
+    assert lane_stream("counts", group, DEVICE) is made
+    assert stream_lane(group, DEVICE).stream is lane_stream("transfers", group, DEVICE) is not made
+    assert lane_stream("counts", cast(Any, Group()), DEVICE) is not made
