@@ -1,6 +1,6 @@
 """Prints what the host does in a forward pass of an MoE layer, under every strategy and in Megatron.
 
-Run: ``python benchmarks/host/host_work.py``. No GPU is needed. A virtual device (``docs/virtual-cuda.md``)
+Run: ``python benchmarks/host/host_work.py``. No GPU is needed. A virtual device (``docs/contributing.md``)
 executes the CUDA code paths on four CPU ranks and notes every operator, collective and host synchronization.
 Megatron's own all-to-all dispatcher is counted in the same way. A virtual device has no times; those of plans
 are measured by ``host_table.py``.

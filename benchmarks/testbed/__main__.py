@@ -1,4 +1,4 @@
-"""Compares strategies on nodes with links of limited rate (see docs/testbed.md).
+"""Compares strategies on nodes with links of limited rate (see docs/performance.md).
 
 For example::
 

@@ -15,7 +15,6 @@ _MOST_CHARACTERS = 110  # a description stays on one line of a wide terminal
 _SENTENCE = re.compile(r".*?[.](?=\s+[A-Z]|$)")
 _TITLES = {
     "": "complete runs, to start from",
-    "experiments": "experiments: complete runs of papers and of known models",
     "models": "models: parts with a model",
     "parallelism": "parallelism: parts with ranks and machines",
     "strategies": "strategies: parts with a strategy",
