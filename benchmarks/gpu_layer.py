@@ -262,7 +262,7 @@ def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions:
     """Return quartiles of the host seconds for planning and preparing the dispatch of one layer."""
     from megatron_fssdp.collectives.probes.device_timing import synchronize
 
-    executor, spent_s, totals = layer.executor, [0.0], []
+    slot_layer, spent_s, totals = layer.slot_layer, [0.0], []
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -274,18 +274,16 @@ def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions:
 
         return run
 
-    # The layer asks for its plan a second time, which costs nothing, so planning is timed once.
-    plan, begin = executor.plan_iteration, executor.begin_micro_batch
+    prepare, remap = slot_layer.prepare, slot_layer.remap
+    slot_layer.prepare, slot_layer.remap = timed(prepare), timed(remap)
     try:
-        executor.begin_micro_batch = timed(begin)
         for number in range(_WARM_UP + repetitions):
             spent_s[0] = 0.0
-            timed(plan)()
             call()
             if number >= _WARM_UP:
                 totals.append(spent_s[0])
     finally:
-        executor.begin_micro_batch = begin
+        slot_layer.prepare, slot_layer.remap = prepare, remap
     return quartiles(totals)
 
 
