@@ -20,7 +20,6 @@ from megatron_fssdp.report.figures import (
     curves,
     even_line,
     expert_loads,
-    grouped_bars,
     layer_strips,
     new_figure,
     relative_load_ILE,
@@ -353,13 +352,15 @@ def memory_section(runs: Sequence[ShownRun]) -> Section:
     if not known:
         return Section(title, "No memory was recorded yet.", accounted)
     size, word = unit_of(max(max(found) for _, found, _ in known.values()), MEMORY)
-    bars = {
-        name: (colour, range(len(found)), [one / size for one in found])
-        for name, (colour, found, _) in known.items()
-    }
+    figure = new_figure("", "global rank", f"peak, {word}", 300, barmode="group", bargap=0.35)
+    for name, (colour, found, _) in known.items():
+        form = f"rank %{{x}}: %{{y:.4g}} {word}<extra>{name}</extra>"
+        y = [one / size for one in found]
+        figure.add_bar(x=list(range(len(y))), y=y, name=name, marker_color=colour, hovertemplate=form)
+        figure.update_xaxes(ticks(len(y), 16))
     kinds = sorted({_MEMORY_KINDS.get(kind, kind) for _, _, kind in known.values()})
     sentence = f"Peak up to the last recorded iteration: {'; '.join(kinds)}."
-    return Section(title, sentence, [grouped_bars("global rank", f"peak, {word}", bars), *accounted])
+    return Section(title, sentence, [figure, *accounted])
 
 
 def _sentence(text: str) -> str:
