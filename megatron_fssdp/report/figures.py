@@ -97,9 +97,8 @@ def _small(values: NDArray[Any]) -> NDArray[Any]:
 
 def new_figure(title: str, x_title: str, y_title: str, height: int, **layout: Any) -> go.Figure:
     """Return an empty figure of some height in pixels. The page shows its title and adds its colours."""
-    base = {"template": "none", "title_text": title, "height": height}
-    axes = {"xaxis_title_text": x_title, "yaxis_title_text": y_title, "margin": None}
-    return go.Figure(layout={**base, **axes, **layout})
+    titles = {"title_text": title, "xaxis_title_text": x_title, "yaxis_title_text": y_title}
+    return go.Figure(layout={"template": "none", "height": height, **titles, **layout})
 
 
 def ticks(count: int, most: int = 12) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def stacked_bars(
     x_title: str, names: Sequence[str], bars: Mapping[str, tuple[str, Sequence[float]]], **x_axis: Any
 ) -> go.Figure:
     """Return horizontal bars: colour and values of each part, from top to bottom, without empty parts."""
-    figure = new_figure("", x_title, "", 205 + 36 * len(names), barmode="stack", bargap=0.35)
+    figure = new_figure("", x_title, "", 240 + 36 * len(names), barmode="stack", bargap=0.35, margin_t=92)
     figure.update_xaxes(rangemode="tozero", **x_axis)
     figure.update_yaxes(autorange="reversed", type="category")
     for part, (colour, values) in bars.items():
@@ -207,7 +206,6 @@ def layer_strips(
         title_text=title,
         height=175 + min(420, 24 * len(layers)),
         coloraxis=scale,
-        margin=None,
     )
     return _plain_headings(figure)
 
@@ -253,7 +251,6 @@ def expert_loads(
         template="none",
         title_text=title,
         height=110 + num_rows * row_height,
-        margin=None,
         coloraxis={"colorscale": scale, "cmin": 0, "cmax": highest, "colorbar_title_text": "× even share"},
     )
     return _plain_headings(figure)

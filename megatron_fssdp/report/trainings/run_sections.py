@@ -118,6 +118,8 @@ def loss_section(runs: Sequence[ShownRun]) -> Section:
         title = f"Relative difference from {first.name}, where it is not 0"
         differing = new_figure(title, "iteration", "|difference| / loss", 260)
         differing.update_yaxes(type="log", exponentformat="power", dtick=1)
+        ends_I = first.run.iterations[[0, -1]] + (-0.5, 0.5)
+        differing.update_xaxes(range=list(ends_I), **ticks(len(first.run.iterations)))
         for one in runs[1:]:
             common, difference_I = loss_differences(first.run, one.run)
             differs = difference_I > 0
