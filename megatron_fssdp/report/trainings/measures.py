@@ -160,10 +160,10 @@ def _speeds(run: RecordedRun) -> list[Measure]:
     low, median, high = speed_of(run)
     text = f"{median:,.0f} ({low:,.0f} to {high:,.0f})"
     found = [Measure(SPEED, "tokens/s: median (quartiles)", median, text)]
-    session, flops_I = run.session, run.arrays["flops_I"]
-    if session is not None and session.devices and flops_I.any():
-        rates_I = (flops_I / run.arrays["iteration_s_I"])[flops_I > 0]
-        rate = float(np.median(rates_I)) / session.devices
+    session, flops_I, seconds_I = run.session, run.arrays["flops_I"], run.arrays["iteration_s_I"]
+    known_I = (flops_I > 0) & (seconds_I > 0)
+    if session is not None and session.devices and known_I.any():
+        rate = float(np.median(flops_I[known_I] / seconds_I[known_I])) / session.devices
         peak = next((tflops for name, tflops in GPU_PEAKS.items() if name in session.device), None)
         if peak is not None and session.precision in ("bf16", "fp16"):  # the peaks of these types alone
             # Model FLOPs utilization: PaLM (Chowdhery et al., 2022), appendix B.
