@@ -34,16 +34,7 @@ _IDLE, _UNDER, _EVEN, _OVER, _CROWDED = "#08306B", "#6BAED6", "#F2EFE6", "#F28E2
 
 
 class Line(NamedTuple):
-    """One curve of a figure.
-
-    Attributes:
-        name: Name in the legend.
-        colour: Colour, ``#RRGGBB``.
-        iterations: Iteration numbers, int64 ``[I]``.
-        values: Values, ``[I]``.
-        dash: Style of the line.
-        fills: Whether the space down to the curve before is filled.
-    """
+    """One curve over iterations, in a colour ``#RRGGBB``; ``fills``: the space down to the curve before."""
 
     name: str
     colour: str

@@ -52,14 +52,7 @@ _MEMORY_KINDS = {
 def simulation_page(
     report: SimulationReport, loads: RecordedLoads, cluster: ClusterDescription, job: MoeJob
 ) -> Page:
-    """Return the page of a simulation.
-
-    Args:
-        report: Results of the simulation.
-        loads: Loads that were simulated.
-        cluster: Cluster on which they were simulated.
-        job: Training job whose sizes were simulated.
-    """
+    """Return the page of a simulation of loads on a cluster, with the sizes of a job."""
     labels = [row.label for row in report.rows]
     colour_of = dict(zip(labels, distinct_colours(labels), strict=True))
     sentence, tiles = simulation_headline(report)

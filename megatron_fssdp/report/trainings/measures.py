@@ -32,14 +32,7 @@ GPU_PEAKS = {
 
 
 class Measure(NamedTuple):
-    """One figure of a run.
-
-    Attributes:
-        key: Name in JSON.
-        label: Name in tables, with unit.
-        value: The plain value.
-        text: The value as text.
-    """
+    """One figure of a run: name in JSON, name and unit in tables, value, and the value as text."""
 
     key: str
     label: str
@@ -50,13 +43,7 @@ class Measure(NamedTuple):
 def comparison_table(
     runs: Sequence[ShownRun], *, with_losses: bool = True, what_if: SimulationReport | None = None
 ) -> Table:
-    """Return all figures of runs side by side.
-
-    Args:
-        runs: The runs. Losses are compared with those of the first.
-        with_losses: Whether losses can be compared.
-        what_if: Results of a simulation of the runs' loads, or None.
-    """
+    """Return all figures of runs side by side. Losses are compared with those of the first run."""
     obstacle = not_comparable([one.run for one in runs])
     columns = []
     for one in runs:
