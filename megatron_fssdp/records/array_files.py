@@ -15,12 +15,7 @@ LAYERS = "layers"
 
 
 class ArrayFormat(NamedTuple):
-    """Format that an array in a file must have.
-
-    Attributes:
-        dtype: Integer data type. Arrays of smaller integers are converted to it.
-        num_dimensions: Number of dimensions. Each dimension must have at least one entry.
-    """
+    """Integer data type and number of dimensions that an array must have. Smaller integers are converted."""
 
     dtype: type[np.integer[Any]]
     num_dimensions: int
@@ -32,12 +27,7 @@ _INDEX = ArrayFormat(np.int64, 1)
 def read_arrays(
     path: Path, formats: Mapping[str, ArrayFormat], optional: Collection[str] = ()
 ) -> dict[str, NDArray[Any]]:
-    """Read the arrays of a ``.npy`` file of rows, without pickle.
-
-    Args:
-        path: Path of the file.
-        formats: Wanted format of each array, by name.
-        optional: Names of arrays that not every run records. The result lacks those that the file lacks.
+    """Read the arrays of a ``.npy`` file of rows, without pickle. Optional ones can be missing.
 
     Returns:
         The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. The numbers in

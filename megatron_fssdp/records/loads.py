@@ -99,14 +99,7 @@ class LoadsWriter:
         by_nodes_LN: NDArray[np.int64] | None = None,
         by_devices_LD: NDArray[np.int64] | None = None,
     ) -> None:
-        """Add one iteration. Existing entries from this iteration on are dropped first.
-
-        Args:
-            iteration: Number of the iteration.
-            counts_LDE: Integers ``[L, D, E]``. Tokens that each source device sent to each expert.
-            by_nodes_LN: Tokens whose experts are on 1, 2, … N nodes, int64 ``[L, N]``; None if not known.
-            by_devices_LD: Tokens whose experts are on 1, 2, … D devices, int64 ``[L, D]``; None if not known.
-        """
+        """Add one iteration (:class:`RecordedLoads`). Entries from this iteration on are dropped first."""
         counts = np.array(counts_LDE, dtype=np.int32)
         if counts.ndim != 3 or counts.shape[0] != self._num_layers:
             raise ValueError(f"counts_LDE has shape {counts.shape}, wanted ({self._num_layers}, D, E)")

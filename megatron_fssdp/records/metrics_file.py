@@ -11,11 +11,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends one line for each iteration. A resumed run continues the file.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
+    """Appends one line for each iteration. A resumed run continues the file."""
 
     def __init__(self, record_dir: Path | str) -> None:
         self._lines = JsonLinesWriter(Path(record_dir) / METRICS_FILE)

@@ -92,15 +92,7 @@ class PlacementsWriter:
         ep_tokens_LD: NDArray[Any],
         tokens_LD: NDArray[Any],
     ) -> None:
-        """Add one iteration. Existing entries from this iteration on are dropped first.
-
-        Args:
-            iteration: Number of the iteration.
-            owned_LED: bool ``[L, E, D]``. True where the device owns the expert.
-            present_LED: bool ``[L, E, D]``. True where the device has the expert's weights.
-            ep_tokens_LD: Integers ``[L, D]``. Tokens of each device under plain expert parallelism.
-            tokens_LD: Integers ``[L, D]``. Tokens that each device computed.
-        """
+        """Add an iteration (:class:`RecordedPlacements`). Entries from it on are dropped first."""
         entry: dict[str, NDArray[Any]] = {
             _OWNED: np.packbits(owned_LED, axis=-1),
             _PRESENT: np.packbits(present_LED, axis=-1),

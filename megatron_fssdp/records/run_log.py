@@ -2,8 +2,8 @@
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 LOG_FILE = "log.txt"
 STOP_MARK = "[fssdp] stopped after iteration"
@@ -13,8 +13,7 @@ _ACCOUNTED = re.compile(rb"\[fssdp\] memory of a rank: ([^\r\n]+)")
 _STOPPED = re.compile(re.escape(STOP_MARK).encode() + rb" ([^\r\n]+)")
 
 
-@dataclass(frozen=True)
-class RunLog:
+class RunLog(NamedTuple):
     """Statements of a run's log.
 
     Attributes:
@@ -28,21 +27,13 @@ class RunLog:
 
 
 def read_log(record_dir: Path) -> RunLog:
-    """Read the log of a run. A log that is missing or cannot be read states nothing.
-
-    Args:
-        record_dir: Folder of the run.
-    """
-    accounted, stops = b"", []
+    """Read the log of a run. A log that is missing or cannot be read states nothing."""
+    accounted, stops = "", []
     with suppress(OSError), (record_dir / LOG_FILE).open("rb") as lines:
         for line in lines:
             # The last statement counts, because measured limits are known only after some iterations.
             if found := _ACCOUNTED.search(line):
-                accounted = found[1]
+                accounted = found[1].decode(errors="replace")
             elif found := _STOPPED.search(line):
-                stops.append(found[1])
-    return RunLog(_text(accounted), tuple(map(_text, stops)))
-
-
-def _text(line: bytes) -> str:
-    return line.decode("utf-8", errors="replace")
+                stops.append(found[1].decode(errors="replace"))
+    return RunLog(accounted, tuple(stops))

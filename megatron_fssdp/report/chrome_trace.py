@@ -37,11 +37,7 @@ class TraceSpan:
 
 
 def chrome_trace(spans: Sequence[TraceSpan]) -> dict[str, Any]:
-    """Return the JSON object of a trace. Its times are microseconds since the begin of the first span.
-
-    Args:
-        spans: Spans in any order. Lanes are shown in the order in which they first appear.
-    """
+    """Return the JSON object of a trace. Its times are microseconds since the begin of the first span."""
     lanes = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
     start_s = min((span.begin_s for span in spans), default=0.0)
     named = [
@@ -67,15 +63,7 @@ def chrome_trace(spans: Sequence[TraceSpan]) -> dict[str, Any]:
 
 
 def write_chrome_trace(path: Path | str, spans: Sequence[TraceSpan]) -> None:
-    """Write spans to a file as a Chrome trace.
-
-    Args:
-        path: File to write.
-        spans: Spans in any order.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
+    """Write spans, in any order, to a file as a Chrome trace."""
     path = Path(path)
     with written_file(path, "trace") as partial:
         partial.write_text(json.dumps(chrome_trace(spans)) + "\n", encoding="utf-8")

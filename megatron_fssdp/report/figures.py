@@ -34,16 +34,7 @@ _IDLE, _UNDER, _EVEN, _OVER, _CROWDED = "#08306B", "#6BAED6", "#F2EFE6", "#F28E2
 
 
 class Line(NamedTuple):
-    """One curve of a figure.
-
-    Attributes:
-        name: Name in the legend.
-        colour: Colour, ``#RRGGBB``.
-        iterations: Iteration numbers, int64 ``[I]``.
-        values: Values, ``[I]``.
-        dash: Style of the line.
-        fills: Whether the space down to the curve before is filled.
-    """
+    """One curve over iterations, in a colour ``#RRGGBB``; ``fills``: the space down to the curve before."""
 
     name: str
     colour: str
@@ -96,18 +87,9 @@ def _small(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def new_figure(title: str, x_title: str, y_title: str, height: int, **layout: Any) -> go.Figure:
-    """Return an empty figure in the style of the pages. The page's script adds the colours.
-
-    Args:
-        title: Title, which the page shows as text above the figure.
-        x_title: Title of the x axis. Few iterations, layers or devices have a tick each.
-        y_title: Title of the y axis.
-        height: Height in pixels.
-        layout: More of plotly's layout.
-    """
-    base = {"template": "none", "title_text": title, "height": height}
-    axes = {"xaxis_title_text": x_title, "yaxis_title_text": y_title, "margin": None}
-    return go.Figure(layout={**base, **axes, **layout})
+    """Return an empty figure of some height in pixels. The page shows its title and adds its colours."""
+    titles = {"title_text": title, "xaxis_title_text": x_title, "yaxis_title_text": y_title}
+    return go.Figure(layout={"template": "none", "height": height, **titles, **layout})
 
 
 def ticks(count: int, most: int = 12) -> dict[str, Any]:
@@ -116,15 +98,7 @@ def ticks(count: int, most: int = 12) -> dict[str, Any]:
 
 
 def curves(title: str, y_title: str, lines: Sequence[Line], form: str, height: int = 320) -> go.Figure:
-    """Return a figure of curves over iterations.
-
-    Args:
-        title: Title of the figure.
-        y_title: Title of the y axis.
-        lines: The curves, in the order of drawing.
-        form: How a value is written when the reader points at it, such as ``.2f``.
-        height: Height in pixels.
-    """
+    """Return curves over iterations; ``form`` is how a value is written at the pointer, such as ``.2f``."""
     figure = new_figure(title, "iteration", y_title, height, hovermode="x")
     figure.update_xaxes(ticks(max(len(line.iterations) for line in lines)))
     for line in lines:
@@ -149,26 +123,26 @@ def _rgb(colour: str) -> tuple[int, int, int]:
 
 
 def time_bars(title: str, names: Sequence[str], parts_s: Sequence[Mapping[str, float]]) -> go.Figure:
-    """Return stacked bars of the parts of an iteration's time.
+    """Return stacked bars of an iteration's parts: seconds of each bar, by the keys of ``TIME_PARTS``."""
+    bars = {
+        name: (colour, [found.get(part, 0.0) for found in parts_s])
+        for part, (name, colour) in TIME_PARTS.items()
+    }
+    return stacked_bars(title, names, bars, tickformat="~s", ticksuffix="s")
 
-    Args:
-        title: Title of the x axis.
-        names: Name of each bar, from top to bottom.
-        parts_s: Seconds of each part in each bar, by the keys of ``TIME_PARTS``.
-    """
-    figure = new_figure("", title, "", 215 + 36 * len(names), barmode="stack", bargap=0.35)
-    figure.update_xaxes(rangemode="tozero", tickformat="~s", ticksuffix="s")
+
+def stacked_bars(
+    x_title: str, names: Sequence[str], bars: Mapping[str, tuple[str, Sequence[float]]], **x_axis: Any
+) -> go.Figure:
+    """Return horizontal bars: colour and values of each part, from top to bottom, without empty parts."""
+    figure = new_figure("", x_title, "", 240 + 36 * len(names), barmode="stack", bargap=0.35, margin_t=92)
+    figure.update_xaxes(rangemode="tozero", **x_axis)
     figure.update_yaxes(autorange="reversed", type="category")
-    for part, (name, colour) in TIME_PARTS.items():
-        if any(found.get(part) for found in parts_s):
-            figure.add_bar(
-                orientation="h",
-                name=name,
-                x=[found.get(part, 0.0) for found in parts_s],
-                y=list(names),
-                marker_color=colour,
-                hovertemplate=f"%{{y}}: %{{x:.4s}}s<extra>{name}</extra>",
-            )
+    for part, (colour, values) in bars.items():
+        if any(values):
+            form = f"%{{y}}: %{{x:.4s}}{x_axis.get('ticksuffix', '')}<extra>{part}</extra>"
+            bar = {"x": list(values), "y": list(names), "marker_color": colour, "hovertemplate": form}
+            figure.add_bar(orientation="h", name=part, **bar)
     return figure
 
 
@@ -183,6 +157,7 @@ def sorted_devices(title: str, tokens: Mapping[str, tuple[str, NDArray[np.intege
     """
     x_title = "device, from the busiest to the least busy"
     figure = new_figure(title, x_title, "mean of load / mean load", 300, barmode="group", bargap=0.25)
+    figure.update_yaxes(rangemode="tozero")
     for name, (colour, tokens_ILD) in tokens.items():
         mean_IL1 = np.maximum(tokens_ILD.mean(axis=2, keepdims=True), 1e-12)
         load_D = -np.sort(-(tokens_ILD / mean_IL1), axis=2).mean(axis=(0, 1))
@@ -197,20 +172,12 @@ def sorted_devices(title: str, tokens: Mapping[str, tuple[str, NDArray[np.intege
 def even_line(figure: go.Figure) -> None:
     """Add a horizontal line at 1, where all devices have the same load."""
     figure.add_hline(y=1, line={"color": GREY, "width": 1})
-    figure.update_yaxes(rangemode="tozero")
 
 
 def layer_strips(
     title: str, iterations_I: NDArray[np.int64], layers: Sequence[int], loads: Mapping[str, NDArray[Any]]
 ) -> go.Figure:
-    """Return heat maps of iterations × layers side by side, with one scale of colours from 1 on.
-
-    Args:
-        title: Title of the figure.
-        iterations_I: Iteration numbers.
-        layers: Megatron's numbers of the layers.
-        loads: Values ``[I, L]`` of each heat map, by its heading.
-    """
+    """Return heat maps ``[I, L]`` side by side, by their headings, with one scale of colours from 1 on."""
     figure = make_subplots(1, len(loads), shared_yaxes=True, subplot_titles=list(loads))
     # The scale ignores the highest 0.5 %, so that a peak at the start does not make the rest dark.
     highest = max(1.05, float(np.quantile(list(loads.values()), 0.995)))
@@ -230,7 +197,6 @@ def layer_strips(
         title_text=title,
         height=175 + min(420, 24 * len(layers)),
         coloraxis=scale,
-        margin=None,
     )
     return _plain_headings(figure)
 
@@ -242,15 +208,7 @@ def expert_loads(
     tokens_ILE: NDArray[Any],
     num_figures: int,
 ) -> go.Figure:
-    """Return one heat map for each layer: the tokens of every expert over the mean of its layer.
-
-    Args:
-        title: Title of the figure.
-        iterations_I: Iteration numbers.
-        layers: Megatron's numbers of the layers.
-        tokens_ILE: Tokens that the router sent to each expert.
-        num_figures: Number of such figures on the page.
-    """
+    """Return one heat map for each layer: the tokens of every expert over the mean of its layer."""
     num_layers, num_experts = tokens_ILE.shape[1:]
     room = _MOST_CELLS // (num_layers * num_experts * num_figures)
     x, load_BLE = binned(iterations_I, relative_load_ILE(tokens_ILE), max(24, min(_MOST_COLUMNS, room)))
@@ -284,7 +242,6 @@ def expert_loads(
         template="none",
         title_text=title,
         height=110 + num_rows * row_height,
-        margin=None,
         coloraxis={"colorscale": scale, "cmin": 0, "cmax": highest, "colorbar_title_text": "× even share"},
     )
     return _plain_headings(figure)
@@ -300,22 +257,4 @@ def _plain_headings(figure: go.Figure) -> go.Figure:
     """Put the headings of plots at their left edges, in the page's own font."""
     for axis, heading in zip(figure.select_xaxes(), figure.layout.annotations, strict=False):
         heading.update(x=axis.domain[0], xanchor="left", font=None)
-    return figure
-
-
-def grouped_bars(
-    x_title: str, y_title: str, bars: Mapping[str, tuple[str, Sequence[Any], Sequence[float]]]
-) -> go.Figure:
-    """Return grouped bars.
-
-    Args:
-        x_title: Title of the x axis.
-        y_title: Title of the y axis.
-        bars: Colour, positions and heights of the bars, by name.
-    """
-    figure = new_figure("", x_title, y_title, 300, barmode="group", bargap=0.35)
-    for name, (colour, x, y) in bars.items():
-        form = f"{x_title} %{{x}}: %{{y:.4g}}<extra>{name}</extra>"
-        figure.add_bar(name=name, x=list(x), y=list(y), marker_color=colour, hovertemplate=form)
-        figure.update_xaxes(ticks(len(x), 16))
     return figure

@@ -22,13 +22,7 @@ _PACKAGE = "megatron_fssdp.report"
 
 @dataclass(frozen=True)
 class Tile:
-    """One large number at the top of a page.
-
-    Attributes:
-        label: Name of the number.
-        value: The number with its unit.
-        hint: Another number to compare it with, or an explanation.
-    """
+    """One large number at the top of a page with its unit, and a number or words to compare it with."""
 
     label: str
     value: str
@@ -37,13 +31,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Subject:
-    """A run or a strategy that a page is about.
-
-    Attributes:
-        name: Name in all figures of the page.
-        colour: Colour of its lines and bars, ``#RRGGBB``.
-        line: A few words about it.
-    """
+    """A run or a strategy that a page is about, with its colour in all figures and a few words."""
 
     name: str
     colour: str
@@ -118,15 +106,7 @@ class Page:
         )
 
     def write(self, path: Path, asked_by: str = "--out") -> None:
-        """Write the page completely or not at all.
-
-        Args:
-            path: File to write. Its folder is created if it does not exist.
-            asked_by: The option that names the file.
-
-        Raises:
-            ConfigurationError: The file cannot be written.
-        """
+        """Write the page completely, or raise a ConfigurationError that names the option ``asked_by``."""
         with written_file(path, asked_by) as partial:
             partial.write_text(self.html, encoding="utf-8")
 

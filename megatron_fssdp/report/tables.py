@@ -31,13 +31,9 @@ class Table:
 def terminal_table(
     table: Table, title: str = "", caption: str = "", whole: Collection[str] = ()
 ) -> TerminalTable:
-    """Return a table for the terminal. Cells that are too long for its width continue on the next line.
+    """Return a table for the terminal, with a line above it and lines below it.
 
-    Args:
-        table: The table.
-        title: A line above it.
-        caption: Lines below it.
-        whole: Names of the columns whose cells stay on one line.
+    Cells that are too long continue on the next line, but for the columns that ``whole`` names.
     """
     shown = TerminalTable(
         title=title or None,

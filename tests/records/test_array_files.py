@@ -78,8 +78,6 @@ def test_histograms_continue_a_file_without_them(tmp_path: Path) -> None:
     by_nodes = np.arange(4).reshape(2, 2)
     with closing(LoadsWriter(tmp_path, LAYERS)) as resumed:
         resumed.append(2, counts(2), by_nodes, by_nodes)
-        with pytest.raises(ValueError, match="wanted"):
-            resumed.append(3, counts(1)[0])
     np.testing.assert_array_equal(read_loads(tmp_path).by_nodes_ILN, [0 * by_nodes, by_nodes])
 
 
@@ -152,13 +150,3 @@ def test_placements_that_contradict_themselves_are_refused(tmp_path: Path) -> No
     assert_refused("placements", file, "owned_bits has 4 bytes for 11 devices")
     save_rows(file, **{**content, "present_bits": 0 * content["present_bits"]})
     assert_refused("placements", file, "not present on its owner")
-
-
-def test_smaller_integers_and_further_arrays_are_accepted(tmp_path: Path) -> None:
-    file = write_loads(tmp_path)
-    expected = read_loads(tmp_path)
-    smaller = {name: array.astype(np.uint16) for name, array in rows_in(file).items()}
-    save_rows(file, **{**smaller, "other": np.array(["text"] * 2)})
-    for name, array in vars(read_loads(tmp_path)).items():
-        np.testing.assert_array_equal(array, getattr(expected, name))
-        assert array.dtype == getattr(expected, name).dtype

@@ -25,19 +25,9 @@ def write_made_run(
     has_histograms: bool = False,
     starts: Mapping[int, RunSession] | None = None,
 ) -> Path:
-    """Write ``metrics.jsonl``, ``loads.npy``, ``placements.npy`` and a log's memory line.
+    """Write metrics, loads, placements, settings and a log's memory line; return the folder.
 
-    Args:
-        folder: Folder to write.
-        strategy: Name of the strategy.
-        num_iterations: Number of iterations.
-        num_layers: Number of MoE layers.
-        num_experts: Number of experts of a layer.
-        num_devices: Number of devices.
-        seed: Seed of the loads.
-        has_parts: Whether the parts of the layers' passes were measured.
-        has_histograms: Whether the nodes and devices of tokens were counted.
-        starts: What each start of the training records, by its first iteration. Default: nothing.
+    ``starts`` are what each start of the training records, by its first iteration.
     """
     rng = np.random.default_rng(seed)
     owner_E = np.arange(num_experts) * num_devices // num_experts

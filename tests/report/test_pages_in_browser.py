@@ -1,6 +1,5 @@
 """Pages drawn by a real browser, without a network: nothing overlaps, and the console stays silent."""
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,40 +75,3 @@ def test_the_slider_shows_another_iteration(browser: Browser, tmp_path: Path) ->
     browser.evaluate(f"Plotly.restyle({figure}, ...{figure}.layout.sliders[0].steps[1].args).then(() => 0)")
     assert browser.evaluate(shown) == [False, True, False, False, False]
     assert browser.faults() == []
-
-
-FAULTS = {
-    'overlap by .*: "one" and "two"': "<p>one</p><p style='margin-top: -26px'>two</p>",
-    'overlap by .*: "100" and "120"': (
-        "<svg width=200 height=50 style='font: 12px monospace'><text x=10 y=20>100</text>"
-        "<text x=33 y=20>120</text></svg>"
-    ),
-    'overlap by .*: "turned" and "level"': (
-        "<svg width=200 height=100><text x=20 y=80 transform='rotate(-90 20 80)'>turned</text>"
-        "<text x=10 y=60>level</text></svg>"
-    ),
-    'cut off by .*: "a long label"': "<svg width=40 height=50><text x=0 y=20>a long label</text></svg>",
-    "wider than its window": "<div style='width: 600px'>wide</div>",
-    "nowhere is not defined": "<script>nowhere()</script>",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(fault: str, browser: Browser, tmp_path: Path) -> None:
-    path = tmp_path / "bad.html"
-    path.write_text(f"<!doctype html><meta charset=utf-8><body>{FAULTS[fault]}")
-    found = browser.open(path, 500).faults()
-    assert len(found) == 1
-    assert re.search(fault, found[0])
-
-
-def test_what_a_reader_cannot_see_is_no_fault(browser: Browser, tmp_path: Path) -> None:
-    path = tmp_path / "good.html"
-    hidden = (
-        "<p style='margin-top: -26px; opacity: 0'>two</p><p style='margin-top: -26px; display: none'>x</p>"
-    )
-    turned = "<text x=30 y=60 transform='rotate(-45 30 60)'>corner</text><text x=53 y=68>x</text>"
-    turned = f"<svg width=90 height=90>{turned}</svg>"
-    scrolled = "<pre style='overflow: auto; width: 90px; float: left'>longer than its box</pre>beside"
-    path.write_text(f"<!doctype html><body><p>one</p>{hidden}{turned}<div>{scrolled}</div>")
-    assert browser.open(path, 500).faults() == []

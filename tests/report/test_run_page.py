@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.evaluations import Evaluation, append_evaluation
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.records.metrics import IterationMetrics, SeenGain, SelectionMetrics
 from megatron_fssdp.records.metrics_file import MetricsWriter, read_metrics
 from megatron_fssdp.records.placements import read_placements
-from megatron_fssdp.report.page import Page
 from megatron_fssdp.report.trainings.run_page import run_page
 from megatron_fssdp.report.trainings.shown_run import shown_runs
 
@@ -187,17 +185,3 @@ def test_names_are_escaped_in_the_page(tmp_path: Path) -> None:
     page = page_of(folder, write_made_run(tmp_path / "ep", "ep"))
     assert page.anchors == ["settings-that-differ", *SECTIONS]
     assert page.figures[LOSS][0]["data"][0]["name"] == "</script><script>alert(1)</script>"
-
-
-def test_a_page_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "new" / "report.html"
-    Page("report", "first", "", (), (), ()).write(target)
-
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", fails)
-    with pytest.raises(ConfigurationError, match="No space left on device"):
-        Page("report", "second", "", (), (), ()).write(target)
-    assert [path.name for path in target.parent.iterdir()] == ["report.html"]
-    assert "<h1>first</h1>" in target.read_text()

@@ -15,7 +15,7 @@ from megatron_fssdp.report.trainings.run_groups import (
     group_records,
     group_table,
 )
-from megatron_fssdp.report.trainings.sweep_page import detailed_runs, sweep_headline, sweep_page
+from megatron_fssdp.report.trainings.sweep_page import detailed_runs, sweep_page
 
 from .made_runs import write_made_run
 from .page_parts import PageParts
@@ -35,13 +35,9 @@ def groups(tmp_path: Path) -> list[RunGroup]:
     ]
 
 
-def test_a_spread_has_numpys_quartiles_and_knows_overlap() -> None:
-    spread = Spread((4.0, 1.0, 2.0))
-    assert spread.quartiles == tuple(np.quantile([1, 2, 4], (0.25, 0.5, 0.75)))
-    assert spread.text(".1f") == "2.0 (1.5 to 3.0)"
-    assert Spread((2.0,)).text(".1f") == "2.0"
-    assert spread.overlaps(Spread((3.0, 5.0, 1.0)))
-    assert not spread.overlaps(Spread((7.0, 8.0)))
+def test_spreads_overlap_where_their_quartiles_do() -> None:
+    assert Spread(1.5, 2.0, 3.0).overlaps(Spread(2.0, 3.0, 4.0))
+    assert not Spread(1.5, 2.0, 3.0).overlaps(Spread(7.0, 7.5, 8.0))
 
 
 def test_groups_are_compared_seed_by_seed(groups: list[RunGroup]) -> None:
@@ -56,7 +52,8 @@ def test_groups_are_compared_seed_by_seed(groups: list[RunGroup]) -> None:
     table = group_table(groups)
     assert [row[:2] for row in table.rows] == [("ep", "3"), ("fssdp", "3")]
     loads = [run.load_IL.mean() for run in fssdp.runs.values()]
-    assert table.rows[1][3].startswith(f"{np.median(loads):.3f} (")
+    low, median, high = np.quantile(loads, (0.25, 0.5, 0.75))
+    assert table.rows[1][3] == f"{median:.3f} ({low:.3f} to {high:.3f})"
     assert table.rows[0][-1] == "–"
     records = group_records(groups)
     assert records[1][LOADS.key]["median"] == pytest.approx(np.median(loads))
@@ -72,9 +69,8 @@ def test_the_page_opens_with_the_groups_and_details_one_run_of_each(groups: list
     assert (len(dots["x"]), len(median["x"]), median["y"]) == (3, 1, ["ep"])
     assert len(page.figures["loss"][0]["data"]) == 2
     assert "<h1>sweep x</h1>" in html
-    sentence, tiles = sweep_headline(groups, ["ep-seed4"])
-    speeds = [group.spread(SPEEDS).quartiles[1] for group in groups]
-    assert re.match(rf"fssdp: {speeds[1] / speeds[0]:.2f} × ep", sentence)
-    assert sentence.endswith("; 1 run is missing.")
-    assert "most even: fssdp" in {tile.label for tile in tiles}
-    assert sweep_headline(groups[:1])[0].startswith("ep: busiest device ")
+    speeds = [group.spread(SPEEDS).median for group in groups]
+    assert re.match(rf"fssdp: {speeds[1] / speeds[0]:.2f} × ep", page.summary)
+    assert page.summary.endswith("; 1 run is missing.")
+    alone = sweep_page("sweep x", groups[:1], detailed_runs(groups[:1]))
+    assert alone.sentence.startswith("ep: busiest device ")

@@ -35,17 +35,10 @@ def write_report(
 ) -> Path:
     """Write the page of one run, or of several runs that are compared with the first, and print the figures.
 
-    Args:
-        paths: Output folders of recorded runs.
-        console: Console that prints.
-        out: HTML file to write, or None for a file in the first run's folder.
-        cluster: YAML file or name of a cluster on which strategies are ranked, or None for no ranking.
-        strategies: Names of the strategies to rank; empty for all that are registered as ranked.
-        loads_only: Whether runs are compared without their losses.
-        as_json: Whether the figures are printed as JSON.
+    The other arguments are the commands' options. Without strategies, all that are registered as ranked are.
 
     Returns:
-        Path of the page.
+        Path of the page: ``out``, or a file in the first run's folder.
 
     Raises:
         ConfigurationError: A run cannot be read or is given twice, the losses of the runs cannot be compared,

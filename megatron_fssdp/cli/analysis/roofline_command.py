@@ -37,14 +37,7 @@ def run_roofline(
 ) -> Roofline:
     """Compute the points of the roofline, print them, and write the page and the numbers.
 
-    Args:
-        path: Output folder of a recorded run.
-        cluster_name: YAML file or name of a cluster.
-        console: Console that prints the table.
-        strategies: Names of the strategies to draw. Empty means ``ep`` and the run's own strategy.
-        out: Folder to write the results to, or None for the run's folder.
-        cluster_overrides: ``key=value`` changes of the cluster.
-        strategy_overrides: ``key=value`` settings for all strategies that have the key.
+    The arguments are the command's options. Without strategies, ``ep`` and the run's own one are drawn.
 
     Raises:
         ConfigurationError: A file or name does not exist, or run, cluster and strategies do not fit together.

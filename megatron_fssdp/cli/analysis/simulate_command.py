@@ -28,23 +28,7 @@ _TRACE_FILE = "trace_{}.json"
 
 @dataclass(frozen=True)
 class SimulateRequest:
-    """Options of ``megatron-fssdp simulate``.
-
-    Attributes:
-        loads: Output folder of a run, its ``loads.npy``, or the name of a workload.
-        cluster: YAML file or name of a cluster.
-        models: YAML files of a training run. Later files win.
-        strategies: Names of the strategies to simulate.
-        out: Folder to write the results to.
-        iterations: Number of iterations to generate, or maximum number to use of a record. None for the
-            default.
-        overrides: ``key=value`` settings that win over the run's files.
-        cluster_overrides: ``key=value`` changes of the cluster.
-        strategy_overrides: ``key=value`` settings for all strategies that have the key.
-        with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
-        with_plots: Whether to write the HTML page.
-        seed: Seed of generated loads.
-    """
+    """Options of ``megatron-fssdp simulate``, whose help explains them. Overrides are ``key=value`` texts."""
 
     loads: str
     cluster: str

@@ -16,11 +16,7 @@ from megatron_fssdp.simulation.workloads import WORKLOADS
 
 
 def recorded_settings(loads: str) -> list[Path]:
-    """Return the ``config.yaml`` of the recorded run that ``--loads`` names, in the place of ``--model``.
-
-    Raises:
-        ConfigurationError: The loads are no recorded run, or the run has no ``config.yaml``.
-    """
+    """Return the ``config.yaml`` of the recorded run that ``--loads`` names, in the place of ``--model``."""
     path = Path(loads)
     if loads not in WORKLOADS and not path.exists():
         raise ConfigurationError(unknown_loads(loads))
@@ -33,15 +29,7 @@ def recorded_settings(loads: str) -> list[Path]:
 
 
 def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDescription:
-    """Read a cluster description and change some of its values.
-
-    Args:
-        source: YAML file or name of a cluster.
-        overrides: ``key=value`` changes.
-
-    Raises:
-        ConfigurationError: The cluster does not exist, or a value is invalid.
-    """
+    """Read a cluster by its YAML file or name, with ``key=value`` changes of some of its values."""
     cluster = load_cluster(source)
     if not overrides:
         return cluster
@@ -50,14 +38,7 @@ def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDesc
 
 
 def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> StrategySettings:
-    """Return a strategy's settings for a simulation.
-
-    The settings come from the run if it uses this strategy. Overrides win over them. Overrides whose key the
-    strategy does not have are ignored.
-
-    Raises:
-        ConfigurationError: The strategy is unknown, or its settings are invalid.
-    """
+    """Return a strategy's settings: the run's if it uses this strategy, and the overrides that it knows."""
     data = dict(run.strategy.settings) if run.strategy.name == name else {}
     apply_overrides({}, overrides, "--moe-strategy-set")  # refuses texts that are no settings
     known = set(type(strategy_settings(name, {}, "--strategies")).model_fields)

@@ -46,9 +46,6 @@ def ranked_strategies(
         with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
         progress: Display of the progress, or None.
 
-    Returns:
-        The simulated outcomes of all strategies.
-
     Raises:
         ConfigurationError: The job does not fit the cluster, or a strategy cannot train it.
     """
@@ -98,30 +95,25 @@ def _changed_settings(settings: StrategySettings) -> str:
 def _notes(
     note: str, rows: Sequence[RankedStrategy], with_break_even: bool, distinct: str
 ) -> tuple[str, ...]:
-    pays = (
-        "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this "
-        "many tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times the "
-        "job's own value, on the last iterations)."
-    )
     notes = [note] if note else []
-    notes.append(
+    notes += [
         "× ep: how many times as fast as plain expert parallelism. % of even ep: the speed in percent of "
-        "that of ep with perfectly even loads; more than 100 if replicas also save traffic. "
-        "load max/mean: tokens of the busiest device over those of an average one; 1 is even. Not simulated: "
-        "optimizer step, data loading, launches of kernels."
-    )
-    notes.append(
+        "that of ep with perfectly even loads; more than 100 if replicas also save traffic. load max/mean: "
+        "tokens of the busiest device over those of an average one; 1 is even. Not simulated: optimizer "
+        "step, data loading, launches of kernels.",
         "host ms: milliseconds in which a rank's host plans and posts messages of transfers in an iteration, "
-        "as measured on one core (docs/simulator.md). The device waits for a part of them."
-    )
-    if with_break_even:
-        notes.append(pays)
-    notes.append(
+        "as measured on one core (docs/simulator.md). The device waits for a part of them.",
         "ms of an iteration: mean of the iterations after the longest warm-up, the same ones for all "
         "strategies. warm-up: first iterations in which a strategy measures, has no past loads, or waits for "
         "its first turn, with their mean time (all: it never gets further, and is ranked after those that "
-        "do)."
-    )
+        "do).",
+    ]
+    if with_break_even:
+        notes.append(
+            "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this "
+            "many tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times "
+            "the job's own value, on the last iterations)."
+        )
     if any(row.label == "parm" for row in rows):
         notes.append("parm equals ep here: only jobs without tensor parallelism are simulated.")
     shares = {row.label: float(row.outcome.of_layers("deduplicated").mean()) for row in rows}

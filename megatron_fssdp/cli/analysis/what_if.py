@@ -34,11 +34,6 @@ layers. So their loads are put into layers of a size that is trained on clusters
 def ranking_on(cluster_name: str, runs: Sequence[ShownRun], strategies: Sequence[str]) -> SimulationReport:
     """Rank strategies on a cluster, with the loads and the model of the first run that has loads.
 
-    Args:
-        cluster_name: YAML file or name of the cluster.
-        runs: Runs of the page.
-        strategies: Names of the strategies; empty for all that are registered as ranked.
-
     Raises:
         ConfigurationError: No run has loads, or run and cluster do not fit together.
     """

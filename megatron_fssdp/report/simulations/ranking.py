@@ -39,11 +39,7 @@ def ranking_table(report: SimulationReport) -> Table:
 
 
 def ranking_tables(report: SimulationReport) -> Sequence[TerminalTable]:
-    """Return the ranking for the terminal, in two tables that need at most 80 columns each.
-
-    The first ranks the strategies. The second says from which size of a job on each of them pays, and what it
-    costs the host.
-    """
+    """Return the ranking for 80 columns: the strategies, and what they cost the host and when they pay."""
     table, count = ranking_table(report), len(_RANKING)
     return (
         terminal_table(table.columns(*range(count)), report.title, whole=_WHOLE),

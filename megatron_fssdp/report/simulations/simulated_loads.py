@@ -37,8 +37,7 @@ def loads_for_job(
     Args:
         source: Folder of a run, its ``loads.npy``, or the name of a workload.
         job: Training job whose sizes the loads must have.
-        chosen: Positions of the record's iterations to use, such as ``slice(-60, None)`` for the last 60. Its
-            end is the number of iterations to generate, 20 if it is None.
+        chosen: Positions of the record's iterations to use; its end is the number to generate, or 20.
         seed: Seed of generated loads.
 
     Returns:
@@ -99,16 +98,9 @@ def recorded_choices(
     topology: Topology,
     top_k: int,
 ) -> TokenChoices | None:
-    """Compare the nodes and devices of a record's tokens with their estimate from the loads.
+    """Compare the nodes and devices of a record's tokens (:class:`RecordedLoads`) with their estimate.
 
     Both belong to the owners of plain expert parallelism.
-
-    Args:
-        counts_ILDE: (token, k) pairs of each source device and expert, integers ``[I, L, D, E]``.
-        by_nodes_ILN: Tokens with experts on 1, 2, … N nodes, integers ``[I, L, N]``, or None.
-        by_devices_ILD: Tokens with experts on 1, 2, … D devices, integers ``[I, L, D]``, or None.
-        topology: Nodes of the job's devices.
-        top_k: Number of experts of each token.
 
     Returns:
         The factors by which the record differs from the estimate. None if the record does not know it, or if

@@ -20,8 +20,8 @@ from megatron_fssdp.report.figures import (
     curves,
     even_line,
     expert_loads,
-    new_figure,
     sorted_devices,
+    stacked_bars,
 )
 from megatron_fssdp.report.page import Page, Section, Subject, Tile
 from megatron_fssdp.report.simulations.ranking import EVEN_EP, ranking_figure, ranking_table
@@ -52,14 +52,7 @@ _MEMORY_KINDS = {
 def simulation_page(
     report: SimulationReport, loads: RecordedLoads, cluster: ClusterDescription, job: MoeJob
 ) -> Page:
-    """Return the page of a simulation.
-
-    Args:
-        report: Results of the simulation.
-        loads: Loads that were simulated.
-        cluster: Cluster on which they were simulated.
-        job: Training job whose sizes were simulated.
-    """
+    """Return the page of a simulation of loads on a cluster, with the sizes of a job."""
     labels = [row.label for row in report.rows]
     colour_of = dict(zip(labels, distinct_colours(labels), strict=True))
     sentence, tiles = simulation_headline(report)
@@ -168,22 +161,18 @@ def _load_section(report: SimulationReport, colour_of: Mapping[str, str]) -> Sec
 
 def _replica_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[str, str]) -> Section:
     title = "Replicas and bytes over time"
-    replicas = {row.label: row.outcome.of_layers("replicas").sum(axis=1) for row in report.ranked}
     moved = {
         row.label: job.expert_bytes * row.outcome.of_layers("gathered").sum(axis=1) for row in report.ranked
     }
-    if not any(values.any() for values in (*replicas.values(), *moved.values())):
-        return Section(title, "No simulated strategy has replicas.")
-    words = "Weights that travel to replicas (spAG)"
-    travelled = _course(report, colour_of, moved, words, "bytes of an iteration", ".4s", 300)
-    travelled.update_yaxes(tickformat="~s", ticksuffix="B")
-    words = "Replicas at the end of each iteration"
-    figures = [_course(report, colour_of, replicas, words, "replicas, all layers", ".4g", 300), travelled]
+    if not any(values.any() for values in moved.values()):
+        return Section(title, "No simulated strategy has replicas whose weights travel.")
+    figure = _course(report, colour_of, moved, "", "bytes of an iteration", ".4s", 300)
+    figure.update_yaxes(tickformat="~s", ticksuffix="B")
     sentence = (
-        "A replica is a copy of an expert on another device than its owner's. It computes a part of the "
-        "expert's tokens, and its weights travel from the owner before."
+        "Weights that travel to replicas (spAG). A replica is a copy of an expert on another device than its "
+        "owner's, and computes a part of the expert's tokens."
     )
-    return Section(title, sentence, figures)
+    return Section(title, sentence, [figure])
 
 
 def _course(
@@ -212,19 +201,11 @@ def _memory_section(report: SimulationReport) -> Section:
     memories = {row.label: row.outcome.memory for row in report.ranked}
     most = max(memory.total_bytes for memory in memories.values())
     size, word = unit_of(most, MEMORY)
-    title = f"peak memory of a device, {word}"
-    figure = new_figure("", title, "", 170 + 34 * len(memories), barmode="stack", bargap=0.3)
-    figure.update_xaxes(rangemode="tozero")
-    figure.update_yaxes(autorange="reversed", type="category")
-    for kind, (colour, bytes_of) in _MEMORY_KINDS.items():
-        figure.add_bar(
-            orientation="h",
-            name=kind,
-            x=[bytes_of(memory) / size for memory in memories.values()],
-            y=list(memories),
-            marker_color=colour,
-            hovertemplate=f"%{{y}}: %{{x:.4g}} {word}<extra>{kind}</extra>",
-        )
+    bars = {
+        kind: (colour, [bytes_of(memory) / size for memory in memories.values()])
+        for kind, (colour, bytes_of) in _MEMORY_KINDS.items()
+    }
+    figure = stacked_bars(f"peak memory of a device, {word}", list(memories), bars)
     sentence = (
         "Memory of the device that needs most: parameters, gradients and optimizer states of its experts and "
         "of everything else, replicas, and activations with the rows of the most loaded device."

@@ -153,13 +153,15 @@ def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
             "capacity_bytes": memory.capacity_bytes,
             "runs_out": memory.runs_out,
         },
-        "break_even_tokens_per_rank": _break_even_data(row.tokens),
-        "break_even_bandwidth_bytes_per_s": _break_even_data(row.bandwidth),
+        **{
+            f"break_even_{key}": found
+            and {"pays_now": found.pays_now, "at": found.value, "factor": found.factor}
+            for key, found in (
+                ("tokens_per_rank", row.tokens),
+                ("bandwidth_bytes_per_s", row.bandwidth),
+            )
+        },
     }
-
-
-def _break_even_data(found: BreakEven | None) -> dict[str, Any] | None:
-    return None if found is None else {"pays_now": found.pays_now, "at": found.value, "factor": found.factor}
 
 
 def write_report(report: SimulationReport, folder: Path) -> None:

@@ -19,13 +19,7 @@ EVEN_LOAD = 1.1
 def headline_of(
     runs: Sequence[ShownRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
 ) -> tuple[str, list[Tile]]:
-    """Return the sentence and the numbers of one run, or of several runs compared with the first.
-
-    Args:
-        runs: Runs of the page.
-        what_if: Results of a simulation of the runs' loads, or None.
-        with_losses: Whether losses can be compared.
-    """
+    """Return the sentence and the numbers of one run, or of several runs compared with the first."""
     first = runs[0]
     reason = not_comparable([one.run for one in runs])
     if len(runs) == 1:

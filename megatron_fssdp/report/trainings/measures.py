@@ -32,14 +32,7 @@ GPU_PEAKS = {
 
 
 class Measure(NamedTuple):
-    """One figure of a run.
-
-    Attributes:
-        key: Name in JSON.
-        label: Name in tables, with unit.
-        value: The plain value.
-        text: The value as text.
-    """
+    """One figure of a run: name in JSON, name and unit in tables, value, and the value as text."""
 
     key: str
     label: str
@@ -50,13 +43,7 @@ class Measure(NamedTuple):
 def comparison_table(
     runs: Sequence[ShownRun], *, with_losses: bool = True, what_if: SimulationReport | None = None
 ) -> Table:
-    """Return all figures of runs side by side.
-
-    Args:
-        runs: The runs. Losses are compared with those of the first.
-        with_losses: Whether losses can be compared.
-        what_if: Results of a simulation of the runs' loads, or None.
-    """
+    """Return all figures of runs side by side. Losses are compared with those of the first run."""
     obstacle = not_comparable([one.run for one in runs])
     columns = []
     for one in runs:
@@ -160,10 +147,10 @@ def _speeds(run: RecordedRun) -> list[Measure]:
     low, median, high = speed_of(run)
     text = f"{median:,.0f} ({low:,.0f} to {high:,.0f})"
     found = [Measure(SPEED, "tokens/s: median (quartiles)", median, text)]
-    session, flops_I = run.session, run.arrays["flops_I"]
-    if session is not None and session.devices and flops_I.any():
-        rates_I = (flops_I / run.arrays["iteration_s_I"])[flops_I > 0]
-        rate = float(np.median(rates_I)) / session.devices
+    session, flops_I, seconds_I = run.session, run.arrays["flops_I"], run.arrays["iteration_s_I"]
+    known_I = (flops_I > 0) & (seconds_I > 0)
+    if session is not None and session.devices and known_I.any():
+        rate = float(np.median(flops_I[known_I] / seconds_I[known_I])) / session.devices
         peak = next((tflops for name, tflops in GPU_PEAKS.items() if name in session.device), None)
         if peak is not None and session.precision in ("bf16", "fp16"):  # the peaks of these types alone
             # Model FLOPs utilization: PaLM (Chowdhery et al., 2022), appendix B.

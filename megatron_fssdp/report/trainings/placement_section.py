@@ -34,11 +34,13 @@ def placement_section(runs: Sequence[ShownRun]) -> Section:
         return Section(title, "placements.npy is not there, or cannot be read.")
     parts: list[Part] = []
     for one in runs:
-        if one.run.placements is not None and one.run.total("num_replicas"):
+        if not one.run.layers or not one.run.total("num_replicas"):
+            parts.append(f"No replicas in {one.name}.")
+        elif one.run.placements is None:
+            parts.append(f"{one.name}: placements.npy is not there, or cannot be read.")
+        else:
             heading = f"{one.name}: replicas of every expert" if len(runs) > 1 else ""
             parts.append(replica_map(heading, one.run.placements, len(runs)))
-        else:
-            parts.append(f"No replicas in {one.name}.")
         if times := int((one.run.arrays["resharded_experts_I"] > 0).sum()):
             parts.append(f"{one.name}: experts moved to new owners {times:,} time{'s' if times > 1 else ''}.")
     sentence = (
@@ -58,13 +60,7 @@ def placement_section(runs: Sequence[ShownRun]) -> Section:
 
 
 def replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> go.Figure:
-    """Return a heat map of layers × experts with the number of replicas, and a slider over iterations.
-
-    Args:
-        title: Title of the figure.
-        placements: Placements of the run.
-        num_maps: Number of such figures on the page.
-    """
+    """Return a heat map of layers × experts with the number of replicas, and a slider over iterations."""
     num_iterations, num_layers, num_experts, _ = placements.present_ILED.shape
     most = max(2, min(_MOST_STEPS, _MOST_CELLS // (num_layers * num_experts * num_maps)))
     chosen = np.unique(np.linspace(0, num_iterations - 1, min(most, num_iterations)).round().astype(int))

@@ -29,13 +29,7 @@ _NOT_ASKED = (
 def run_page(
     runs: Sequence[ShownRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
 ) -> Page:
-    """Return the page of one run, or of several runs to compare with the first.
-
-    Args:
-        runs: Runs of the page.
-        what_if: Results of a simulation of strategies, or None.
-        with_losses: Whether losses can be compared.
-    """
+    """Return the page of one run, or of several runs to compare with the first."""
     sentence, tiles = headline_of(runs, what_if, with_losses=with_losses)
     return Page(
         "comparison" if len(runs) > 1 else "report",

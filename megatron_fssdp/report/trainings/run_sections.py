@@ -4,6 +4,7 @@ Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -20,7 +21,6 @@ from megatron_fssdp.report.figures import (
     curves,
     even_line,
     expert_loads,
-    grouped_bars,
     layer_strips,
     new_figure,
     relative_load_ILE,
@@ -102,18 +102,9 @@ def loss_section(runs: Sequence[ShownRun]) -> Section:
     for one in runs:
         for data in dict.fromkeys(evaluation.data for evaluation in one.run.evaluations):
             found = [evaluation for evaluation in one.run.evaluations if evaluation.data == data]
-            figure.add_scatter(
-                x=[evaluation.iteration for evaluation in found],
-                y=[evaluation.loss for evaluation in found],
-                name=f"{one.name}, {data}",
-                mode="markers",
-                marker={
-                    "color": one.colour,
-                    "size": 9,
-                    "symbol": "circle-open" if data == "validation" else "diamond-open",
-                },
-                hovertemplate=f"after iteration %{{x}}: %{{y:.4f}}<extra>{one.name}, {data}</extra>",
-            )
+            places, losses = zip(*((made.iteration, made.loss) for made in found), strict=True)
+            symbol = "circle-open" if data == "validation" else "diamond-open"
+            _add_points(figure, f"{one.name}, {data}", one.colour, places, losses, ".4f", symbol)
     parts: list[Part] = [figure]
     sentence = "Language-model loss of each iteration, as Megatron reports it."
     if any(one.run.evaluations for one in runs):
@@ -123,37 +114,30 @@ def loss_section(runs: Sequence[ShownRun]) -> Section:
             " Runs with the same seed and data should have the same curve, because placement changes only "
             "where experts are computed."
         )
-        differing = new_figure(
-            f"Relative difference from {runs[0].name}, where it is not 0",
-            "iteration",
-            "|difference| / loss",
-            260,
-        )
+        first, notes = runs[0], []
+        title = f"Relative difference from {first.name}, where it is not 0"
+        differing = new_figure(title, "iteration", "|difference| / loss", 260)
         differing.update_yaxes(type="log", exponentformat="power", dtick=1)
-        notes = []
+        ends_I = first.run.iterations[[0, -1]] + (-0.5, 0.5)
+        differing.update_xaxes(range=list(ends_I), **ticks(len(first.run.iterations)))
         for one in runs[1:]:
-            common, difference_I = loss_differences(runs[0].run, one.run)
+            common, difference_I = loss_differences(first.run, one.run)
             differs = difference_I > 0
-            notes.append(
-                f"{one.name}: the loss equals that of {runs[0].name} exactly in {int((~differs).sum())} of "
-                f"{len(common)} common iterations."
-            )
+            same = f"exactly in {int((~differs).sum())} of {len(common)} common iterations"
+            notes.append(f"{one.name}: the loss equals that of {first.name} {same}.")
             if differs.any():
                 x, y = binned(common[differs], difference_I[differs], of_bin=lambda found: found.max(axis=0))
-                form = f"iteration %{{x:.0f}}: %{{y:.2e}}<extra>{one.name}</extra>"
-                marker = {"color": one.colour, "size": 6}
-                differing.add_scatter(
-                    x=x,
-                    y=y,
-                    name=one.name,
-                    mode="markers",
-                    marker=marker,
-                    showlegend=True,
-                    hovertemplate=form,
-                )
-        parts += [differing] if differing.data else []
-        parts += notes
+                _add_points(differing, one.name, one.colour, x, y, ".2e", "circle")
+        parts += [*([differing] if differing.data else []), *notes]
     return Section("Loss", sentence, [*parts, *_bin_notes(runs)])
+
+
+def _add_points(figure: go.Figure, name: str, colour: str, x: Any, y: Any, form: str, symbol: str) -> None:
+    marker = {"color": colour, "size": 8, "symbol": symbol}
+    words = f"iteration %{{x:.0f}}: %{{y:{form}}}<extra>{name}</extra>"
+    figure.add_scatter(
+        x=x, y=y, name=name, mode="markers", marker=marker, showlegend=True, hovertemplate=words
+    )
 
 
 def _bin_notes(runs: Sequence[ShownRun]) -> list[str]:
@@ -162,15 +146,14 @@ def _bin_notes(runs: Sequence[ShownRun]) -> list[str]:
 
 
 def time_section(runs: Sequence[ShownRun], what_if: SimulationReport | None = None) -> Section:
-    """Make the section: the mean parts of every run's iterations, of its layers, and of each iteration.
-
-    Args:
-        runs: Runs of the page.
-        what_if: Results of a simulation of the loads, or None. Its parts stand beside the measured ones.
-    """
-    measured = {f"{one.name}, measured": mean_parts_s(one.run) for one in runs}
+    """Make the section: the mean parts of iterations, of layers, and of each iteration."""
+    bars = {one.name: mean_parts_s(one.run) for one in runs}
+    if what_if is not None and what_if.of_own_model:
+        names = [one.run.strategy for one in runs]
+        simulated = (row for row in what_if.rows if row.label in names)
+        bars |= {f"{row.label}, simulated": what_if.steady_parts_s(row.outcome) for row in simulated}
     title = "mean time of an iteration, without the first"
-    parts: list[Part] = [time_bars(title, [one.name for one in runs], list(measured.values()))]
+    parts: list[Part] = [time_bars(title, list(bars), list(bars.values()))]
     if len(runs) == 1:
         parts += [_layer_bars(runs[0].run)] if has_layer_parts(runs[0].run) else []
         parts.append(_stacked(runs[0].run))
@@ -180,19 +163,6 @@ def time_section(runs: Sequence[ShownRun], what_if: SimulationReport | None = No
         ]
         figure = curves("Seconds of every iteration", "seconds", lines, ".4g", 280)
         parts.append(figure.update_yaxes(rangemode="tozero"))
-    columns = dict(measured)
-    if what_if is not None and what_if.of_own_model:
-        names = [one.run.strategy for one in runs]
-        for row in what_if.rows:
-            if row.label in names:
-                columns[f"{row.label}, simulated"] = what_if.steady_parts_s(row.outcome)
-    rows = [
-        (name, *(_milliseconds(found.get(part, 0.0)) for found in columns.values()))
-        for part, (name, _) in TIME_PARTS.items()
-        if any(found.get(part) for found in columns.values())
-    ]
-    total = ("whole iteration", *(_milliseconds(sum(found.values())) for found in columns.values()))
-    parts.append(Table(("milliseconds of an iteration", *columns), (*rows, total)))
     if reason := not_comparable([one.run for one in runs]):
         parts.append(f"{_sentence(reason)} A rank with little work lends its core to a busy one.")
     parts.append(
@@ -215,10 +185,6 @@ def time_section(runs: Sequence[ShownRun], what_if: SimulationReport | None = No
             )
     sentence = "Transfers of weights and gradients count only while compute waits for them."
     return Section("Iteration time", sentence, parts)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g}" if seconds else "–"
 
 
 def _layer_bars(run: RecordedRun) -> go.Figure:
@@ -353,13 +319,15 @@ def memory_section(runs: Sequence[ShownRun]) -> Section:
     if not known:
         return Section(title, "No memory was recorded yet.", accounted)
     size, word = unit_of(max(max(found) for _, found, _ in known.values()), MEMORY)
-    bars = {
-        name: (colour, range(len(found)), [one / size for one in found])
-        for name, (colour, found, _) in known.items()
-    }
+    figure = new_figure("", "global rank", f"peak, {word}", 300, barmode="group", bargap=0.35)
+    for name, (colour, found, _) in known.items():
+        form = f"rank %{{x}}: %{{y:.4g}} {word}<extra>{name}</extra>"
+        y = [one / size for one in found]
+        figure.add_bar(x=list(range(len(y))), y=y, name=name, marker_color=colour, hovertemplate=form)
+        figure.update_xaxes(ticks(len(y), 16))
     kinds = sorted({_MEMORY_KINDS.get(kind, kind) for _, _, kind in known.values()})
     sentence = f"Peak up to the last recorded iteration: {'; '.join(kinds)}."
-    return Section(title, sentence, [grouped_bars("global rank", f"peak, {word}", bars), *accounted])
+    return Section(title, sentence, [figure, *accounted])
 
 
 def _sentence(text: str) -> str:

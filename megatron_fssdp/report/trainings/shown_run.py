@@ -17,13 +17,7 @@ _STILL_RUNNING_S = 120.0
 
 @dataclass(frozen=True, eq=False)
 class ShownRun:
-    """One run on a page.
-
-    Attributes:
-        name: Name of the run on the page.
-        colour: Colour of the run's lines and bars.
-        run: Records of the run.
-    """
+    """A recorded run with its name and the colour of its lines and bars, ``#RRGGBB``, on a page."""
 
     name: str
     colour: str
@@ -51,12 +45,7 @@ def shown_runs(paths: Sequence[Path], names: Sequence[str] = ()) -> list[ShownRu
 
 @dataclass(frozen=True)
 class RunPart:
-    """Consecutive iterations that one start of the training ran.
-
-    Attributes:
-        strategy: Name of the strategy.
-        records: Metrics of at least one iteration, in order.
-    """
+    """Consecutive iterations, at least one, that one start of the training ran under a strategy."""
 
     strategy: str
     records: tuple[IterationMetrics, ...]

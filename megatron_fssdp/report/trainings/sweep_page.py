@@ -1,6 +1,6 @@
 """The page of a sweep: all groups with their spread, and below one run of each group in detail."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
@@ -53,43 +53,27 @@ def sweep_page(
     """
     with_losses = not loss_obstacle([one.run.settings for one in details])
     page = run_page(details, what_if, with_losses=with_losses)
-    sentence, tiles = sweep_headline(groups, unfinished)
-    sections = [_repeated_section(groups, unfinished), *page.sections]
-    return Page("sweep", title, sentence, tiles, page.subjects, sections)
-
-
-def sweep_headline(groups: Sequence[RunGroup], unfinished: Sequence[str] = ()) -> tuple[str, list[Tile]]:
-    """Return the speeds and loads of all groups against the first, in one sentence and as numbers."""
     obstacle = speed_obstacle(groups)
     others = groups[1:] or groups  # a sweep of one group has nothing to compare it with
     clauses = [_against(groups[0], group, with_speed=not obstacle) for group in others]
-    if unfinished:
-        clauses.append(f"{len(unfinished)} {'run is' if len(unfinished) == 1 else 'runs are'} missing")
-    count = sum(len(group.runs) for group in groups)
-    tiles = [Tile("finished runs", str(count), f"of {count + len(unfinished)}, in {len(groups)} groups")]
-    tiles += _best(groups, LOADS, "most even", min)
-    tiles += [] if obstacle else _best(groups, SPEEDS, "fastest", max)
-    return "; ".join(clause for clause in (*clauses, obstacle) if clause) + ".", tiles
-
-
-def _repeated_section(groups: Sequence[RunGroup], unfinished: Sequence[str]) -> Section:
-    obstacle = speed_obstacle(groups)
-    figures = [
-        _dots(groups, figure)
-        for figure in FIGURES
-        if any(group.spread(figure) for group in groups) and not (figure is SPEEDS and obstacle)
-    ]
     notes = [f"{obstacle[0].upper()}{obstacle[1:]}."] if obstacle else []
     if unfinished:
+        clauses.append(f"{len(unfinished)} {'run is' if len(unfinished) == 1 else 'runs are'} missing")
         notes.append(f"Missing, because they failed or are not finished: {', '.join(unfinished)}.")
     if len(groups) > _MOST_DETAILED:
         notes.append(f"The sections below show the first {_MOST_DETAILED} of {len(groups)} groups.")
-    sentence = (
+    count = sum(len(group.runs) for group in groups)
+    tiles = [Tile("finished runs", str(count), f"of {count + len(unfinished)}, in {len(groups)} groups")]
+    how = (
         "Runs in a row differ only in seed and repetition: circles are runs, the diamond their median, and "
         "the bar reaches from the lower to the upper quartile. The sections below show the first run of each "
         "row."
     )
-    return Section("Repeated runs", sentence, [*figures, group_table(groups), *notes])
+    shown = (figure for figure in FIGURES if not (figure is SPEEDS and obstacle))
+    parts = [*(_dots(groups, figure) for figure in shown), group_table(groups), *notes]
+    sentence = "; ".join(clause for clause in (*clauses, obstacle) if clause) + "."
+    sections = [Section("Repeated runs", how, parts), *page.sections]
+    return Page("sweep", title, sentence, tiles, page.subjects, sections)
 
 
 def _against(first: RunGroup, group: RunGroup, *, with_speed: bool) -> str:
@@ -97,27 +81,12 @@ def _against(first: RunGroup, group: RunGroup, *, with_speed: bool) -> str:
     speed, plain = group.spread(SPEEDS), first.spread(SPEEDS)
     if with_speed and group is not first and speed is not None and plain is not None:
         unclear = " (no clear difference: the quartiles overlap)" if speed.overlaps(plain) else ""
-        clauses.append(f"{speed.quartiles[1] / plain.quartiles[1]:.2f} × {first.name}{unclear}")
+        clauses.append(f"{speed.median / plain.median:.2f} × {first.name}{unclear}")
     load, before = group.spread(LOADS), first.spread(LOADS)
     if load is not None:
-        change = f"{before.quartiles[1]:.2f} → " if before is not None and group is not first else ""
-        clauses.append(f"busiest device {change}{load.quartiles[1]:.2f} × mean load")
+        change = f"{before.median:.2f} → " if before is not None and group is not first else ""
+        clauses.append(f"busiest device {change}{load.median:.2f} × mean load")
     return f"{group.name}: {', '.join(clauses)}" if clauses else ""
-
-
-def _best(
-    groups: Sequence[RunGroup], figure: RepeatedFigure, words: str, best: Callable[..., str]
-) -> list[Tile]:
-    """Return the tile of the best group. None if its quartiles overlap with another's."""
-    spreads = {group.name: spread for group in groups if (spread := group.spread(figure)) is not None}
-    if not spreads:
-        return []
-    name = best(spreads, key=lambda one: spreads[one].quartiles[1])
-    low, median, high = spreads[name].quartiles
-    if any(spread.overlaps(spreads[name]) for other, spread in spreads.items() if other != name):
-        return []
-    hint = f"{figure.label}; quartiles {low:{figure.form}} to {high:{figure.form}}"
-    return [Tile(f"{words}: {name}", f"{median:{figure.form}}", hint)]
 
 
 def _dots(groups: Sequence[RunGroup], figure: RepeatedFigure) -> go.Figure:
@@ -126,26 +95,15 @@ def _dots(groups: Sequence[RunGroup], figure: RepeatedFigure) -> go.Figure:
     shown = new_figure("", figure.label, "", 110 + 34 * len(groups), showlegend=False)
     shown.update_yaxes(autorange="reversed", type="category")
     for group, colour in zip(groups, colours, strict=True):
-        spread = group.spread(figure)
+        spread, values = group.spread(figure), group.values(figure)
         if spread is None:
             continue
-        low, median, high = spread.quartiles
         form = f"%{{x:{figure.form}}}<extra>{group.name}</extra>"
-        marker = {"size": 9, "color": colour}
-        shown.add_scatter(
-            x=list(spread.values),
-            y=[group.name] * len(spread.values),
-            mode="markers",
-            marker={**marker, "symbol": "circle-open"},
-            hovertemplate=form,
-        )
+        style = {"mode": "markers", "hovertemplate": form}
+        marker = {"size": 9, "color": colour, "symbol": "circle-open"}
+        shown.add_scatter(x=values, y=[group.name] * len(values), marker=marker, **style)
+        low, median, high = spread
         bar = {"symmetric": False, "array": [high - median], "arrayminus": [median - low], "color": GREY}
-        shown.add_scatter(
-            x=[median],
-            y=[group.name],
-            mode="markers",
-            marker={**marker, "symbol": "diamond"},
-            error_x=bar,
-            hovertemplate=f"median {form}",
-        )
+        marker = {**marker, "symbol": "diamond"}
+        shown.add_scatter(x=[median], y=[group.name], marker=marker, error_x=bar, **style)
     return shown
