@@ -23,8 +23,8 @@ LEAST_GAIN = 0.08
 
 The second hop adds start-ups and bytes inside nodes, and the price knows neither the host's work for it nor
 the copies of rows. On the testbed, with balanced routing and top-2, 4 and 8, it promises 4, 14 and 29 % of a
-layer's seconds, and -6, 9 and 23 % were measured (docs/decisions.md). Between the first two, the exchange breaks
-even at a promise of 8 %.
+layer's seconds, and -6, 9 and 23 % were measured (docs/decisions.md). Between the first two, the
+exchange breaks even at a promise of 8 %.
 """
 
 

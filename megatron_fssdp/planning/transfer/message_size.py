@@ -123,8 +123,8 @@ HOST_MESSAGES = FixedMessages(1 << 17, num_open=6, step_host_s=1.7e-3)
 """Between CPUs: 128 KiB, small enough that node leaders forward the first message early.
 
 It is also large enough that the host's work for each message does not take most of the time. Of 32, 64, 128
-and 256 KiB this was the best size for experts of 2 to 16 MiB on links of 400 Mbit/s (docs/decisions.md). Receives
-are posted four steps early, and the messages of one more step are added meanwhile. The host's time for these
+and 256 KiB this was the best size for experts of 2 to 16 MiB on links of 400 Mbit/s (docs/decisions.md).
+Receives are posted four steps early, and the messages of one more step are added meanwhile. The host's time for these
 messages is not priced here: a thread posts them, and the measured bandwidth of a link contains its time.
 
 Steps of the smart schedule wait for each other, and this wait is priced: on the testbed (8 ranks on 2 cores),
