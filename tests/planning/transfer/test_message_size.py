@@ -74,16 +74,6 @@ def test_the_number_of_messages_makes_the_pipeline_shortest(expert_bytes: int, s
     assert seconds(number) <= 1.15 * seconds(best)
 
 
-@given(st.lists(st.tuples(st.integers(1, 10**10), st.integers(0, 8)), min_size=1, max_size=5))
-def test_arrays_have_the_sizes_of_single_numbers(cases: list[tuple[int, int]]) -> None:
-    expert_bytes, stages = (np.array(column) for column in zip(*cases, strict=True))
-    for rule in (HOST_MESSAGES, CUDA_MESSAGES):
-        wanted = [rule.message_bytes(*case) for case in cases]
-        assert rule.message_bytes(expert_bytes, stages).tolist() == wanted
-        of_one_size = np.broadcast_to(rule.message_bytes(MIXTRAL, stages), stages.shape)
-        assert of_one_size.tolist() == [rule.message_bytes(MIXTRAL, num_stages) for _, num_stages in cases]
-
-
 @given(st.integers(1, 10**10), st.integers(1, 6))
 def test_the_buffers_of_a_sender_hold_its_open_messages(gradient_bytes: int, num_hops: int) -> None:
     for rule in (HOST_MESSAGES, CUDA_MESSAGES):
