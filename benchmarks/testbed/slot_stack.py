@@ -16,6 +16,7 @@ from benchmarks.testbed.layer_stack import IterationResult, LayerStack
 from benchmarks.testbed.pacing import Timeline
 from benchmarks.testbed.stack_inputs import Pace, StackSize
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_traffic import transfer_traffic
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -147,8 +148,8 @@ class SlotStack(LayerStack):
     def _report(self, result: IterationResult) -> None:
         topology = self.groups.topology
         for number, layer in enumerate(self.runtime.layers):
-            transfer = self._passes[number].plan.transfer
-            result.spag_inter_node_bytes += transfer.inter_node_bytes(self.size.expert_bytes, topology)
+            traffic = transfer_traffic(self._passes[number].plan.transfer, topology)
+            result.spag_inter_node_bytes += traffic.num_between_nodes * self.size.expert_bytes
             for started in layer._journal:
                 name = f"{'spAG' if started.is_gather else 'spRS'} {number + 1}"
                 timer: Any = started.timer

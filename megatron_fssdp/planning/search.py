@@ -48,7 +48,7 @@ LEAST_SAVING = 0.01
 Smaller savings are within the error of the model.
 """
 
-PRICES_PER_SIZE = 64
+PRICES_PER_SIZE = 12
 """Most prices of the descent, divided by the number of experts and devices together.
 
 It bounds the time of unusual layers.

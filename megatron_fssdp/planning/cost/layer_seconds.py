@@ -331,13 +331,7 @@ def _exposed_seconds(
 
 
 def counts_seconds(profile: LayerProfile, topology: Topology, num_experts: int) -> float:
-    """Seconds in which every device gets the router counts of all others, with the link costs of a profile.
-
-    Args:
-        profile: Measured costs.
-        topology: Nodes of the devices.
-        num_experts: Number of experts, E.
-    """
+    """Seconds in which every device gets the router counts of all others, by the profile's link costs."""
     return plain_links(profile.cluster).gather_counts_s(topology, num_experts)
 
 
