@@ -15,6 +15,7 @@ from benchmarks.testbed.expert_moves import ExpertMoves
 from benchmarks.testbed.layer_stack import IterationResult, LayerStack
 from benchmarks.testbed.stack_inputs import Pace, StackSize
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_traffic import transfer_traffic
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -144,8 +145,8 @@ class SlotStack(LayerStack):
     def _report(self, result: IterationResult) -> None:
         topology = self.groups.topology
         for number in range(len(self.runtime.layers)):
-            transfer = self._passes[number].plan.transfer
-            result.spag_inter_node_bytes += transfer.inter_node_bytes(self.size.expert_bytes, topology)
+            traffic = transfer_traffic(self._passes[number].plan.transfer, topology)
+            result.spag_inter_node_bytes += traffic.num_between_nodes * self.size.expert_bytes
         result.loads = self.runtime.end_iteration()
         if self._selector is not None:
             self._selector.note(result.seconds)

@@ -69,7 +69,9 @@ cdef class Layer(Trees):
     cdef bint each_pass
     cdef double[:, ::1] of_hops
     cdef void count_all(self) noexcept nogil
-    @cython.locals(num=Py_ssize_t, left=Py_ssize_t, unserved=double, each_far=double, place=Py_ssize_t)
+    @cython.locals(pairs=double)
+    cdef double unserved(self, Py_ssize_t expert) noexcept nogil
+    @cython.locals(num=Py_ssize_t, left=Py_ssize_t, each_far=double, place=Py_ssize_t)
     cdef void walk(self, Py_ssize_t expert) noexcept nogil
     @cython.locals(rest=double, share=double, num=Py_ssize_t)
     cdef void walk_node(self, Py_ssize_t expert, Py_ssize_t node, double each_far) noexcept nogil
@@ -126,7 +128,7 @@ cdef class Search(Layer):
     cdef bint step(self) noexcept nogil
     @cython.locals(gained=bint)
     cdef void climb(self) noexcept nogil
-    @cython.locals(is_device=bint, node=Py_ssize_t)
+    @cython.locals(is_device=bint, node=Py_ssize_t, near=double, each_far=double)
     cdef double part_of(self, Py_ssize_t expert, Py_ssize_t place, Py_ssize_t column) noexcept nogil
     cdef Py_ssize_t largest_part(self) noexcept nogil
     @cython.locals(room=Py_ssize_t, gain=double, most=double, wanted=Py_ssize_t, picked=Py_ssize_t, more=Py_ssize_t)
@@ -176,21 +178,6 @@ cdef class GreedySteps:
     cdef double tolerance
     @cython.locals(has_room=bint)
     cdef Py_ssize_t run(self) noexcept nogil
-
-cdef class Choices(Trees):
-    cdef double[:, ::1] load_DE
-    cdef double top_k
-    cdef Py_ssize_t[:, ::1] holders_EN
-    cdef double[::1] missed
-    cdef double[::1] taken
-    cdef double[:, ::1] tokens_DD
-    cdef double[:, ::1] tokens_DN
-    @cython.locals(pairs=double, tokens=double)
-    cdef void run(self) noexcept nogil
-    @cython.locals(holders=Py_ssize_t, is_near=bint)
-    cdef void choose(self, Py_ssize_t source, Py_ssize_t expert, double share) noexcept nogil
-    @cython.locals(chance=double)
-    cdef void add(self, Py_ssize_t place, double share) noexcept nogil
 
 cdef void _copy(unsigned char[:, ::1] source_ED, unsigned char[:, ::1] to_ED) noexcept nogil
 cdef double _raised(bint is_smooth, double value) noexcept nogil

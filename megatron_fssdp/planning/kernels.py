@@ -24,7 +24,7 @@ _LEVEL_STEP = 0.14
 _NUM_LEVELS = 6
 # Experts of the busiest device, and of the busiest link, that one step of the descent looks at. More of them
 # take longer and find little more.
-_WIDTH = 4
+_WIDTH = 2
 # Prices of all kicks, times the number of experts: small layers need more kicks, and their prices are quick.
 _KICK_PRICES = 6000
 # Part of a price below which a difference is rounding.
@@ -236,13 +236,17 @@ class Layer(Trees):
             self.used_D[self.owner_E[expert]] -= 1
             self.count(expert, 1)
 
+    def unserved(self, expert: int) -> float:
+        """Pairs of an expert from nodes without a holder."""
+        pairs = 0.0
+        for node in range(self.num_nodes):
+            if self.holders_EN[expert, node] == 0:
+                pairs += self.load_EN[expert, node]
+        return pairs
+
     def walk(self, expert: int) -> None:
         """Find what an expert with its holders adds to ``busy``; not in nodes without one."""
-        unserved = 0.0
-        for i in range(self.num_nodes):
-            self.own[self.num_devices + i, 2] = 0.0 if self.holders_EN[expert, i] else self.load_EN[expert, i]
-            unserved += self.own[self.num_devices + i, 2]
-        each_far = unserved / self.holders_E[expert]
+        each_far = self.unserved(expert) / self.holders_E[expert]
         left = self.holders_E[expert]
         position = 0  # place of the node in the chain between nodes
         node = self.node_D[self.owner_E[expert]]
@@ -252,9 +256,10 @@ class Layer(Trees):
             num = self.holders_EN[expert, node]
             left -= num
             place = self.num_devices + node
-            self.own[place, 1] = each_far * num
-            self.own[place, 3] = 1.0 if num > 0 and position > 0 else 0.0
-            self.own[place, 4] = 1.0 if num > 0 and left > 0 else 0.0
+            self.own[place, _IN] = each_far * num
+            self.own[place, _OUT] = 0.0 if num > 0 else self.load_EN[expert, node]
+            self.own[place, _GETS] = 1.0 if num > 0 and position > 0 else 0.0
+            self.own[place, _SENDS] = 1.0 if num > 0 and left > 0 else 0.0
             if num > 0:
                 self.walk_node(expert, node, each_far)
                 depth = 0
@@ -280,16 +285,16 @@ class Layer(Trees):
             device = self.member_D[at]
             load = self.load_ED[expert, device]
             if self.has_ED[expert, device]:
-                self.own[device, 0] = load + share + each_far
-                self.own[device, 1] = share
-                self.own[device, 2] = 0.0
-                self.own[device, 3] = 1.0 if rank > 0 else 0.0
-                self.own[device, 4] = min(max(num - 1 - 2 * rank, 0), 2)
+                self.own[device, _WORK] = load + share + each_far
+                self.own[device, _IN] = share
+                self.own[device, _OUT] = 0.0
+                self.own[device, _GETS] = 1.0 if rank > 0 else 0.0
+                self.own[device, _SENDS] = min(max(num - 1 - 2 * rank, 0), 2)
                 rank += 1
             else:
-                self.own[device, 0] = self.own[device, 1] = 0.0
-                self.own[device, 2] = load
-                self.own[device, 3] = self.own[device, 4] = 0.0
+                self.own[device, _WORK] = self.own[device, _IN] = 0.0
+                self.own[device, _OUT] = load
+                self.own[device, _GETS] = self.own[device, _SENDS] = 0.0
             at = at + 1 if at + 1 < end else first
 
     def count(self, expert: int, sign: int) -> None:
@@ -332,13 +337,13 @@ class Layer(Trees):
         is_smooth = self.is_smooth
         for i in range(self.first_N[node], self.first_N[node + 1]):
             device = self.member_D[i]
-            computed = self.busy[device, 0] + weight * self.own[device, 0]
-            got = self.busy[device, 1] + weight * self.own[device, 1]
-            sent = self.busy[device, 2] + weight * self.own[device, 2]
+            computed = self.busy[device, _WORK] + weight * self.own[device, _WORK]
+            got = self.busy[device, _IN] + weight * self.own[device, _IN]
+            sent = self.busy[device, _OUT] + weight * self.own[device, _OUT]
             tokens = _join(is_smooth, tokens, _raised(is_smooth, computed))
             pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
-            got = self.busy[device, 3] + weight * self.own[device, 3]
-            sent = self.busy[device, 4] + weight * self.own[device, 4]
+            got = self.busy[device, _GETS] + weight * self.own[device, _GETS]
+            sent = self.busy[device, _SENDS] + weight * self.own[device, _SENDS]
             moved = _join(is_smooth, moved, _raised(is_smooth, max(got, sent)))
         self.most[row, 0] = tokens
         self.most[row, 1] = pairs
@@ -361,11 +366,11 @@ class Layer(Trees):
             hops, fill = max(hops, self.hops_E[beside]), max(fill, self.fill_E[beside])
         for node in range(self.num_nodes):
             place = self.num_devices + node
-            got = self.busy[place, 1] + weight * self.own[place, 1]
-            sent = self.busy[place, 2] + weight * self.own[place, 2]
+            got = self.busy[place, _IN] + weight * self.own[place, _IN]
+            sent = self.busy[place, _OUT] + weight * self.own[place, _OUT]
             far = _join(is_smooth, far, _raised(is_smooth, max(got, sent)))
-            got = self.busy[place, 3] + weight * self.own[place, 3]
-            sent = self.busy[place, 4] + weight * self.own[place, 4]
+            got = self.busy[place, _GETS] + weight * self.own[place, _GETS]
+            sent = self.busy[place, _SENDS] + weight * self.own[place, _SENDS]
             moved_far = _join(is_smooth, moved_far, _raised(is_smooth, max(got, sent)))
             is_held = expert >= 0 and self.holders_EN[expert, node] > 0
             row = node
@@ -521,8 +526,8 @@ class Search(Layer):
         far_s = self.dispatch_far[1] + self.combine_far[1]
         for place in range(self.num_devices + (self.num_nodes if of_links else 0)):
             if not of_links:
-                if self.busy[place, 0] > most:
-                    most, at = self.busy[place, 0], place
+                if self.busy[place, _WORK] > most:
+                    most, at = self.busy[place, _WORK], place
                 continue
             seconds = near_s if place < self.num_devices else far_s
             for side in range(_IN, _OUT + 1):
@@ -551,8 +556,11 @@ class Search(Layer):
             return self.load_EN[expert, node] if num == 0 else 0.0
         if num == 0 or (is_device and not self.has_ED[expert, place]):
             return 0.0
-        self.walk(expert)
-        return self.own[place, column]
+        near = self.rest_EN[expert, node] / num
+        if is_device and column == _IN:
+            return near
+        each_far = self.unserved(expert) / self.holders_E[expert]
+        return self.load_ED[expert, place] + near + each_far if is_device else each_far * num
 
     def largest_part(self) -> int:
         """The expert with the highest ``part_E``; of equal ones the first."""
@@ -569,7 +577,7 @@ class Search(Layer):
             device = self.member_D[i]
             if self.has_ED[expert, device] or (self.used_D[device] >= self.slots) != is_full:
                 continue
-            if found < 0 or self.busy[device, 0] < self.busy[found, 0]:
+            if found < 0 or self.busy[device, _WORK] < self.busy[found, _WORK]:
                 found = device
         return found
 
@@ -1148,95 +1156,6 @@ def greedy_steps(
     with cython.nogil:
         search.num_steps = search.run()
     return np.asarray(search.after)[: search.num_steps], np.asarray(search.replicas)[: search.num_replicas]
-
-
-class Choices(Trees):
-    """Expected numbers of different tokens that sources send to devices and nodes under even dispatch.
-
-    Attributes:
-        load_DE: (token, k) pairs by source device and expert.
-        top_k: Number of experts that a token selects.
-        holders_EN: Number of holders of each expert in each node.
-        missed: Share of a source's tokens that miss each device, then each node.
-        taken: Sum of the shares of tokens that select an expert of the place.
-        tokens_DD: Tokens of each source that go to each device.
-        tokens_DN: Tokens of each source that go to each node.
-    """
-
-    def __init__(
-        self, load_DE: object, top_k: float, owner_E: object, nodes: object, present_ED: object
-    ) -> None:
-        """Prepare; the arguments are the attributes, and those of :class:`Trees`."""
-        Trees.__init__(self, owner_E, nodes, present_ED)
-        self.load_DE, self.top_k = load_DE, top_k
-        devices, num_nodes = self.num_devices, self.num_nodes
-        self.holders_EN = memoryview(np.zeros((self.num_experts, num_nodes), np.int64))
-        self.missed, self.taken = _reals(devices + num_nodes), _reals(devices + num_nodes)
-        self.tokens_DD = memoryview(np.zeros((devices, devices)))
-        self.tokens_DN = memoryview(np.zeros((devices, num_nodes)))
-
-    def run(self) -> None:
-        """Fill ``tokens_DD`` and ``tokens_DN``."""
-        for expert in range(self.num_experts):
-            for device in range(self.num_devices):
-                self.holders_EN[expert, self.node_D[device]] += self.has_ED[expert, device]
-        for source in range(self.num_devices):
-            pairs = 0.0
-            for expert in range(self.num_experts):
-                pairs += self.load_DE[source, expert]
-            for place in range(self.num_devices + self.num_nodes):
-                self.missed[place] = 1.0
-                self.taken[place] = 0.0
-            tokens = pairs / self.top_k
-            for expert in range(self.num_experts):
-                if self.load_DE[source, expert] > 0.0:
-                    self.choose(source, expert, self.load_DE[source, expert] / tokens)
-            for place in range(self.num_devices):
-                self.tokens_DD[source, place] = tokens * (1.0 - self.missed[place])
-            for place in range(self.num_nodes):
-                self.tokens_DN[source, place] = tokens * (1.0 - self.missed[self.num_devices + place])
-
-    def choose(self, source: int, expert: int, share: float) -> None:
-        """Add the choice of an expert by a share of a source's tokens."""
-        home = self.node_D[source]
-        if self.has_ED[expert, source]:
-            self.add(source, share)
-            self.add(self.num_devices + home, share)
-            return
-        holders = self.holders_EN[expert, home]
-        is_near = holders > 0
-        if not is_near:
-            for node in range(self.num_nodes):
-                holders += self.holders_EN[expert, node]
-        for device in range(self.num_devices):
-            if self.has_ED[expert, device] and (not is_near or self.node_D[device] == home):
-                self.add(device, share / holders)
-        for node in range(self.num_nodes):
-            if self.holders_EN[expert, node] > 0 and (not is_near or node == home):
-                self.add(self.num_devices + node, share * self.holders_EN[expert, node] / holders)
-
-    def add(self, place: int, share: float) -> None:
-        """Add the choice of an expert by a share of the tokens, which it sends to a place."""
-        chance = 1.0
-        if self.taken[place] + share * self.top_k < self.top_k:
-            chance = share * self.top_k / (self.top_k - self.taken[place])
-        self.missed[place] *= 1.0 - chance
-        self.taken[place] += share
-
-
-def distinct_tokens(*arguments: object) -> tuple[np.ndarray, np.ndarray]:
-    """Expected numbers of different tokens; ``deduplicated_traffic.py`` explains the estimate.
-
-    Args:
-        arguments: The arguments of :class:`Choices`.
-
-    Returns:
-        Tokens of each source that go to each node and to each device, float64 ``[D, N]`` and ``[D, D]``.
-    """
-    found = Choices(*arguments)
-    with cython.nogil:
-        found.run()
-    return np.asarray(found.tokens_DN), np.asarray(found.tokens_DD)
 
 
 def _copy(source_ED: memoryview, to_ED: memoryview) -> None:

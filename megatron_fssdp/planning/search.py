@@ -48,7 +48,7 @@ LEAST_SAVING = 0.01
 Smaller savings are within the error of the model.
 """
 
-PRICES_PER_SIZE = 64
+PRICES_PER_SIZE = 12
 """Most prices of the descent, divided by the number of experts and devices together.
 
 It bounds the time of unusual layers.
@@ -140,15 +140,15 @@ class SearchCosts:
             of_near, of_far = tokens_per_pair(topology, num_experts, choices)
         reduced_bytes = profile.expert_bytes if rematerialize else profile.reduced_bytes
         betas = np.array([near.beta_s_per_byte, far.beta_s_per_byte], np.float64)
-        hops = np.arange(1, _most_hops(topology) + 1)
-        of_hops = np.zeros((len(hops) + 1, 6))
-        for first, num_bytes, stages in (
-            (0, profile.expert_bytes, gather_stages(hops)),
-            (3, reduced_bytes, reduction_stages(hops)),
-        ):
-            message = profile.messages.message_bytes(np.full(len(hops), num_bytes), stages)
-            of_hops[1:, first], of_hops[1:, first + 1] = near.time_s(message), far.time_s(message)
-            of_hops[1:, first + 2] = profile.messages.batch_host_s * num_batches(num_bytes, message, hops)
+        of_hops = np.zeros((_most_hops(topology) + 1, 6))
+        for hops in range(1, len(of_hops)):
+            for first, num_bytes, stages in (
+                (0, profile.expert_bytes, gather_stages(hops)),
+                (3, reduced_bytes, reduction_stages(hops)),
+            ):
+                message = profile.messages.message_bytes(num_bytes, stages)
+                host_s = profile.messages.batch_host_s * num_batches(num_bytes, message, hops)
+                of_hops[hops, first : first + 3] = near.time_s(message), far.time_s(message), host_s
         return cls(
             dispatch_near=_line(rows.near, DISPATCH_STARTS, of_near * sent_bytes),
             dispatch_far=_line(rows.far_of_node, DISPATCH_STARTS, of_far * sent_bytes),

@@ -34,7 +34,7 @@ from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import IterationRecord
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
-UNUSED = LinkTimes(0.0, 0.0)
+UNUSED = LinkTimes()
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning import compiled_form, quotas, search
 from megatron_fssdp.planning.compiled_form import kernel_form, kernels
-from megatron_fssdp.planning.cost import deduplicated_traffic
-from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expected_hops
 from megatron_fssdp.planning.papers import prophet_planner
 from megatron_fssdp.planning.papers.prophet_model import ProphetModel
 from megatron_fssdp.planning.placement.topology import Topology
@@ -25,7 +23,7 @@ from tests.drawn_examples import examples
 
 from .placement_cases import owned_layers, random_counts_DE
 
-USERS = (quotas, search, deduplicated_traffic, prophet_planner, transfer_plan)
+USERS = (quotas, search, prophet_planner, transfer_plan)
 needs_compiled = pytest.mark.skipif(
     kernel_form() != "compiled", reason=f"planning kernels: {kernel_form()}; nothing to compare with"
 )
@@ -53,14 +51,12 @@ def plans(form: ModuleType, topology: Topology, owner_E: np.ndarray, counts_DE: 
         placement, seconds = layer.best_placement(slots=2, most_replicated=owner_E.size)
         model = ProphetModel(topology.num_devices, 1.0, 100, 100, 1.0, 1.0)
         prophets = prophet_planner.plan_layers(owner_E, counts_DE, model, [0], slots=2)
-        hops = expected_hops(counts_DE, placement, topology, TokenChoices(2))
         return [
             placement.present_ED.tolist(),
             seconds,
             layer.seconds(placement),
             quotas.quota_assignment(owner_E, counts_DE, topology, slots=2).tolist(),
             [(found.present_ED.tolist(), found_s) for found, found_s in prophets],
-            (hops.tokens_DN.tolist(), hops.tokens_DD.tolist()),
             transfer_plan._two_level_transfer(placement, topology).table.tolist(),
         ]
 

@@ -25,20 +25,6 @@ def test_load_statistics_equal_those_worked_out_by_hand() -> None:
     assert balance_ratio(np.array([4, 4]), np.array([4, 4])) == 1
 
 
-@given(load=LOADS, other=LOADS, factor=st.integers(1, 9))
-def test_similarity_is_between_0_and_1_and_independent_of_the_batch_size(
-    load: list[int], other: list[int], factor: int
-) -> None:
-    size = min(len(load), len(other))
-    load_E, other_E = np.array(load[:size]), np.array(other[:size])
-    similarity = load_similarity(load_E, other_E)
-    assert (similarity is None) == (not load_E.any() or not other_E.any())
-    if similarity is not None:
-        assert -1e-9 <= similarity <= 1 + 1e-9
-        assert load_similarity(other_E, load_E) == pytest.approx(similarity)
-        assert load_similarity(load_E, factor * load_E) == pytest.approx(1)
-
-
 def test_a_jump_is_told_from_drift() -> None:
     before_E = np.array([400, 200, 200, 200])
     assert not has_jumped(before_E, before_E)
@@ -70,14 +56,6 @@ def test_mean_is_over_the_latest_iterations_only():
     assert history.mean_DE().dtype == np.float64
 
 
-def test_appended_counts_are_copied():
-    history = LoadHistory(5, 1, 2)
-    counts_DE = np.array([[1, 2]])
-    history.append(counts_DE)
-    counts_DE[:] = 9
-    assert history.counts_DE(0).tolist() == [[1, 2]]
-
-
 def test_bad_counts_say_what_was_wanted():
     history = LoadHistory(5, 2, 2)
     with pytest.raises(ValueError, match=r"shape \(2,\).*wanted integers \(2, 2\)"):
@@ -103,14 +81,6 @@ def test_loads_before_a_jump_are_forgotten() -> None:
     assert history.mean_DE()[0, 0] > 50
     history.append(jumped)
     np.testing.assert_allclose(history.forecast_DE(), jumped + 2 / 3)
-
-
-def test_without_a_jump_the_whole_window_counts() -> None:
-    history = LoadHistory(3, 2, 4)
-    rng = np.random.default_rng(0)
-    for _ in range(5):
-        history.append(rng.multinomial(100, [0.4, 0.3, 0.2, 0.1], size=2))
-    np.testing.assert_allclose(history.forecast_DE(), history.mean_DE())
 
 
 def test_a_load_that_wanders_is_predicted_by_its_last_value() -> None:

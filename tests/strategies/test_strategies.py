@@ -308,11 +308,11 @@ def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:
     transfer = plain_transfer(placement)
     plan = LayerPlan(placement, transfer)
     with pytest.raises(ValueError, match="does not reach device"):
-        LayerPlan(placement, TransferPlan.of(3, transfer.edges[:1]))
+        LayerPlan(placement, TransferPlan(3, transfer.edges[:1]))
     with pytest.raises(ValueError, match="reaches device 1"):
-        LayerPlan(placement, TransferPlan.of(3, (*transfer.edges, TransferEdge(0, 0, 1, 0))))
+        LayerPlan(placement, TransferPlan(3, (*transfer.edges, TransferEdge(0, 0, 1, 0))))
     with pytest.raises(ValueError, match="wanted the owner of expert 0"):
-        LayerPlan(placement, TransferPlan.of(3, (TransferEdge(0, 1, 2, 0), *transfer.edges[1:])))
+        LayerPlan(placement, TransferPlan(3, (TransferEdge(0, 1, 2, 0), *transfer.edges[1:])))
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.placement = placement  # type: ignore[misc]
 

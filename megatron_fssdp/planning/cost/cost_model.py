@@ -40,13 +40,9 @@ class LinkCost:
                     f"{name} is {value}: wanted a finite number of 0 or more; fit it to measured times again"
                 )
 
-    def time_s[Amount: (float, np.ndarray)](self, num_bytes: Amount) -> Amount:
-        """Seconds of a transfer, or of each transfer of an array. A transfer of 0 bytes costs nothing.
-
-        Args:
-            num_bytes: Bytes of the transfer, a number or an array of any shape.
-        """
-        return (num_bytes > 0) * (self.alpha_s + self.beta_s_per_byte * num_bytes)
+    def time_s(self, num_bytes: float) -> float:
+        """Seconds of a transfer. One of 0 bytes costs nothing."""
+        return self.alpha_s + self.beta_s_per_byte * num_bytes if num_bytes > 0 else 0.0
 
 
 def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkCost:
@@ -147,12 +143,6 @@ def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes:
     return int(non_moe_s * bandwidth_bytes_per_s / expert_bytes)
 
 
-def exposed_s[Amount: (float, np.ndarray)](busy_s: Amount, hidden_under_s: Amount | float) -> Amount:
-    """Seconds of a transfer that compute does not hide (Pro-Prophet, Eq. 8).
-
-    Args:
-        busy_s: Seconds of the transfer, a number or an array of any shape.
-        hidden_under_s: Seconds of the compute that runs at the same time, a number or an array of that shape.
-    """
-    exposed: Amount = np.maximum(0.0, busy_s - hidden_under_s)
-    return exposed
+def exposed_s(busy_s: float, hidden_under_s: float) -> float:
+    """Seconds of a transfer that the compute beside it does not hide (Pro-Prophet, Eq. 8)."""
+    return max(0.0, busy_s - hidden_under_s)

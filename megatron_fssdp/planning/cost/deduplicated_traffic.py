@@ -22,7 +22,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_fssdp.planning.compiled_form import kernels
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks, plan_dispatch
 from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -56,20 +55,32 @@ def expected_hops(
         topology: Nodes of the devices.
         choices: What is known about the experts of the tokens.
     """
-    nodes = tuple(memoryview(np.array(numbers)) for numbers in topology.arrays)
-    tokens_DN, tokens_DD = kernels().distinct_tokens(
-        memoryview(np.array(load_DE, np.float64, order="C")),
-        choices.top_k,
-        memoryview(np.array(placement.owner_E)),
-        nodes,
-        placement.present_ED,
-    )
-    most = load_DE.sum(axis=1, keepdims=True) / choices.top_k
+    dispatch = plan_dispatch("even", load_DE, placement, topology)
+    most_D = load_DE.sum(axis=1) / choices.top_k
+    tokens_DN = np.zeros((topology.num_devices, topology.num_nodes))
+    tokens_DD = np.zeros((topology.num_devices, topology.num_devices))
+    for source in np.flatnonzero(most_D).tolist():
+        share_ED = dispatch.sent_ED(source) / most_D[source]
+        share_EN = topology.sum_over_nodes(share_ED.T).T
+        for tokens, share in ((tokens_DN, share_EN), (tokens_DD, share_ED)):
+            tokens[source] = most_D[source] * _reached(share, choices.top_k)
     return TwoHops(
         topology,
-        np.minimum(choices.node_factor * tokens_DN, most),
-        np.minimum(choices.device_factor * tokens_DD, most),
+        np.minimum(choices.node_factor * tokens_DN, most_D[:, None]),
+        np.minimum(choices.device_factor * tokens_DD, most_D[:, None]),
     )
+
+
+def _reached(shares: np.ndarray, top_k: int) -> np.ndarray:
+    """Share of the tokens that go to each place, which is a device or a node, at least once.
+
+    Args:
+        shares: Share of the tokens that select each expert at each place, by expert and place.
+        top_k: Number of experts that a token selects, K.
+    """
+    left = top_k - (np.cumsum(shares, axis=0) - shares)
+    chances = np.minimum(shares * top_k / np.maximum(left, 1e-300), 1.0)
+    return np.asarray(1.0 - np.prod(1.0 - chances, axis=0))
 
 
 def hops_traffic(hops: TwoHops) -> BusiestLinks:

@@ -79,20 +79,13 @@ class LayerProfile:
 
         It is the link between nodes if there are several nodes and this link has less bandwidth. Otherwise it
         is the link inside a node.
-
-        Args:
-            topology: Nodes of the group's devices.
         """
         intra, inter = self.cluster.intra, self.cluster.inter
         between = topology.num_nodes > 1 and inter.beta_s_per_byte > intra.beta_s_per_byte
         return inter if between else intra
 
     def overlap_degree(self, topology: Topology) -> int:
-        """Number of experts whose transfer hides under the compute before the layer (Hecate §4.2, t).
-
-        Args:
-            topology: Nodes of the group's devices.
-        """
+        """Number of experts whose transfer hides under the compute before the layer (Hecate §4.2, t)."""
         link = self.slowest_link(topology)
         if link.beta_s_per_byte == 0:
             return 0

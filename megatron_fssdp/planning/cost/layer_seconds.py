@@ -26,7 +26,7 @@ The papers' own formulas (FasterMoE Eq. 8, Pro-Prophet Eq. 1 to 8) are elsewhere
 """
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 
@@ -80,32 +80,31 @@ def exchange_times(
     pairs: BusiestLinks,
     token_bytes: float,
     num_micro_batches: int,
-    num_choices: int | np.ndarray = 0,
+    num_choices: int = 0,
 ) -> tuple[LinkTimes, LinkTimes]:
     """Seconds of dispatch and of combine of one micro-batch. The backward pass takes the same seconds again.
 
     Args:
         links: Costs of all-to-alls.
-        pairs: (token, k) pairs of an iteration on the busiest links; its fields may be arrays. For the
-            deduplicated exchange, tokens in both hops.
+        pairs: (token, k) pairs of an iteration on the busiest links. For the deduplicated exchange, tokens in
+            both hops.
         token_bytes: Bytes of one token's hidden state.
         num_micro_batches: Number of micro-batches in the iteration. Each has an equal part of the pairs.
         num_choices: Number of choices that travel with a token of the deduplicated exchange; 0 for the usual
-            exchange. May be an array like the fields of ``pairs``.
+            exchange.
     """
-    # Products, not np.where: planners price single plans, and with plain numbers Python is faster.
     parts, in_turn = 1 / num_micro_batches, num_choices > 0
-    more_bytes = PROB_BYTES + in_turn * (num_choices * CHOICE_BYTES - PROB_BYTES)
-    starts = DISPATCH_STARTS + in_turn * (HOP_STARTS - DISPATCH_STARTS)
+    more_bytes = num_choices * CHOICE_BYTES if in_turn else PROB_BYTES
+    starts = HOP_STARTS if in_turn else DISPATCH_STARTS
     return (
         links.times(pairs, (token_bytes + more_bytes) * parts, starts, in_turn=in_turn),
         links.times(pairs, token_bytes * parts, in_turn=in_turn),
     )
 
 
-def expert_seconds[Amount: (float, np.ndarray)](
-    most_tokens: Amount, flops_per_token: float, flops_per_s: float, num_micro_batches: int
-) -> Amount:
+def expert_seconds(
+    most_tokens: float, flops_per_token: float, flops_per_s: float, num_micro_batches: int
+) -> float:
     """Seconds of the experts' forward pass in a micro-batch: ``max_d tokens_d / P`` (FasterMoE, Eq. 1).
 
     Args:
@@ -117,10 +116,11 @@ def expert_seconds[Amount: (float, np.ndarray)](
     return most_tokens * (flops_per_token / flops_per_s / num_micro_batches)
 
 
+@lru_cache(maxsize=1024)  # prices and splits of a plan ask the same question
 def transfer_times(
     links: LinkSet,
     traffic: TransferTraffic,
-    expert_bytes: int | np.ndarray,
+    expert_bytes: int,
     messages: MessageRule,
     *,
     adds: bool = False,
@@ -132,35 +132,17 @@ def transfer_times(
 
     Args:
         links: Costs of transfers from device to device.
-        traffic: Number of experts on the busiest links, and number of hops. Its fields may be arrays.
+        traffic: Number of experts on the busiest links, and number of hops.
         expert_bytes: Bytes of an expert, or of its gradient.
         messages: How a transfer divides an expert into messages.
         adds: Whether the transfer is a SparseReduceScatter, which adds what arrives.
     """
-    if isinstance(expert_bytes, np.ndarray):
-        return _transfer_times(links, traffic, expert_bytes, messages, adds)
-    # Prices and splits of a plan ask the same question. The traffic keeps the answers for the latest links.
-    kept = traffic.__dict__.get("_kept_times")
-    if kept is None or kept[0] is not links or kept[1] is not messages:
-        kept = traffic.__dict__["_kept_times"] = (links, messages, {})
-    answers: dict[tuple[int, bool], LinkTimes] = kept[2]
-    if (expert_bytes, adds) not in answers:
-        answers[expert_bytes, adds] = _transfer_times(links, traffic, expert_bytes, messages, adds)
-    return answers[expert_bytes, adds]
-
-
-def _transfer_times(
-    links: LinkSet, traffic: TransferTraffic, expert_bytes: Any, messages: MessageRule, adds: bool
-) -> LinkTimes:
-    """Compute :func:`transfer_times`."""
-    num_hops: Any = traffic.num_hops
+    num_hops = traffic.num_hops
     num_stages = reduction_stages(num_hops) if adds else gather_stages(num_hops)
     message = messages.message_bytes(expert_bytes, num_stages)
     near_hops, far_hops = traffic.fill_hops
     first_s = near_hops * links.near.time_s(message) + far_hops * links.far_of_node.time_s(message)
     times = links.times(traffic.busiest, expert_bytes, first_s=first_s)
-    if not messages.batch_host_s:
-        return times
     return times.at_least(messages.batch_host_s * num_batches(expert_bytes, message, num_hops))
 
 
@@ -179,12 +161,12 @@ def moving_seconds(
     """
     links = plain_links(profile.cluster).transfer
     traffic = moves_traffic(sources_P, devices_P, topology)
-    return float(links.times(traffic, profile.moved_bytes).seconds)
+    return links.times(traffic, profile.moved_bytes).seconds
 
 
 @dataclass(frozen=True, eq=False)
 class LayerWork:
-    """The work of one layer in an iteration. The numbers may be arrays, with one entry for each case.
+    """The work of one layer in an iteration.
 
     Attributes:
         most_tokens: (token, k) pairs on the device that computes most.
@@ -196,7 +178,7 @@ class LayerWork:
             otherwise 0.
     """
 
-    most_tokens: Any
+    most_tokens: float
     pairs: BusiestLinks
     gather: TransferTraffic = NO_TRANSFER
     replicas: TransferTraffic = NO_TRANSFER
@@ -232,8 +214,6 @@ class LayerWork:
 class LayerPrice:
     """Seconds of one layer in an iteration, in both passes, by their cause.
 
-    The fields are numbers, or arrays with one entry for each case.
-
     Attributes:
         before_s: Seconds of the compute before the layer, such as attention.
         all_to_all_s: Seconds of router counts, dispatches and combines.
@@ -243,18 +223,18 @@ class LayerPrice:
     """
 
     before_s: float
-    all_to_all_s: Any
-    experts_s: Any
-    gather_s: Any
-    reduce_s: Any
+    all_to_all_s: float
+    experts_s: float
+    gather_s: float
+    reduce_s: float
 
     @property
-    def moe_s(self) -> Any:
+    def moe_s(self) -> float:
         """All seconds except those of the compute before the layer, which no placement changes."""
         return self.all_to_all_s + self.experts_s + self.gather_s + self.reduce_s
 
     @property
-    def seconds(self) -> Any:
+    def seconds(self) -> float:
         """All seconds of the layer and of the compute before it."""
         return self.before_s + self.moe_s
 
@@ -316,7 +296,7 @@ def _exposed_seconds(
     counts_s: float | None,
     split: TransferSplit,
     combine: LinkTimes,
-) -> tuple[Any, Any]:
+) -> tuple[float, float]:
     """Seconds for which compute waits for spAG and for spRS. Nothing hides them if ``counts_s`` is None."""
     if work.replicas is NO_TRANSFER and work.gather is NO_TRANSFER:
         return 0.0, 0.0
@@ -343,28 +323,16 @@ def _exposed_seconds(
         gather_s = gather_s + times_of(work.addition, profile.expert_bytes).seconds
     if life is ReplicaLife.ITERATION:
         return gather_s, exposed_s(reduce_s, hidden_back_s)
-    left_s = exposed_s(again.seconds, np.maximum(0.0, hidden_back_s - reduce_s))
-    beside_s = (again.is_far != combine.is_far) * combine.seconds
+    left_s = exposed_s(again.seconds, max(0.0, hidden_back_s - reduce_s))
+    beside_s = combine.seconds if again.is_far != combine.is_far else 0.0
     gather_s = gather_s + (times - 1) * exposed_s(again.seconds, hidden_s)
     gather_s = gather_s + times * exposed_s(left_s, beside_s)
     return gather_s, times * exposed_s(reduce_s, hidden_back_s)
 
 
 def counts_seconds(profile: LayerProfile, topology: Topology, num_experts: int) -> float:
-    """Seconds in which every device gets the router counts of all others, with the link costs of a profile.
-
-    Every price asks for them, so the profile keeps them for the next call.
-
-    Args:
-        profile: Measured costs.
-        topology: Nodes of the devices.
-        num_experts: Number of experts, E.
-    """
-    kept = profile.__dict__.get("_kept_counts_s")
-    if kept is None or kept[0] is not topology or kept[1] != num_experts:
-        counts_s = plain_links(profile.cluster).gather_counts_s(topology, num_experts)
-        kept = profile.__dict__["_kept_counts_s"] = (topology, num_experts, counts_s)
-    return float(kept[2])
+    """Seconds in which every device gets the router counts of all others, by the profile's link costs."""
+    return plain_links(profile.cluster).gather_counts_s(topology, num_experts)
 
 
 def placement_seconds(

@@ -1,13 +1,7 @@
-"""Computes the seconds of transfers from the bytes on the busiest links of a cluster, for whole arrays.
-
-Single numbers count as arrays without dimensions, because the planners price one placement at a time.
-"""
+"""Computes the seconds of a transfer from the bytes on the busiest links of a cluster."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
-
-import numpy as np
+from functools import lru_cache
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName
 from megatron_fssdp.planning.cost.cluster_cost import collective_link, link_cost
@@ -26,38 +20,31 @@ class LinkTimes:
     """Seconds of a transfer on links inside nodes and between nodes, which work at the same time.
 
     Attributes:
-        near_s: Seconds on the link of the busiest device inside its node, ``[I, L]`` or ``[I]``.
-        far_s: Seconds on the NICs of the busiest node, with the same shape.
+        near_s: Seconds on the link of the busiest device inside its node.
+        far_s: Seconds on the NICs of the busiest node.
         near_start_s: Start-up seconds that ``near_s`` contains where the links are used.
         far_start_s: Start-up seconds that ``far_s`` contains where the NICs are used.
         in_turn: Whether the links inside nodes work after those between nodes, and not at the same time.
     """
 
-    near_s: float | np.ndarray
-    far_s: float | np.ndarray
-    near_start_s: float | np.ndarray = 0.0
-    far_start_s: float | np.ndarray = 0.0
-    in_turn: bool | np.ndarray = False
-
-    @cached_property
-    def seconds(self) -> Any:
-        """Seconds until the transfers on both kinds of links have ended, numbers or arrays as the fields."""
-        if isinstance(self.near_s, float) and self.in_turn is False:
-            return max(self.near_s, self.far_s)
-        at_once_s = np.maximum(self.near_s, self.far_s)
-        if self.in_turn is False:
-            return at_once_s
-        return np.where(self.in_turn, self.near_s + self.far_s, at_once_s)
-
-    def at_least(self, least_s: float | np.ndarray) -> "LinkTimes":
-        """The same times, but no link that is used at all takes less than ``least_s``."""
-        return LinkTimes(
-            (self.near_s > 0) * np.maximum(self.near_s, least_s),
-            (self.far_s > 0) * np.maximum(self.far_s, least_s),
-        )
+    near_s: float = 0.0
+    far_s: float = 0.0
+    near_start_s: float = 0.0
+    far_start_s: float = 0.0
+    in_turn: bool = False
 
     @property
-    def is_far(self) -> Any:
+    def seconds(self) -> float:
+        """Seconds until the transfers on both kinds of links have ended."""
+        return self.near_s + self.far_s if self.in_turn else max(self.near_s, self.far_s)
+
+    def at_least(self, least_s: float) -> "LinkTimes":
+        """The same times, but no link that is used at all takes less than ``least_s``."""
+        near_s, far_s = (max(busy_s, least_s) if busy_s else 0.0 for busy_s in (self.near_s, self.far_s))
+        return LinkTimes(near_s, far_s)
+
+    @property
+    def is_far(self) -> bool:
         """Whether the NICs take at least as long as the links inside nodes."""
         return self.far_s >= self.near_s
 
@@ -81,10 +68,10 @@ class LinkSet:
     def times(
         self,
         busiest: BusiestLinks,
-        bytes_per_unit: float | np.ndarray,
-        starts: int | np.ndarray = 1,
-        first_s: float | np.ndarray = 0.0,
-        in_turn: bool | np.ndarray = False,
+        bytes_per_unit: float,
+        starts: int = 1,
+        first_s: float = 0.0,
+        in_turn: bool = False,
     ) -> LinkTimes:
         """Compute start-up plus transfer seconds of the busiest links (FasterMoE, Eq. 2; Parm, Eq. 12).
 
@@ -93,29 +80,25 @@ class LinkSet:
         busy.
 
         Args:
-            busiest: Number of units (rows or experts) on the busiest links. Its fields can be arrays.
+            busiest: Number of units (rows or experts) on the busiest links.
             bytes_per_unit: Bytes of one unit.
             starts: Number of collectives that share the bytes. Each one adds a start-up time.
             first_s: Seconds until the first bytes arrive at the busiest links. They count only where these
                 links have bytes.
             in_turn: Whether the links inside nodes work after those between nodes.
         """
-        near: Any = busiest.near * bytes_per_unit
-        of_node: Any = busiest.far_of_node * bytes_per_unit
-        far_s = of_node * self.far_of_node.beta_s_per_byte
-        for units, link in (
-            (busiest.far_of_device, self.far_of_device),
-            (busiest.far_of_mean_node, self.far_of_all),
-        ):
-            if link.beta_s_per_byte:
-                far_s = np.maximum(far_s, units * bytes_per_unit * link.beta_s_per_byte)
-        near_start_s = starts * self.near.alpha_s + first_s
-        far_start_s = starts * self.far_of_node.alpha_s + first_s
+        near, of_node = busiest.near * bytes_per_unit, busiest.far_of_node * bytes_per_unit
+        far_s = max(
+            of_node * self.far_of_node.beta_s_per_byte,
+            busiest.far_of_device * bytes_per_unit * self.far_of_device.beta_s_per_byte,
+            busiest.far_of_mean_node * bytes_per_unit * self.far_of_all.beta_s_per_byte,
+        )
+        near_start_s, far_start_s = starts * self.near.alpha_s, starts * self.far_of_node.alpha_s
         return LinkTimes(
-            (near > 0) * (near_start_s + near * self.near.beta_s_per_byte),
-            (of_node > 0) * (far_start_s + far_s),
-            starts * self.near.alpha_s,
-            starts * self.far_of_node.alpha_s,
+            near_start_s + first_s + near * self.near.beta_s_per_byte if near > 0 else 0.0,
+            far_start_s + first_s + far_s if of_node > 0 else 0.0,
+            near_start_s,
+            far_start_s,
             in_turn,
         )
 
@@ -139,21 +122,9 @@ class ClusterLinks:
         if topology.num_devices == 1:
             return 0.0
         smallest, largest = topology.smallest_and_largest_node
-        return _gather_counts_s(self.counts, largest - 1, topology.num_devices - smallest, num_experts)
-
-
-@lru_cache
-def _gather_counts_s(links: LinkSet, near: int, others: int, num_experts: int) -> float:
-    """Return the seconds of :meth:`ClusterLinks.gather_counts_s`. Every price of a layer asks for them.
-
-    Args:
-        links: Links for router counts.
-        near: Number of other devices in the largest node.
-        others: Number of devices outside the smallest node.
-        num_experts: Number of experts, E.
-    """
-    busiest = BusiestLinks(float(near), float(others), float(others), float(others))
-    return float(links.times(busiest, COUNT_BYTES * num_experts).seconds)
+        others = float(topology.num_devices - smallest)
+        busiest = BusiestLinks(float(largest - 1), others, others, others)
+        return self.counts.times(busiest, COUNT_BYTES * num_experts).seconds
 
 
 @lru_cache

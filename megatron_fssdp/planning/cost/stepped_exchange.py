@@ -10,14 +10,9 @@ group. The other steps share the links between groups in equal parts. Compute is
   and after a step's compute, it brings rows into order by expert and back.
 
 The price does not know that smaller GEMMs are slower, and that weight gradients are written in every step.
-
-All seconds are numbers or float64 arrays with one entry for each case.
 """
 
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
@@ -49,7 +44,7 @@ class SteppedExchange:
         """
         return cls(ring.num_steps, topology.num_nodes > 1, host_s) if ring.num_steps > 1 else None
 
-    def seconds(self, first: LinkTimes, second: LinkTimes, experts_s: Any) -> Any:
+    def seconds(self, first: LinkTimes, second: LinkTimes, experts_s: float) -> float:
         """Seconds from the first sent row to the last result.
 
         Args:
@@ -57,17 +52,16 @@ class SteppedExchange:
             second: Seconds of the exchange after the experts, all groups at once.
             experts_s: Seconds of the experts on the slowest device.
         """
-        sent_s: Any = 0.0
-        computed_s: Any = 0.0
+        sent_s = computed_s = 0.0
         compute_s = experts_s / self.num_steps + self.host_s
         ends = []
         for step in range(self.num_steps):
             sent_s = sent_s + self.step_s(first, step) + self.host_s
-            computed_s = np.maximum(computed_s, sent_s) + compute_s
+            computed_s = max(computed_s, sent_s) + compute_s
             ends.append(computed_s)
         returned_s = sent_s
         for step, computed_s in enumerate(ends):
-            returned_s = np.maximum(returned_s, computed_s) + self.step_s(second, step) + self.host_s
+            returned_s = max(returned_s, computed_s) + self.step_s(second, step) + self.host_s
         return returned_s
 
     def saves(self, dispatch: LinkTimes, combine: LinkTimes, experts_s: float) -> bool:
@@ -81,9 +75,9 @@ class SteppedExchange:
         backward_s = BACKWARD_PER_FORWARD * experts_s
         at_once_s = 2 * (dispatch.seconds + combine.seconds) + experts_s + backward_s
         forward_s = self.seconds(dispatch, combine, experts_s)
-        return bool(forward_s + self.seconds(combine, dispatch, backward_s) < at_once_s)
+        return forward_s + self.seconds(combine, dispatch, backward_s) < at_once_s
 
-    def step_s(self, exchange: LinkTimes, step: int) -> Any:
+    def step_s(self, exchange: LinkTimes, step: int) -> float:
         """Seconds of one step's messages in one direction.
 
         Args:
@@ -91,8 +85,9 @@ class SteppedExchange:
             step: Number of the step; 0 is the exchange within the own group.
         """
         if not step:
-            return exchange.near_s if self.between_nodes else np.zeros_like(exchange.near_s)
+            return exchange.near_s if self.between_nodes else 0.0
         whole_s = exchange.far_s if self.between_nodes else exchange.near_s
         start_s = exchange.far_start_s if self.between_nodes else exchange.near_start_s
-        # Links without bytes have no start-up either.
-        return (whole_s > 0) * start_s + np.maximum(whole_s - start_s, 0.0) / (self.num_steps - 1)
+        if not whole_s:  # links without bytes have no start-up either
+            return 0.0
+        return start_s + max(whole_s - start_s, 0.0) / (self.num_steps - 1)

@@ -7,14 +7,8 @@ travels there, and the rest travels beside the experts.
 """
 
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
-
-LEAST_SECONDS = 1e-30
-"""No transfer takes less. A transfer of nothing takes no seconds, and its share is 0 of this number."""
 
 
 @dataclass(frozen=True)
@@ -22,53 +16,44 @@ class TransferSplit:
     """The part of every expert that travels while the experts of the layer before compute.
 
     Attributes:
-        gather: Share of an expert's weights, from 0 to 1; a number, or an array with one entry for each case.
-        reduce: Share of an expert's gradient, from 0 to 1; a number or such an array.
+        gather: Share of an expert's weights, from 0 to 1.
+        reduce: Share of an expert's gradient, from 0 to 1.
 
     Raises:
         ValueError: A share is out of range.
     """
 
-    gather: Any = 0.0
-    reduce: Any = 0.0
+    gather: float = 0.0
+    reduce: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("gather", "reduce"):
-            share = getattr(self, name)
-            is_array = isinstance(share, np.ndarray)
-            if not ((share.min() if is_array else share) >= 0 and (share.max() if is_array else share) <= 1):
-                raise ValueError(f"{name} is {getattr(self, name)}: wanted a share from 0 to 1")
+        for name, share in (("gather", self.gather), ("reduce", self.reduce)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} is {share}: wanted a share from 0 to 1")
 
 
 WHOLE = TransferSplit()
 """A split in which nothing travels beside the experts of the layer before."""
 
 
-def split_transfers(gather_s: Any, reduce_s: Any, *, non_expert_s: float, expert_s: float) -> TransferSplit:
+def split_transfers(
+    gather_s: float, reduce_s: float, *, non_expert_s: float, expert_s: float
+) -> TransferSplit:
     """Split transfers by modelled seconds (Pro-Prophet, §V-B, Alg. 2).
 
     A part that neither piece of compute hides travels with the compute between the layers, which then has to
     wait.
 
     Args:
-        gather_s: Seconds of SparseAllGather; a number, or an array with one entry for each case.
-        reduce_s: Seconds of SparseReduceScatter; a number or such an array.
+        gather_s: Seconds of SparseAllGather.
+        reduce_s: Seconds of SparseReduceScatter.
         non_expert_s: Seconds of the forward pass of the compute between two layers (FNEC).
         expert_s: Seconds of the experts' forward pass (FEC).
     """
-    return TransferSplit(
-        _share_under_experts(gather_s, non_expert_s, expert_s),
-        _share_under_experts(reduce_s, BACKWARD_PER_FORWARD * non_expert_s, BACKWARD_PER_FORWARD * expert_s),
-    )
 
+    def share(busy_s: float, passes: int) -> float:
+        """Share of a transfer that travels beside the experts."""
+        beside_s = min(max(busy_s - passes * non_expert_s, 0.0), passes * expert_s)
+        return beside_s / busy_s if busy_s else 0.0
 
-def _share_under_experts(busy_s: Any, between_s: float, experts_s: float) -> Any:
-    """Share of a transfer that travels beside the experts, from 0 to 1.
-
-    Args:
-        busy_s: Seconds of the whole transfer; may be an array.
-        between_s: Seconds of the compute between two layers.
-        experts_s: Seconds of the experts.
-    """
-    moved_s = np.minimum(np.maximum(busy_s - between_s, 0.0), experts_s)
-    return moved_s / np.maximum(busy_s, LEAST_SECONDS)
+    return TransferSplit(share(gather_s, 1), share(reduce_s, BACKWARD_PER_FORWARD))

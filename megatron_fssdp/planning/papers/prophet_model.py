@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS, exposed_s
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class ProphetModel:
         trans_s = self.transfer_s(num_selected, self.expert_bytes, num_left_out)
         agg_s = self.transfer_s(num_selected, self.gradient_bytes, num_left_out)
         if self.overlaps:
-            trans_s = exposed_s(trans_s, forward_s + self.non_expert_s)
-            agg_s = exposed_s(agg_s, BACKWARD_PER_FORWARD * (forward_s + self.non_expert_s))
+            trans_s = np.maximum(0.0, trans_s - (forward_s + self.non_expert_s))
+            agg_s = np.maximum(0.0, agg_s - BACKWARD_PER_FORWARD * (forward_s + self.non_expert_s))
         moved_s = NUM_ALL_TO_ALLS * self._exchange_s(most_received)
         return np.asarray(moved_s + (1 + BACKWARD_PER_FORWARD) * forward_s + trans_s + agg_s)
 

@@ -96,11 +96,6 @@ class Topology:
         return frozen_array(np.argsort(self.node_of_device_D, kind="stable"), np.int64)
 
     @cached_property
-    def place_D(self) -> np.ndarray:
-        """Position of every device in ``by_node_D``, int64 ``[D]``, read-only."""
-        return frozen_array(np.argsort(self.by_node_D), np.int64)
-
-    @cached_property
     def first_N(self) -> np.ndarray:
         """Where the devices of each node begin in ``by_node_D``, then D; int64 ``[N + 1]``, read-only."""
         return frozen_array([0, *np.cumsum(np.bincount(self.node_of_device_D))], np.int64)

@@ -14,9 +14,6 @@ batch's fixed cost.
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 ALIGNMENT_BYTES = 16
 """Messages begin at multiples of this number of bytes, which is what vectorized copies need."""
@@ -47,21 +44,12 @@ class FixedMessages:
         if self.num_bytes < 1:
             raise ValueError(f"num_bytes is {self.num_bytes}: wanted 1 or more")
 
-    def message_bytes(self, expert_bytes: Any, num_stages: Any) -> Any:
-        """Bytes of a message: the fixed size, or a whole expert that is smaller.
-
-        Args:
-            expert_bytes: Bytes of an expert or of its gradient; a number, or an array of integers.
-            num_stages: Number of stages of the transfer; a number, or an array of integers.
-        """
-        return _smaller(expert_bytes, self.num_bytes)
+    def message_bytes(self, expert_bytes: int, num_stages: int) -> int:
+        """Bytes of a message of an expert or of its gradient: the fixed size, or all if they are fewer."""
+        return min(expert_bytes, self.num_bytes)
 
     def buffered_bytes(self, gradient_bytes: int) -> int:
-        """Most bytes that a device keeps for the messages of one sender in SparseReduceScatter.
-
-        Args:
-            gradient_bytes: Bytes of an expert's gradient as it is sent.
-        """
+        """Most bytes that a device keeps for the messages of one sender in SparseReduceScatter."""
         return min(gradient_bytes, self.num_open * self.num_bytes)
 
 
@@ -87,34 +75,19 @@ class PipelinedMessages:
     batch_host_s: float = 0.0
     step_host_s: float = 0.0
 
-    def message_bytes(self, expert_bytes: Any, num_stages: Any) -> Any:
-        """Bytes of a message.
-
-        Args:
-            expert_bytes: Bytes of an expert or of its gradient; a number, or an array of integers.
-            num_stages: Number of stages of the transfer; a number, or an array of integers.
-        """
-        if isinstance(expert_bytes, np.ndarray) or isinstance(num_stages, np.ndarray):
-            wanted: Any = np.ceil(np.sqrt(np.maximum(num_stages - 1, 0) * expert_bytes / self.least_bytes))
-            number: Any = np.minimum(np.maximum(wanted, self.fewest), self.most).astype(np.int64)
-            number = np.minimum(number, np.maximum(expert_bytes // self.least_bytes, 1))
-            number = np.where(np.asarray(num_stages) <= 1, 1, number)
-        elif num_stages <= 1:
+    def message_bytes(self, expert_bytes: int, num_stages: int) -> int:
+        """Bytes of a message of an expert, or of its gradient, in a transfer with so many stages."""
+        if num_stages <= 1:
             return expert_bytes
-        else:
-            wanted = math.ceil(math.sqrt((num_stages - 1) * expert_bytes / self.least_bytes))
-            number = min(max(wanted, self.fewest), self.most, max(1, int(expert_bytes // self.least_bytes)))
+        wanted = math.ceil(math.sqrt((num_stages - 1) * expert_bytes / self.least_bytes))
+        number = min(max(wanted, self.fewest), self.most, max(1, expert_bytes // self.least_bytes))
         each = -(-expert_bytes // number)
-        return _smaller(expert_bytes, -(-each // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        return min(expert_bytes, -(-each // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
     def buffered_bytes(self, gradient_bytes: int) -> int:
-        """Most bytes that a device keeps for the messages of one sender in SparseReduceScatter.
-
-        Args:
-            gradient_bytes: Bytes of an expert's gradient as it is sent.
-        """
+        """Most bytes that a device keeps for the messages of one sender in SparseReduceScatter."""
         # A reduction over one hop has two stages, the fewest of all reductions and so the largest messages.
-        return min(gradient_bytes, self.num_open * int(self.message_bytes(gradient_bytes, 2)))
+        return min(gradient_bytes, self.num_open * self.message_bytes(gradient_bytes, 2))
 
 
 MessageRule = FixedMessages | PipelinedMessages
@@ -124,8 +97,9 @@ HOST_MESSAGES = FixedMessages(1 << 17, num_open=6, step_host_s=1.7e-3)
 
 It is also large enough that the host's work for each message does not take most of the time. Of 32, 64, 128
 and 256 KiB this was the best size for experts of 2 to 16 MiB on links of 400 Mbit/s (docs/decisions.md).
-Receives are posted four steps early, and the messages of one more step are added meanwhile. The host's time for these
-messages is not priced here: a thread posts them, and the measured bandwidth of a link contains its time.
+Receives are posted four steps early, and the messages of one more step are added meanwhile. The host's time
+for these messages is not priced here: a thread posts them, and the measured bandwidth of a link contains its
+time.
 
 Steps of the smart schedule wait for each other, and this wait is priced: on the testbed (8 ranks on 2 cores),
 4 steps took 5.8 ms (rows) and 7.7 ms (results) longer than their bytes and start-ups. Ranks with a core each
@@ -153,27 +127,16 @@ def message_rule(*, on_cuda: bool) -> MessageRule:
     return CUDA_MESSAGES if on_cuda else HOST_MESSAGES
 
 
-def gather_stages(num_hops: Any) -> Any:
+def gather_stages(num_hops: int) -> int:
     """Number of stages of SparseAllGather: the hops of its longest path."""
     return num_hops
 
 
-def reduction_stages(num_hops: Any) -> Any:
+def reduction_stages(num_hops: int) -> int:
     """Number of stages of SparseReduceScatter: the hops of its longest path, then the addition."""
     return num_hops + 1
 
 
-def num_batches(expert_bytes: Any, message_bytes: Any, num_hops: Any) -> Any:
-    """Number of batches of messages that a rank posts for one transfer, one after the other.
-
-    Args:
-        expert_bytes: Bytes of an expert or of its gradient; may be an array.
-        message_bytes: Bytes of a message; may be an array.
-        num_hops: Hops of the transfer's longest path; may be an array.
-    """
+def num_batches(expert_bytes: int, message_bytes: int, num_hops: int) -> int:
+    """Number of batches of messages that a rank posts, one after the other, for a path of ``num_hops``."""
     return -(-expert_bytes // message_bytes) + num_hops - 1
-
-
-def _smaller(first: Any, second: Any) -> Any:
-    is_array = isinstance(first, np.ndarray) or isinstance(second, np.ndarray)
-    return np.minimum(first, second) if is_array else min(first, second)

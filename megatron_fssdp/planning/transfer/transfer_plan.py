@@ -3,7 +3,6 @@
 Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -52,38 +51,6 @@ class TransferPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", frozen_array(np.reshape(self.table, (-1, 4)), np.int64))
 
-    @classmethod
-    def of(cls, num_devices: int, edges: Iterable[tuple[int, int, int, int]]) -> "TransferPlan":
-        """A plan that somebody made edge by edge.
-
-        Args:
-            num_devices: Number of devices, D.
-            edges: The transfers, parents before children.
-
-        Raises:
-            ValueError: The edges do not form trees from one device each.
-        """
-        plan = cls(num_devices, np.array(list(edges), np.int64))
-        depth_of: dict[tuple[int, int], int] = {}
-        begun: set[int] = set()
-        for edge in plan.edges:
-            if min(edge) < 0 or max(edge.source, edge.destination) >= num_devices:
-                raise ValueError(
-                    f"{edge} leaves the plan: wanted devices from 0 to {num_devices - 1}, and an expert "
-                    "and a depth of 0 or more"
-                )
-            source, destination = (edge.expert, edge.source), (edge.expert, edge.destination)
-            if source not in depth_of and edge.expert not in begun:
-                depth_of[source] = 0
-                begun.add(edge.expert)
-            if depth_of.get(source) != edge.depth or destination in depth_of:
-                raise ValueError(
-                    f"{edge} sends expert {edge.expert} from a device that does not have it at this depth, "
-                    "or to one that has it already: wanted a tree for each expert, parents first"
-                )
-            depth_of[destination] = edge.depth + 1
-        return plan
-
     @cached_property
     def edges(self) -> tuple[TransferEdge, ...]:
         """The edges, made at their first use, because prices need only the table."""
@@ -119,11 +86,6 @@ class TransferPlan:
                 "placement"
             )
 
-    @property
-    def num_transfers(self) -> int:
-        """Number of edges, one for each replica."""
-        return len(self.table)
-
     @cached_property
     def max_depth(self) -> int:
         """Depth of the deepest edge; -1 if the plan has no edges."""
@@ -144,22 +106,8 @@ class TransferPlan:
         return tuple(incoming), tuple(outgoing)
 
     def total_bytes(self, expert_bytes: int) -> int:
-        """Bytes that all transfers move together.
-
-        Args:
-            expert_bytes: Bytes of the parameters of one expert.
-        """
-        return self.num_transfers * expert_bytes
-
-    def inter_node_bytes(self, expert_bytes: int, topology: Topology) -> int:
-        """Bytes that travel from one node to another.
-
-        Args:
-            expert_bytes: Bytes of the parameters of one expert.
-            topology: Nodes of the devices.
-        """
-        node_D = topology.node_of_device_D
-        return expert_bytes * int((node_D[self.table[:, 1]] != node_D[self.table[:, 2]]).sum())
+        """Bytes that all transfers move together."""
+        return len(self.table) * expert_bytes
 
 
 def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
@@ -187,10 +135,6 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
     the expert more often, which is slow when many experts share a leader. In a chain, the depth would grow
     with the size of the node instead of its logarithm. Among edges of equal depth, those between nodes come
     first, so that a leader sends to the next node before it sends inside its own node.
-
-    Args:
-        placement: The placement to bring about.
-        topology: Nodes of the devices.
 
     Raises:
         ValueError: The placement and the topology have different numbers of devices.

@@ -85,29 +85,6 @@ def test_rematerialized_additions_travel_with_every_pass():
     assert calibrate(planned, counts_DE, topology, megabytes=24, **keys) is None
 
 
-def test_planned_replicas_stay_and_keep_their_slots():
-    # Planned for expert 0, but the tokens go to expert 1.
-    planned = ExpertPlacement.owners_only(np.array([0, 0]), 2).with_replicas([(0, 1)], slots=1)
-    counts_DE, topology = [[0, 50], [0, 50]], Topology.uniform(2, 1)
-    assert calibrate(planned, counts_DE, topology, slots=1) is None
-    assert calibrate(planned, counts_DE, topology, slots=2) == planned.with_replicas([(1, 1)])
-    assert calibrate(planned, counts_DE, topology, slots=2, overlap_degree=0) is None
-
-
-def test_only_experts_that_pay_for_their_transfer_are_added():
-    # Device 1 sends 90 tokens to expert 0 and 4 to expert 1, both on device 0. A replica of expert 0
-    # on device 1 takes 4 * 90 s off the all-to-alls and 3 * 4 s off the experts. One of expert 1
-    # too takes off 4 * 4 s and adds 3 * 4 s, so it pays if it travels for less than 4 s.
-    planned = ExpertPlacement.owners_only(np.array([0, 0, 0, 1]), 2)
-    counts_DE, topology = [[0, 0, 0, 0], [90, 4, 0, 0]], Topology.uniform(2, 1)
-    limits = {"overlap_degree": 2, "slots": 2, "non_moe_s": 1e9}
-    hot = planned.with_replicas([(0, 1)])
-    assert calibrate(planned, counts_DE, topology, megabytes=20, **limits) == hot
-    assert calibrate(planned, counts_DE, topology, megabytes=3, **limits) == planned.with_replicas(
-        [(0, 1), (1, 1)]
-    )
-
-
 def test_the_planner_is_not_called_where_no_replica_can_pay():
     def planner(*_, **__):
         raise AssertionError("planned although nothing can pay")

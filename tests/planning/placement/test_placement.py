@@ -12,14 +12,6 @@ def placement():
     return ExpertPlacement(np.array([0, 0, 1, 2]), present_ED, slots=1)
 
 
-def test_views_of_a_placement(placement):
-    assert (placement.num_experts, placement.num_devices, placement.num_replicas) == (4, 3, 3)
-    assert placement.holders(0) == (0, 2)
-    assert placement.experts_on(0) == (0, 1, 3)
-    assert placement.replicas_per_device_D.tolist() == [1, 1, 1]
-    assert placement.owned_per_device_D.tolist() == [2, 1, 1]
-
-
 def test_arrays_are_copied_and_read_only():
     owner_E, present_ED = np.array([0, 1], dtype=np.int32), np.eye(2, dtype=bool)
     placement = ExpertPlacement(owner_E, present_ED)
@@ -70,13 +62,3 @@ def test_even_owners_are_contiguous():
 def test_bad_placements_say_what_was_wanted(owner_E, present_ED, slots, message):
     with pytest.raises(ValueError, match=message):
         ExpertPlacement(np.array(owner_E), np.array(present_ED), slots=slots)
-
-
-def test_owners_only_has_no_replicas_and_names_a_bad_owner():
-    placement = ExpertPlacement.owners_only(np.array([2, 0]), 3)
-    assert (placement.num_replicas, placement.holders(0)) == (0, (2,))
-    for owners in ([5], [-1]):
-        with pytest.raises(ValueError, match=f"expert 0 is owned by device {owners[0]}"):
-            ExpertPlacement.owners_only(np.array(owners), 2)
-    with pytest.raises(ValueError, match=r"owner_E has shape \(\)"):
-        ExpertPlacement.owners_only(np.array(1), 2)

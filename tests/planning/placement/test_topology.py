@@ -4,16 +4,6 @@ import pytest
 from megatron_fssdp.planning.placement.topology import GroupRing, Topology
 
 
-def test_uniform_nodes_are_contiguous_and_equal():
-    topology = Topology.uniform(6, 3)
-    assert topology.node_of_device == (0, 0, 1, 1, 2, 2)
-    assert (topology.num_devices, topology.num_nodes) == (6, 3)
-    assert [topology.devices_by_node[n] for n in range(3)] == [(0, 1), (2, 3), (4, 5)]
-    assert topology.node_of_device_D.dtype == np.int64
-    with pytest.raises(ValueError, match="read-only"):
-        topology.node_of_device_D[0] = 1
-
-
 def test_labels_are_numbered_by_first_appearance():
     topology = Topology.from_labels(["b", "a", "b", "c"])
     assert topology.node_of_device == (0, 1, 0, 2)

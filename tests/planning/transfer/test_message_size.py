@@ -1,7 +1,5 @@
 """The rule by which transfers divide experts into messages."""
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,26 +7,14 @@ from megatron_fssdp.planning.transfer.message_size import (
     ALIGNMENT_BYTES,
     CUDA_MESSAGES,
     HOST_MESSAGES,
-    FixedMessages,
     PipelinedMessages,
     gather_stages,
-    message_rule,
     num_batches,
     reduction_stages,
 )
 
 MIB = 2**20
 MIXTRAL = 2 * 3 * 4096 * 14336  # Bytes of an expert of Mixtral 8x7B in bf16.
-
-
-def test_the_rule_depends_on_the_memory_of_the_tensors() -> None:
-    assert message_rule(on_cuda=False) is HOST_MESSAGES
-    assert message_rule(on_cuda=True) is CUDA_MESSAGES
-
-
-@given(st.integers(1, 10**10), st.integers(0, 8))
-def test_between_cpus_a_message_has_128_kib(expert_bytes: int, num_stages: int) -> None:
-    assert HOST_MESSAGES.message_bytes(expert_bytes, num_stages) == min(expert_bytes, 128 * 1024)
 
 
 @given(st.integers(1, 10**10))
@@ -55,12 +41,6 @@ def test_more_stages_never_make_messages_larger(expert_bytes: int, stages: int) 
     assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize(("stages", "wanted"), [(1, 1), (2, 16), (3, 16)])
-def test_an_expert_of_mixtral_takes_few_batches(stages: int, wanted: int) -> None:
-    message = CUDA_MESSAGES.message_bytes(MIXTRAL, stages)
-    assert -(-MIXTRAL // message) == wanted
-
-
 @given(st.integers(8 * MIB, 10**9), st.integers(2, 6))
 def test_the_number_of_messages_makes_the_pipeline_shortest(expert_bytes: int, stages: int) -> None:
     rule = PipelinedMessages(MIB, fewest=1, most=10**6)
@@ -74,24 +54,9 @@ def test_the_number_of_messages_makes_the_pipeline_shortest(expert_bytes: int, s
     assert seconds(number) <= 1.15 * seconds(best)
 
 
-@given(st.lists(st.tuples(st.integers(1, 10**10), st.integers(0, 8)), min_size=1, max_size=5))
-def test_arrays_have_the_sizes_of_single_numbers(cases: list[tuple[int, int]]) -> None:
-    expert_bytes, stages = (np.array(column) for column in zip(*cases, strict=True))
-    for rule in (HOST_MESSAGES, CUDA_MESSAGES):
-        wanted = [rule.message_bytes(*case) for case in cases]
-        assert rule.message_bytes(expert_bytes, stages).tolist() == wanted
-        of_one_size = np.broadcast_to(rule.message_bytes(MIXTRAL, stages), stages.shape)
-        assert of_one_size.tolist() == [rule.message_bytes(MIXTRAL, num_stages) for _, num_stages in cases]
-
-
 @given(st.integers(1, 10**10), st.integers(1, 6))
 def test_the_buffers_of_a_sender_hold_its_open_messages(gradient_bytes: int, num_hops: int) -> None:
     for rule in (HOST_MESSAGES, CUDA_MESSAGES):
         message = rule.message_bytes(gradient_bytes, reduction_stages(num_hops))
         wanted = min(gradient_bytes, rule.num_open * message)
         assert wanted <= rule.buffered_bytes(gradient_bytes) <= gradient_bytes
-
-
-def test_messages_without_bytes_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_bytes is 0"):
-        FixedMessages(0)
