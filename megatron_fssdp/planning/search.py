@@ -11,7 +11,7 @@ The search (``Search`` in ``kernels.py``) compares all placements by one price, 
 1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice); water filling, in
    which owners give load away until they keep a part of the mean load, at six levels, and with several nodes
    again so that each of these experts is in all nodes; and a placement of the caller, such as the last one.
-2. **A climb** from owners only, by a smooth price, in which all devices count and the highest ones most. It is
+2. **A climb** from owners only, by a smooth price, in which all devices count, the highest ones most. It is
    repeated while 1, 2, 4, … experts on each link cost nothing: one replica makes a whole transfer longer, and
    the next ones over other links are then free.
 3. **Descents** from the best placement so far, by the exact price, the smooth one and the exact one again. A
