@@ -505,6 +505,8 @@ class Search(Layer):
 
     def may_grow(self, expert: int) -> bool:
         """Whether an expert may get replicas."""
+        if self.most_replicated >= self.num_experts:
+            return True
         num = 0
         for other in range(self.num_experts):
             num += self.holders_E[other] > 1
@@ -734,7 +736,8 @@ class Search(Layer):
             num = self.rank(of_links == 1)
             for i in range(num):
                 expert = self.ranked[i]
-                if self.improve(expert) or self.swap(expert):
+                # Swaps take most of the time and gain only where the exact price counts.
+                if self.improve(expert) or (not self.is_smooth and self.swap(expert)):
                     return True
                 self.is_tired_E[expert] = 1
         return False

@@ -16,9 +16,10 @@ The search (``Search`` in ``kernels.py``) compares all placements by one price, 
    the next ones over other links are then free.
 3. **Descents** from the best placement so far, by the exact price, the smooth one and the exact one again. A
    step looks at the experts with the largest parts of the busiest device, and of the busiest link. It adds a
-   replica, drops one, puts one into every node or everywhere, or swaps one with the least useful replica of a
-   full device. An expert that saved nothing is not looked at again in the same descent. Then **kicks**: all
-   replicas of one expert are changed at once, and a descent follows; what gains is kept.
+   replica, drops one, puts one into every node or everywhere, or, by the exact price, swaps one with the
+   least useful replica of a full device. An expert that saved nothing is not looked at again in the same
+   descent. Then **kicks**: all replicas of one expert are changed at once, and a descent follows; what gains
+   is kept.
 4. Replicas without which the placement costs no more are dropped.
 
 An expert is taken out once for all its moves. The price of a move then follows from the highest values
