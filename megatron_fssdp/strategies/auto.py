@@ -104,6 +104,7 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
     def resume(self, selected: Mapping[int, str]) -> None:
         """Start with the selection of another run of the same model."""
         self._selected = {layer: name for layer, name in selected.items() if name in self.candidates}
+        self._has_selected = bool(self._selected)
 
     def selects_at(self, iteration: int, num_known: int) -> bool:
         """As soon as costs are measured, and then at the interval."""

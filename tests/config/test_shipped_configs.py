@@ -1,6 +1,5 @@
 """All files of configs/ load, combine and become Megatron's arguments; models have the stated sizes."""
 
-import re
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -194,16 +193,3 @@ def test_parms_models_without_experts_are_those_of_their_papers(
     model = load_run([f"models/{name}", "training/tiny"]).model
     gates = sum(model.moe_layers) * model.hidden_size * (model.num_experts or 0)
     assert (counted(name).activated - gates) / 1e6 == pytest.approx(millions, abs=tolerance)
-
-
-def test_tables_of_the_page_show_the_counted_sizes() -> None:
-    text = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([\w-]+)` \| ([^\n]+) \|$", text, re.MULTILINE))
-    models = {name: row.split(" | ") for name, row in rows.items() if name in names_in("models")}
-    assert set(models) == {name for name in names_in("models") if not name.startswith("tiny-")}
-    for name, (stated, *figures) in models.items():
-        count = counted(name)
-        wanted = (count.matrices_of_layers, count.total, count.activated)
-        assert figures == [f"{elements / 1e9:.2f}" for elements in wanted], name
-        words = stated.split()[0].rstrip(",")
-        assert words == (str(STATED[name][1]) if name in STATED else "–"), name

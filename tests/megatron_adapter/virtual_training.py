@@ -24,10 +24,10 @@ _LIMIT_S = 400.0
 # The server imports Megatron without the patches for CPU ranks.
 _PRELOAD = tuple(entry for entry in MEGATRON_PRELOAD if not entry.endswith(":install"))
 
-# Megatron's random numbers are drawn on the device, which is where its parameters are.
+# Parameters are drawn on the host, as the launcher has it on CPU ranks.
 VIRTUAL_GPT = Model(
     GPT.script,
-    GPT.arguments.replace("--use-cpu-initialization", "").replace("--distributed-backend gloo", "")
+    GPT.arguments.replace("--distributed-backend gloo", "")
     + " --num-layers 3 --disable-bias-linear --train-iters 3",
 )
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -159,6 +159,9 @@ def test_the_same_data_in_two_folders_is_no_difference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("header", [RECORDED_RUN_HEADER, "# another\n"])
 def test_settings_of_train_are_never_replaced(tmp_path: Path, header: str) -> None:
-    (tmp_path / "config.yaml").write_text(f"{header}strategy: {{name: ep}}\n")
-    is_written = write_recorded_settings(tmp_path, None, {"name": "fssdp", "settings": {}})
-    assert is_written is (header != RECORDED_RUN_HEADER)
+    (tmp_path / "config.yaml").write_text(text := f"{header}strategy: {{name: ep}}\n")
+    with (
+        nullcontext() if header == RECORDED_RUN_HEADER else pytest.raises(ConfigurationError, match="exists")
+    ):
+        assert not write_recorded_settings(tmp_path, None, {"name": "fssdp", "settings": {}})
+    assert (tmp_path / "config.yaml").read_text() == text

@@ -111,9 +111,9 @@ def register(by_launcher: bool = False) -> None:
             check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         requested = requested_by(args)
         validated = validate(args, *rest, **kwargs)
-        record_dir = requested.settings.record_dir
-        if record_dir is not None and args.rank == 0:
-            run_lock.hold(record_dir, "record_dir")
+        # Rank 0 holds the folder only when all ranks have come here.
+        if (record_dir := requested.settings.record_dir) is not None:
+            run_lock.refuse_live(record_dir, "record_dir")
         _follow(requested)
         return validated
 

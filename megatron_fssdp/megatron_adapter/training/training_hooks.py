@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import log_single_rank
 from megatron.training.global_vars import get_args
 
+from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.megatron_arguments import run_config_from_arguments
 from megatron_fssdp.config.run.run_config import RunConfig
@@ -197,6 +198,7 @@ def _describe_run(asked: Path, model: list[torch.nn.Module], requested: Requeste
     except ConfigurationError as error:
         logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
     folder = record_folder(asked, run, resumes=get_args().iteration > 0)
+    run_lock.hold(folder, "record_dir")
     write_recorded_settings(folder, run, strategy)
     return folder
 

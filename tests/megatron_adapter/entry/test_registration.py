@@ -17,10 +17,14 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySessi
     ("name", "settings", "wanted"),
     [
         ("ep", {}, ["marks"]),
-        ("fssdp", {"reshard_interval": 0}, ["marks"]),
-        ("fssdp", {}, ["megatron_fssdp_owners", "marks"]),
-        ("auto", {}, ["megatron_fssdp_owners", "megatron_fssdp_choices", "marks"]),
-        ("auto", {"smartmoe": False}, ["megatron_fssdp_choices", "marks"]),
+        ("fssdp", {"reshard_interval": 0}, ["megatron_fssdp_loads", "marks"]),
+        ("fssdp", {}, ["megatron_fssdp_owners", "megatron_fssdp_loads", "marks"]),
+        (
+            "auto",
+            {},
+            ["megatron_fssdp_owners", "megatron_fssdp_choices", "megatron_fssdp_loads", "marks"],
+        ),
+        ("auto", {"smartmoe": False}, ["megatron_fssdp_choices", "megatron_fssdp_loads", "marks"]),
     ],
 )
 def test_checkpoints_keep_what_a_run_may_change(name, settings, wanted, monkeypatch):

@@ -32,7 +32,7 @@ from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, Se
 from megatron_fssdp.testing import run_megatron_ranks
 
 EXAMPLE = "second_home"
-EXAMPLE_FOLDER = Path(__file__).parents[3] / "docs" / "examples" / EXAMPLE
+EXAMPLE_FOLDER = Path(__file__).parents[3] / "examples" / EXAMPLE
 PLANNING = [name for name, entry in STRATEGIES.items() if entry.strategy is not None and name != EXAMPLE]
 # Short intervals, so that everything happens in the run; a strategy without keys here runs with its defaults.
 KEYS: dict[str, dict[str, Any]] = {
