@@ -34,7 +34,7 @@ def hold(folder: Path, asked_by: str) -> int:
         ConfigurationError: A live run holds the folder, or it cannot be written.
     """
     place = folder.resolve()
-    if os.environ.get(HELD_VARIABLE) == str(place):
+    if _is_held_for_us(place):
         return -1
     if place not in _held:
         try:
@@ -65,8 +65,8 @@ def release(folder: Path) -> None:
 
 
 def refuse_live(folder: Path, asked_by: str) -> None:
-    """Raise a ConfigurationError if another process holds a run's folder; nothing is written."""
-    if folder.resolve() in _held:
+    """Raise a ConfigurationError if a run of others holds a folder; nothing is written."""
+    if _is_held_for_us(place := folder.resolve()) or place in _held:
         return
     # Without a file, or on a file system without locks, nobody holds the folder.
     with suppress(OSError), (folder / LOCK_FILE).open(encoding="utf-8") as file:
@@ -74,6 +74,10 @@ def refuse_live(folder: Path, asked_by: str) -> None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _taken(folder, asked_by) from None
+
+
+def _is_held_for_us(place: Path) -> bool:
+    return os.environ.get(HELD_VARIABLE) == str(place)
 
 
 def _taken(folder: Path, asked_by: str) -> ConfigurationError:
