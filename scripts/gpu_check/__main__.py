@@ -26,8 +26,8 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(
         prog="gpu_check.sh",
-        description="Check this node: doctor, GPU tests, losses of all strategies on all GPUs, benchmarks "
-        "with traces. Writes one page and one zip.",
+        description="Check this node: doctor, GPU tests, losses of all strategies on all GPUs, "
+        "benchmarks. Writes one page and one zip.",
     )
     parser.add_argument("--virtual", action="store_true", help="use CPU processes that pose as CUDA devices")
     parser.add_argument("--python", help="interpreter to use instead of .venv; the script reads this option")
@@ -83,9 +83,8 @@ def check_steps(root: Path, out: Path, ranks: int, *, is_virtual: bool) -> list[
         return Step(name, (python, *map(str, words)), limit_s, environment, verdict, skipped)
 
     def benchmark(name: str, limit_s: float, *words: object, skipped: str = "") -> Step:
-        script, result = root / "benchmarks" / f"{name}.py", results / name
-        written = ("--out", f"{result}.json", "--trace", f"{result}_trace.json")
-        return step(name, limit_s, script, script, *written, *words, skipped=skipped)
+        script, result = root / "benchmarks" / f"{name}.py", results / f"{name}.json"
+        return step(name, limit_s, script, script, "--out", result, *words, skipped=skipped)
 
     tests, parity = root / "tests", root / "benchmarks" / "gpu_parity.py"
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow", f"--rootdir={root}")

@@ -90,6 +90,17 @@ def test_every_strategy_is_trained_after_its_baseline() -> None:
     assert next(iter(gpu_parity.CASES)) == "none"
 
 
+@pytest.mark.parametrize("is_virtual", [False, True])
+def test_benchmarks_know_the_options_that_they_get(is_virtual: bool, tmp_path: Path) -> None:
+    steps = gpu_check.check_steps(ROOT, tmp_path, 4, is_virtual=is_virtual)
+    of_benchmarks = [one.command for one in steps if one.command[1].startswith(str(ROOT / "benchmarks"))]
+    assert {Path(words[1]).stem for words in of_benchmarks} == {"gpu_parity", "gpu_layer", "overlap"}
+    for words in of_benchmarks:
+        script = Path(words[1]).read_text(encoding="utf-8")
+        options = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
+        assert [option for option in options if f'"{option}"' not in script] == []
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 def test_every_number_of_devices_makes_steps(num_ranks: int, tmp_path: Path) -> None:
     steps = {one.name: one for one in gpu_check.check_steps(ROOT, tmp_path, num_ranks, is_virtual=False)}
