@@ -64,6 +64,17 @@ def copy_out_and_in() -> None:
 
 
 def load_beside_residents() -> None:
+    from megatron_fssdp.planning.placement.placement import ExpertPlacement
+    from megatron_fssdp.strategies.papers.flexmoe import FlexmoeStrategy
+
+    def replicate(self: Any, context: Any, load_DE: Any) -> ExpertPlacement:
+        """Replicate expert 0 on every device, whatever it would save."""
+        present_ED = context.placement.present_ED.copy()
+        present_ED[0] = True
+        return ExpertPlacement(context.owner_E, present_ED, slots=1)
+
+    FlexmoeStrategy.replicate = replicate  # type: ignore[method-assign]
+
     def load(iteration: int, model: Any, optimizer: Any) -> None:
         if iteration == 6:
             note(_refusal(lambda: model[0].load_state_dict(model[0].state_dict())))
