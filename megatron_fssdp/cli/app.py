@@ -97,12 +97,11 @@ def main() -> None:
             raise
         _fail(f"{error.filename or 'output'}: cannot be written ({error.strerror}); free some space")
     except Exception as error:
-        from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
+        from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
 
-        broken = broken_package(error)
-        if broken is None:
+        if (message := broken_package_message(error)) is None:
             raise
-        _fail(broken.message())
+        _fail(message)
 
 
 def _fail(message: str, code: int = EXIT_BAD_INPUT) -> None:

@@ -24,15 +24,7 @@ from megatron_fssdp.config.run.megatron_options import description  # noqa: E402
 from megatron_fssdp.config.run.run_config import RunConfig  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
 from megatron_fssdp.config.sweep.sweep_config import SweepConfig  # noqa: E402
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import (  # noqa: E402
-    CHECKPOINT_REPLACEMENTS,
-)
-from megatron_fssdp.megatron_adapter.support import (  # noqa: E402
-    capabilities,
-    dispatch_limits,
-    supported_features,
-)
-from megatron_fssdp.megatron_adapter.support.tested_versions import TESTED_VERSIONS  # noqa: E402
+from megatron_fssdp.megatron_adapter.support import capabilities, limits  # noqa: E402
 from megatron_fssdp.planning.shape_letters import SHAPE_LETTERS  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -154,26 +146,23 @@ def code(path: str) -> str:
 
 def versions(_: str) -> str:
     """The tested ranges."""
-    return table(("package", "tested range"), ((f"`{a}`", f"`{b}`") for a, b in TESTED_VERSIONS.items()))
+    tested = capabilities.TESTED_VERSIONS
+    return table(("package", "tested range"), ((f"`{a}`", f"`{b}`") for a, b in tested.items()))
 
 
 def refused(_: str) -> str:
     """Features that every strategy refuses."""
-    return table(
-        ("refused", "what to do"), ((what, advice) for what, _, advice in supported_features.REFUSALS)
-    )
+    return table(("refused", "what to do"), ((limit.what, limit.advice) for limit in limits.EVERY))
 
 
 def combinations(_: str) -> str:
     """Features that some strategies and settings refuse."""
-    return table(("refused", "what to do"), ((what, advice) for what, _, advice in dispatch_limits.RULES))
+    return table(("refused", "what to do"), ((limit.what, limit.advice) for limit in limits.SOME))
 
 
 def replaced(_: str) -> str:
     """Checkpoint options that are replaced."""
-    return table(
-        ("given", "what happens instead"), ((one.what, one.meaning) for one in CHECKPOINT_REPLACEMENTS)
-    )
+    return table(("given", "what happens instead"), ((one.what, one.meaning) for one in limits.REPLACED))
 
 
 def seams(_: str) -> str:

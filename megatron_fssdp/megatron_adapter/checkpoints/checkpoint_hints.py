@@ -1,27 +1,39 @@
-"""Hints: plain values in a checkpoint's common state with which a run continues as before.
+"""What the plugin adds to Megatron's saving and loading of checkpoints: hints, and no half-written ones.
 
-A checkpoint identifies experts by layer and number. It can be loaded without its hints, under any strategy
-and owner map and in stock Megatron, which ignores them. All ranks save the same values.
+Hints are plain values in a checkpoint's common state with which a run continues as before. A checkpoint
+identifies experts by layer and number. It can be loaded without its hints, under any strategy and owner map
+and in stock Megatron, which ignores them. All ranks save the same values.
+
+Two files, which Megatron writes last, mark a folder as a ``torch_dist`` checkpoint. A run that resumes from
+an earlier iteration saves into folders that hold complete checkpoints. If such a save were killed, the old
+files would mark a mixture of old and new data as a checkpoint. They are therefore deleted before the save.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.utils import log_single_rank
 
+from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.strategy import SelectsStrategies
+from megatron_fssdp.strategies.strategy import SelectsStrategies, Strategy
 
 logger = logging.getLogger(__name__)
+
+# The order matters. If the save is killed between the two deletions, a load finds the second file, misses
+# the first one and fails.
+_MARKS = (".metadata", CONFIG_FNAME)
 
 
 @dataclass(frozen=True)
@@ -126,11 +138,33 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "counts_IDE": torch.from_numpy(state["counts_IDE"])}
 
 
-CheckpointHint = OwnerHint | StrategyHint | LoadHint
+def hints_of(
+    strategy: Strategy, slots: ExpertSlots, runtime: MoERuntime
+) -> list[OwnerHint | StrategyHint | LoadHint]:
+    """Return hints for what a run with the strategy may change.
+
+    Without any, checkpoint formats that identify experts by position are possible.
+    """
+    hints: list[OwnerHint | StrategyHint | LoadHint] = []
+    if strategy.moves_owners:
+        hints.append(OwnerHint(slots))
+    if isinstance(strategy, SelectsStrategies):
+        hints.append(StrategyHint(strategy, slots))
+    if strategy.may_replicate(1) or hints:
+        hints.append(LoadHint(slots, runtime))
+    return hints
 
 
-def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> None:
-    """Wrap the functions of ``megatron.training.checkpointing`` that save and load the common state."""
+def wrap_checkpointing(
+    checkpointing: Any, strategy: Strategy, slots: ExpertSlots, runtime: MoERuntime
+) -> None:
+    """Wrap the functions of ``megatron.training.checkpointing`` that save and load."""
+    if hints := hints_of(strategy, slots, runtime):
+        _wrap_common_state(checkpointing, hints)
+    wrap_save(checkpointing.dist_checkpointing)
+
+
+def _wrap_common_state(checkpointing: Any, hints: list[OwnerHint | StrategyHint | LoadHint]) -> None:
     generate = checkpointing.generate_state_dict
 
     @wraps(generate)
@@ -139,9 +173,8 @@ def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> N
         # Megatron passes the iteration only when it saves. In other formats than torch_dist, some ranks do
         # not come here, so the hints could not be gathered.
         if kwargs.get("iteration") is not None and args.ckpt_format == "torch_dist":
-            for hint in hints:
-                if (value := hint.gather()) is not None:
-                    state[hint.key] = value
+            gathered = ((hint.key, hint.gather()) for hint in hints)
+            state |= {key: value for key, value in gathered if value is not None}
         return state
 
     checkpointing.generate_state_dict = generate_state_dict
@@ -162,6 +195,22 @@ def wrap_checkpointing(checkpointing: Any, hints: Sequence[CheckpointHint]) -> N
         return metadata
 
     dist_checkpointing.load_content_metadata = load_content_metadata
+
+
+def wrap_save(dist_checkpointing: Any) -> None:
+    """Wrap ``save`` of ``megatron.core.dist_checkpointing``, so that it first deletes the two files."""
+    save = dist_checkpointing.save
+
+    @wraps(save)
+    def save_with_new_marks(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        # No rank writes data before the deletion, because all ranks plan the save with rank 0 first.
+        if dist.get_rank() == 0:
+            for name in _MARKS:
+                (Path(str(checkpoint_dir)) / name).unlink(missing_ok=True)
+        with naming_failures(f"saving {checkpoint_dir}"):
+            return save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    dist_checkpointing.save = save_with_new_marks
 
 
 def fitting_owners(
@@ -186,19 +235,19 @@ def fitting_owners(
         raise ValueError(f"got a hint that cannot be read ({type(error).__name__}: {error})") from None
     if len(saved) != num_stages:
         raise ValueError(f"got an owner map of {len(saved)} pipeline stages, wanted {num_stages}")
-    mine = saved[rank]
-    if mine is None:
+    if (mine := saved[rank]) is None:
         return None
-    if stage is None or mine.layer_numbers != stage.layer_numbers:
-        here = "none" if stage is None else list(stage.layer_numbers)
-        raise ValueError(
-            f"got MoE layers {list(mine.layer_numbers)} on stage {rank}, wanted {here}; the checkpoint is "
-            "from another model or another pipeline layout"
-        )
-    for what, name in (("expert-parallel devices", "num_devices"), ("experts of a layer", "num_experts")):
-        if (got := getattr(mine.owners, name)) != (wanted := getattr(stage.owners, name)):
-            raise ValueError(f"got an owner map of {got} {what}, wanted {wanted}")
+    if (got := _layout(mine)) != (wanted := _layout(stage)):
+        raise ValueError(f"got an owner map of {got} on stage {rank}, wanted {wanted}")
     return mine.owners
+
+
+def _layout(stage: StageOwners | None) -> str:
+    if stage is None:
+        return "no MoE layers"
+    owners = stage.owners
+    layers = ", ".join(map(str, stage.layer_numbers))
+    return f"MoE layers {layers} with {owners.num_experts} experts on {owners.num_devices} devices"
 
 
 def _of_all_stages(own: Any) -> list[Any]:

@@ -14,7 +14,7 @@ is an axis of the stored tensor. Otherwise its number is a part of the key, whic
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -23,13 +23,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_fssdp.megatron_adapter.experts.expert_slots import SlotContent, StageOwners
+from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
 
 ShardedStateDict = dict[str, Any]
 CurrentOwners = Callable[[], StageOwners | None]
 
 _OWNER_LAYER = "layer_number_by_fssdp"
-_OTHER_RELEASE = "than the tested releases: install a tested release (megatron-fssdp doctor shows the range)"
 # The number of a local expert in the keys of SequentialMLP and of TEGroupedMLP. Transformer Engine's name of
 # the first extra state has no number.
 _LOCAL_INDEX = re.compile(r"local_experts\.(\d+)\..*|.*\.(?:weight|bias|_extra_state)(\d*)")
@@ -58,16 +57,6 @@ def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
             block.sharded_state_dict = _with_correct_keys(block.sharded_state_dict)
 
 
-def _with_correct_keys(stock: Callable[..., ShardedStateDict]) -> Callable[..., ShardedStateDict]:
-    @wraps(stock)
-    def block_state(self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        state = stock(self, prefix, sharded_offsets, metadata)
-        _correct_layer_keys(state, f"{prefix}layers.")
-        return state
-
-    return block_state
-
-
 def expert_sharded_state_dict(
     experts: Any,
     layer: int,
@@ -83,22 +72,31 @@ def expert_sharded_state_dict(
     owner map. Without a ``stage``, its even distribution applies. Other arguments are those of its method.
 
     Raises:
-        ValueError: A slot of the decoder holds an expert of multi-token prediction, or the reverse, or
-            Megatron names experts in another way than the tested releases.
+        ValueError: Megatron names experts in another way than the tested releases.
     """
-    if stage is None or stage.owners.is_even:
-        return type(experts).sharded_state_dict(experts, prefix, sharded_offsets, metadata)
-    contents, number = stage.contents(device, layer), stage.layer_numbers[layer]
-    _check_stays_in_decoder(number, contents, experts.config.num_layers)
-    if [offset[:2] for offset in sharded_offsets] not in ([], [(0, number - 1)]):
-        raise ValueError(
-            f"sharded offsets of layer {number}: got {sharded_offsets}, wanted none or (0, {number - 1}, "
-            f"layers); this Megatron numbers layers in another way {_OTHER_RELEASE}"
-        )
     state: ShardedStateDict = type(experts).sharded_state_dict(experts, prefix, sharded_offsets, metadata)
+    if stage is None or stage.owners.is_even:
+        return state
+    contents, number = stage.contents(device, layer), stage.layer_numbers[layer]
+    axes = [offset[:2] for offset in sharded_offsets]
+    if axes not in ([], [(0, number - 1)]):
+        raise _other_names(f"sharded offsets of layer {number}", axes, f"none or [(0, {number - 1})]")
     # With this option, each expert is a tensor of its own with its number in the key. Without it, experts
-    # are an axis of one tensor.
+    # are an axis of one tensor, after that of layers if there is one.
     is_key = bool((metadata or {}).get("singleton_local_shards", False))
+
+    def move(registered: int, layer_number: int, expert: int, entry: Any) -> Any:
+        """Give an entry the layer and the expert that are in its slot, where these are axes."""
+        offset = list(entry.global_offset)
+        if axes:
+            offset[0] = layer_number - 1
+        if not is_key:
+            if offset[len(axes)] != registered:
+                raise _other_names(f"expert axis of {entry.key}", offset[len(axes)], registered)
+            offset[len(axes)] = expert
+        entry.global_offset = tuple(offset)
+        return entry
+
     for name, entry in state.items():
         found = _LOCAL_INDEX.fullmatch(name.removeprefix(prefix))
         if found is None:
@@ -108,64 +106,41 @@ def expert_sharded_state_dict(
         if is_key:
             stem = f"{prefix}experts."
             entry.key = f"{stem}{content.expert}.{entry.key.removeprefix(f'{stem}{registered}.')}"
-        move = _mover(len(sharded_offsets), None if is_key else registered, content)
+        moved = partial(move, registered, *content)
         if isinstance(entry, ShardedTensorFactory):  # It makes several tensors of one, also of its states.
-            entry.build_fn = partial(_build_and_move, entry.build_fn, move)
+            entry.build_fn = partial(_build_and_move, entry.build_fn, moved)
         else:
-            move(entry)
-        if not sharded_offsets:
+            moved(entry)
+        if not axes:
             setattr(entry, _OWNER_LAYER, content.layer_number)
     return state
-
-
-def _mover(num_layer_axes: int, registered: int | None, content: SlotContent) -> Callable[[Any], Any]:
-    """A function that gives an entry the layer and the expert that are in its slot, where these are axes.
-
-    If experts are an axis, ``registered`` is the one for which Megatron made the entry; otherwise, ``None``.
-    """
-
-    def move(entry: Any) -> Any:
-        offset = list(entry.global_offset)
-        if num_layer_axes:
-            offset[0] = content.layer_number - 1
-        if registered is not None:
-            if offset[num_layer_axes] != registered:
-                raise ValueError(
-                    f"{entry.key}: got {offset[num_layer_axes]} on the expert axis, wanted {registered}; "
-                    f"this Megatron stores experts in another way {_OTHER_RELEASE}"
-                )
-            offset[num_layer_axes] = content.expert
-        entry.global_offset = tuple(offset)
-        return entry
-
-    return move
 
 
 def _build_and_move(build: Callable[..., Any], move: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
     return [move(part) for part in build(*args, **kwargs)]
 
 
-def _correct_layer_keys(state: ShardedStateDict, layers_prefix: str) -> None:
-    """Correct the layer number in the keys of experts that are in slots of another layer, in place."""
-    for entry in state.values():
-        number = getattr(entry, _OWNER_LAYER, None)
-        if number is None:
-            continue
-        written, dot, rest = entry.key.removeprefix(layers_prefix).partition(".")
-        if not entry.key.startswith(layers_prefix) or not dot or not written.isdigit():
-            raise ValueError(
-                f"checkpoint key: got {entry.key}, wanted {layers_prefix} followed by a layer number; this "
-                f"Megatron names layers in checkpoints in another way {_OTHER_RELEASE}"
-            )
-        entry.key = f"{layers_prefix}{number - 1}.{rest}"
-        delattr(entry, _OWNER_LAYER)
+def _with_correct_keys(stock: Callable[..., ShardedStateDict]) -> Callable[..., ShardedStateDict]:
+    """Correct the layer number in the keys of experts that are in slots of another layer."""
+
+    @wraps(stock)
+    def block_state(self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        state, layers = stock(self, prefix, sharded_offsets, metadata), f"{prefix}layers."
+        for entry in state.values():
+            if (number := getattr(entry, _OWNER_LAYER, None)) is None:
+                continue
+            written, dot, rest = entry.key.removeprefix(layers).partition(".")
+            if not entry.key.startswith(layers) or not dot or not written.isdigit():
+                raise _other_names("checkpoint key", entry.key, f"{layers} followed by a layer number")
+            entry.key = f"{layers}{number - 1}.{rest}"
+            delattr(entry, _OWNER_LAYER)
+        return state
+
+    return block_state
 
 
-def _check_stays_in_decoder(number: int, contents: Sequence[SlotContent], num_layers: int) -> None:
-    layers = sorted({held.layer_number for held in contents})
-    if max(number, *layers) > num_layers:
-        raise ValueError(
-            f"owner map: got slots of layer {number} that hold experts of layers {layers} in a model whose "
-            f"decoder has {num_layers} layers, wanted layers of multi-token prediction to keep their "
-            "experts, because their checkpoint keys have another form; leave these layers out of re-sharding"
-        )
+def _other_names(what: str, got: object, wanted: object) -> ValueError:
+    return ValueError(
+        f"{what}: got {got}, wanted {wanted}; this Megatron names experts in checkpoints in another way than "
+        "the tested releases: install a tested release (megatron-fssdp doctor shows the range)"
+    )

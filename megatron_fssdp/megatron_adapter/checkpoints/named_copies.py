@@ -66,16 +66,11 @@ def restore_owners(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
         Whether anything moved on this pipeline stage.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    found = {
-        id(slots): slots for one in modules if isinstance(slots := getattr(one, "slots", None), ExpertSlots)
-    }
-    moved = [_restore(slots) for slots in found.values()]
-    return any(moved)
-
-
-def _restore(slots: ExpertSlots) -> bool:
-    owners = slots.owners
-    if owners.is_even:
-        return False
-    return slots.move_to(OwnerMap.even(owners.num_layers, owners.num_experts, owners.num_devices)) is not None
+    members = (getattr(module, "slots", None) for chunk in chunks for module in chunk.modules())
+    found = {id(slots): slots for slots in members if isinstance(slots, ExpertSlots)}
+    moved = False
+    for slots in found.values():
+        if not (owners := slots.owners).is_even:
+            even = OwnerMap.even(owners.num_layers, owners.num_experts, owners.num_devices)
+            moved |= slots.move_to(even) is not None
+    return moved

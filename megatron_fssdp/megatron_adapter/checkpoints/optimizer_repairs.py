@@ -10,17 +10,15 @@ and then cuts out each parameter's part by an offset that still counts the paddi
 Megatron only warns of "data corruption".
 
 **Torch's Adam**, Megatron's optimizer without Transformer Engine and Apex, keeps one ``step`` tensor for each
-parameter; theirs keep one number for each parameter group. The distributed optimizer ignores the difference
-in four places. A resumed run then fails or, worse, continues with wrong states:
+parameter; theirs keep one number for each parameter group. In megatron-core 0.19, the distributed optimizer:
 
-* It asks a new optimizer for its step. The optimizer has no state yet, and the call fails.
-* It gives one step tensor to all parameters. Adam increases the step of every parameter in place, so the
-  shared step increases once per parameter in every iteration.
-* Its default format overwrites the loaded step by the step from before the load.
-* Its fully reshardable format stores no step for each parameter, and then fails because it is missing.
+* asks a new optimizer for its step, which has no state yet, and fails;
+* gives one step tensor to all parameters, so that it increases once per parameter in every iteration;
+* overwrites the loaded step by the one from before the load (default format), or misses it and fails (fully
+  reshardable format), when it sets the state of a parameter;
+* fails to write into fp32 parameters, which require a gradient.
 
-The default format also fails to write into fp32 parameters, because they require a gradient. The last three
-wrappers change nothing for other optimizers.
+The last two repairs change nothing for other optimizers.
 """
 
 from contextlib import ExitStack
@@ -30,8 +28,6 @@ from typing import Any
 import torch
 
 _installed = False
-
-Offsets = dict[torch.nn.Parameter, tuple[int, int, int]]
 
 
 def install() -> None:
@@ -61,7 +57,7 @@ def _repair_offsets(distributed: Any) -> None:
     distributed.sharded_param_state_fully_reshardable = sharded_state_by_right_offsets
 
 
-def _offsets_without_padding(buffer: Any) -> Offsets:
+def _offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
     """Return begin, end and bucket of each parameter in a buffer without the padding of its buckets."""
     padding_before, padding = [], 0
     for bucket in buffer.buckets:
@@ -80,7 +76,7 @@ def _repair_torch_adam(distributed: Any) -> None:
 
     @wraps(state_dict)
     def state_dict_with_a_step(self: Any) -> Any:
-        if _is_repaired(self):
+        if _is_repaired(self) and not self.optimizer.state:
             _start_empty_state(self.optimizer)
         return state_dict(self)
 
@@ -111,8 +107,6 @@ def _is_repaired(optimizer: Any) -> bool:
 
 def _start_empty_state(adam: torch.optim.Optimizer) -> None:
     """Create the states with which Adam's first step begins, so that nothing else changes."""
-    if adam.state:
-        return
     for group in adam.param_groups:
         for parameter in group["params"]:
             device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")

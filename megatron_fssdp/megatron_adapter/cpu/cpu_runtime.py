@@ -20,28 +20,15 @@ from typing import Any
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.cpu.cpu_collectives import (
-    uneven_all_gather,
-    uneven_reduce_scatter,
-    without_device_ids,
-)
+from megatron_fssdp.megatron_adapter.cpu import cpu_replacements as replacements
 from megatron_fssdp.megatron_adapter.cpu.cpu_device import (
     CpuDeviceMode,
     FinishedStream,
     HostEvent,
     inside_the_device_mode,
 )
-from megatron_fssdp.megatron_adapter.cpu.cpu_megatron import (
-    attention_of_other_widths,
-    find_dataset_helpers,
-    move_to_host,
-    norm_under_sequence_parallelism,
-)
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
-
-_Patch = tuple[str, Callable[[Any], Any], str]
-"""Names of replaced attributes, with spaces between; function from original to replacement; reason."""
 
 _installed = False
 
@@ -79,8 +66,11 @@ def install() -> bool:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # The mode stays active until the process ends.
         CpuDeviceMode().__enter__()
-        for target, patches in _PATCHES.items():
-            _patch(target, patches)
+        for target, replacements_of in _PATCHES.items():
+            owner = resolve_name(target if ":" in target else f"{target}:")
+            for name, replacement in replacements_of.items():
+                original = getattr(owner, name, None) if name in _MAY_BE_MISSING else getattr(owner, name)
+                setattr(owner, name, replacement(original))
     return True
 
 
@@ -94,14 +84,6 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def _patch(target: str, patches: tuple[_Patch, ...]) -> None:
-    owner = resolve_name(target if ":" in target else f"{target}:")
-    for names, replacement, _ in patches:
-        for name in names.split():
-            original = getattr(owner, name, None) if name in _MAY_BE_MISSING else getattr(owner, name)
-            setattr(owner, name, replacement(original))
-
-
 def _always(value: Any) -> Callable[[Any], Any]:
     return lambda original: value
 
@@ -113,83 +95,60 @@ def _returning(value: Any) -> Callable[[Any], Any]:
 
 _PROPERTIES = types.SimpleNamespace(major=0, minor=0, total_memory=0, name="cpu")
 
-# Modules and classes, with their replaced attributes. Those of torch come first, because Megatron's modules
-# are imported when they are patched.
-_PATCHES: dict[str, tuple[_Patch, ...]] = {
-    "torch.cuda": (
-        ("is_available", _returning(False), "the CPU may be requested on a GPU machine"),
-        ("device_count", _returning(1), "with 0 devices Megatron skips its process groups and seeding"),
-        ("current_device", _returning(0), "Megatron passes it on as a device argument"),
-        ("set_device synchronize", _returning(None), "there is no device to set or wait for"),
-        ("Stream", _always(FinishedStream), "dispatcher and optimizer make side streams"),
-        ("Event", _always(HostEvent), "timers and the ordering of streams use events"),
-        ("current_stream", _returning(FinishedStream()), "streams wait for each other"),
-        ("stream", _returning(nullcontext()), "code runs inside side streams"),
-        ("memory_stats", _returning(defaultdict(int)), "--log-memory-to-tensorboard uses it"),
-        ("get_device_properties", _returning(_PROPERTIES), "the checks of parallel sizes read it"),
-        # The CPU's one random generator replaces the CUDA generator.
-        (
-            "manual_seed",
-            _always(lambda seed: torch.default_generator.manual_seed(seed)),
-            "Megatron seeds model-parallel random states",
-        ),
-        ("get_rng_state", _always(lambda *_, **__: torch.get_rng_state()), "checkpoints, recompute save it"),
-        ("set_rng_state", _always(lambda state, *_, **__: torch.set_rng_state(state)), "they restore it"),
-    ),
-    "torch:Tensor": (
-        ("record_stream", _returning(None), "the combined schedule names the streams that use a tensor"),
-    ),
-    "torch.autograd.function:BackwardCFunction": (
-        ("apply", inside_the_device_mode, "recompute runs forward code inside torch.autograd.backward"),
-    ),
-    "torch.distributed": (
-        ("barrier", without_device_ids, "gloo refuses an argument of NCCL"),
-        # Expert tensor parallelism gathers and sums tensors of different sizes.
-        ("all_gather", uneven_all_gather, "gloo refuses different sizes"),
-        ("reduce_scatter", uneven_reduce_scatter, "gloo refuses different sizes"),
-    ),
-    "megatron.core.datasets.utils": (
-        ("compile_helpers", find_dataset_helpers, "it needs a Makefile, pybind11 and a compiler"),
-    ),
-    "megatron.core.tensor_parallel.random": (
-        (
-            "_set_cuda_rng_state",
-            _always(lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)),
-            "dropout under recompute restores the random state",
-        ),
-        (
-            "_get_cuda_rng_state",
-            _always(lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()),
-            "dropout under recompute saves the random state",
-        ),
+# Modules and classes; their replaced attributes, with functions from original to replacement, and reasons.
+# Those of torch come first, because Megatron's modules are imported when they are patched.
+_PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "torch.cuda": {
+        "is_available": _returning(False),  # the CPU may be requested on a GPU machine
+        "device_count": _returning(1),  # with 0 devices Megatron skips its process groups and seeding
+        "current_device": _returning(0),  # Megatron passes it on as a device argument
+        "set_device": _returning(None),  # there is no device to set
+        "synchronize": _returning(None),  # or to wait for
+        "Stream": _always(FinishedStream),  # dispatcher and optimizer make side streams
+        "Event": _always(HostEvent),  # timers and the ordering of streams use events
+        "current_stream": _returning(FinishedStream()),  # streams wait for each other
+        "stream": _returning(nullcontext()),  # code runs inside side streams
+        "memory_stats": _returning(defaultdict(int)),  # --log-memory-to-tensorboard uses it
+        "get_device_properties": _returning(_PROPERTIES),  # the checks of parallel sizes read it
+        # The CPU's one random generator replaces the CUDA generator, which Megatron seeds, and which
+        # checkpoints and recompute save and restore.
+        "manual_seed": _always(lambda seed: torch.default_generator.manual_seed(seed)),
+        "get_rng_state": _always(lambda *_, **__: torch.get_rng_state()),
+        "set_rng_state": _always(lambda state, *_, **__: torch.set_rng_state(state)),
+    },
+    # The combined schedule names the streams that use a tensor.
+    "torch:Tensor": {"record_stream": _returning(None)},
+    # Recompute runs forward code inside torch.autograd.backward.
+    "torch.autograd.function:BackwardCFunction": {"apply": inside_the_device_mode},
+    "torch.distributed": {
+        "barrier": replacements.without_device_ids,  # gloo refuses an argument of NCCL
+        "all_gather": replacements.uneven_all_gather,  # gloo refuses different sizes
+        "reduce_scatter": replacements.uneven_reduce_scatter,  # likewise
+    },
+    # It needs a Makefile, pybind11 and a compiler.
+    "megatron.core.datasets.utils": {"compile_helpers": replacements.find_dataset_helpers},
+    "megatron.core.tensor_parallel.random": {
+        # Dropout under recompute saves and restores the random state.
+        "_set_cuda_rng_state": _always(lambda state, *_, **__: torch.set_rng_state(state)),
+        "_get_cuda_rng_state": _always(lambda *_, **__: torch.get_rng_state()),
         # Recomputed activations of experts use these names also without fp8.
-        (
-            "FP8GlobalStateManager",
-            _always(types.SimpleNamespace(is_fp8_enabled=lambda: False)),
-            "experts ask whether fp8 is on",
-        ),
-        (
-            "activation_recompute_forward fp8_autocast",
-            _returning(nullcontext()),
-            "experts tell Transformer Engine about the recomputation",
-        ),
-    ),
-    "megatron.core.transformer.moe.token_dispatcher": (
-        ("maybe_move_tensor_to_cpu", _always(move_to_host), "it turns only CUDA tensors into numbers"),
-    ),
-    "megatron.core.transformer.torch_norm:WrappedTorchNorm": (
-        ("__new__", norm_under_sequence_parallelism, "it refuses sequence parallelism, which is possible"),
-    ),
-    "megatron.core.transformer.dot_product_attention:DotProductAttention": (
-        ("__init__", attention_of_other_widths, "multi-latent attention has values of another width"),
-    ),
-    "megatron.training.training": (
-        (
-            "initialize_megatron",
-            lambda original: functools.partial(original, allow_no_cuda=True),
-            "pretrain() does not pass allow_no_cuda on",
-        ),
-    ),
+        "FP8GlobalStateManager": _always(types.SimpleNamespace(is_fp8_enabled=lambda: False)),
+        "activation_recompute_forward": _returning(nullcontext()),
+        "fp8_autocast": _returning(nullcontext()),
+    },
+    "megatron.core.transformer.moe.token_dispatcher": {
+        "maybe_move_tensor_to_cpu": _always(replacements.move_to_host),  # it expects CUDA tensors
+    },
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm": {
+        "__new__": replacements.norm_under_sequence_parallelism,  # it refuses sequence parallelism
+    },
+    "megatron.core.transformer.dot_product_attention:DotProductAttention": {
+        "__init__": replacements.attention_of_other_widths,  # for multi-latent attention
+    },
+    "megatron.training.training": {
+        # pretrain() does not pass allow_no_cuda on.
+        "initialize_megatron": lambda original: functools.partial(original, allow_no_cuda=True),
+    },
 }
 # Megatron imports these names with Transformer Engine only.
 _MAY_BE_MISSING = ("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autocast")

@@ -48,9 +48,7 @@ class ProfileSettings:
 
     name: str  # of the cluster in its description
     num_nodes: int | None = None  # equal nodes of ranks, in rank order; None: torchrun's machines
-    backend: str | None = (
-        None  # gloo (communication and compute on CPUs) or nccl; None: nccl if there are GPUs
-    )
+    backend: str | None = None  # gloo (also computes on CPUs) or nccl; None: nccl if there are GPUs
     model: RunConfig | None = None  # run whose layers are computed; None: sizes that suit the device
     least_bytes: int = 1 << 10  # of a message
     most_bytes: int = 1 << 24
@@ -61,17 +59,14 @@ class ProfileSettings:
             raise ConfigurationError(
                 f"--backend {self.backend}: wanted gloo or nccl; leave it out to take nccl if there are GPUs"
             )
-        if self.num_nodes is not None and self.num_nodes < 1:
-            raise ConfigurationError(
-                f"--nodes {self.num_nodes}: wanted 1 or more; leave it out to take torchrun's machines"
-            )
+        for option, number in (("--nodes", self.num_nodes), ("--repetitions", self.num_repetitions)):
+            if number is not None and number < 1:
+                raise ConfigurationError(f"{option} {number}: wanted 1 or more; leave it out for the default")
         if not 4 <= self.least_bytes < self.most_bytes:
             raise ConfigurationError(
                 f"--least-bytes {self.least_bytes} and --most-bytes {self.most_bytes}: wanted at least 4 "
                 "bytes and a larger second number, because a line is fitted through at least two sizes"
             )
-        if self.num_repetitions < 1:
-            raise ConfigurationError(f"--repetitions {self.num_repetitions}: wanted 1 or more")
 
     def message_bytes(self) -> list[int]:
         """Return the message sizes in bytes. Each is four times the previous one; the last is the largest."""
@@ -137,9 +132,9 @@ def measure_cluster(
     num_links = (per_node > 1) * len(_NAMES) + (num_nodes > 1) * (len(_NAMES) + 1)
     steps = itertools.count(1)
 
-    def say(line: str, is_step: bool = True) -> None:
+    def say(line: str) -> None:
         if dist.get_rank() == 0:
-            progress(f"[{next(steps):2}/{num_links + 2}] {line}" if is_step else line)
+            progress(f"[{next(steps):2}/{num_links + 2}] {line}")
 
     def measured_compute(label: str, measure: Callable[..., float]) -> float:
         # Ranks may share cores, so all of them compute at the same time, as they do in a training.
@@ -148,25 +143,27 @@ def measure_cluster(
         say(f"{label}, forward and backward: {flops_per_s / 1e9:,.1f} GFLOP/s per device")
         return flops_per_s
 
-    nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-    say(
-        f"{world_size} ranks on {nodes}, {dist.get_backend()}, {sizes[0]:,} to {sizes[-1]:,} bytes, "
-        f"{repetitions} repetitions",
-        is_step=False,
-    )
+    if dist.get_rank() == 0:
+        progress(
+            f"{world_size} ranks, nodes: {num_nodes}, {dist.get_backend()}, {sizes[0]:,} to {sizes[-1]:,} "
+            f"bytes, {repetitions} repetitions"
+        )
     fits, whole_nic = _measure_links(settings, num_nodes, device, say)
     shape = _layer_shape(settings.model, device)
     expert = measured_compute("experts", expert_flops_per_s)
     attention = measured_compute("attention", attention_flops_per_s)
     inside = fits["point_to_point"].get("intra_node")
-    one_of_them = inside or whole_nic
-    assert one_of_them is not None  # With two ranks or more, there is a link inside a node or between nodes.
+    near, far = inside or whole_nic, whole_nic or inside
+    assert near is not None and far is not None  # noqa: PT018  two ranks have a link
     return ClusterDescription(
         name=settings.name,
         num_nodes=num_nodes,
         devices_per_node=per_node,
-        intra_node=_shared(one_of_them, 1),
-        inter_node=_shared(one_of_them, 1) if whole_nic is None else _shared(whole_nic, per_node),
+        intra_node=LinkDescription(alpha_s=near.alpha_s, bandwidth_bytes_per_s=near.bandwidth_bytes_per_s),
+        inter_node=LinkDescription(
+            alpha_s=far.alpha_s,
+            bandwidth_bytes_per_s=far.bandwidth_bytes_per_s * (per_node if whole_nic else 1),
+        ),
         expert_flops_per_s=expert,
         non_expert_flops_per_s=attention,
         memory_bytes=int(_lowest(device_memory_bytes(device, local_world_size), device)),
@@ -183,10 +180,7 @@ def _measure_links(
     ranks, per_node = range(dist.get_world_size()), dist.get_world_size() // num_nodes
     fits: _Fits = {name: {} for name in _NAMES}
     whole_nic: FittedLink | None = None
-    how: dict[str, Any] = {
-        "message_bytes": settings.message_bytes(),
-        "num_repetitions": settings.num_repetitions,
-    }
+    how: Any = {"message_bytes": settings.message_bytes(), "num_repetitions": settings.num_repetitions}
 
     def measured(label: str, name: str, group: Any, num_near: int = 0) -> FittedLink:
         fit = measure_collective(name, group, everyone, device, num_near=num_near, **how)
@@ -229,21 +223,13 @@ def _sources(
         f"measured {date.today()} on {dist.get_world_size()} × {processor}, {dist.get_backend()}, torch "
         f"{torch.__version__}, {repetitions} repetitions"
     )
-    compute = (
-        f"{measured}; hidden size {shape.model_dim}, expert {shape.ffn_dim}, {shape.num_experts} experts, "
-        f"{shape.num_rows} rows, sequence {shape.seq_length}, {str(shape.dtype).removeprefix('torch.')}"
-    )
-    inside, between = "because each node has one device", "because there is one node"
+    between = f"{measured}, all devices of a node at once"
     return {
         "collectives": measured,
-        "intra_node": measured if has_intra else f"same as inter_node, {inside}; {measured}",
-        "inter_node": (
-            f"{measured}, all devices of a node at once"
-            if has_inter
-            else f"same as intra_node, {between}; {measured}"
-        ),
-        "expert_flops_per_s": compute,
-        "non_expert_flops_per_s": compute,
+        "intra_node": measured if has_intra else f"same as inter_node, each node has one device; {measured}",
+        "inter_node": between if has_inter else f"same as intra_node, there is one node; {measured}",
+        "expert_flops_per_s": f"{measured}; {shape}",
+        "non_expert_flops_per_s": f"{measured}; {shape}",
         "memory_bytes": measured,
     }
 
@@ -253,13 +239,6 @@ def _lowest(value: float, device: torch.device) -> float:
     lowest = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
     return float(lowest)
-
-
-def _shared(link: LinkDescription, num_sharers: int) -> LinkDescription:
-    """Return the link of several devices together, each of which has one such link."""
-    return LinkDescription(
-        alpha_s=link.alpha_s, bandwidth_bytes_per_s=num_sharers * link.bandwidth_bytes_per_s
-    )
 
 
 def _layer_shape(run: RunConfig | None, device: torch.device) -> LayerShape:

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from megatron_fssdp.config.run.run_config import RunConfig
     from megatron_fssdp.config.run.sections import ParallelismArguments
 
-CHECKS = ("gloo", "NCCL", "GPUs", "topology")
-"""The checks that need torch, of a machine without a run."""
-
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 
 _SHOWN_PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "MEGATRON_FSSDP_")
@@ -33,12 +30,6 @@ class Gpus:
 
     models: tuple[tuple[str, int], ...] = ()  # name and memory in bytes of each
     error: str = ""  # from asking torch for accelerators
-
-    def runs_on_cpu(self, wanted: str) -> bool:
-        """Whether ranks run on the CPU under a run's ``training.device``: ``auto``, ``cpu`` or ``cuda``."""
-        if wanted != "auto":
-            return wanted == "cpu"
-        return _asked() == "cpu" or (_asked() != "cuda" and not self.models)
 
 
 def look_at_gpus() -> Gpus:
@@ -55,8 +46,11 @@ def look_at_gpus() -> Gpus:
 
 def shown_variables() -> Finding:
     """Return the environment variables that concern devices and communication, without secrets."""
-    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN_PREFIXES)}
-    shown = [f"{name}={value}" for name, value in found.items() if not any(w in name for w in _SECRET_WORDS)]
+    shown = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SHOWN_PREFIXES) and not any(word in name for word in _SECRET_WORDS)
+    ]
     return Finding("variables", " ".join(shown) or "none of CUDA_…, NCCL_…, MEGATRON_FSSDP_… is set")
 
 
@@ -64,11 +58,11 @@ def check_devices(gpus: Gpus, run: "RunConfig | None", has_engine: bool) -> list
     """Check back ends, GPUs, nodes, and whether a run, if any, fits. Torch must be importable."""
     findings = [*_backends(bool(gpus.models)), _gpus(gpus), _topology(gpus, run.parallelism if run else None)]
     if run is not None:
-        findings.append(_ranks(gpus, run.parallelism, gpus.runs_on_cpu(run.training.device)))
-        if run.parallelism.context_parallel_size > 1 and not has_engine:
+        findings.append(_ranks(gpus, run.parallelism, run.training.device))
+        if (size := run.parallelism.context_parallel_size) > 1 and not has_engine:
+            found = f"parallelism.context_parallel_size {size} without Transformer Engine"
             advice = "install it, or set context_parallel_size to 1: its attention is needed, on GPUs"
-            name = f"parallelism.context_parallel_size {run.parallelism.context_parallel_size}"
-            findings.append(problem("context parallelism", f"{name} without Transformer Engine", advice))
+            findings.append(problem("context parallelism", found, advice))
     return findings
 
 
@@ -77,21 +71,16 @@ def _backends(has_gpus: bool) -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    has_gloo = dist.is_available() and dist.is_gloo_available()
-    has_nccl = dist.is_available() and dist.is_nccl_available()
-    nccl = "built into torch" if has_nccl else "not built into torch"
-    with suppress(Exception):  # Some builds have no version number of NCCL, and the report only shows it.
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else nccl
-    return [
-        Finding("gloo", "built into torch")
-        if has_gloo
-        else problem(
-            "gloo", "not built into torch", "install a torch with gloo, such as a wheel from pytorch.org"
-        ),
-        Finding("NCCL", nccl if has_gpus else f"{nccl}; not used without GPUs")
-        if has_nccl or not has_gpus
-        else problem("NCCL", nccl, "install a torch with NCCL, such as a CUDA wheel from pytorch.org"),
-    ]
+    built, not_built, install = "built into torch", "not built into torch", "from pytorch.org"
+    gloo, nccl = Finding("gloo", built), Finding("NCCL", built if has_gpus else "not used without GPUs")
+    if not (dist.is_available() and dist.is_gloo_available()):
+        gloo = problem("gloo", not_built, f"install a torch with gloo, such as a wheel {install}")
+    if has_gpus and not (dist.is_available() and dist.is_nccl_available()):
+        nccl = problem("NCCL", not_built, f"install a torch with NCCL, such as a CUDA wheel {install}")
+    elif has_gpus:
+        with suppress(Exception):  # Some builds have no version number of NCCL, and the report only shows it.
+            nccl = Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    return [gloo, nccl]
 
 
 def _gpus(gpus: Gpus) -> Finding:
@@ -114,20 +103,16 @@ def _gpus(gpus: Gpus) -> Finding:
         if asked == "cpu":
             return note(name, f"{found}; not used, because {DEVICE_VARIABLE}=cpu selects the CPU ({host})")
         return Finding(name, found)
-    found = f"none; ranks run on the CPU ({host})"
     if asked == "cuda":
         advice = f"unset {DEVICE_VARIABLE} to run on the CPU, or use a machine with GPUs"
         return problem(name, f"none, but {DEVICE_VARIABLE}=cuda asks for them", advice)
-    if not _NVIDIA_DRIVER.exists() or asked == "cpu":
-        return note(name, found)
-    if visible in ("", "-1"):
-        return note(name, f"hidden by CUDA_VISIBLE_DEVICES={visible!r}; {found}")
+    if asked == "cpu" or visible in ("", "-1") or not _NVIDIA_DRIVER.exists():
+        hidden = f"hidden by CUDA_VISIBLE_DEVICES={visible!r}" if visible in ("", "-1") else "none"
+        return note(name, f"{hidden}; ranks run on the CPU ({host})")
     found, advice = "torch is built without CUDA", "install torch's CUDA wheel from pytorch.org"
     if build := torch.version.cuda or torch.version.hip:
         found = f"torch (built for CUDA {build}) finds no GPU"
-        advice = (
-            "compare with nvidia-smi's CUDA version, and install a newer driver or a torch for that version"
-        )
+        advice = "install a driver that is new enough for torch's CUDA (nvidia-smi shows its version)"
     found = f"an NVIDIA driver is installed, but {found}"
     return problem(name, found, f"{advice}; or set {DEVICE_VARIABLE}=cpu to use the CPU")
 
@@ -135,24 +120,22 @@ def _gpus(gpus: Gpus) -> Finding:
 def _topology(gpus: Gpus, parallelism: "ParallelismArguments | None") -> Finding:
     """Check which nodes the strategies plan for."""
     name, started = "topology", _whole_number("WORLD_SIZE")
+    found = f"1 node (this machine) of {f'{len(gpus.models)} GPUs' if gpus.models else 'CPU ranks'}"
     if started:
         per_node = _whole_number("LOCAL_WORLD_SIZE") or started
-        found = _nodes(started, per_node, "from torchrun")
-        if started > per_node and started % per_node:
+        found = f"{started} ranks from torchrun, {per_node} of them on this machine"
+        if started % per_node:
             advice = "start torchrun with the same --nproc-per-node on every machine: nodes must be equal"
             return problem(name, found, advice)
     elif parallelism is not None:
-        found = _nodes(parallelism.world_size, parallelism.nproc_per_node, "from the run's file")
-    else:
-        members = _count(len(gpus.models), "GPU") if gpus.models else "CPU ranks"
-        found = f"1 node (this machine) of {members}"
+        found = f"{parallelism.num_nodes} × {parallelism.nproc_per_node} ranks, from the run's file"
     if parallelism is not None and parallelism.declared_nodes is not None:
-        found += f"; strategies plan for {_count(parallelism.declared_nodes, 'node')} (declared_nodes)"
+        found += f"; strategies plan for {parallelism.declared_nodes} nodes (declared_nodes)"
     return Finding(name, found)
 
 
-def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", on_cpu: bool) -> Finding:
-    """Check whether a run's ranks fit on this machine."""
+def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", device: str) -> Finding:
+    """Check whether a run's ranks, with its ``training.device``, fit on this machine."""
     name, num_ranks, started = "ranks", parallelism.nproc_per_node, _whole_number("WORLD_SIZE")
     if started not in (None, parallelism.world_size):
         return problem(
@@ -161,27 +144,22 @@ def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", on_cpu: bool) -> Fin
             f"start torchrun with --nnodes={parallelism.num_nodes} --nproc-per-node={num_ranks}, or change "
             "parallelism.num_nodes and parallelism.nproc_per_node",
         )
-    num, kind = (usable_cores(), "CPU core") if on_cpu else (len(gpus.models), "GPU")
-    others = parallelism.num_nodes - 1
-    elsewhere = f"; the ranks on {_count(others, 'other machine')} were not checked" if others else ""
-    found = f"{num_ranks} on {_count(num, kind)}{elsewhere}"
+    # Under "auto", the variable decides, and then whether there are GPUs.
+    wanted = (_asked() or ("cuda" if gpus.models else "cpu")) if device == "auto" else device
+    on_cpu = wanted == "cpu"
+    num = usable_cores() if on_cpu else len(gpus.models)
+    found = f"{num_ranks} on {num} {'CPU cores' if on_cpu else 'GPUs'}"
+    if parallelism.num_nodes > 1:
+        found += f"; {parallelism.num_nodes - 1} other machines were not checked"
     if on_cpu and num_ranks > num:
         advice = "training is correct, but ranks share CPU cores and wait: measured times mean little"
         return note(name, found, advice)
     if on_cpu or num_ranks == num:
         return Finding(name, found)
     if num_ranks < num:
-        unused = _count(num - num_ranks, "GPU")
-        return note(name, found, f"{unused} not used: --nproc {num} uses all GPUs")
-    fewer = f"--nproc {num} with parallel sizes that divide it, or " if num else ""
-    advice = f"use {fewer}--set training.device=cpu, or a machine with more GPUs"
+        return note(name, found, f"{num - num_ranks} GPUs are not used: --nproc {num} uses all")
+    advice = f"use at most --nproc {num}, --set training.device=cpu, or a machine with more GPUs"
     return problem(name, found, f"every rank needs its own GPU: {advice}")
-
-
-def _nodes(world_size: int, per_node: int, source: str) -> str:
-    sizes = [min(per_node, world_size - first) for first in range(0, world_size, per_node)]
-    members = _count(sizes[0], "rank") if len(set(sizes)) == 1 else f"{'/'.join(map(str, sizes))} ranks"
-    return f"{_count(len(sizes), 'node')} of {members}, {source}"
 
 
 def _asked() -> str:
@@ -191,7 +169,3 @@ def _asked() -> str:
 def _whole_number(variable: str) -> int | None:
     text = os.environ.get(variable, "")
     return int(text) if text.isdigit() and int(text) > 0 else None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,7 +1,5 @@
 """Runs all checks of a machine, in the order of the doctor's report."""
 
-import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +9,14 @@ from megatron_fssdp.config.quiet_output import quiet_output
 from megatron_fssdp.megatron_adapter.diagnosis import packages
 from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import check_folder
 from megatron_fssdp.megatron_adapter.diagnosis.devices import (
-    CHECKS,
     Gpus,
     check_devices,
     look_at_gpus,
     shown_variables,
 )
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note
-from megatron_fssdp.megatron_adapter.diagnosis.packages import TRANSFORMER_ENGINE, look_for
-from megatron_fssdp.megatron_adapter.support.broken_packages import one_line
+from megatron_fssdp.megatron_adapter.diagnosis.packages import look_for
+from megatron_fssdp.megatron_adapter.support.broken_packages import TRANSFORMER_ENGINE, one_line
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.run.run_config import RunConfig
@@ -43,19 +40,18 @@ def examine_machine(
             engine = replace(engine, error=megatron.error)
         gpus = look_at_gpus() if torch.works else Gpus()
         findings = [
-            packages.check_python(platform.python_version(), sys.executable),
+            packages.check_python(),
             packages.check_torch(torch),
             packages.check_megatron(megatron),
             *packages.check_seams(megatron.works),
             packages.check_transformer_engine(engine, bool(gpus.models)),
-            packages.check_apex(),
             *packages.check_strategies(),
             packages.check_kernels(),
         ]
         if torch.works:
             findings += check_devices(gpus, run, engine.works)
         else:
-            names = CHECKS if run is None else (*CHECKS, "ranks")
+            names = ("gloo", "NCCL", "GPUs", "topology", *(("ranks",) if run else ()))
             findings += [note(name, "not checked, because torch cannot be imported") for name in names]
     findings.append(shown_variables())
     return (*findings, *(check_folder(folder, setting) for setting, folder in folders))

@@ -1,15 +1,7 @@
 """The result of one check of ``megatron-fssdp doctor``."""
 
 from dataclasses import dataclass
-from enum import StrEnum
-
-
-class Verdict(StrEnum):
-    """What a finding means for a training on this machine."""
-
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "problem"
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -18,19 +10,19 @@ class Finding:
 
     name: str
     found: str
-    verdict: Verdict = Verdict.OK
+    verdict: Literal["ok", "note", "problem"] = "ok"
     advice: str = ""  # the next step, on one line; every problem has one
 
     def __post_init__(self) -> None:
-        if "\n" in self.advice or (self.verdict is Verdict.PROBLEM and not self.advice):
+        if "\n" in self.advice or (self.verdict == "problem" and not self.advice):
             raise ValueError(f"finding '{self.name}': got advice {self.advice!r}, wanted one line of advice")
 
 
 def note(name: str, found: str, advice: str = "") -> Finding:
     """Return a finding that is worth knowing."""
-    return Finding(name, found, Verdict.NOTE, advice)
+    return Finding(name, found, "note", advice)
 
 
 def problem(name: str, found: str, advice: str) -> Finding:
     """Return a finding that prevents a training."""
-    return Finding(name, found, Verdict.PROBLEM, advice)
+    return Finding(name, found, "problem", advice)

@@ -23,11 +23,11 @@ from megatron_fssdp.config.run.megatron_arguments import ON_CPU
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
 from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
+from megatron_fssdp.megatron_adapter.support.limits import replace_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 
 _NEED_A_GPU = (
@@ -65,7 +65,7 @@ def check_arguments(
         check_devices(ranks_here)
     check_seams(for_training=True)
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    refuse_in_one_line(add_strategy_arguments(unwrap(arguments.add_megatron_arguments)(parser)))
+    add_strategy_arguments(unwrap(arguments.add_megatron_arguments)(parser))
     with quiet_output():
         args, unknown = parser.parse_known_args(list(words))
     for word in unknown:
@@ -95,7 +95,15 @@ def check_devices(num_ranks: int) -> None:
 
 
 def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--moe-strategy`` and its settings to Megatron's parser, and return the parser."""
+    """Add ``--moe-strategy`` and its settings to Megatron's parser, and return the parser.
+
+    It then raises a ConfigurationError where it would print the usage of hundreds of arguments.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+    parser.error = refuse  # type: ignore[method-assign]
     strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
     group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
     group.add_argument(
@@ -120,28 +128,16 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     return parser
 
 
-def refuse_in_one_line(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Make a parser raise a ConfigurationError where it would print the usage of hundreds of arguments."""
-
-    def refuse(message: str) -> NoReturn:
-        raise ConfigurationError(message)
-
-    parser.error = refuse  # type: ignore[method-assign]
-    return parser
-
-
 def fit_to_cpu(args: Any) -> str:
     """Give parsed arguments the values that the CPU needs; return what was changed, or an empty text."""
     added = {name: value for name, value in ON_CPU.items() if getattr(args, name, value) != value}
     removed = [name for name in _NEED_A_GPU if getattr(args, name, False)]
     for name, value in {**added, **dict.fromkeys(removed, False)}.items():
         setattr(args, name, value)
-    flags = " ".join(f"--{name.replace('_', '-')}" for name in removed)
-    texts = (
-        f"added {' '.join(megatron_options.words(added))}" if added else "",
-        flags and f"removed {flags}",
-    )
-    return "; ".join(filter(None, texts))
+    flags = (f"--{name.replace('_', '-')}" for name in removed)
+    texts = {"added": megatron_options.words(added), "removed": flags}
+    told = ((verb, " ".join(words)) for verb, words in texts.items())
+    return "; ".join(f"{verb} {words}" for verb, words in told if words)
 
 
 def requested_by(args: Any) -> RequestedStrategy:
@@ -157,7 +153,7 @@ def requested_by(args: Any) -> RequestedStrategy:
     session = StrategySession(name, settings, timeout, communicator_options(args))
     session.check_model(args)
     if session.strategy.moves_owners:
-        fit_checkpoint_arguments(f"--moe-strategy {name}", args)
+        replace_checkpoint_arguments(f"--moe-strategy {name}", args)
     if settings.nodes is not None:
         check_declared_nodes(settings.nodes, args.world_size)
     return RequestedStrategy(name, settings, session)

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.shipped_files import shipped_scripts
 from megatron_fssdp.megatron_adapter.entry.error_report import EXIT_BAD_INPUT, report
-from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
+from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
 
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy NAME]"
 
@@ -46,8 +46,8 @@ def launch(arguments: Sequence[str]) -> None:
             register(by_launcher=True)
         except Exception as error:
             # An incomplete installation of an optional package ends the import of Megatron.
-            if broken := broken_package(error):
-                raise ConfigurationError(broken.message()) from error
+            if message := broken_package_message(error):
+                raise ConfigurationError(message) from error
             raise
         runpy.run_path(str(script), run_name="__main__")
     except ConfigurationError as error:

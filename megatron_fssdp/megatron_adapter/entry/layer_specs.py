@@ -69,29 +69,24 @@ def get_moe_module_spec(
 def get_gpt_decoder_block_spec(
     config: Any,
     use_transformer_engine: bool | None = None,
-    normalization: str | None = None,
-    qk_l2_norm: bool | None = None,
-    vp_stage: int | None = None,
-    pp_rank: int | None = None,
     *,
     strategy: str | None = None,
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
+    **options: Any,
 ) -> Any:
     """Return Megatron's GPT decoder block spec of this pipeline stage, with a strategy in its MoE layers.
 
     It can be used as ``--spec megatron_fssdp get_gpt_decoder_block_spec``. The strategy is then the one of
-    ``--moe-strategy``. ``normalization`` and ``qk_l2_norm`` are those of the config by default. Call it after
+    ``--moe-strategy``. Options are those of Megatron's function, such as ``vp_stage``; ``normalization`` and
+    ``qk_l2_norm`` are those of the config by default. Call it after
     ``parallel_state.initialize_model_parallel``, which knows the layers of this rank.
     """
     session = _session(strategy, settings, session)
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=_uses_te(config, use_transformer_engine),
-        normalization=config.normalization if normalization is None else normalization,
-        qk_l2_norm=config.qk_l2_norm if qk_l2_norm is None else qk_l2_norm,
-        vp_stage=vp_stage,
-        pp_rank=pp_rank,
+        **{"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm, **options},
     )
     for layer in block.layer_specs:
         layer.submodules.mlp = _with_session(layer.submodules.mlp, session)

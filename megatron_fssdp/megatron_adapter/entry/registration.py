@@ -13,26 +13,18 @@ import torch.distributed as dist
 
 from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs, overwritten_checkpoint
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
-    CheckpointHint,
-    LoadHint,
-    OwnerHint,
-    StrategyHint,
-    wrap_checkpointing,
-)
+from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_checkpointing
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.argument_check import (
     add_strategy_arguments,
     check_devices,
     fit_to_cpu,
-    refuse_in_one_line,
     requested_by,
 )
 from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
-from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
+from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
-from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
 _requested: RequestedStrategy | None = None
@@ -74,16 +66,13 @@ def register(by_launcher: bool = False) -> None:
 
     from megatron.training import arguments, training
 
-    add_arguments, parse, validate = (
-        arguments.add_megatron_arguments,
-        arguments.parse_args,
-        arguments.validate_args,
-    )
+    add_arguments, parse = arguments.add_megatron_arguments, arguments.parse_args
+    validate = arguments.validate_args
 
     # parse_args builds the parser by calling this function of its module.
     @wraps(add_arguments)
     def add_megatron_arguments(parser: Any) -> Any:
-        return refuse_in_one_line(add_strategy_arguments(add_arguments(parser)))
+        return add_strategy_arguments(add_arguments(parser))
 
     is_said = False
 
@@ -147,34 +136,16 @@ def _follow(requested: RequestedStrategy) -> None:
     """Let Megatron build and save models with the requested strategy, of which there is one."""
     global _requested
     _requested = requested
-    if requested.session is not None:
-        _build_our_layer(requested.session)
-        _follow_in_checkpoints(requested.session)
-
-
-def _build_our_layer(session: StrategySession) -> None:
-    """Make Megatron's MoE specs build the strategy's layer. They look up the class at call time."""
+    if (session := requested.session) is None:
+        return
     from megatron.core.models.gpt import moe_module_specs
+    from megatron.training import checkpointing
 
     from megatron_fssdp.megatron_adapter.layer import hybrid_layers
     from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
+    # Megatron's MoE specs look up the class at call time.
     layer = partial(StrategyMoELayer, session=session)
     moe_module_specs.MoELayer = layer
     hybrid_layers.install(layer)
-
-
-def _follow_in_checkpoints(session: StrategySession) -> None:
-    """Store owner map, loads and selected strategies in checkpoints, and refuse half-written checkpoints."""
-    from megatron.training import checkpointing
-
-    # Without re-sharding, owners stay Megatron's, and every checkpoint format can be saved.
-    hints: list[CheckpointHint] = []
-    if session.strategy.moves_owners:
-        hints.append(OwnerHint(session.slots))
-    if isinstance(session.strategy, SelectsStrategies):
-        hints.append(StrategyHint(session.strategy, session.slots))
-    if session.strategy.may_replicate(1) or hints:
-        hints.append(LoadHint(session.slots, session.runtime))
-        wrap_checkpointing(checkpointing, hints)
-    overwritten_checkpoint.wrap_save(checkpointing.dist_checkpointing)
+    wrap_checkpointing(checkpointing, session.strategy, session.slots, session.runtime)

@@ -24,7 +24,7 @@ from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import TopologyAwareTopK, install_gate
-from megatron_fssdp.megatron_adapter.support.dispatch_limits import shares_evenly, slot_multiple
+from megatron_fssdp.megatron_adapter.support.limits import Facts, slot_multiple
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.strategies.layer_plan import LayerContext
@@ -75,7 +75,7 @@ class StrategyMoELayer(MoELayer):
                 self._global_number(),
                 owner_E,
                 groups.topology,
-                shares_evenly=shares_evenly(config),
+                shares_evenly=Facts(config)["captures_preprocess"],
             ),
             groups,
             dict(zip(self.local_expert_indices, local, strict=True)),

@@ -14,7 +14,7 @@ from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
 from megatron_fssdp.dispatchers.parm import DividedGate, ParmDispatcher, ParmGroups, ScheduleSelector
 from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_slots, keeps_flex
+from megatron_fssdp.megatron_adapter.support.limits import Facts, check_slots
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.planning.cost.cluster_cost import schedule_costs
 from megatron_fssdp.planning.cost.tensor_schedules import ScheduleCosts, ScheduledLayer
@@ -61,7 +61,9 @@ class SlotDispatchers:
         """The selector of the layer's schedule; layers of the same groups share one."""
         session, config = self._session, self._layer.config
         travel = session.strategy.travel
-        if not parm.are_equal and (travel.schedule == "megatron" or keeps_flex(session.strategy, config)):
+        if not parm.are_equal and (
+            travel.schedule == "megatron" or Facts(config, session.strategy)["keeps_flex"]
+        ):
             return None
         name = parm.devices.group_name
         if name not in session.selectors:

@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.plan_agreement import check_agreement
-from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import (
     PlacementSettings,
     StrategySettings,
@@ -22,11 +21,8 @@ from megatron_fssdp.megatron_adapter.layer.transfer_group import (
     create_transfer_group,
     has_one_queue,
 )
-from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import check_gate
-from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_dispatch, needs_fixed_slots
+from megatron_fssdp.megatron_adapter.support.limits import Facts, check_limits
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
-from megatron_fssdp.megatron_adapter.support.supported_features import check_supported, value_of
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
@@ -106,21 +102,11 @@ class StrategySession:
 
     def least_slots(self, config: Any) -> int:
         """Replica slots that a layer has from the start: all that were given if their number is fixed."""
-        return (getattr(self.settings, "slots", None) or 0) if needs_fixed_slots(config) else 0
+        return (getattr(self.settings, "slots", None) or 0) if Facts(config)["needs_fixed_slots"] else 0
 
     def check_model(self, config: Any) -> None:
         """Refuse, by a ConfigurationError, a model of Megatron's arguments or of a ``TransformerConfig``."""
-        check_supported(self.strategy_name, config)
-        check_dispatch(self.strategy_name, self.strategy, config)
-        if self.settings.uses_gate:
-            check_gate(config)
-        value = value_of(config)
-        num_devices = value("expert_model_parallel_size") or 1
-        num_experts = value("num_moe_experts") or value("num_experts")
-        try:  # The nodes of the devices are not known yet.
-            self.strategy.check_sizes(num_experts, Topology.uniform(num_devices, 1))
-        except ValueError as error:
-            raise ConfigurationError(f"--moe-strategy {self.strategy_name}: {error}") from None
+        check_limits(self.strategy_name, self.strategy, config)
 
 
 @dataclass(frozen=True)

@@ -15,40 +15,9 @@ import numpy as np
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.support.supported_features import (
-    Refusal,
-    asks_any,
-    captured_modules,
-    refuse,
-)
 from megatron_fssdp.planning.placement.topology import Topology
 
 LeavingChoices = Literal["each", "one"]
-
-_REFUSALS: tuple[Refusal, ...] = (
-    ("a fused router", asks_any("moe_router_fusion"), "remove --moe-router-fusion"),
-    (
-        "CUDA graphs of the router",
-        lambda value: "moe_router" in captured_modules(value),
-        "remove moe_router from --cuda-graph-modules",
-    ),
-    ("replayed routings", asks_any("moe_enable_routing_replay"), "remove --moe-enable-routing-replay"),
-    (
-        "group-limited routing",
-        asks_any("moe_router_group_topk"),
-        "remove --moe-router-num-groups and --moe-router-group-topk",
-    ),
-    (
-        "routing by Sinkhorn or by quantiles",
-        lambda value: value("moe_router_load_balancing_type") in ("sinkhorn", "quantile_balancing"),
-        "use --moe-router-load-balancing-type none or aux_loss",
-    ),
-)
-
-
-def check_gate(config: Any) -> None:
-    """Refuse, by a ConfigurationError, settings whose router selects experts in a way of its own."""
-    refuse("router: topology_aware (router=stock does)", _REFUSALS, config)
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Checks that the installed Megatron has the seams that the plugin attaches to.
+"""Tested versions, and the seams: what the plugin attaches to in Megatron.
 
-The check looks for names and ignores the version number. A fork or a nightly build that has all of them
-works. A release that lacks one is refused before anything runs.
+The check of seams looks for names and ignores the version number. A fork or a nightly build that has all of
+them works. A release that lacks one is refused before anything runs.
 """
 
 import importlib
@@ -9,8 +9,31 @@ import importlib.metadata
 import inspect
 from typing import Any, NamedTuple
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.support.tested_versions import pip_install
+
+TESTED_VERSIONS = {
+    "python": ">=3.12",
+    "torch": ">=2.6",
+    "megatron-core": ">=0.19,<0.21",
+    "transformer-engine": ">=2.1",
+}
+"""Tested versions of each distribution, for pip. ``pyproject.toml`` repeats them, and a test compares."""
+
+
+def is_tested(distribution: str, version: str) -> bool:
+    """Whether a version is tested. Suffixes are ignored: ``2.6.0a0+git`` counts as 2.6.0."""
+    try:
+        return SpecifierSet(TESTED_VERSIONS[distribution]).contains(Version(version).base_version)
+    except InvalidVersion:
+        return False
+
+
+def pip_install(distribution: str) -> str:
+    """Return the command that installs a tested version of a distribution."""
+    return f"pip install '{distribution}{TESTED_VERSIONS[distribution]}'"
 
 
 class Seam(NamedTuple):

@@ -78,7 +78,7 @@ def take_marks_and_die_in_save() -> None:
     """Kill rank 1 in its first save, in a folder whose completion marks are removed first."""
     from megatron.core import dist_checkpointing
 
-    from megatron_fssdp.megatron_adapter.checkpoints.overwritten_checkpoint import wrap_save
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_save
 
     wrap_save(dist_checkpointing)
     die_in_second_save(times=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fssdp.megatron_adapter.support.tested_versions import requirement_of
+from megatron_fssdp.megatron_adapter.support.capabilities import pip_install
 from megatron_fssdp.records.metrics_file import read_metrics
 
 from ..training_run import (
@@ -124,7 +124,7 @@ def build_stock_layers() -> None:
     [
         pytest.param(1, drop_experts, ["--num-experts"], id="a model without experts"),
         pytest.param(
-            1, remove_a_seam, ["MoELayer.postprocess", requirement_of("megatron-core")], id="other Megatron"
+            1, remove_a_seam, ["MoELayer.postprocess", pip_install("megatron-core")], id="other Megatron"
         ),
         pytest.param(2, build_stock_layers, ["not the strategy's"], id="foreign layers"),
     ],

@@ -11,7 +11,6 @@ import torch
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import (
     TopologyAwareTopK,
-    check_gate,
     install_gate,
 )
 from megatron_fssdp.planning.placement.topology import Topology
@@ -42,21 +41,6 @@ def test_the_router_follows_moved_owners() -> None:
     assert choice.get_replay_topk(scores, 1)[1].tolist() == [[3]]
     owners[[3, 4]] = owners[[4, 3]]
     assert choice.get_replay_topk(scores, 1)[1].tolist() == [[4]]
-
-
-@pytest.mark.parametrize(
-    ("config", "word"),
-    [
-        ({"moe_router_fusion": True}, "--moe-router-fusion"),
-        ({"moe_enable_routing_replay": True}, "--moe-enable-routing-replay"),
-        ({"moe_router_group_topk": 1}, "--moe-router-group-topk"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type"),
-    ],
-)
-def test_other_routing_methods_are_refused(config: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"topology_aware .*does not support.*{word}"):
-        check_gate(SimpleNamespace(**config))
-    check_gate(SimpleNamespace(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]))
 
 
 def test_nodes_with_too_few_experts_and_foreign_routers_are_refused() -> None:

@@ -11,87 +11,76 @@ from types import ModuleType
 
 import pytest
 
-from megatron_fssdp.megatron_adapter.support.broken_packages import BrokenPackage, broken_package
+from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
 
 ROOT = Path(__file__).parents[3]
-NO_EXTENSION = "raise RuntimeError('Found empty `transformer-engine` meta package installed.')"
-NO_LIBRARY = "raise FileNotFoundError('Could not find shared object file for Transformer Engine core lib.')"
+CODES = (
+    "raise RuntimeError('Found empty `transformer-engine` meta package installed.')",
+    "raise FileNotFoundError('Could not find shared object file for Transformer Engine core lib.')",
+)
+COMMANDS = {
+    "doctor": ("-c", "from megatron_fssdp.cli.app import main; main()", "doctor"),
+    "train": (
+        "-c",
+        "from megatron_fssdp.cli.app import main; main()",
+        "train",
+        "{ROOT}/configs/gpt_moe_tiny.yaml",
+    ),
+    "launcher": ("-m", "megatron_fssdp", "script.py", "--moe-strategy", "fssdp"),
+}
+SLOW = pytest.mark.slow
 
 
-def install(folder: Path, package: str = "", pytorch: str = "") -> Path:
-    """Write a Transformer Engine whose modules run the given code."""
-    (folder / "transformer_engine" / "pytorch").mkdir(parents=True)
-    (folder / "transformer_engine" / "__init__.py").write_text(package)
-    (folder / "transformer_engine" / "pytorch" / "__init__.py").write_text(pytorch)
-    return folder
-
-
-def python(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    changed = {"PYTHONPATH": f"{folder}:{ROOT}", "MEGATRON_FSSDP_DEVICE": "cpu", "COLUMNS": "400"}
-    environment = {**os.environ, **changed}
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environment, cwd=folder, timeout=240
+@pytest.mark.parametrize(
+    ("command", "code", "part"),
+    [
+        pytest.param(
+            command, code, part, marks=[SLOW] * ((command, code, part) != ("launcher", 1, "package"))
+        )
+        for command in COMMANDS
+        for code in (0, 1)
+        for part in ("package", "pytorch")
+    ],
+)
+def test_every_incomplete_part_is_named_by_one_line(
+    command: str, code: int, part: str, tmp_path: Path
+) -> None:
+    texts = {"package": "__version__ = '2.5.0'", "pytorch": "", part: CODES[code]}
+    folder = tmp_path / "transformer_engine"
+    (folder / "pytorch").mkdir(parents=True)
+    (folder / "__init__.py").write_text(texts["package"])
+    (folder / "pytorch" / "__init__.py").write_text(texts["pytorch"])
+    (tmp_path / "script.py").write_text("print('the script ran')")
+    changed = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "MEGATRON_FSSDP_DEVICE": "cpu", "COLUMNS": "400"}
+    done = subprocess.run(
+        [sys.executable, *(word.format(ROOT=ROOT) for word in COMMANDS[command])],
+        **{"capture_output": True, "text": True, "timeout": 240, "cwd": tmp_path},
+        env={**os.environ, **changed},
     )
-
-
-@pytest.mark.slow
-def test_the_doctor_names_transformer_engine_and_clears_megatron(tmp_path: Path) -> None:
-    done = python(install(tmp_path, NO_EXTENSION), "-m", "megatron_fssdp", "doctor")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    problems = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
-    assert len(problems) == 1
-    assert problems[0].startswith("problem: Transformer Engine: wanted a complete installation or none")
-    assert f"{tmp_path}/transformer_engine" in done.stdout
-    assert "RuntimeError: Found empty" in done.stdout
-    assert "cannot be imported because of Transformer Engine" in done.stdout
-
-
-def test_the_launcher_gives_one_line(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("print('the script ran')")
-    folder = install(tmp_path, NO_LIBRARY)
-    done = python(folder, "-m", "megatron_fssdp", script, "--moe-strategy", "fssdp")
-    assert done.returncode == 2, done.stdout + done.stderr
+    output = done.stdout + done.stderr
+    assert "Traceback" not in output
+    assert "Transformer Engine" in output
+    if command == "doctor":
+        assert done.returncode == 1, output
+        problems = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
+        assert len(problems) == 1
+        assert problems[0].startswith("problem: Transformer Engine: wanted a complete")
+        return
+    assert done.returncode == 2, output
     assert done.stdout == ""
-    assert "Traceback" not in done.stderr
     line = done.stderr.splitlines()[-1]  # torch may warn before that
-    assert line.startswith("[fssdp] error: Transformer Engine: got an incomplete installation")
-    assert "FileNotFoundError: Could not find shared object file" in line
+    assert "Transformer Engine: got an incomplete installation" in line
     assert "wanted a complete one or none: pip uninstall transformer-engine" in line
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("code", [NO_EXTENSION, NO_LIBRARY])
-@pytest.mark.parametrize("part", ["package", "pytorch"])
-@pytest.mark.parametrize("command", ["doctor", "train"])
-def test_every_incomplete_part_is_named(code: str, part: str, command: str, tmp_path: Path) -> None:
-    folder = install(tmp_path, **{"package": "__version__ = '2.5.0'", part: code})
-    config = ROOT / "configs" / "gpt_moe_tiny.yaml"
-    words = ["doctor"] if command == "doctor" else ["train", config, "--out", tmp_path / "run"]
-    done = python(folder, "-c", "from megatron_fssdp.cli.app import main; main()", *words)
-    output = done.stdout + done.stderr
-    assert "Traceback" not in output
-    assert done.returncode == (1 if command == "doctor" else 2), output
-    assert ("1 problem:" in output) == (command == "doctor")
-    assert "Transformer Engine" in output
-
-
-def test_a_left_over_folder_is_named() -> None:
+def test_a_left_over_folder_is_named_and_other_errors_are_nobodys() -> None:
     module = ModuleType("transformer_engine")
     with pytest.raises(AttributeError) as raised:
         print(module.__version__)
-    found = broken_package(raised.value)
-    assert found is not None
-    assert found.name == "Transformer Engine"
-    error = ImportError("No package metadata was found for transformer-engine", name="transformer-engine")
-    assert broken_package(error) == BrokenPackage(
-        "Transformer Engine",
-        "transformer-engine",
-        "ImportError: No package metadata was found for transformer-engine",
-    )
-
-
-def test_other_errors_are_nobodys() -> None:
-    assert broken_package(ValueError("3")) is None
-    assert broken_package(ModuleNotFoundError("No module named 'megatron'", name="megatron")) is None
+    for error, wanted in (
+        (raised.value, "Transformer Engine"),
+        (ImportError("No package metadata", name="transformer-engine"), "Transformer Engine"),
+        (ValueError("3"), None),
+        (ModuleNotFoundError("No module named 'megatron'", name="megatron"), None),
+    ):
+        assert broken_package(error) == wanted

@@ -115,8 +115,7 @@ def _elements(job: Job) -> int:
 
     from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
     from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
-    from megatron_fssdp.megatron_adapter.support.dispatch_limits import check_dispatch
-    from megatron_fssdp.megatron_adapter.support.supported_features import check_supported
+    from megatron_fssdp.megatron_adapter.support.limits import check_limits
     from megatron_fssdp.strategies.registry import build_strategy
 
     sys.argv = [f"pretrain_{job.family}.py", *job.words]
@@ -126,8 +125,7 @@ def _elements(job: Job) -> int:
     name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
     assert name == job.strategy
     if name != "none":
-        check_supported(name, args)
-        check_dispatch(name, build_strategy(name, settings), args)
+        check_limits(name, build_strategy(name, settings), args)
 
     config = core_transformer_config_from_args(args)
     # One rank holds the whole model.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from megatron_fssdp.megatron_adapter.cpu.cpu_megatron import (
+from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import (
     find_dataset_helpers,
     norm_under_sequence_parallelism,
 )

@@ -1,0 +1,350 @@
+"""Settings of Megatron under which a placement strategy would stop, hang or compute wrong results.
+
+They are refused before a run starts, or replaced. The tables serve Megatron's parsed arguments and a
+``TransformerConfig``: settings that exist in both have the same name.
+"""
+
+import logging
+import math
+import os
+import textwrap
+from collections.abc import Collection
+from types import CodeType
+from typing import Any, NamedTuple
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.strategies.strategy import Strategy
+
+logger = logging.getLogger(__name__)
+
+_NODE_RANKS = 8  # DeepEP's number of ranks in a node, a constant of its kernels.
+_MOST_IN_NODE, _MOST_OF_NODE = 128, 512  # Threads of its kernels that count tokens, one for each expert.
+_DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+_DELAYING = "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad"
+
+
+class Facts(dict[str, Any]):
+    """Values of Megatron's settings by name, ``None`` where one does not exist, and what follows from them.
+
+    Args:
+        settings: Parsed arguments, or a ``TransformerConfig``.
+        strategy: Strategy of the model, if the question is about both.
+    """
+
+    def __init__(self, settings: Any, strategy: Strategy | None = None) -> None:
+        super().__init__()
+        self._settings = settings
+        self["devices"] = self["expert_model_parallel_size"] or 1
+        self["experts"] = self["num_moe_experts"] or self["num_experts"] or 0
+        self["tensor_ranks"] = self["tensor_model_parallel_size"] or 1
+        # By default, the tensor-parallel ranks share an expert. GTP divides its weights further.
+        self["parts"] = self["expert_tensor_parallel_size"] or self["tensor_ranks"]
+        shards = self["expert_tensor_parallel_num_weight_shards"] or self["parts"]
+        self["weight_shards"] = max(self["expert_gtp_weight_remat_size"] or 1, shards // self["parts"])
+        self["equal_tokens"] = self["tensor_ranks"] > 1 and not self["sequence_parallel"]
+        self["delays"] = self["delay_wgrad_compute"] or self["overlap_dispatch_backward_with_experts_wgrad"]
+        self["saves"] = self["save"] is not None or self["non_persistent_save_interval"] is not None
+        has_old_flag = self["enable_cuda_graph"] or self["external_cuda_graph"]
+        self["graphs"] = (self["cuda_graph_impl"] or "none") != "none" or bool(has_old_flag)
+        modules = self["graphs"] and (self["cuda_graph_modules"] or self["cuda_graph_scope_deprecated"])
+        if isinstance(modules, str) or hasattr(modules, "name"):
+            modules = (modules,)
+        names = {str(getattr(module, "name", module)) for module in modules or ()}
+        self["captured"] = names - {"full"}  # empty without graphs, or for whole layers
+        # The graph then contains the remap to slots in its one form, and the number of slots.
+        self["captures_preprocess"] = "moe_preprocess" in names
+        self["flex"] = None  # its back end
+        if self["moe_token_dispatcher_type"] == "flex":
+            chosen = self["moe_flex_dispatcher_backend"] or "deepep"
+            self["flex"] = "deepep" if self["moe_enable_deepep"] else chosen
+        self["needs_fixed_slots"] = self["captures_preprocess"] or self["flex"] == "ncclep"
+        if strategy is not None:
+            self._add_those_of(strategy)
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(self._settings, name, None)
+
+    def _add_those_of(self, strategy: Strategy) -> None:
+        own: Any = strategy.settings
+        self |= {"strategy": strategy, "travel": strategy.travel, "gate": own.uses_gate}
+        self["moves"] = strategy.moves_owners
+        self["divides"] = strategy.travel.schedule in ("s1", "megatron")  # the same tokens, evenly
+        # auto selects a schedule of Parm only if it can.
+        self["asks_schedule"] = strategy.travel.schedule != "megatron" and not strategy.selects
+        self["keeps_flex"] = self["flex"] is not None and not self["asks_schedule"]
+        one_of = (strategy, *getattr(strategy, "candidates", {}).values())
+        self["plans_micro_batches"] = any(one.replica_life is ReplicaLife.MICRO_BATCH for one in one_of)
+        # Re-sharding of fssdp moves owners to other numbers for each device.
+        has_slots = hasattr(own, "slots") and own.slots is not None
+        reshards = hasattr(own, "slots") and getattr(own, "reshard_interval", None)
+        is_fixed = has_slots or not strategy.may_replicate(1)
+        self["fixed_slots"] = is_fixed and not strategy.selects and not reshards
+
+
+class Limit(NamedTuple):
+    """Something that is refused: its name, the condition on :class:`Facts`, and the user's next step."""
+
+    what: str
+    condition: CodeType
+    advice: str
+
+
+def _limits(text: str) -> tuple[Limit, ...]:
+    """Limits from rows ``what | condition | advice``, which go on in lines with more indentation."""
+    rows = textwrap.dedent(text).strip().replace("\n ", " ").splitlines()
+    cells = ([" ".join(cell.split()) for cell in row.split("|")] for row in rows)
+    return tuple(Limit(what, compile(condition, what, "eval"), advice) for what, condition, advice in cells)
+
+
+# Megatron refuses biases of divided experts too, by an assertion. Under sequence parallelism, Megatron 0.19
+# sums the gradients of output biases over the tensor-parallel ranks. With whole experts, these ranks own
+# different experts, so the result would depend on who owns what.
+# The histories of delayed scaling belong to the position of an expert in the module, which has other experts
+# from iteration to iteration. Local graphs contain the end of a layer, where the next transfers start.
+EVERY = _limits(
+    """
+    biases of experts under expert tensor parallelism
+      | parts > 1 and add_bias_linear
+      | add --disable-bias-linear, or --expert-tensor-parallel-size 1
+    biases of experts under sequence parallelism
+      | sequence_parallel and tensor_ranks > 1 and add_bias_linear
+      | add --disable-bias-linear
+    parameters in fp8 or fp4
+      | fp8_param or fp8_param_gather or fp4_param or fp4_param_gather
+      | weights travel to replicas in bf16, fp16 or fp32, and Transformer Engine quantizes them there:
+        remove --fp8-param-gather and --fp4-param-gather
+    delayed scaling in fp8
+      | fp8 and fp8_recipe == "delayed"
+      | its scales come from earlier iterations, and a device computes other experts in each of them: use
+        --fp8-recipe tensorwise, blockwise or mxfp8
+    fp8 or fp4 without grouped experts
+      | (fp8 or fp4) and not moe_grouped_gemm
+      | add --moe-grouped-gemm
+    CUDA graphs of an iteration, a layer or an MoE layer, and --cuda-graph-impl local
+      | cuda_graph_impl in ("full_iteration", "local") or enable_cuda_graph
+        or graphs and (not captured or "moe" in captured)
+      | transfers and experts change between iterations: use --cuda-graph-impl transformer_engine with
+        --cuda-graph-modules attn, mlp, mamba, moe_router or moe_preprocess, or --cuda-graph-impl none
+    CUDA graphs of the router (--cuda-graph-modules moe_router) under tensor parallelism without sequence
+      parallelism
+      | "moe_router" in captured and equal_tokens
+      | there the strategy divides the tokens around the router: add --sequence-parallel, or remove moe_router
+    one weight tensor for all experts
+      | moe_single_grouped_weight or moe_single_grouped_bias
+      | each expert has its own owner: remove --moe-single-grouped-weight and --moe-single-grouped-bias
+    fully sharded data parallelism of the whole model
+      | use_megatron_fsdp or use_torch_fsdp2
+      | use Megatron's DDP, with or without --use-distributed-optimizer
+    expert weight rematerialization over GTP
+      | weight_shards > 1
+      | remove --expert-tensor-parallel-num-weight-shards
+    paged stashing | moe_paged_stash | remove --moe-paged-stash
+    the inference-optimized implementation
+      | transformer_impl == "inference_optimized"
+      | use --transformer-impl local or transformer_engine
+    """
+)
+"""What every strategy but ``none`` refuses."""
+
+# Transformer Engine calls DDP's hooks of the module in which a Parameter is registered. After a re-shard, the
+# Parameter may hold an expert of another layer, whose gradients come later.
+SOME = _limits(
+    f"""
+    --moe-token-dispatcher-type flex without sequence parallelism
+      | flex and equal_tokens
+      | there the strategy divides the tokens and sends them itself: add --sequence-parallel
+    smart_schedule or exchange without sequence parallelism
+      | (travel.smart_schedule or travel.exchange != "megatron") and equal_tokens
+      | there tokens are divided by a schedule of Parm, and each has steps of its own to send them: add
+        --sequence-parallel, or remove smart_schedule and exchange
+    --moe-token-dispatcher-type flex with a schedule, steps or an exchange of the plugin
+      | flex and (travel.smart_schedule is True or travel.exchange == "deduplicated"
+        or tensor_ranks > 1 and asks_schedule)
+      | two dispatchers exclude each other: use --moe-token-dispatcher-type alltoall, or remove schedule,
+        smart_schedule and exchange
+    delayed weight gradients with smart_schedule
+      | delays and travel.smart_schedule
+      | its steps run the experts several times in a pass, and Megatron delays the gradients of one run:
+        remove {_DELAYING}, or smart_schedule
+    delayed weight gradients with replicas of single micro-batches (fastermoe, quota)
+      | delays and plans_micro_batches
+      | the slots have other experts when the gradients are computed: remove {_DELAYING}
+    delayed weight gradients with re-sharding
+      | delays and moves
+      | DDP would reduce gradients of moved experts before they are computed: set reshard_interval=0, or
+        remove {_DELAYING}
+    --moe-router-padding-for-quantization with schedule=s2
+      | (moe_router_padding_for_quantization or moe_router_padding_for_fp8)
+        and travel.schedule == "s2" and equal_tokens
+      | a tensor-parallel rank's share of the padded rows is no multiple: use another schedule
+    --cuda-graph-modules moe_preprocess with a schedule, steps or an exchange of the plugin
+      | captures_preprocess and (travel.smart_schedule or travel.exchange != "megatron"
+        or tensor_ranks > 1 and travel.schedule != "megatron")
+      | they are decided before the graph or wait in it: remove moe_preprocess
+    --cuda-graph-modules moe_preprocess with an expert capacity
+      | captures_preprocess and moe_expert_capacity_factor is not None
+      | numbers of rows vary with slots, also of padded experts: remove moe_preprocess
+    --cuda-graph-modules moe_preprocess with plans after the gate (fastermoe, quota, planner=hecate)
+      | captures_preprocess and (plans_micro_batches or strategy.asks_after_gate(1))
+      | the graph would have the slots before the plan is made: remove moe_preprocess, or use another strategy
+    --cuda-graph-modules moe_preprocess without fixed slots
+      | captures_preprocess and (moves or not fixed_slots)
+      | the graph contains their number: set slots and reshard_interval=0, or remove moe_preprocess
+    --moe-flex-dispatcher-backend ncclep without fixed slots
+      | flex == "ncclep" and not fixed_slots
+      | NCCL EP has one number of experts in a process: set slots, or use another back end
+    --moe-latent-size under tensor parallelism without sequence parallelism
+      | equal_tokens and moe_latent_size
+      | there its projections get only a part of the tokens: add --sequence-parallel
+    router=topology_aware with another selection, a fused kernel or a graph of the router
+      | gate and (moe_router_fusion or moe_enable_routing_replay or moe_router_group_topk
+        or "moe_router" in captured or moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"))
+      | remove --moe-router-fusion, --moe-enable-routing-replay, --moe-router-group-topk, sinkhorn,
+        quantile_balancing and moe_router of --cuda-graph-modules, or use router=stock
+    smart_schedule with expert tensor parallelism
+      | travel.smart_schedule and parts > 1 and devices > 1
+      | it needs whole experts: use smart_schedule=false or --expert-tensor-parallel-size 1
+    fp16 with resident replicas (flexmoe)
+      | strategy.resident_slots and fp16
+      | its loss scale may skip an optimizer step, and replicas have their own: use --bf16 or fp32
+    a --ckpt-format other than torch_dist with re-sharding
+      | moves and saves and ckpt_format != "torch_dist"
+      | only torch_dist stores an expert under its layer and number: use --ckpt-format torch_dist, or
+        {KEEP_OWNERS}
+    --ckpt-convert-format with re-sharding
+      | moves and ckpt_convert_format not in (None, "torch_dist")
+      | convert without a placement strategy (--moe-strategy none), or {KEEP_OWNERS}
+    --non-persistent-ckpt-type local with re-sharding
+      | moves and saves and non_persistent_ckpt_type == "local"
+      | it stores experts by rank and slot: use --non-persistent-ckpt-type global, or {KEEP_OWNERS}
+    --save-params-interval and --save-wgrads-interval with re-sharding
+      | moves and (save_params_interval is not None or save_wgrads_interval is not None)
+      | they save tensors by the names of Parameters, which hold other experts after a re-shard: remove them,
+        or {KEEP_OWNERS}
+    """
+)
+"""What some strategies and settings refuse."""
+
+
+class Replacement(NamedTuple):
+    """A checkpoint setting that cannot hold moved experts, and the one that replaces it under re-sharding."""
+
+    what: str
+    condition: CodeType
+    meaning: str
+    name: str
+    new: bool
+
+
+# The layer-wise optimizer contains a distributed optimizer for some parameters.
+_REPLACED = _limits(
+    """
+    the distributed optimizer's checkpoint format dp_reshardable
+      | saves and (use_distributed_optimizer or use_layer_wise_distributed_optimizer)
+        and not no_save_optim and not dist_ckpt_optim_fully_reshardable
+      | checkpoints are saved as with --dist-ckpt-optim-fully-reshardable, because the other format stores
+        states by their position in a bucket, and re-sharding changes positions
+    --ckpt-assume-constant-structure
+      | saves and ckpt_assume_constant_structure
+      | every save gets a plan of its own, because experts move between saves
+    """
+)
+REPLACED = (
+    Replacement(*_REPLACED[0], "dist_ckpt_optim_fully_reshardable", True),
+    Replacement(*_REPLACED[1], "ckpt_assume_constant_structure", False),
+)
+
+
+def is_met(condition: CodeType, facts: Facts) -> bool:
+    """Whether facts meet a limit's condition."""
+    return bool(eval(condition, {}, facts))
+
+
+def check_limits(name: str, strategy: Strategy, settings: Any) -> None:
+    """Refuse Megatron's arguments or a ``TransformerConfig`` that the strategy of this name cannot serve.
+
+    Raises:
+        ConfigurationError: The settings ask for a refused feature, or their numbers of experts, devices,
+            slots and tokens do not fit each other or the strategy.
+    """
+    facts, who = Facts(settings, strategy), f"--moe-strategy {name}"
+    for what, condition, advice in (*EVERY, *SOME):
+        if is_met(condition, facts):
+            raise ConfigurationError(f"{who} does not support {what}: {advice}")
+    experts, devices, top_k = facts["experts"], facts["devices"], facts["moe_router_topk"] or 0
+    if not experts:
+        raise ConfigurationError(
+            f"{who} needs a Mixture-of-Experts model: add --num-experts, or use --moe-strategy none"
+        )
+    if top_k > experts:  # Megatron itself finds it in the first iteration, by an error of torch.topk.
+        raise ConfigurationError(
+            f"--moe-router-topk: got {top_k}, wanted at most the {experts} experts; change it or "
+            "--num-experts"
+        )
+    if experts % devices:
+        raise ConfigurationError(
+            f"--expert-model-parallel-size: got {devices}, wanted a divisor of the {experts} experts; "
+            "change it or --num-experts"
+        )
+    seq_length, sharers = facts["seq_length"] or 0, facts["tensor_ranks"]
+    tokens = seq_length // (facts["context_parallel_size"] or 1)
+    if facts["equal_tokens"] and facts["divides"] and tokens % sharers:
+        raise ConfigurationError(
+            f"--seq-length {seq_length}: got {tokens} tokens of a sequence, wanted a multiple of {sharers}, "
+            "the number of tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
+            "--moe-strategy-set schedule=s2"
+        )
+    if (slots := getattr(strategy.settings, "slots", None)) is not None:
+        check_slots(settings, experts // devices + slots, devices)
+    try:  # The nodes of the devices are not known yet.
+        strategy.check_sizes(experts, Topology.uniform(devices, 1))
+    except ValueError as error:
+        raise ConfigurationError(f"{who}: {error}") from None
+
+
+def replace_checkpoint_arguments(who: str, args: Any) -> None:
+    """Replace parsed arguments that cannot save moved experts (:data:`REPLACED`), in place.
+
+    Rank 0 logs one line for each, which starts with ``who``, the strategy.
+    """
+    for what, condition, meaning, name, new in REPLACED:
+        if is_met(condition, Facts(args)):
+            setattr(args, name, new)
+            if os.environ.get("RANK", "0") == "0":
+                logger.warning(f"[fssdp] {who}: {what}: {meaning}")
+
+
+def check_slots(config: Any, num_slots: int, num_devices: int, others: Collection[int] = ()) -> None:
+    """Refuse a device's number of slots with which the back end of Megatron's flex dispatcher would fail.
+
+    ``others`` are the numbers of slots with which other dispatchers of the process were built.
+
+    Raises:
+        ConfigurationError: The back end cannot have so many slots.
+    """
+    facts, wanted = Facts(config), ""
+    num_ranks = num_devices * facts["parts"]
+    most = _MOST_IN_NODE if num_ranks <= _NODE_RANKS else _MOST_OF_NODE // _NODE_RANKS
+    if facts["flex"] == "deepep" and num_ranks > 1 and num_slots > most:
+        wanted = f"at most {most} with DeepEP over {num_ranks} ranks"
+    elif facts["flex"] == "ncclep" and set(others) - {num_slots}:
+        wanted = f"{max(others)} as in layers before, because NCCL EP has one number of experts in a process"
+    if wanted:
+        raise ConfigurationError(
+            f"slots: got {num_slots} for owned experts and replicas of a device, wanted {wanted}; change the "
+            "setting slots, or use another --moe-flex-dispatcher-backend"
+        )
+
+
+def slot_multiple(config: Any, num_devices: int) -> int:
+    """Return the number of which a device's slots must be a multiple for the flex dispatcher's back end.
+
+    HybridEP sends a token's probabilities for all slots of an NVLink domain in units of 16 bytes, 4 numbers.
+    """
+    facts = Facts(config)
+    num_ranks = num_devices * facts["parts"]
+    domain = int(os.environ.get(_DOMAIN, 0)) or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    return 4 // math.gcd(4, min(domain, num_ranks)) if facts["flex"] == "hybridep" else 1

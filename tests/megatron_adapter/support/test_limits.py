@@ -1,0 +1,239 @@
+"""What strategies refuse and replace is decided from settings alone, for arguments and for configs."""
+
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.megatron_adapter.support.limits import (
+    EVERY,
+    REPLACED,
+    SOME,
+    Facts,
+    check_limits,
+    check_slots,
+    is_met,
+    replace_checkpoint_arguments,
+    slot_multiple,
+)
+from megatron_fssdp.strategies.registry import build_strategy
+
+NAMES = {
+    "EQUAL": "tensor_model_parallel_size=2",
+    "DIVIDED": "tensor_model_parallel_size=2 sequence_parallel=true",
+    "GRAPHS": "cuda_graph_impl=transformer_engine sequence_parallel=true cuda_graph_modules=",
+    "PREPROCESS": "cuda_graph_impl=transformer_engine cuda_graph_modules=[moe_router,moe_preprocess]",
+    "FLEX": "moe_token_dispatcher_type=flex",
+    "NCCL": "moe_token_dispatcher_type=flex moe_flex_dispatcher_backend=ncclep",
+    "DELAYED": "delay_wgrad_compute=true",
+    "PADDING": "moe_router_padding_for_quantization=true",
+    "GATE": "router=topology_aware leaving_share=0.5",
+    "KEPT": "slots=2 reshard_interval=0",
+    "SAVE": "save=folder ckpt_format=torch_dist",
+}
+# strategy and its settings | Megatron's settings, beside 8 experts on 2 devices | message, empty if accepted
+TABLE = """
+    fssdp | {FLEX} moe_flex_dispatcher_backend=deepep |
+    fssdp | moe_permute_fusion=true moe_router_fusion=true |
+    fssdp | {PADDING} |
+    fssdp {KEPT} | {GRAPHS}[attn,mlp,mamba,moe_router,moe_preprocess] tensor_model_parallel_size=2 |
+    fssdp | {GRAPHS}attn |
+    fssdp | cuda_graph_impl=none cuda_graph_modules=[moe] |
+    fssdp | {EQUAL} expert_tensor_parallel_num_weight_shards=2 |
+    fssdp | moe_router_topk=8 |
+    fssdp | moe_expert_rank_capacity_factor=1.5 use_transformer_engine_op_fuser=true |
+    ep | fp8=hybrid fp8_recipe=blockwise moe_grouped_gemm=true |
+    fssdp | cuda_graph_impl=full_iteration cuda_graph_modules=[] | --cuda-graph-impl local
+    fssdp | cuda_graph_impl=local cuda_graph_modules=[attn] | --cuda-graph-impl local
+    fssdp | enable_cuda_graph=true | --cuda-graph-impl local
+    fssdp | external_cuda_graph=true | --cuda-graph-impl local
+    fssdp | {GRAPHS}[] | --cuda-graph-impl local
+    fssdp | {GRAPHS}full | --cuda-graph-impl local
+    fssdp | {GRAPHS}[attn,moe] | --cuda-graph-impl local
+    fssdp | {GRAPHS}[attn,moe_router] {EQUAL} sequence_parallel=false | add --sequence-parallel
+    fssdp | expert_tensor_parallel_num_weight_shards=2 | --expert-tensor-parallel-num-weight-shards
+    fssdp | expert_gtp_weight_remat_size=2 | --expert-tensor-parallel-num-weight-shards
+    fssdp | {DIVIDED} expert_tensor_parallel_size=1 add_bias_linear=true | biases of experts under sequence
+    fssdp | expert_tensor_parallel_size=2 add_bias_linear=true | biases of experts under expert tensor
+    fssdp | fp8_param_gather=true | remove --fp8-param-gather
+    fssdp | fp8=hybrid fp8_recipe=delayed | --fp8-recipe tensorwise
+    fssdp | fp4=e2m1 | add --moe-grouped-gemm
+    fssdp | moe_single_grouped_weight=true | remove --moe-single-grouped-weight
+    fssdp | use_torch_fsdp2=true | use Megatron's DDP
+    fssdp | moe_paged_stash=true | --moe-paged-stash
+    fssdp | transformer_impl=inference_optimized | --transformer-impl local
+    fssdp | num_experts=0 | add --num-experts
+    fssdp | num_experts=9 | --expert-model-parallel-size: got 2
+    fssdp | moe_router_topk=9 | --moe-router-topk: got 9
+    fssdp slots=9 | | slots
+    fssdp | {FLEX} |
+    auto | {FLEX} {DIVIDED} |
+    parm schedule=s1 | {FLEX} |
+    fssdp {KEPT} | {NCCL} |
+    smartmoe | {NCCL} |
+    fssdp reshard_interval=0 | {DELAYED} |
+    fastermoe smart_schedule=true | |
+    fssdp {KEPT} | {PREPROCESS} {DIVIDED} |
+    ep | {PREPROCESS} |
+    flexmoe | {PREPROCESS} |
+    parm | {PREPROCESS} {PADDING} |
+    parm schedule=s2 | {PADDING} {DIVIDED} |
+    ep {GATE} schedule=s1 | {EQUAL} seq_length=8 |
+    ep {GATE} | moe_router_load_balancing_type=[aux_loss,seq_aux_loss] |
+    parm schedule=s2 | {EQUAL} seq_length=9 |
+    fastermoe smart_schedule=true | {DIVIDED} expert_tensor_parallel_size=1 |
+    fssdp | {FLEX} {EQUAL} | add --sequence-parallel
+    ep smart_schedule=true | {EQUAL} expert_tensor_parallel_size=1 | smart_schedule or exchange without
+    fastermoe smart_schedule=true | {FLEX} | two dispatchers
+    fssdp exchange=deduplicated | {FLEX} | two dispatchers
+    parm schedule=s1 | {FLEX} {DIVIDED} | two dispatchers
+    fssdp | {NCCL} | set slots
+    fssdp slots=2 | {NCCL} | set slots
+    fssdp | {DELAYED} | set reshard_interval=0
+    quota | {DELAYED} | single micro-batches
+    ep smart_schedule=true | {DELAYED} | smart_schedule
+    parm schedule=s2 | {PADDING} {EQUAL} | no multiple
+    parm schedule=auto | {PREPROCESS} {DIVIDED} | remove moe_preprocess
+    ep smart_schedule=by_price | {PREPROCESS} | remove moe_preprocess
+    fssdp slots=2 | {PREPROCESS} | reshard_interval=0
+    fssdp reshard_interval=0 | {PREPROCESS} | set slots
+    smartmoe | {PREPROCESS} | without fixed slots
+    fssdp {KEPT} planner=hecate | {PREPROCESS} | after the gate
+    fastermoe slots=1 | {PREPROCESS} | after the gate
+    ep | {PREPROCESS} moe_expert_capacity_factor=1.0 | capacity
+    fssdp slots=125 | {FLEX} | slots: got 129
+    ep | {EQUAL} moe_latent_size=8 | add --sequence-parallel
+    ep | {EQUAL} seq_length=9 | got 9 tokens of a sequence, wanted a multiple of 2
+    ep {GATE} | moe_router_fusion=true | remove --moe-router-fusion
+    ep {GATE} | moe_enable_routing_replay=true | --moe-enable-routing-replay
+    ep {GATE} | moe_router_group_topk=1 | --moe-router-group-topk
+    ep {GATE} | moe_router_load_balancing_type=sinkhorn | sinkhorn
+    ep {GATE} | {GRAPHS}[attn,moe_router] | moe_router of --cuda-graph-modules
+    fastermoe smart_schedule=true | {DIVIDED} | --expert-tensor-parallel-size 1
+    flexmoe | fp16=true | use --bf16
+    fssdp | {SAVE} |
+    fssdp | ckpt_format=torch |
+    fssdp | {SAVE} non_persistent_ckpt_type=global non_persistent_save_interval=5 |
+    fssdp reshard_interval=0 | {SAVE} ckpt_format=torch |
+    fssdp | {SAVE} ckpt_format=torch | use --ckpt-format torch_dist, or set reshard_interval=0
+    fssdp | non_persistent_save_interval=5 ckpt_format=torch_dcp | use --ckpt-format torch_dist
+    fssdp | ckpt_convert_format=torch | --moe-strategy none
+    fssdp | {SAVE} non_persistent_ckpt_type=local | --non-persistent-ckpt-type global
+    fssdp | {SAVE} save_params_interval=5 | --save-params-interval
+    smartmoe | {SAVE} save_wgrads_interval=5 | --save-wgrads-interval
+"""
+ROWS = [[cell.strip() for cell in row.split("|")] for row in TABLE.format_map(NAMES).strip().splitlines()]
+
+
+def values(text: str) -> dict[str, Any]:
+    return {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in text.split())}
+
+
+def case(strategy: str, more: str) -> tuple[str, Any, SimpleNamespace]:
+    name, _, keys = strategy.partition(" ")
+    built = build_strategy(name, STRATEGIES[name].settings.model_validate(values(keys)))
+    settings = {"num_experts": 8, "expert_model_parallel_size": 2, **values(more)}
+    return name, built, SimpleNamespace(**settings)
+
+
+@pytest.mark.parametrize(("strategy", "more", "message"), ROWS)
+def test_what_cannot_be_served_is_refused_in_one_line_with_the_next_step(
+    strategy: str, more: str, message: str
+) -> None:
+    if not message:
+        check_limits(*case(strategy, more))
+        return
+    with pytest.raises(ConfigurationError) as refusal:
+        check_limits(*case(strategy, more))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_every_limit_has_a_row_and_a_next_step() -> None:
+    facts = [Facts(settings, built) for _, built, settings in (case(*row[:2]) for row in ROWS if row[2])]
+    for limit in (*EVERY, *SOME):
+        assert any(is_met(limit.condition, one) for one in facts), limit.what
+        assert limit.advice
+
+
+def test_modules_of_graphs_may_be_members_of_an_enumeration() -> None:
+    module = Enum("module", "attn moe_router")
+    for given, wanted in (
+        (module.attn, {"attn"}),
+        ([module.attn, module.moe_router], {"attn", "moe_router"}),
+    ):
+        graphs = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_modules=given)
+        assert Facts(graphs)["captured"] == wanted
+
+
+def test_auto_keeps_the_flex_dispatcher() -> None:
+    for more, wanted in ((NAMES["FLEX"], True), ("", False)):
+        _, strategy, settings = case("auto", more)
+        assert Facts(settings, strategy)["keeps_flex"] is wanted
+
+
+@pytest.mark.parametrize(
+    ("more", "replaced"),
+    [
+        ("use_distributed_optimizer=true", 0),
+        ("use_layer_wise_distributed_optimizer=true", 0),
+        ("use_distributed_optimizer=true save=null non_persistent_save_interval=5", 0),
+        ("ckpt_assume_constant_structure=true", 1),
+        ("use_distributed_optimizer=true dist_ckpt_optim_fully_reshardable=true", None),
+        ("use_distributed_optimizer=true no_save_optim=true", None),
+        ("use_distributed_optimizer=true save=null", None),
+    ],
+)
+def test_checkpoint_settings_that_cannot_hold_moved_experts_are_replaced(
+    more: str, replaced: int | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = SimpleNamespace(**values(f"{NAMES['SAVE']} {more}"))
+    given = vars(args).copy()
+    replace_checkpoint_arguments("--moe-strategy fssdp", args)
+    new = {} if replaced is None else {REPLACED[replaced].name: REPLACED[replaced].new}
+    assert vars(args) == given | new
+    assert len(caplog.messages) == len(new)
+    monkeypatch.setenv("RANK", "1")
+    replace_checkpoint_arguments("--moe-strategy fssdp", SimpleNamespace(**given))
+    assert len(caplog.messages) == len(new), "only rank 0 logs"
+
+
+@pytest.mark.parametrize(
+    ("back_end", "most", "num_devices", "wanted"),
+    [
+        ("deepep", 128, 8, "at most 128 with DeepEP over 8 ranks"),
+        ("deepep", 64, 16, "at most 64 with DeepEP over 16 ranks"),
+        ("ncclep", 3, 2, "3 as in layers before"),
+    ],
+)
+def test_back_ends_of_the_flex_dispatcher_limit_the_slots(
+    back_end: str, most: int, num_devices: int, wanted: str
+) -> None:
+    config = SimpleNamespace(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=back_end)
+    check_slots(config, most, num_devices, {3})
+    with pytest.raises(ConfigurationError, match=f"slots: got {most + 1} .*{wanted}"):
+        check_slots(config, most + 1, num_devices, {3})
+    check_slots(SimpleNamespace(moe_token_dispatcher_type="alltoall"), 999, num_devices)
+
+
+@pytest.mark.parametrize(
+    ("back_end", "num_devices", "domain", "wanted"),
+    [
+        ("hybridep", 2, "", 2),
+        ("hybridep", 8, "", 1),
+        ("hybridep", 8, "6", 2),
+        ("hybridep", 8, "1", 4),
+        ("deepep", 2, "", 1),
+    ],
+)
+def test_hybridep_gets_slots_in_multiples(
+    back_end: str, num_devices: int, domain: str, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", domain or "0")
+    config = SimpleNamespace(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=back_end)
+    assert slot_multiple(config, num_devices) == wanted
