@@ -1,20 +1,17 @@
-"""Megatron-LM's own training recipes with experts, and what a strategy says to them.
+"""Megatron-LM's own training recipes with experts, what a strategy says to them, and small copies of them.
 
 The recipes are the functional tests of a Megatron-LM checkout. Only names, flags and verdicts are written
 down here; the texts stay in the checkout. ``python -m tests.megatron_adapter.recipes`` writes the table of
 docs/compatibility.md. It needs ``MEGATRON_LM_PATH``.
 
-Every flag of a recipe is in exactly one of the tables below. A flag that is in none of them is an error, so a
-new release of Megatron cannot bring a feature that is overlooked.
+A small copy trains on a few CPU ranks. It keeps every flag that is in none of the tables below, so that a new
+feature of Megatron is trained.
 """
 
 import os
-import re
-import sys
-import textwrap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ import yaml
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
-from .training_run import flags
+from .training_run import SMALL, flags
 
 VARIABLE = "MEGATRON_LM_PATH"
 STRATEGY = "fssdp"
@@ -34,44 +31,31 @@ BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"
 Flags = dict[str, Any]
 
 
-def _flags(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
-# Flags that a small copy keeps unchanged.
-KEPT = _flags(
-    """
-    --add-qkv-bias --apply-query-key-layer-scaling --attention-dropout --attention-softmax-in-fp32 --bf16
-    --calculate-per-token-loss --clip-grad --ddp-average-in-collective --ddp-num-buckets
-    --ddp-pad-buckets-for-high-nccl-busbw --disable-bias-linear --fp16 --grad-reduce-in-bf16
-    --group-query-attention --hidden-dropout --init-method-std --moe-aux-loss-coeff
-    --moe-flex-dispatcher-backend --moe-grouped-gemm --moe-router-bias-update-rate --moe-router-dtype
-    --moe-router-enable-expert-bias --moe-router-load-balancing-type --moe-router-pre-softmax
-    --moe-router-score-function --moe-router-topk-scaling-factor --moe-shared-expert-gate
-    --moe-shared-expert-overlap --moe-token-dispatcher-type --mscale --mscale-all-dim
-    --mtp-loss-scaling-factor --multi-latent-attention --muon-extra-scale-factor --muon-momentum
-    --muon-scale-mode --no-check-for-nan-in-loss-and-grad --no-use-layer-wise-param-layout --norm-epsilon
-    --normalization --num-distributed-optimizer-instances --optimizer --overlap-grad-reduce
-    --overlap-moe-expert-parallel-comm --overlap-param-gather --position-embedding-type --qk-layernorm
-    --recompute-granularity --recompute-modules --rotary-base --rotary-percent --rotary-scaling-factor
-    --sequence-parallel --squared-relu --swiglu --untie-embeddings-and-output-weights
-    --use-distributed-optimizer --use-tp-pp-dp-mapping --weight-decay
-    """
-)
+# Patterns of flags whose value a small copy sets itself.
+SCALED = _words("""
+    --*parallel-size --*hidden-size --kv-channels --kv-lora-rank --max-position-embeddings --*batch-size
+    --moe-layer-freq --moe-router-*group* --moe-router-topk --moe-shared-expert-intermediate-size
+    --num-experts --num-attention-heads --*num-layers --num-layers-per-virtual-* --num-query-groups --num-virtual-stages-*
+    --pipeline-model-parallel-layout --q-lora-rank --qk-*dim --seq-length --v-head-dim
+""")
 
-# Flags whose value a small copy changes.
-SCALED = _flags(
-    """
-    --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size --ffn-hidden-size
-    --global-batch-size --hidden-size --kv-channels --kv-lora-rank --max-position-embeddings
-    --micro-batch-size --moe-ffn-hidden-size --moe-layer-freq --moe-router-group-topk
-    --moe-router-num-groups --moe-router-topk --moe-shared-expert-intermediate-size --mtp-num-layers
-    --num-attention-heads --num-experts --num-layers --num-layers-per-virtual-pipeline-stage
-    --num-query-groups --num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-layout
-    --pipeline-model-parallel-size --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --seq-length
-    --tensor-model-parallel-size --v-head-dim
-    """
-)
+# Patterns of flags that do not change what is computed: data, length and learning rate of the training,
+# checkpoints, logs, and kernels with the same results; and of parts of the features below.
+IRRELEVANT = _words("""
+    --adam-beta? --apply-wd-* --async-* --attention-backend --auto-detect-* --check-weight-* --ckpt-*
+    --cross-entropy-* --cuda-graph-* --data-* --deterministic-mode --disable-gloo-* --dist-ckpt-*
+    --distributed-* --enable-experimental --eval-* --exit-* --finetune --first-last-layers-bf16 --fp8-*
+    --high-priority-* --load --log-* --logging-level --lr* --make-vocab-* --manual-gc* --merge-file --min-lr
+    --moe-hybridep-* --moe-permute-fusion --moe-router-fusion --moe-router-padding-* --no-bias-gelu-fusion
+    --no-ckpt-* --no-create-* --no-gradient-* --no-mmap-* --no-rope-fusion --num-layers-at-* --num-workers
+    --offload-* --override-* --reuse-grad-* --save* --split --te-rng-tracker --tensorboard-dir --tiktoken-*
+    --timing-* --tokenizer-* --train-* --transformer-impl --use-checkpoint-* --use-flash-attn
+    --use-mcore-models --use-persistent-* --verify-integrity --vocab-file --wandb-*
+""")
 
 # Features that a CPU rank lacks. A small copy trains without them, under stock Megatron too.
 LEFT_OUT = {
@@ -81,38 +65,6 @@ LEFT_OUT = {
     "--fp8-format": "fp8",
     "--use-transformer-engine-op-fuser": "the fused grouped MLP",
 }
-
-# Parts of the features above, and flags that do not change what is computed: data, length and learning rate
-# of the training, checkpoints, logs, and kernels with the same results.
-IRRELEVANT = _flags(
-    """
-    --adam-beta1 --adam-beta2 --apply-wd-to-qk-layernorm --async-ckpt-use-cpu-shm --async-save
-    --async-strategy --attention-backend --auto-detect-ckpt-format
-    --check-weight-hash-across-dp-replicas-interval --ckpt-assume-constant-structure --ckpt-format
-    --ckpt-fully-parallel-load --ckpt-fully-parallel-save --cross-entropy-fusion-impl
-    --cross-entropy-loss-fusion --cuda-graph-modules --cuda-graph-warmup-steps --data-cache-path --data-path
-    --deterministic-mode --disable-gloo-process-groups --dist-ckpt-optim-fully-reshardable
-    --dist-ckpt-strictness --distributed-backend --distributed-timeout-minutes --enable-experimental
-    --eval-interval --eval-iters --exit-duration-in-mins --exit-interval --finetune
-    --first-last-layers-bf16 --fp8-param-gather --fp8-recipe --high-priority-stream-groups --load
-    --log-energy --log-interval
-    --log-memory-interval --log-memory-to-tensorboard --log-num-zeros-in-grad --log-params-norm
-    --log-progress --log-throughput --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
-    --logging-level --lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction
-    --lr-warmup-init --lr-warmup-samples --lr-wsd-decay-samples --lr-wsd-decay-style
-    --make-vocab-size-divisible-by --manual-gc --manual-gc-interval --merge-file --min-lr
-    --moe-hybridep-num-sms --moe-permute-fusion --moe-router-fusion
-    --moe-router-padding-for-quantization --no-bias-gelu-fusion --no-ckpt-fully-parallel-save
-    --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-mmap-bin-files
-    --no-rope-fusion --num-layers-at-end-in-bf16 --num-layers-at-start-in-bf16 --num-workers
-    --offload-modules --override-opt_param-scheduler --reuse-grad-buf-for-mxfp8-param-ag --save
-    --save-interval --save-retain-interval --split --te-rng-tracker --tensorboard-dir --tiktoken-pattern
-    --timing-log-level --timing-log-option --tokenizer-model --tokenizer-type --train-iters --train-samples
-    --transformer-impl --use-checkpoint-opt_param-scheduler --use-flash-attn --use-mcore-models
-    --use-persistent-ckpt-worker --verify-integrity --vocab-file --wandb-entity --wandb-exp-name
-    --wandb-project --wandb-save-dir
-    """
-)
 
 # Features without which a recipe would be another model. A CPU rank cannot train it.
 OBSTACLES = {
@@ -137,58 +89,7 @@ class Recipe:
         return FIXED_SLOTS if "moe_preprocess" in str(self.flags.get("--cuda-graph-modules")) else ""
 
     @property
-    def is_release(self) -> bool:
-        """Whether Megatron-LM checks releases with it, at full size."""
-        return "release" in self.name
-
-    def size(self, flag: str, default: int = 1) -> int:
-        """Return the value of a flag as a number."""
-        return int(self.flags.get(flag, default))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a strategy says to a recipe."""
-
-    refusal: str | None  # names of all refused features
-    obstacle: str | None  # why CPU ranks cannot train a small copy
-    left_out: tuple[str, ...]  # features that the small copy leaves out
-
-    @property
-    def trains(self) -> bool:
-        """Whether the test trains a small copy of the recipe."""
-        return self.refusal is None and self.obstacle is None
-
-
-def recipes(checkout: Path) -> list[Recipe]:
-    """Read all training recipes with experts. Inference and reinforcement learning are left out."""
-    cases = checkout / "tests" / "functional_tests" / "test_cases"
-    found = []
-    for file in sorted(cases.glob("*/*/model_config.yaml")):
-        name = file.parent.relative_to(cases).as_posix()
-        if "inference" in name or "grpo" in name:
-            continue
-        flags = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("MODEL_ARGS") or {}
-        if "--num-experts" in flags:
-            found.append(Recipe(name, {flag: value for flag, value in flags.items() if value is not False}))
-    return found
-
-
-def unknown_flags(recipe: Recipe) -> list[str]:
-    """Return the flags of a recipe that no table of this file has."""
-    if obstacle(recipe) is not None:
-        return []
-    known = KEPT | SCALED | IRRELEVANT | LEFT_OUT.keys()
-    return sorted(recipe.flags.keys() - known)
-
-
-def obstacle(recipe: Recipe) -> str | None:
-    """Return why CPU ranks cannot train a small copy of a recipe; ``None`` if they can."""
-    reason = next((reason for flag, reason in OBSTACLES.items() if flag in recipe.flags), None)
-    return reason or (CONTEXT if recipe.size("--context-parallel-size") > 1 else None)
-
-
-def words_of(flags: Mapping[str, Any]) -> list[str]:
+    def words_of(flags: Mapping[str, Any]) -> list[str]:
     """Return flags as words of a command line, as Megatron-LM's own test script does.
 
     Tokenizers are left out: some recipes take their type from an environment variable.
@@ -205,11 +106,93 @@ def words_of(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def verdicts(found: Sequence[Recipe]) -> list[Verdict]:
-    """Parse recipes with Megatron's parser and ask the strategy about their arguments, on a forked rank."""
-    (refusals,) = run_ranks(_refusals, 1, list(found), preload=MEGATRON_PRELOAD, timeout_s=300)
-    left_out = [tuple(name for flag, name in LEFT_OUT.items() if flag in recipe.flags) for recipe in found]
-    return list(map(Verdict, refusals, map(obstacle, found), left_out))
+@dataclass(frozen=True)
+class SmallCopy:
+    """A recipe, scaled down for CPU ranks: their number, and a command line without data and strategy."""
+
+    num_ranks: int
+    arguments: str
+
+
+def small_copy(recipe: Recipe) -> SmallCopy:
+    """Return a recipe with small sizes on at most eight ranks.
+
+    Its features stay. Parallel sizes become at most 2 or 4.
+    """
+    dropped = (*SCALED, *IRRELEVANT, *LEFT_OUT)
+    kept = (flag for flag in recipe.flags if not any(fnmatch(flag, pattern) for pattern in dropped))
+    flags = {flag: recipe.flags[flag] for flag in kept}
+    # With this order of ranks, experts and attention must have equal data-parallel sizes.
+    most = 4 if "--use-tp-pp-dp-mapping" in recipe.flags else 2
+    tensor = min(recipe.size("--tensor-model-parallel-size"), most)
+    pipeline = min(recipe.size("--pipeline-model-parallel-size"), 2)
+    parts = min(recipe.size("--expert-tensor-parallel-size", tensor), 2)
+    # Each instance of the optimizer needs an expert-data-parallel rank of its own.
+    per_stage = 4 * min(recipe.size("--num-distributed-optimizer-instances"), 2)
+    expert = min(recipe.size("--expert-model-parallel-size"), 4 // parts)
+    flags |= {
+        "--tensor-model-parallel-size": tensor,
+        "--pipeline-model-parallel-size": pipeline,
+        "--expert-model-parallel-size": expert,
+        "--expert-tensor-parallel-size": parts,
+        "--global-batch-size": 2 * (per_stage // tensor) * (2 * pipeline),
+    }
+    flags |= _layers(recipe, pipeline) | _experts(recipe) | _attention(recipe)
+    if tensor == 1:
+        flags.pop("--sequence-parallel", None)
+    return SmallCopy(
+        per_stage * pipeline, f"{SMALL} --moe-ffn-hidden-size 32 {' '.join(words_of(flags))} --train-iters 6"
+    )
+
+
+def _layers(recipe: Recipe, pipeline: int) -> Flags:
+    """Return flags for one layer in each model chunk, but at least two layers."""
+    later, num_layers = recipe.size("--mtp-num-layers", 0), 2 * pipeline
+    layout = recipe.flags.get("--pipeline-model-parallel-layout")
+    virtual = recipe.size("--num-virtual-stages-per-pipeline-rank")
+    if layout is not None:
+        virtual = 1 if layout.count("|") + 1 == recipe.size("--pipeline-model-parallel-size") else 2
+    elif "--num-layers-per-virtual-pipeline-stage" in recipe.flags:
+        virtual = 2
+    chunks = min(virtual, 2) if pipeline > 1 else 1
+    flags: Flags = {"--num-layers": num_layers}
+    if layout is not None:
+        stages = ["t" * (num_layers // (pipeline * chunks))] * (pipeline * chunks)
+        flags["--pipeline-model-parallel-layout"] = f"E{'|'.join(stages)}{'m' * later}L"
+    elif chunks > 1:
+        flags["--num-virtual-stages-per-pipeline-rank"] = chunks
+    if later:
+        flags["--mtp-num-layers"] = later
+    if "0" in str(recipe.flags.get("--moe-layer-freq", "1")):
+        flags["--moe-layer-freq"] = f"([0]*1+[1]*{num_layers - 1})"
+    return flags
+
+
+def _experts(recipe: Recipe) -> Flags:
+    flags: Flags = {"--num-experts": min(recipe.size("--num-experts"), 16)}
+    flags["--moe-router-topk"] = min(recipe.size("--moe-router-topk", 2), 4)
+    if "--moe-router-num-groups" in recipe.flags:
+        flags |= {"--moe-router-num-groups": 4, "--moe-router-group-topk": 2}
+    return flags
+
+
+def _attention(recipe: Recipe) -> Flags:
+    sizes: Flags = {"--num-query-groups": 2, "--moe-shared-expert-intermediate-size": 32}
+    if "--multi-latent-attention" in recipe.flags:
+        sizes["--q-lora-rank"] = 16
+    flags = {flag: size for flag, size in sizes.items() if flag in recipe.flags}
+    if "--multi-latent-attention" in recipe.flags:
+        flags |= {"--kv-lora-rank": 16, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 8, "--v-head-dim": 8}
+    return flags
+
+
+def refusals(found: Sequence[Recipe]) -> list[str | None]:
+    """Return the features of each recipe that the strategy refuses; ``None`` if it accepts the recipe.
+
+    A forked rank parses the recipes with Megatron's parser.
+    """
+    (refused,) = run_ranks(_refusals, 1, list(found), preload=MEGATRON_PRELOAD, timeout_s=300)
+    return refused
 
 
 def _refusals(rank: int, world_size: int, found: list[Recipe]) -> list[str | None]:
@@ -223,67 +206,38 @@ def _refusal(recipe: Recipe) -> str | None:
 
     from megatron_fssdp.config.errors import ConfigurationError
     from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
-    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_arguments import fit_checkpoint_arguments
     from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
-    from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-    from megatron_fssdp.megatron_adapter.support.supported_features import REFUSALS
+    from megatron_fssdp.megatron_adapter.support.limits import EVERY, Facts, check_limits, is_met
+    from megatron_fssdp.strategies.registry import build_strategy
 
     parser = add_strategy_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     # Scripts of other packages (ModelOpt, Flextron) have flags of their own.
     chosen = flags(f"{STRATEGY} {recipe.settings}").split()
     args, _ = parser.parse_known_args([*words_of(recipe.flags), *chosen])
     name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
-    session = StrategySession(name, settings)
-    # The first refusal would hide the others.
-    reasons = [what for what, is_refused, _ in REFUSALS if is_refused(lambda name: getattr(args, name, None))]
     try:
-        session.check_model(args)
-        if session.strategy.moves_owners:
-            fit_checkpoint_arguments(name, args)
-    except ConfigurationError as error:
+        check_limits(name, build_strategy(name, settings), args)
+    except ConfigurationError as error:  # The first refusal would hide the others.
+        reasons = [limit.what for limit in EVERY if is_met(limit.condition, Facts(args))]
         return "; ".join(reasons) or str(error)
-    assert not reasons, reasons
     return None
 
 
-def table(found: Sequence[Recipe], given: Sequence[Verdict]) -> str:
-    """Return the part of docs/compatibility.md about the recipes, numbers first."""
-    accepted = [verdict for verdict in given if verdict.refusal is None]
-    trained = [verdict for verdict in accepted if verdict.trains]
-    whole = [verdict for verdict in trained if not verdict.left_out]
-    releases = [v for recipe, v in zip(found, given, strict=True) if recipe.is_release]
-    named = [verdict.refusal.split("; ") for verdict in given if verdict.refusal is not None]
-    refused = Counter(what for names in named for what in names)
-    reasons = "; ".join(f"{what} ({number})" for what, number in refused.most_common())
-    accepted_releases = sum(verdict.refusal is None for verdict in releases)
-    left_out = (
-        f" {len(trained) - len(whole)} of these copies leave out features that a CPU lacks."
-        if trained != whole
-        else ""
-    )
-    numbers = (
-        f"`--moe-strategy {STRATEGY}` accepts **{len(accepted)} of the {len(found)}** training recipes with "
-        f"experts of Megatron-LM `core_v0.19.0`, {accepted_releases} of its {len(releases)} release recipes "
-        f"among them. Small copies of {len(trained)} of them train on CPU ranks with the losses of stock "
-        f"Megatron, under `fssdp` and under `auto`.{left_out} A CPU cannot train the other "
-        f"{len(accepted) - len(trained)}. What stands in the way of the refused recipes: "
-        f"{reasons or 'nothing'}."
-    )
-    rows = zip(found, given, strict=True)
-    lines = [f"| `{recipe.name}` | {_cell(recipe, verdict)} |" for recipe, verdict in rows]
-    text = textwrap.fill(numbers, 120, break_on_hyphens=False)
-    return "\n".join([BEGIN, "", text, "", "| recipe | result |", "|---|---|", *lines, "", END])
+def table(found: Sequence[Recipe], refused: Sequence[str | None]) -> str:
+    """Return the table of docs/compatibility.md about the recipes, between its marks."""
+    cells = map(_cell, found, refused)
+    lines = (f"| `{recipe.name}` | {cell} |" for recipe, cell in zip(found, cells, strict=True))
+    return "\n".join([BEGIN, "", "| recipe | result |", "|---|---|", *lines, "", END])
 
 
-def _cell(recipe: Recipe, verdict: Verdict) -> str:
-    if verdict.refusal is not None:
-        return f"refused: {verdict.refusal}"
-    accepted = f"accepted with `{recipe.settings}`" if recipe.settings else "accepted"
-    if verdict.obstacle is not None:
-        return f"{accepted}, a CPU cannot run it: {verdict.obstacle}"
+def _cell(recipe: Recipe, refusal: str | None) -> str:
+    if refusal is not None:
+        return f"refused: {refusal}"
     given = f" with `{recipe.settings}`" if recipe.settings else ""
-    without = f", without {', '.join(verdict.left_out)}" if verdict.left_out else ""
-    return f"trains with equal losses{given}{without}"
+    if recipe.obstacle is not None:
+        return f"accepted{given}, a CPU cannot run it: {recipe.obstacle}"
+    left_out = ", ".join(name for flag, name in LEFT_OUT.items() if flag in recipe.flags)
+    return f"trains with equal losses{given}{left_out and f', without {left_out}'}"
 
 
 def written_table(page: str) -> str:
@@ -291,23 +245,6 @@ def written_table(page: str) -> str:
     return page[page.index(BEGIN) : page.index(END) + len(END)]
 
 
-def checkout() -> Path | None:
-    """Return the Megatron-LM checkout that the environment names; ``None`` if it names none."""
-    path = os.environ.get(VARIABLE)
-    return Path(path) if path else None
-
-
-def main() -> None:
-    """Write the table into docs/compatibility.md."""
-    root = checkout()
-    if root is None:
-        sys.exit(f"{VARIABLE}: got nothing, wanted the folder of a Megatron-LM checkout; set it")
-    found = recipes(root)
-    page = PAGE.read_text(encoding="utf-8")
-    text = table(found, verdicts(found))
-    PAGE.write_text(page.replace(written_table(page), text), encoding="utf-8")
-    print(re.sub(r"\n\n\|.*", "", text.removeprefix(BEGIN).strip(), flags=re.DOTALL))
-
-
 if __name__ == "__main__":
-    main()
+    given, text = recipes(Path(os.environ[VARIABLE])), PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(text.replace(written_table(text), table(given, refusals(given))), encoding="utf-8")

@@ -2,60 +2,57 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from megatron_fssdp.megatron_adapter.diagnosis import devices, examination, packages
 from megatron_fssdp.megatron_adapter.diagnosis.devices import Gpus
-from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, Verdict
+from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding
 from megatron_fssdp.megatron_adapter.diagnosis.packages import InstalledPackage
 
-OK, NOTE, PROBLEM = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM
-HERE = Path("/site-packages/[it]")
-H100 = ("NVIDIA H100 80GB HBM3", 80 << 30)
-NO_GPUS, EIGHT_GPUS = Gpus(), Gpus((H100,) * 8)
+HERE = "/site-packages/[it]"
+DEFAULTS = {"gpus": "0", "cores": "2", "python": "3.12.1", "torch": "2.6.0", "megatron": "0.19.2", "te": ""}
+MODULES = {"torch": "torch", "megatron.core": "megatron", "transformer_engine": "te"}
 
 
-HEALTHY = {
-    "torch": InstalledPackage("2.6.0", HERE),
-    "megatron": InstalledPackage("0.19.2", HERE),
-    "engine": InstalledPackage(),
-}
-
-
-def pose(
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: Gpus = NO_GPUS,
-    num_cores: int = 2,
-    python: str = "3.12.1",
-    variables: Any = (),
-    **packages_: InstalledPackage,
-) -> None:
-    """Make the doctor find another machine, by default a healthy one with two CPU cores.
+def pose(monkeypatch: pytest.MonkeyPatch, machine: str = "") -> dict[str, str]:
+    """Make the doctor find another machine, by default a healthy one with two CPU cores and no GPU.
 
     Args:
         monkeypatch: Changes what the doctor finds.
-        gpus: The machine's accelerators.
-        num_cores: Number of CPU cores.
-        python: Version of the interpreter.
-        variables: Environment variables; others that the doctor reads are not set.
-        packages_: Installed packages, where they differ from those of a healthy machine.
+        machine: Words ``key=value``: environment variables (others that the doctor reads are not set); the
+            number of ``gpus``, or their error; the number of ``cores``; the CUDA version of torch's ``build``,
+            if there is an NVIDIA driver; the versions of ``python``, ``torch``, ``megatron`` and ``te``, empty
+            for missing packages, with ``!ERROR`` if the import fails, and ``@PACKAGE`` if that is the cause.
+
+    Returns:
+        The other words, by key.
     """
-    found = HEALTHY | packages_
-    names = {"torch": "torch", "megatron.core": "megatron", "transformer_engine": "engine"}
-    monkeypatch.setattr(examination, "look_for", lambda name, *_: found[names[name]])
-    monkeypatch.setattr(examination, "look_at_gpus", lambda: gpus)
-    monkeypatch.setattr(examination, "quiet_output", contextlib.nullcontext)
-    monkeypatch.setattr(examination.platform, "python_version", lambda: python)
-    monkeypatch.setattr(devices, "usable_cores", lambda: num_cores)
-    monkeypatch.setattr(packages, "check_apex", lambda: Finding("Apex", ""))
-    monkeypatch.setattr(packages, "check_kernels", lambda: Finding("planning kernels", ""))
+    words = {key: value for key, _, value in (word.partition("=") for word in machine.split())}
+    found = {key: words.pop(key, default) for key, default in DEFAULTS.items()}
+    build = words.pop("build", None)
     for name in ("MEGATRON_FSSDP_DEVICE", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in dict(variables).items():
-        monkeypatch.setenv(name, value)
+    for name in filter(str.isupper, list(words)):
+        monkeypatch.setenv(name, words.pop(name))
+    gpus = (
+        Gpus((("NVIDIA H100 80GB HBM3", 80 << 30),) * int(found["gpus"])) if found["gpus"].isdigit() else None
+    )
+    monkeypatch.setattr(examination, "look_at_gpus", lambda: gpus or Gpus(error=found["gpus"]))
+    monkeypatch.setattr(examination, "look_for", lambda name, *_: installed(found[MODULES[name]]))
+    monkeypatch.setattr(examination, "quiet_output", contextlib.nullcontext)
+    monkeypatch.setattr(packages.platform, "python_version", lambda: found["python"])
+    monkeypatch.setattr(packages, "check_kernels", lambda: Finding("planning kernels", ""))
+    monkeypatch.setattr(devices, "usable_cores", lambda: int(found["cores"]))
+    monkeypatch.setattr(devices, "_NVIDIA_DRIVER", Path("/no/such/driver" if build is None else "/"))
+    monkeypatch.setattr(torch.version, "cuda", build or None)
+    return words
 
 
-def verdicts(findings: Any) -> dict[str, Verdict]:
-    return {finding.name: finding.verdict for finding in findings}
+def installed(text: str) -> InstalledPackage:
+    if not text:
+        return InstalledPackage()
+    version, _, error = text.partition("!")
+    error, _, broken_by = error.partition("@")
+    return InstalledPackage(version, HERE, error, broken_by.replace("_", " "))

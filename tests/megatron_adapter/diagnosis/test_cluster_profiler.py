@@ -9,7 +9,6 @@ import torch
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
-from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.diagnosis import cluster_profiler
@@ -37,10 +36,8 @@ def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path: Path) -> None:
     assert len(cluster.collectives) == 7
     assert 1e6 < cluster.expert_flops_per_s < 1e14
     assert 1e6 < cluster.non_expert_flops_per_s < 1e14
-    assert (
-        "hidden size 64, expert 128, 2 experts, 1024 rows, sequence 128"
-        in (cluster.sources["expert_flops_per_s"])
-    )
+    shape = "LayerShape(model_dim=64, ffn_dim=128, num_experts=2, num_rows=1024,"
+    assert shape in cluster.sources["expert_flops_per_s"]
     path = tmp_path / "box.yaml"
     path.write_text(cluster_yaml(cluster), encoding="utf-8")
     assert load_cluster(path) == cluster
@@ -97,24 +94,3 @@ def test_a_missing_class_of_links_takes_the_costs_of_the_other(num_nodes: int, k
 def test_message_sizes_grow_fourfold_and_end_with_the_largest() -> None:
     assert SETTINGS.message_bytes() == [1 << 10, 1 << 12, 1 << 14]
     assert replace(SETTINGS, most_bytes=5000).message_bytes() == [1 << 10, 1 << 12, 5000]
-
-
-@pytest.mark.parametrize(
-    ("changes", "wanted"),
-    [
-        ({"backend": "mpi"}, "--backend mpi: wanted gloo or nccl"),
-        ({"num_nodes": 0}, "--nodes 0"),
-        ({"most_bytes": 1024}, "two sizes"),
-        ({"num_repetitions": 0}, "--repetitions 0"),
-    ],
-)
-def test_bad_settings_are_refused(changes: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(ConfigurationError, match=wanted):
-        replace(SETTINGS, **changes)
-
-
-def test_ranks_that_cannot_be_measured_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="connects two ranks"):
-        SETTINGS.check_ranks(1)
-    with pytest.raises(ConfigurationError, match="divisor of the 4 ranks"):
-        replace(SETTINGS, num_nodes=3).check_ranks(4)
