@@ -39,7 +39,8 @@ def _words(text: str) -> tuple[str, ...]:
 SCALED = _words("""
     --*parallel-size --*hidden-size --kv-channels --kv-lora-rank --max-position-embeddings --*batch-size
     --moe-layer-freq --moe-router-*group* --moe-router-topk --moe-shared-expert-intermediate-size
-    --num-experts --num-attention-heads --*num-layers --num-layers-per-virtual-* --num-query-groups --num-virtual-stages-*
+    --num-experts --num-attention-heads --*num-layers --num-layers-per-virtual-* --num-query-groups
+    --num-virtual-stages-*
     --pipeline-model-parallel-layout --q-lora-rank --qk-*dim --seq-length --v-head-dim
 """)
 
@@ -89,7 +90,31 @@ class Recipe:
         return FIXED_SLOTS if "moe_preprocess" in str(self.flags.get("--cuda-graph-modules")) else ""
 
     @property
-    def words_of(flags: Mapping[str, Any]) -> list[str]:
+    def obstacle(self) -> str | None:
+        """Why CPU ranks cannot train a small copy; ``None`` if they can."""
+        reason = next((reason for flag, reason in OBSTACLES.items() if flag in self.flags), None)
+        return reason or (CONTEXT if self.size("--context-parallel-size") > 1 else None)
+
+    def size(self, flag: str, default: int = 1) -> int:
+        """Return the value of a flag as a number."""
+        return int(self.flags.get(flag, default))
+
+
+def recipes(checkout: Path) -> list[Recipe]:
+    """Read all training recipes with experts. Inference and reinforcement learning are left out."""
+    cases = checkout / "tests" / "functional_tests" / "test_cases"
+    found = []
+    for file in sorted(cases.glob("*/*/model_config.yaml")):
+        name = file.parent.relative_to(cases).as_posix()
+        if "inference" in name or "grpo" in name:
+            continue
+        flags = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("MODEL_ARGS") or {}
+        if "--num-experts" in flags:
+            found.append(Recipe(name, {flag: value for flag, value in flags.items() if value is not False}))
+    return found
+
+
+def words_of(flags: Mapping[str, Any]) -> list[str]:
     """Return flags as words of a command line, as Megatron-LM's own test script does.
 
     Tokenizers are left out: some recipes take their type from an environment variable.

@@ -46,13 +46,17 @@ def test_the_numbers_of_the_page_are_those_of_its_table() -> None:
     )
     for words in (
         f"**{len(accepted)} of the {len(rows)}** training recipes",
-        f"{sum('release' in name for name, _ in accepted)} of its {sum('release' in one[0] for one in rows)} release",
+        f"{_releases(accepted)} of its {_releases(rows)} release recipes",
         f"copies of {len(trained)} of them",
         f"{sum('without' in result for result in trained)} of these copies leave out",
         f"cannot train the other {len(accepted) - len(trained)}.",
         "; ".join(f"{what} ({number})" for what, number in reasons.most_common()),
     ):
         assert words in " ".join(page.partition(recipes.BEGIN)[0].split())
+
+
+def _releases(rows: list[tuple[str, str]]) -> int:
+    return sum("release" in name for name, _ in rows)
 
 
 @needs_checkout

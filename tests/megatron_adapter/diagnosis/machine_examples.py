@@ -22,9 +22,10 @@ def pose(monkeypatch: pytest.MonkeyPatch, machine: str = "") -> dict[str, str]:
     Args:
         monkeypatch: Changes what the doctor finds.
         machine: Words ``key=value``: environment variables (others that the doctor reads are not set); the
-            number of ``gpus``, or their error; the number of ``cores``; the CUDA version of torch's ``build``,
-            if there is an NVIDIA driver; the versions of ``python``, ``torch``, ``megatron`` and ``te``, empty
-            for missing packages, with ``!ERROR`` if the import fails, and ``@PACKAGE`` if that is the cause.
+            number of ``gpus``, or their error; the number of ``cores``; the CUDA version of torch's
+            ``build``, if there is an NVIDIA driver; the versions of ``python``, ``torch``, ``megatron`` and
+            ``te``, empty for missing packages, with ``!ERROR`` if the import fails, and ``@PACKAGE`` if that
+            is the cause.
 
     Returns:
         The other words, by key.

@@ -56,7 +56,7 @@ TABLE = """
     gpus=8 WORLD_SIZE=16 LOCAL_WORLD_SIZE=8 | topology | ok | 16 ranks from torchrun, 8 of them on this
     gpus=8 WORLD_SIZE=20 LOCAL_WORLD_SIZE=8 | topology | problem | same --nproc-per-node on every machine
     gpus=8 WORLD_SIZE=4 | topology | ok | 4 ranks from torchrun, 4 of them
-    cores=4 nproc_per_node=4 declared_nodes=2 | topology | ok | from the run's file; strategies plan for 2 nodes
+    cores=4 nproc_per_node=4 declared_nodes=2 | topology | ok | run's file; strategies plan for 2 nodes
     nproc_per_node=2 | ranks | ok | 2 on 2 CPU cores
     nproc_per_node=4 | ranks | note | 4 on 2 CPU cores
     nproc_per_node=2 device=cuda | ranks | problem | 2 on 0 GPUs
