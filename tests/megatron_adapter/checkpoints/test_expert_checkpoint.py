@@ -1,6 +1,5 @@
 """Under any owner map, a sharded state dict has the entries of stock Megatron."""
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -18,41 +17,36 @@ from ..uneven_owners import even_stage, expert_modules, follow_all, random_stage
 EXPERTS, DRAWS = 4, 4
 SWIGLU = {"activation_func": functional.silu, "gated_linear_unit": True}
 DENSE_BETWEEN = {"moe_layer_freq": [1, 1, 0, 1]}
-
-SINGLETONS = {"singleton_local_shards": True}
-EP2, PP2, VPP2, ETP2 = (
-    {"ep": 2},
-    {"ep": 2, "pp": 2},
-    {"ep": 2, "pp": 2, "vpp": 2},
-    {"ep": 2, "tp": 2, "etp": 2},
-)
-BIASES = {"add_bias_linear": True}
 KEY_NUMBERS = {"moe_layer_freq": [1, 1, 1, 1]}
+BIASES = {"add_bias_linear": True}
+SINGLETONS, GROUPED = "one tensor an expert", "grouped"
+EP1, EP2, PP2 = {"ep": 1}, {"ep": 2}, {"ep": 2, "pp": 2}
+VPP2, ETP2 = {**PP2, "vpp": 2}, {**EP2, "tp": 2, "etp": 2}
 
-# name: (ranks, config, parallel sizes, metadata, grouped experts)
-CASES: dict[str, tuple[int, dict[str, Any], dict[str, int], dict[str, Any], bool]] = {
-    "gelu, biases": (2, BIASES, EP2, {}, False),
-    "swiglu, biases": (2, {**SWIGLU, **BIASES}, EP2, {}, False),
-    "swiglu, every rank a copy": (2, SWIGLU, {"ep": 1}, {}, False),
-    "dense layers in between": (2, {**SWIGLU, **DENSE_BETWEEN}, EP2, {}, False),
-    "one tensor an expert": (2, SWIGLU, EP2, SINGLETONS, False),
-    "grouped, gelu, biases": (2, BIASES, EP2, {}, True),
-    "grouped, swiglu, dense layers in between": (2, {**SWIGLU, **DENSE_BETWEEN}, EP2, {}, True),
-    "grouped, one tensor an expert": (2, {**SWIGLU, **BIASES}, EP2, SINGLETONS, True),
-    "2 stages": (4, SWIGLU, PP2, {}, False),
-    "2 stages, dense layers in between": (4, {**BIASES, **DENSE_BETWEEN}, PP2, {}, False),
-    "2 stages of 2 chunks": (4, SWIGLU, VPP2, {}, False),
-    "2 stages of 2 chunks, key numbers": (4, {**SWIGLU, **KEY_NUMBERS}, VPP2, {}, False),
-    "tensor parallel experts": (4, SWIGLU, ETP2, {}, False),
-    "grouped, tensor parallel experts": (4, SWIGLU, ETP2, {}, True),
-    "copies of each expert": (4, SWIGLU, EP2, {}, False),
+# ranks, config, parallel sizes, forms of experts
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, int], set[str]]] = {
+    "gelu, biases": (2, BIASES, EP2, set()),
+    "swiglu, biases": (2, {**SWIGLU, **BIASES}, EP2, set()),
+    "swiglu, every rank a copy": (2, SWIGLU, EP1, set()),
+    "dense layers in between": (2, {**SWIGLU, **DENSE_BETWEEN}, EP2, set()),
+    "singletons": (2, SWIGLU, EP2, {SINGLETONS}),
+    "grouped, gelu, biases": (2, BIASES, EP2, {GROUPED}),
+    "grouped, swiglu, dense layers in between": (2, {**SWIGLU, **DENSE_BETWEEN}, EP2, {GROUPED}),
+    "grouped singletons": (2, {**SWIGLU, **BIASES}, EP2, {GROUPED, SINGLETONS}),
+    "2 stages": (4, SWIGLU, PP2, set()),
+    "2 stages, dense layers in between": (4, {**BIASES, **DENSE_BETWEEN}, PP2, set()),
+    "2 stages of 2 chunks": (4, SWIGLU, VPP2, set()),
+    "2 stages of 2 chunks, key numbers": (4, {**SWIGLU, **KEY_NUMBERS}, VPP2, set()),
+    "tensor parallel experts": (4, SWIGLU, ETP2, set()),
+    "grouped, tensor parallel experts": (4, SWIGLU, ETP2, {GROUPED}),
+    "copies of each expert": (4, SWIGLU, EP2, set()),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_expert_is_stored_once_under_its_own_name(name: str) -> None:
-    world_size, config, sizes, metadata, grouped = CASES[name]
-    ranks = run_megatron_ranks(_entries_on_rank, world_size, config, sizes, metadata, grouped, **sizes)
+    world_size, config, sizes, forms = CASES[name]
+    ranks = run_megatron_ranks(_entries_on_rank, world_size, config, sizes, forms, **sizes)
     moved = 0
     for draw in range(1 + DRAWS):
         stock = [entry for rank in ranks for entry in rank[0]]
@@ -67,21 +61,17 @@ def test_every_expert_is_stored_once_under_its_own_name(name: str) -> None:
 
 
 def _entries_on_rank(
-    rank: int,
-    world_size: int,
-    config: dict[str, Any],
-    sizes: dict[str, int],
-    metadata: dict[str, Any],
-    grouped: bool,
+    rank: int, world_size: int, config: dict[str, Any], sizes: dict[str, int], forms: set[str]
 ) -> Any:
     from megatron.core import parallel_state
 
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **metadata}
-    model = build_model(config, sizes, grouped)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": group, "singleton_local_shards": SINGLETONS in forms}
+    model = build_model(config, sizes, GROUPED in forms)
     modules = expert_modules(model)
     device = parallel_state.get_expert_model_parallel_group().rank()
     draws = [
-        random_stage(np.random.default_rng(seed), sorted(modules), EXPERTS, sizes.get("ep", 1))
+        random_stage(np.random.default_rng(seed), sorted(modules), EXPERTS, sizes["ep"])
         for seed in range(DRAWS)
     ]
     even = even_stage(draws[0])
@@ -100,20 +90,19 @@ def _entries_on_rank(
 def _fill(modules: dict[int, Any], stage: StageOwners, device: int) -> None:
     """Values that identify layer, expert, parameter and element."""
     for layer, number in enumerate(stage.layer_numbers):
-        experts = modules[number]
         for index, held in enumerate(stage.contents(device, layer)):
-            parameters = _slot_parameters(experts, index)
-            for position, (_, parameter) in enumerate(sorted(parameters.items())):
+            for position, parameter in enumerate(_slot_parameters(modules[number], index)):
                 base = 1000 * (position + 10 * (held.expert + EXPERTS * held.layer_number))
-                base += 1e6 * experts.tp_group.rank()
+                base += 1e6 * modules[number].tp_group.rank()
                 parameter.data.copy_(base + torch.arange(parameter.numel()).view_as(parameter))
 
 
-def _slot_parameters(experts: Any, index: int) -> dict[str, torch.nn.Parameter]:
+def _slot_parameters(experts: Any, index: int) -> list[torch.nn.Parameter]:
+    """The Parameters of a slot, in the order of their names."""
     if hasattr(experts, "local_experts"):
-        return dict(experts.local_experts[index].named_parameters())
-    named = dict(experts.named_parameters())
-    return {name: named[name] for name in named if name.endswith((f"weight{index}", f"bias{index}"))}
+        return [one for _, one in sorted(experts.local_experts[index].named_parameters())]
+    endings = (f"weight{index}", f"bias{index}")
+    return [one for name, one in sorted(experts.named_parameters()) if name.endswith(endings)]
 
 
 def _entries(model: list[torch.nn.Module], metadata: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -123,26 +112,15 @@ def _entries(model: list[torch.nn.Module], metadata: dict[str, Any]) -> list[tup
     entries = []
     for chunk in model:
         state = chunk.sharded_state_dict(metadata=dict(metadata))
-        names = set(state)
-        assert names >= {f"{name}" for name, _ in chunk.named_parameters() if "experts" in name}
+        assert set(state) >= {name for name, _ in chunk.named_parameters() if "experts" in name}
         apply_factories(state)
         for entry in nested_values(state):
-            is_tensor = isinstance(entry, ShardedTensor)
-            values = entry.data.detach().reshape(-1)[:2].tolist() if is_tensor else []
-            entries.append(
-                (
-                    entry.key,
-                    tuple(entry.global_offset),
-                    tuple(entry.global_shape),
-                    type(entry).__name__,
-                    (entry.local_shape, entry.axis_fragmentations, entry.prepend_axis_num)
-                    if is_tensor
-                    else (),
-                    entry.replica_id,
-                    is_main_replica(entry.replica_id),
-                    values if "experts" in entry.key else [],
-                )
-            )
+            form, values = (), []
+            if isinstance(entry, ShardedTensor):
+                form = (entry.local_shape, entry.axis_fragmentations, entry.prepend_axis_num)
+                values = entry.data.detach().reshape(-1)[:2].tolist() if "experts" in entry.key else []
+            place = (entry.key, tuple(entry.global_offset), tuple(entry.global_shape), type(entry).__name__)
+            entries.append((*place, form, entry.replica_id, is_main_replica(entry.replica_id), values))
     return entries
 
 
@@ -153,57 +131,35 @@ def build_model(config: dict[str, Any], sizes: dict[str, int], grouped: bool) ->
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    settings = TransformerConfig(
-        **{
-            "num_layers": 4,
-            "hidden_size": 8,
-            "num_attention_heads": 2,
-            "num_moe_experts": EXPERTS,
-            "ffn_hidden_size": 16,
-            "moe_ffn_hidden_size": 16,
-            "use_cpu_initialization": True,
-            "add_bias_linear": False,
-            "expert_model_parallel_size": sizes.get("ep", 1),
-            "pipeline_model_parallel_size": sizes.get("pp", 1),
-            "tensor_model_parallel_size": sizes.get("tp", 1),
-            "expert_tensor_parallel_size": sizes.get("etp", 1),
-            "sequence_parallel": sizes.get("tp", 1) > 1,
-            "pipeline_dtype": torch.float32,
-            **({"virtual_pipeline_model_parallel_size": sizes["vpp"]} if "vpp" in sizes else {}),
-            **config,
-        }
-    )
+    layout: Any = {
+        "expert_model_parallel_size": sizes["ep"],
+        "pipeline_model_parallel_size": sizes.get("pp", 1),
+        "virtual_pipeline_model_parallel_size": sizes.get("vpp"),
+        "tensor_model_parallel_size": sizes.get("tp", 1),
+        "expert_tensor_parallel_size": sizes.get("etp", 1),
+        "sequence_parallel": "tp" in sizes,
+        "pipeline_dtype": torch.float32,
+    }
+    model: Any = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": EXPERTS}
+    model |= {"ffn_hidden_size": 16, "moe_ffn_hidden_size": 16, "use_cpu_initialization": True}
+    settings = TransformerConfig(**{**model, "add_bias_linear": False, **layout, **config})
     chunks = []
     for stage in range(sizes["vpp"]) if "vpp" in sizes else [None]:
         spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, vp_stage=stage)
-        if grouped:
-            for layer in spec.layer_specs:
-                mlp = layer.submodules.mlp
-                if hasattr(mlp.keywords["submodules"], "experts"):
-                    layer.submodules.mlp = partial(mlp.func, submodules=fake_grouped_experts(mlp))
+        for layer in spec.layer_specs if grouped else ():
+            mlp = layer.submodules.mlp
+            if hasattr(mlp.keywords["submodules"], "experts"):
+                layer.submodules.mlp = partial(mlp.func, submodules=fake_grouped_experts(mlp))
+        place = {"ignore_virtual": False, "vp_stage": stage}
         chunks.append(
             GPTModel(
                 settings,
                 spec,
                 vocab_size=16,
                 max_sequence_length=8,
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                pre_process=parallel_state.is_pipeline_first_stage(**place),
+                post_process=parallel_state.is_pipeline_last_stage(**place),
                 vp_stage=stage,
             )
         )
     return chunks
-
-
-def test_layers_of_multi_token_prediction_keep_their_names() -> None:
-    from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import expert_sharded_state_dict
-
-    stages = (random_stage(np.random.default_rng(seed), [1, 2, 3], EXPERTS, 2) for seed in itertools.count())
-    stage = next(s for s in stages if any(held.layer_number == 3 for held in s.contents(0, 0)))
-    with pytest.raises(ValueError, match="multi-token prediction"):
-        expert_sharded_state_dict(_Experts(), 0, 0, stage)
-
-
-class _Experts:
-    class config:  # noqa: N801
-        num_layers = 2

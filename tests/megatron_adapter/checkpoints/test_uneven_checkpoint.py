@@ -1,7 +1,7 @@
 """Complete checkpoints of experts in other slots than Megatron assigned.
 
 Stock training runs; right before a save, the contents of all slots are moved to random places. What the save
-writes must be, bit for bit, what stock Megatron writes, and what is loaded then must be the stock checkpoint.
+writes must be, bit for bit, what stock Megatron writes. test_resumed_owners.py loads such checkpoints.
 """
 
 from pathlib import Path
@@ -35,30 +35,11 @@ WRITERS = rows(
 @pytest.mark.parametrize("name", WRITERS)
 def test_an_uneven_map_writes_the_stock_checkpoint(name: str, text_data: Path, tmp_path: Path) -> None:
     world_size, arguments = WRITERS[name]
-    _write(int(world_size), arguments, text_data, tmp_path)
+    saving = f"--save {tmp_path} --save-interval 2 --exit-interval 2"
+    train(int(world_size), f"{COMMON} {arguments} {saving}", text_data, before=save_twice)
     stock, uneven = (stored_tensors(folder, 2) for folder in (tmp_path, tmp_path / UNEVEN))
     assert any("exp_avg_sq" in key and "experts" in key for key in stock)
     assert differing_keys(stock, uneven) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["", "--bf16 {RESHARDABLE}"])
-def test_a_stock_checkpoint_loads_under_an_uneven_map(
-    optimizer: str, text_data: Path, tmp_path: Path
-) -> None:
-    layout, again = f"{COMMON} {optimizer}", tmp_path / "again"
-    saving = f"--save {tmp_path} --save-interval 2 --exit-interval 2"
-    train(4, f"{layout} {{EP4}} {saving}", text_data)
-    loading = f"--load {tmp_path} --save {again} --save-interval 100"
-    train(2, f"{layout} {{EP2}} {loading}", text_data, before=load_unevenly_and_save)
-    # One object for each rank, and the other run had more ranks.
-    differing = differing_keys(stored_tensors(tmp_path, 2), stored_tensors(again, 2))
-    assert [key for key in differing if not key.startswith("rerun_state")] == []
-
-
-def _write(world_size: int, arguments: str, data: Path, folder: Path) -> None:
-    saving = f"--save {folder} --save-interval 2 --exit-interval 2"
-    train(world_size, f"{COMMON} {arguments} {saving}", data, before=save_twice)
 
 
 def save_twice() -> None:
@@ -72,29 +53,6 @@ def save_twice() -> None:
         save(iteration, model, optimizer, *rest, **kwargs)
 
     wrap(training, "save_checkpoint", save_both)
-
-
-def load_unevenly_and_save() -> None:
-    """Load with experts in random slots, save what was loaded, and end the run."""
-    from megatron.training import training
-
-    def load_and_save(
-        load: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **kwargs: Any
-    ) -> None:
-        stage = scatter_experts(model)
-        iteration, flops = load(model, optimizer, scheduler, *rest, **kwargs)
-        training.save_checkpoint(iteration, model, optimizer, scheduler, flops)
-        # The slots hold in another order what was just saved in stock order.
-        before = [parameter.clone() for parameter in _of_experts(model)]
-        permute_contents(model, optimizer, stage)
-        assert not all(map(torch.equal, before, _of_experts(model)))
-        raise SystemExit(0)
-
-    wrap(training, "load_checkpoint", load_and_save)
-
-
-def _of_experts(model: Any) -> list[torch.nn.Parameter]:
-    return [parameter for experts in expert_modules(model).values() for parameter in experts.parameters()]
 
 
 def scatter_experts(model: Any) -> StageOwners:

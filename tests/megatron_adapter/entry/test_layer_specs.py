@@ -1,29 +1,17 @@
 """The spec functions build and share the strategy's layers and refuse bad arguments."""
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
 
-import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.entry import layer_specs
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 CONFIG: Any = {
     **{"hidden_size": 16, "num_attention_heads": 1, "moe_ffn_hidden_size": 16, "num_moe_experts": 4},
     **{"expert_model_parallel_size": 2, "use_cpu_initialization": True},
 }
-
-
-def test_the_packages_functions_have_the_arguments_of_the_spec_functions() -> None:
-    for name in ("start_session", "get_moe_module_spec", "get_gpt_decoder_block_spec", "get_bert_layer_spec"):
-        outer, inner = (inspect.signature(getattr(module, name)) for module in (megatron_fssdp, layer_specs))
-        assert list(outer.parameters) == list(inner.parameters), name
-        for key, parameter in inner.parameters.items():
-            assert outer.parameters[key].default == parameter.default, (name, key)
-            assert outer.parameters[key].kind == parameter.kind, (name, key)
 
 
 def test_layer_specs_hold_the_strategys_moe_layers() -> None:
