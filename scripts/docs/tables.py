@@ -162,7 +162,7 @@ def combinations(_: str) -> str:
 
 def replaced(_: str) -> str:
     """Checkpoint options that are replaced."""
-    return table(("given", "what happens instead"), ((one.what, one.meaning) for one in limits.REPLACED))
+    return table(("given", "what happens instead"), ((one.what, one.advice) for one in limits.REPLACED))
 
 
 def seams(_: str) -> str:

@@ -22,7 +22,7 @@ from megatron_fssdp.megatron_adapter.entry.argument_check import (
     fit_to_cpu,
     requested_by,
 )
-from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
+from megatron_fssdp.megatron_adapter.entry.launcher import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 

@@ -89,7 +89,7 @@ class Limit(NamedTuple):
 
     what: str
     condition: CodeType
-    advice: str
+    advice: str  # or the effect, where something is replaced
 
 
 def _limits(text: str) -> tuple[Limit, ...]:
@@ -229,18 +229,8 @@ SOME = _limits(
 """What some strategies and settings refuse."""
 
 
-class Replacement(NamedTuple):
-    """A checkpoint setting that cannot hold moved experts, and the one that replaces it under re-sharding."""
-
-    what: str
-    condition: CodeType
-    meaning: str
-    name: str
-    new: bool
-
-
 # The layer-wise optimizer contains a distributed optimizer for some parameters.
-_REPLACED = _limits(
+REPLACED = _limits(
     """
     the distributed optimizer's checkpoint format dp_reshardable
       | saves and (use_distributed_optimizer or use_layer_wise_distributed_optimizer)
@@ -252,10 +242,10 @@ _REPLACED = _limits(
       | every save gets a plan of its own, because experts move between saves
     """
 )
-REPLACED = (
-    Replacement(*_REPLACED[0], "dist_ckpt_optim_fully_reshardable", True),
-    Replacement(*_REPLACED[1], "ckpt_assume_constant_structure", False),
-)
+"""What is replaced under re-sharding, because such checkpoints cannot hold moved experts, and the effect."""
+
+REPLACEMENTS = (("dist_ckpt_optim_fully_reshardable", True), ("ckpt_assume_constant_structure", False))
+"""The new value of a setting for each row of :data:`REPLACED`."""
 
 
 def is_met(condition: CodeType, facts: Facts) -> bool:
@@ -310,11 +300,11 @@ def replace_checkpoint_arguments(who: str, args: Any) -> None:
 
     Rank 0 logs one line for each, which starts with ``who``, the strategy.
     """
-    for what, condition, meaning, name, new in REPLACED:
+    for (what, condition, effect), (name, new) in zip(REPLACED, REPLACEMENTS, strict=False):
         if is_met(condition, Facts(args)):
             setattr(args, name, new)
             if os.environ.get("RANK", "0") == "0":
-                logger.warning(f"[fssdp] {who}: {what}: {meaning}")
+                logger.warning(f"[fssdp] {who}: {what}: {effect}")
 
 
 def check_slots(config: Any, num_slots: int, num_devices: int, others: Collection[int] = ()) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
-from ..training_run import TrainingRun, assert_close, assert_equal, relative_difference, rows, train
+from ..training_run import TrainingRun, assert_close, assert_equal, rows, train
 
 COMMON = "{TORCH_DIST} --train-iters 8 {NO_BIAS} {SHORT_AVERAGES} --lr 5e-3"
 SAVED_AT = 4
@@ -70,11 +70,10 @@ class Shelf:
             return self.read((optimizer, "none", written_size, "none", read_size))
         return self._train(optimizer, "none", written_size, "")
 
-    def read(self, cell: Cell, more: str = "") -> TrainingRun:
+    def read(self, cell: Cell) -> TrainingRun:
         """Load a checkpoint and continue to iteration 8."""
         optimizer, writer, written_size, reader, size = cell
-        if (written_size == 1) != (size == 1):
-            more += " --no-load-optim"
+        more = "--no-load-optim" if (written_size == 1) != (size == 1) else ""
         folder = self.written(optimizer, writer, written_size)
         return self._train(optimizer, reader, size, f"--load {folder} {more}")
 
@@ -98,14 +97,6 @@ def test_training_resumes_with_the_same_losses(cell: Cell, shelf: Shelf) -> None
     rest, wanted = shelf.read(cell), shelf.wanted(optimizer, written_size, size)
     assert len(rest.losses) == 8 - SAVED_AT
     assert_close(rest, wanted, since=len(wanted.losses) - len(rest.losses))
-
-
-@pytest.mark.parametrize("optimizer", [pytest.param("plain", marks=pytest.mark.slow), "distributed"])
-def test_the_comparison_detects_a_lost_optimizer_state(optimizer: str, shelf: Shelf) -> None:
-    rest = shelf.read((optimizer, "moved", 2, "none", 2), "--no-load-optim")
-    wanted = shelf.wanted(optimizer, 2, 2)
-    assert rest.losses[0] == pytest.approx(wanted.losses[SAVED_AT], rel=1e-6)
-    assert relative_difference(rest.losses, wanted.losses[SAVED_AT:]) > 1e-3
 
 
 # name | ranks | arguments | strategy. The default format is dp_reshardable; ranks / EP copies of each expert.

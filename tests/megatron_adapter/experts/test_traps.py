@@ -158,7 +158,7 @@ def never_await_parameters() -> None:
 
 
 def test_an_unsupported_checkpoint_format_is_refused_on_all_ranks(text_data: Path, tmp_path: Path) -> None:
-    """test_checkpoint_arguments.py has more options that are refused."""
+    """test_limits.py has more options that are refused."""
     arguments = f"{COMMON} --save {tmp_path} --ckpt-format torch"
     runs = train_on_all_ranks(2, arguments, text_data, strategy=REPLICAS)
     assert [run.exit_code for run in runs] == [2, 2]
@@ -186,10 +186,10 @@ def test_optimizer_state_by_bucket_position_would_reach_wrong_experts(
 
 def gather_layers_and_replace_nothing() -> None:
     """Keep the default checkpoint format."""
-    from megatron_fssdp.megatron_adapter.entry import registration
+    from megatron_fssdp.megatron_adapter.support import limits
 
     gather_layers_on_one_device()
-    registration.CHECKPOINT_REPLACEMENTS = ()
+    limits.REPLACED = ()
 
 
 # ---------------------------------------------------------------- 4: late gradients

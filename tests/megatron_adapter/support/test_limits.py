@@ -11,7 +11,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.support.limits import (
     EVERY,
-    REPLACED,
+    REPLACEMENTS,
     SOME,
     Facts,
     check_limits,
@@ -194,7 +194,7 @@ def test_checkpoint_settings_that_cannot_hold_moved_experts_are_replaced(
     args = SimpleNamespace(**values(f"{NAMES['SAVE']} {more}"))
     given = vars(args).copy()
     replace_checkpoint_arguments("--moe-strategy fssdp", args)
-    new = {} if replaced is None else {REPLACED[replaced].name: REPLACED[replaced].new}
+    new = {} if replaced is None else dict([REPLACEMENTS[replaced]])
     assert vars(args) == given | new
     assert len(caplog.messages) == len(new)
     monkeypatch.setenv("RANK", "1")

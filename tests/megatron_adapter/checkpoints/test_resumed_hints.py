@@ -1,0 +1,90 @@
+"""A resumed run knows the loads of before, and the selections of layers under ``auto``."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.strategies.auto import AutoStrategy
+from megatron_fssdp.strategies.layer_plan import LayerContext
+
+from ..training_run import assert_equal, relative_difference, rows, slow, train
+
+COMMON = "{TORCH_DIST} --train-iters 8"
+EXACT = f"{COMMON} {{SHORT_AVERAGES}} --lr 5e-3"
+SELECTING = f"{COMMON} {{NO_BIAS}} {{RESHARDABLE}}"
+AUTO = "auto FSSDP_PROFILE_ITERATIONS=1 choice_interval=6 record_dir="
+WANTED = {1: "fssdp", 2: "smartmoe"}
+
+
+def each_its_own(
+    choosing: AutoStrategy, contexts: list[LayerContext], histories: list[LoadHistory]
+) -> np.ndarray:
+    """Plant prices: fssdp costs nothing in layer 1, and smartmoe costs nothing in layer 2."""
+    names = list(choosing.candidates)
+    assert len(contexts) <= 1, "each of two ranks prices one layer"
+    seconds_LC = np.full((len(contexts), len(names)), 10.0)
+    for index, context in enumerate(contexts):
+        seconds_LC[index, names.index(WANTED[context.layer])] = 1.0
+    return seconds_LC
+
+
+def told_what_to_choose() -> None:
+    """Run on every rank before the launch."""
+    AutoStrategy.price = each_its_own
+
+
+def test_a_resumed_run_keeps_the_selections_of_auto(text_data: Path, tmp_path: Path) -> None:
+    """Also in another layout."""
+    saving = f"{{EP2}} {SELECTING} --save {tmp_path / 'checkpoints'} --save-interval 6"
+    strategy = f"{AUTO}{tmp_path / 'whole'}"
+    whole = train(2, saving, text_data, strategy=strategy, before=told_what_to_choose)
+    metrics = read_metrics(tmp_path / "whole")
+    assert [[layer.strategy for layer in one.layers] for one in metrics[4:6]] == [
+        ["ep", "ep"],  # five iterations are observed before the first selection
+        ["fssdp", "smartmoe"],
+    ]
+    told = [text for text in whole.messages if "selected: fssdp in layer 1, smartmoe in layer 2" in text]
+    assert len(told) == 1
+    assert "predicted gain" in told[0]
+    for size in (2, 4):
+        records = tmp_path / f"ep{size}"
+        loading = f"--expert-model-parallel-size {size} --load {tmp_path / 'checkpoints'} --ckpt-step 6"
+        run = train(size, f"{SELECTING} {loading}", text_data, strategy=f"{AUTO}{records}")
+        resumed = read_metrics(records)
+        assert [one.iteration for one in resumed] == [7, 8]
+        assert {tuple(layer.strategy for layer in one.layers) for one in resumed} == {("fssdp", "smartmoe")}
+        assert relative_difference(run.losses, whole.losses[6:]) <= 1e-5, size
+
+
+LIMITED = "fssdp slots=2 overlap_degree=3 reshard_interval=2"
+# name | ranks | Megatron's arguments
+RUNS = rows(
+    """
+    bf16_distributed | 4 | {EP2} --bf16 {RESHARDABLE}
+    pipeline | 4 | {EP2} {PP2} --bf16
+    mtp | 2 | {EP2} {MTP} --bf16
+    """
+)
+FIRST, *SLOW = RUNS
+
+
+@pytest.mark.parametrize("name", [FIRST, *slow(SLOW)])
+def test_a_resumed_run_has_the_bits_of_one_without_a_break(
+    name: str, text_data: Path, tmp_path: Path
+) -> None:
+    num_ranks, arguments = int(RUNS[name][0]), f"{EXACT} {RUNS[name][1]}"
+    whole = train(num_ranks, arguments, text_data, strategy=LIMITED)
+    saving = f"--exit-interval 5 --save {tmp_path} --save-interval 5"
+    train(num_ranks, f"{arguments} {saving}", text_data, strategy=LIMITED)
+    rest = train(num_ranks, f"{arguments} --load {tmp_path}", text_data, strategy=LIMITED)
+    assert_equal(rest, whole, since=5)
+
+
+def test_loads_of_another_layout_are_left_out_with_a_line(text_data: Path, tmp_path: Path) -> None:
+    saving = f"--exit-interval 2 --save {tmp_path} --save-interval 2"
+    train(4, f"{EXACT} {{EP4}} {saving}", text_data, strategy="fssdp")
+    rest = train(4, f"{EXACT} {{EP2}} --load {tmp_path}", text_data, strategy="fssdp")
+    assert any("loads are not used" in message for message in rest.messages)
