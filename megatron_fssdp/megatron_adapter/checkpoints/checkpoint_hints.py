@@ -138,16 +138,12 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "counts_IDE": torch.from_numpy(state["counts_IDE"])}
 
 
-def hints_of(
-    strategy: Strategy, slots: ExpertSlots, runtime: MoERuntime
-) -> list[OwnerHint | StrategyHint | LoadHint]:
-    """Return hints for what a run with the strategy may change.
+CheckpointHint = OwnerHint | StrategyHint | LoadHint
 
-    Without any, checkpoint formats that identify experts by position are possible.
-    """
-    hints: list[OwnerHint | StrategyHint | LoadHint] = []
-    if strategy.moves_owners:
-        hints.append(OwnerHint(slots))
+
+def hints_of(strategy: Strategy, slots: ExpertSlots, runtime: MoERuntime) -> list[CheckpointHint]:
+    """Return hints for what a run with the strategy may change."""
+    hints: list[CheckpointHint] = [OwnerHint(slots)] if strategy.moves_owners else []
     if isinstance(strategy, SelectsStrategies):
         hints.append(StrategyHint(strategy, slots))
     if strategy.may_replicate(1) or hints:
@@ -155,16 +151,14 @@ def hints_of(
     return hints
 
 
-def wrap_checkpointing(
-    checkpointing: Any, strategy: Strategy, slots: ExpertSlots, runtime: MoERuntime
-) -> None:
-    """Wrap the functions of ``megatron.training.checkpointing`` that save and load."""
-    if hints := hints_of(strategy, slots, runtime):
-        _wrap_common_state(checkpointing, hints)
+def wrap_checkpointing(checkpointing: Any, hints: list[CheckpointHint]) -> None:
+    """Wrap the functions of ``megatron.training.checkpointing`` that save and load.
+
+    Without hints, checkpoint formats that identify experts by position are possible.
+    """
     wrap_save(checkpointing.dist_checkpointing)
-
-
-def _wrap_common_state(checkpointing: Any, hints: list[OwnerHint | StrategyHint | LoadHint]) -> None:
+    if not hints:
+        return
     generate = checkpointing.generate_state_dict
 
     @wraps(generate)

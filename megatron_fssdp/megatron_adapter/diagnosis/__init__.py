@@ -1,4 +1,1 @@
-"""Checks of ``megatron-fssdp doctor``, and the profiler of a cluster.
-
-If torch or Megatron is missing or broken, the checks continue: this is a finding too.
-"""
+"""Checks of ``doctor``, which continue if torch or Megatron is missing, and the profiler of a cluster."""

@@ -105,8 +105,7 @@ def profile_cluster(settings: ProfileSettings, progress: Callable[[str], None]) 
             f"ranks: got {world_size} ranks with {local_world_size} on this machine, wanted the same number "
             "on every machine; start torchrun with the same --nproc-per-node on every machine"
         )
-    has_cuda = torch.cuda.is_available()
-    backend = settings.backend or ("nccl" if has_cuda else "gloo")
+    backend = settings.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

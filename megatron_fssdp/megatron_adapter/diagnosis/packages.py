@@ -70,10 +70,8 @@ def check_python() -> Finding:
 
 def check_torch(torch: InstalledPackage) -> Finding:
     """Check whether torch is installed, can be imported and is new enough."""
-    if not torch.works:
-        return _unusable("torch", "torch", torch)
-    if is_tested("torch", torch.version):
-        return Finding("torch", torch.version)
+    if not torch.works or is_tested("torch", torch.version):
+        return Finding("torch", torch.version) if torch.works else _unusable("torch", "torch", torch)
     return problem("torch", torch.version, f"wanted torch {TESTED_VERSIONS['torch']}: {pip_install('torch')}")
 
 

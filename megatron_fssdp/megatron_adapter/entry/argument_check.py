@@ -89,8 +89,8 @@ def check_devices(num_ranks: int) -> None:
     if found < num_ranks:
         raise ConfigurationError(
             f"devices: got {num_ranks} ranks on GPUs, but torch finds {found} on this machine, wanted one "
-            f"for each; "
-            f"start fewer ranks, or run on the CPU (training.device=cpu, {cpu_runtime.DEVICE_VARIABLE}=cpu)"
+            "for each; start fewer ranks, or run on the CPU (training.device=cpu, "
+            f"{cpu_runtime.DEVICE_VARIABLE}=cpu)"
         )
 
 

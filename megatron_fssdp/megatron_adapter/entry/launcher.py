@@ -1,4 +1,4 @@
-"""Registers the plugin, runs an unmodified Megatron training script, and reports invalid input in one line."""
+"""Registers the plugin and runs an unmodified Megatron training script. Bad input is reported by one line."""
 
 import os
 import runpy

@@ -9,8 +9,8 @@ without a session starts a new one. The functions that return specs share these 
 
     ConfigurationError    no strategy is given, or the settings are invalid for it
 
-``use_te`` and ``use_transformer_engine`` say whether to use Transformer Engine's modules; by default, if it
-is installed and the config, where there is one, requests it. Other arguments are as in Megatron's functions.
+Transformer Engine's modules are used by default if it is installed and the config, where there is one,
+requests it. Options are those of Megatron's functions.
 """
 
 from collections.abc import Mapping
@@ -49,21 +49,16 @@ def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> S
 
 def get_moe_module_spec(
     use_te: bool | None = None,
-    num_experts: int | None = None,
-    moe_grouped_gemm: bool = False,
     *,
     strategy: str | None = None,
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
+    **options: Any,
 ) -> Any:
     """Return Megatron's MoE module spec with a strategy: a builder for ``mlp`` of its transformer layer."""
     session = _session(strategy, settings, session)
-    stock = moe_module_specs.get_moe_module_spec(
-        use_te=HAVE_TE if use_te is None else use_te,
-        num_experts=num_experts,
-        moe_grouped_gemm=moe_grouped_gemm,
-    )
-    return _with_session(stock, session)
+    use_te = HAVE_TE if use_te is None else use_te
+    return _with_session(moe_module_specs.get_moe_module_spec(use_te=use_te, **options), session)
 
 
 def get_gpt_decoder_block_spec(
@@ -78,8 +73,7 @@ def get_gpt_decoder_block_spec(
     """Return Megatron's GPT decoder block spec of this pipeline stage, with a strategy in its MoE layers.
 
     It can be used as ``--spec megatron_fssdp get_gpt_decoder_block_spec``. The strategy is then the one of
-    ``--moe-strategy``. Options are those of Megatron's function, such as ``vp_stage``; ``normalization`` and
-    ``qk_l2_norm`` are those of the config by default. Call it after
+    ``--moe-strategy``. ``normalization`` and ``qk_l2_norm`` are those of the config by default. Call it after
     ``parallel_state.initialize_model_parallel``, which knows the layers of this rank.
     """
     session = _session(strategy, settings, session)

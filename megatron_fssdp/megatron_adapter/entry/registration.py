@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_checkpointing
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import hints_of, wrap_checkpointing
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.argument_check import (
     add_strategy_arguments,
@@ -148,4 +148,4 @@ def _follow(requested: RequestedStrategy) -> None:
     layer = partial(StrategyMoELayer, session=session)
     moe_module_specs.MoELayer = layer
     hybrid_layers.install(layer)
-    wrap_checkpointing(checkpointing, session.strategy, session.slots, session.runtime)
+    wrap_checkpointing(checkpointing, hints_of(session.strategy, session.slots, session.runtime))
