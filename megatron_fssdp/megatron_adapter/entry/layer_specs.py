@@ -65,6 +65,7 @@ def get_gpt_decoder_block_spec(
     config: Any,
     use_transformer_engine: bool | None = None,
     *,
+    vp_stage: int | None = None,  # Megatron looks for this name in the signature.
     strategy: str | None = None,
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
@@ -80,6 +81,7 @@ def get_gpt_decoder_block_spec(
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=_uses_te(config, use_transformer_engine),
+        vp_stage=vp_stage,
         **{"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm, **options},
     )
     for layer in block.layer_specs:

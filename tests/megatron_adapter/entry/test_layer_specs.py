@@ -1,10 +1,12 @@
 """The spec functions build and share the strategy's layers and refuse bad arguments."""
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
 
+import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
@@ -12,6 +14,11 @@ CONFIG: Any = {
     **{"hidden_size": 16, "num_attention_heads": 1, "moe_ffn_hidden_size": 16, "num_moe_experts": 4},
     **{"expert_model_parallel_size": 2, "use_cpu_initialization": True},
 }
+
+
+def test_megatron_finds_the_stage_in_the_signature() -> None:
+    """Otherwise it would give all model chunks of a rank the layers of the first one."""
+    assert "vp_stage" in inspect.signature(megatron_fssdp.get_gpt_decoder_block_spec).parameters
 
 
 def test_layer_specs_hold_the_strategys_moe_layers() -> None:
