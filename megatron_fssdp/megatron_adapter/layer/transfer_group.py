@@ -1,6 +1,5 @@
 """The process group of SparseAllGather and SparseReduceScatter on GPUs: its NCCL options and connections."""
 
-import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,13 +14,8 @@ from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.yaml_text import parse_yaml
 
-logger = logging.getLogger(__name__)
-
 SHORT_NAME = "fssdp"
 """Name of the group in Megatron's ``--high-priority-stream-groups`` and its file of NCCL options."""
-
-SLOW_S = 5.0
-"""Seconds from which on the log mentions how long it took to connect a group's ranks."""
 
 CommunicatorOptions = Mapping[str, Mapping[str, Any]]
 """NCCL options by the short name of a group, as in Megatron's file of NCCL options."""
@@ -86,7 +80,4 @@ def connect_ranks(group: dist.ProcessGroup) -> None:
     NCCL would otherwise open each connection when the first message needs it, in the middle of the training.
     """
     if dist.get_backend(group) == "nccl":
-        took_s = connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))
-        if took_s > SLOW_S and group.rank() == 0:
-            name = group.group_desc or group.group_name
-            logger.info(f"[fssdp] connected the {group.size()} ranks of {name} in {took_s:.0f} s")
+        connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))

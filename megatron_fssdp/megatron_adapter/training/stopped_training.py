@@ -48,14 +48,10 @@ def _running_iteration(args: Any) -> int:
 
 def how_to_go_on(args: Any) -> str:
     """Return a sentence that names the checkpoint from which the training can resume."""
-    for folder in (args.save, args.load):
-        # A damaged file must not hide why the training stopped.
-        with suppress(OSError, ValueError):
-            if folder:
-                iteration = (Path(folder) / _TRACKER).read_text().strip()
-                return (
-                    f"The last complete checkpoint is of iteration {iteration}: restart with --load {folder}"
-                )
+    for folder in filter(None, (args.save, args.load)):
+        with suppress(OSError, ValueError):  # A damaged file must not hide why the training stopped.
+            iteration = (Path(folder) / _TRACKER).read_text().strip()
+            return f"The last complete checkpoint is of iteration {iteration}: restart with --load {folder}"
     return "No checkpoint has been completed: set --save and --save-interval to be able to resume"
 
 
@@ -78,10 +74,7 @@ class FiniteWatch:
         """Log where NaN or infinity appeared first since :meth:`clear`, if so; it waits for the device."""
         finding = self._finding_in_forward() or self._finding_in_gradients()
         if finding is None and get_rerun_state_machine().rerun_requested:
-            finding = (
-                "Megatron refused a loss or gradient of this rank, but all its MoE layers made finite hidden "
-                "states and gradients: check the loss and the other layers, beginning with the last"
-            )
+            finding = "all MoE layers of this rank made finite hidden states and gradients: check the others"
         if finding is not None:
             logger.error(
                 f"[fssdp] error on rank {dist.get_rank()}: iteration {_running_iteration(args)}: {finding}. "
@@ -104,8 +97,8 @@ class FiniteWatch:
             number = _number(layer)
             if entered:
                 return (
-                    f"the hidden states were already non-finite at the input of MoE layer {number}, and "
-                    "finite at the output of all earlier MoE layers of this rank: check the layers in between"
+                    f"the hidden states were already non-finite at the input of MoE layer {number}: check "
+                    "the layers between it and the MoE layer before"
                 )
             if left:
                 experts = layer.slot_layer.experts.parameters
@@ -124,11 +117,9 @@ class FiniteWatch:
                 for parameter in chain(layer.router.parameters(), experts)
             )
             if not _are_finite(gradient for gradient in gradients if gradient is not None):
-                seen = "were finite" if self._marks_L2 is not None else "were not watched"
                 return (
-                    f"the hidden states of all MoE layers {seen}, but gradients are not finite: MoE "
-                    f"layer {_number(layer)} is the last layer with non-finite gradients; check this "
-                    "layer and the layers after it"
+                    f"MoE layer {_number(layer)} is the last one with non-finite gradients: check this layer "
+                    "and the layers after it"
                 )
         return None
 
