@@ -1,8 +1,8 @@
 """A layer of a strategy equals Megatron's own: output and all gradients, with every dispatcher of Megatron.
 
 Where tensor-parallel ranks have the same tokens, the reference is Megatron's layer under sequence
-parallelism, which gets a part of the tokens on each rank. The runtime alone is compared with a reference without
-distributed logic in ``tests/runtime/layers/test_slot_layer.py``.
+parallelism, which gets a part of the tokens on each rank. ``tests/runtime/layers/test_slot_layer.py``
+compares the runtime alone with a reference without distributed logic.
 """
 
 import os
