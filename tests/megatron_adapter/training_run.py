@@ -205,6 +205,19 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
+def add_to_logits(hot: Callable[[Any], list[int]], bias: float) -> None:
+    """On a rank, make experts hot: those that a function of the gate's logits names."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def skewed(gating: Any, router: Any, hidden: Any) -> Any:
+        logits = gating(router, hidden)
+        extra = logits.new_zeros(logits.shape)
+        extra[..., hot(logits)] = bias
+        return logits + extra
+
+    wrap(TopKRouter, "gating", skewed)
+
+
 def before_iterations(do: Callable[[int, Any, Any], object]) -> None:
     """On a rank, call a function with an iteration's number, the model and the optimizer before it.
 

@@ -73,17 +73,27 @@ def assert_parity(run: TrainingRun, to: TrainingRun, layout: Layout, bound: floa
 
 
 def against_stock(
-    layout: Layout, data: Path, folder: Path, *, bound: float = 1e-5, before: Callable[[], None] | None = None
-) -> tuple[TrainingRun, list[IterationMetrics]]:
+    layout: Layout,
+    data: Path,
+    folder: Path,
+    *,
+    bound: float = 1e-5,
+    before: Callable[[], None] | None = None,
+    moves: bool = False,
+) -> TrainingRun:
     """Train under ``none`` and under the strategy of ``layout.settings``, which keeps records, and compare.
 
-    ``bound`` is that of losses in fp32. Returns the run under the strategy and its records.
+    ``bound`` is that of losses in fp32. Under ``fssdp``, there must be replicas if the layout says so. Experts
+    must have moved if ``moves``. Returns the run under the strategy.
     """
     stock = trained(layout, "none", data, before=before)
     run = trained(layout, f"{layout.settings} record_dir={folder}", data, before=before)
     assert len(run.losses) == layout.num_iterations
     assert_parity(run, stock, layout, bound)
-    return run, read_metrics(folder)
+    if "fssdp" in layout.settings:
+        assert any(replicas_of(read_metrics(folder))) or not layout.replicates
+    assert any("re-sharded" in message for message in run.messages) or not moves
+    return run
 
 
 def replicas_of(metrics: list[IterationMetrics]) -> list[int]:
