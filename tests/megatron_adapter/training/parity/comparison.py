@@ -83,8 +83,8 @@ def against_stock(
 ) -> TrainingRun:
     """Train under ``none`` and under the strategy of ``layout.settings``, which keeps records, and compare.
 
-    ``bound`` is that of losses in fp32. Under ``fssdp``, there must be replicas if the layout says so. Experts
-    must have moved if ``moves``. Returns the run under the strategy.
+    ``bound`` is that of losses in fp32. Under ``fssdp``, there must be replicas if the layout says so.
+    Experts must have moved if ``moves``. Returns the run under the strategy.
     """
     stock = trained(layout, "none", data, before=before)
     run = trained(layout, f"{layout.settings} record_dir={folder}", data, before=before)
