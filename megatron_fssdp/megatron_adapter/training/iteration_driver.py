@@ -26,7 +26,6 @@ from megatron_fssdp.megatron_adapter.training.memory_report import (
     report_memory,
     reports_for_stage,
 )
-from megatron_fssdp.megatron_adapter.training.stopped_training import FiniteWatch
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory import FP32_BYTES, held_replicas_bytes
 from megatron_fssdp.planning.placement.topology import Topology
@@ -76,8 +75,6 @@ class IterationDriver:
         self._told_exchange: set[int] = set()
         for chunk in model:
             chunk.zero_grad_buffer = self._resetting(chunk.zero_grad_buffer)
-        # Megatron turns this check off for fp16, where loss scaling makes non-finite numbers normal.
-        self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
         layers, strategy = self.runtime.layers, session.strategy
         copies = parallel_state.get_expert_data_parallel_group()
         if strategy.resident_slots and args.expert_model_parallel_size > 1:
@@ -116,8 +113,6 @@ class IterationDriver:
     def begin(self, iteration: int, num_micro_batches: int) -> None:
         """Prepare the iteration after ``iteration`` complete ones, before its first forward pass."""
         session = self._session
-        if self._watch is not None:
-            self._watch.clear()
         if self._iterations_to_measure:
             self._iterations_to_measure -= 1
         elif self.runtime.layers and self.runtime.layers[0].stopwatch is not None:
@@ -177,11 +172,6 @@ class IterationDriver:
             gradient_bytes_per_expert=layout.numel * FP32_BYTES,
             held=self.held,
         )
-
-    def report_non_finite(self) -> None:
-        """Log where NaN or infinity appeared first, if Megatron ends the run because of them."""
-        if self._watch is not None:
-            self._watch.report(self._args)
 
     def _profile(self, num_micro_batches: int) -> None:
         layers = self.runtime.layers

@@ -33,7 +33,7 @@ from megatron_fssdp.megatron_adapter.training.equal_settings import (
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.training.record_folder import record_folder
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
-from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
+from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite, reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.records.evaluations import Evaluation, append_evaluation
@@ -72,6 +72,7 @@ class TrainingHooks:
     ) -> None:
         self._requested_strategy, self._operations = requested_strategy, operations
         # Both exist when the model is built, if the run needs them.
+        self._model: list[torch.nn.Module] = []
         self._driver: IterationDriver | None = None
         self._recorder: RunRecorder | None = None
         self._passes_s = 0.0  # of the running iteration
@@ -88,6 +89,7 @@ class TrainingHooks:
             session.runtime.measure = True  # Layers read this when they are built.
         model, optimizer, *_ = built = setup(*args, **kwargs)
         if session is not None:
+            self._model = model
             _report_installation(model, requested)
             install_launch_hooks(model)
             # Without an optimizer (--skip-train) the model is only evaluated: no owner ever moves.
@@ -111,16 +113,15 @@ class TrainingHooks:
         started_s, self._passes_s = time.perf_counter(), 0.0
         if driver is not None:
             driver.begin(get_args().curr_iteration, get_num_microbatches())
+        refused = True
         try:
             result = step(*args, **kwargs)
-        except Exception:
-            if driver is not None:
+            refused = result[3]  # Megatron refused a loss or a gradient and will end the run.
+        finally:
+            # Megatron turns the check off for fp16, where loss scaling makes non-finite numbers normal.
+            if refused and driver is not None and get_args().check_for_nan_in_loss_and_grad:
                 with suppress(RuntimeError):  # A broken device raises again when it is asked.
-                    driver.report_non_finite()
-            raise
-        refused = result[3]  # Megatron refused a loss or a gradient and will end the run.
-        if refused and driver is not None:
-            driver.report_non_finite()
+                    report_non_finite(self._model, get_args())
         loads = driver.end() if driver is not None else []
         if recorder is not None and recorder.wants_iteration and not refused:
             _synchronize()  # The step's kernels must be in its time.

@@ -21,6 +21,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 
 DENSE = "model.num_experts=null parallelism.expert_model_parallel_size=1 'strategy={name: none}'"
+UNTIED = "model.untie_embeddings_and_output_weights=true"
 # Features that no shipped model has, as overrides of the tiny models.
 OVERRIDES = {
     "bert_moe_tiny": (
@@ -33,9 +34,10 @@ OVERRIDES = {
         # Biases of gated experts behind a dense layer.
         "model.add_bias_linear=true model.quick_geglu=true model.moe_layer_freq=[0,1,1,1]",
         "model.qk_layernorm=true model.kv_channels=24",
-        "model.position_embedding_type=none model.untie_embeddings_and_output_weights=true",
+        f"model.position_embedding_type=none {UNTIED}",
         # Latent attention without latent queries, and two layers of later tokens.
-        "model.multi_latent_attention=true model.kv_lora_rank=512 model.qk_head_dim=24 model.mtp_num_layers=2",
+        "model.multi_latent_attention=true model.kv_lora_rank=512 model.qk_head_dim=24 "
+        "model.mtp_num_layers=2",
         # Sinks, biases and a dense layer of later tokens.
         "model.softmax_type=learnable model.window_size=[7,0] model.window_attn_skip_freq=2 "
         "model.add_bias_linear=true model.mtp_num_layers=1 model.moe_layer_freq=[1,1,1,0] "
