@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,8 @@ class IterationDriver:
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
         for chunk in model:
-            chunk.zero_grad_buffer = self._resetting(chunk.zero_grad_buffer)
+            zero_gradients = chunk.zero_grad_buffer
+            chunk.zero_grad_buffer = wraps(zero_gradients)(partial(self._zero_gradients, zero_gradients))
         layers, strategy = self.runtime.layers, session.strategy
         copies = parallel_state.get_expert_data_parallel_group()
         if strategy.resident_slots and args.expert_model_parallel_size > 1:
@@ -128,17 +129,12 @@ class IterationDriver:
         session.runtime.begin_iteration(num_micro_batches, iteration + 1)
         self._began_s = time.perf_counter()
 
-    def _resetting(self, zero_gradients: Callable[[], None]) -> Callable[[], None]:
-        """Wrap a model chunk's ``zero_grad_buffer``. After the first one, others find nothing to do."""
-
-        @wraps(zero_gradients)
-        def zero_all_gradients() -> None:
-            zero_gradients()
-            if self._residents is not None:
-                self._residents.zero_gradients()
-            self.runtime.reset_gradients()
-
-        return zero_all_gradients
+    def _zero_gradients(self, zero_of_chunk: Callable[[], None]) -> None:
+        """Set all gradients to zero. After the first model chunk, others find nothing to do."""
+        zero_of_chunk()
+        if self._residents is not None:
+            self._residents.zero_gradients()
+        self.runtime.reset_gradients()
 
     def end(self) -> list[LayerLoad]:
         """End an iteration after the optimizer step, and return what each layer did."""

@@ -268,10 +268,9 @@ def reduce_when_megatron_starts() -> None:
     from megatron_fssdp.megatron_adapter.experts import gradient_sync
 
     def finish_grad_sync(finish: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        finish_gradients = gradient_sync._finisher(self)
         result = finish(self, *args, **kwargs)
-        if finish_gradients is not None:
-            finish_gradients()
+        for slot in gradient_sync._slots(self)[:1]:
+            slot.finish_gradients()
         return result
 
     gradient_sync._installed = True
