@@ -135,7 +135,7 @@ class SlotExperts:
             found = f"the hook {hook!r} inside of them"
         if found is not None:
             raise ConfigurationError(
-                f"experts: got {found} after the model was built, wanted them as Megatron built them, because "
+                f"experts: got {found} after the model was built, wanted those that Megatron built, because "
                 "slots hold other experts and copies of experts; put hooks on the whole expert module, copy "
                 "values into Parameters, or use --moe-strategy none"
             )
