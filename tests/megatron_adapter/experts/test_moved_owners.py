@@ -1,8 +1,8 @@
 """Trainings in which owners move anywhere, whatever the loads are, have the losses of stock Megatron.
 
 Without replicas, losses are equal bit for bit: every expert computes the same rows wherever it is, with all
-of its optimizer state. Some protections against hangs and silent faults are then removed one at a time, and
-the comparison must detect that.
+of its optimizer state. A rank can own no expert of a layer, slots can hold experts of other layers and model
+chunks, and replicas are copies of Parameters that DDP may still be gathering.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
-from megatron_fssdp.testing.ranks import RankError
 
 from ..training_run import (
     TrainingRun,
@@ -34,7 +33,6 @@ from ..training_run import (
 )
 
 SILENT = 1e-6  # relative difference to stock Megatron's losses that counts as equal
-HANGS_S = 15  # several times what the training takes
 
 # name | ranks | Megatron's arguments | strategy | hooks
 ROWS = rows(
@@ -77,60 +75,28 @@ NEVER_MOVE = ("", "freeze_some", "split_transfers")  # hooks without a map of ow
 PACKAGES = {"several": "einops", "muon": "emerging_optimizers", "layer-wise": "emerging_optimizers"}
 
 
-def run(name: str, *hooks: str, stock: bool = False, **options: Any) -> TrainingRun:
+def run(name: str, data: Path, *, stock: bool = False) -> TrainingRun:
     """Train a row; stock Megatron gets only those of its hooks that change the model."""
-    num_ranks, arguments, strategy, own_hooks = ROWS[name]
-    chosen = [*own_hooks.split(), *hooks]
+    num_ranks, arguments, strategy, hooks = ROWS[name]
+    chosen = hooks.split()
     if stock:
         chosen, strategy = [hook for hook in chosen if hook.startswith("freeze")], "none"
     # Clipping would divide by a norm, whose parts are summed in another order when experts have moved.
     arguments = f"{arguments} --train-iters 6 --clip-grad 0"
-    options |= {"strategy": strategy, "before": partial(call, chosen)}
-    return train(int(num_ranks), arguments, DATA[0], **options)
-
-
-DATA: list[Path] = []
-
-
-@pytest.fixture(autouse=True)
-def _data(text_data: Path) -> None:
-    DATA[:] = [text_data]
+    return train(int(num_ranks), arguments, data, strategy=strategy, before=partial(call, chosen))
 
 
 @pytest.mark.parametrize("name", [*DEFAULT, *slow(list(ROWS)[5:])])
-def test_losses_equal_stock_megatron(name: str) -> None:
+def test_losses_equal_stock_megatron(name: str, text_data: Path) -> None:
     package = PACKAGES.get(name.split()[0])
     if package is not None and find_spec(package) is None:
         pytest.skip(f"Megatron needs {package} for this optimizer")
-    stock, ours = run(name, stock=True), run(name)
+    stock, ours = run(name, text_data, stock=True), run(name, text_data)
     if "anywhere" in ROWS[name]:
         assert ours.losses == stock.losses
     bound = 10 * SILENT if "long-lived" in name else SILENT
     assert relative_difference(ours.all_losses, stock.all_losses) <= bound
     assert any("re-sharded" in message for message in ours.messages) == (ROWS[name][3] not in NEVER_MOVE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "removed", "least"),
-    [
-        # Megatron's hooks serve the owners in any case; replicas would be copies of stale parameters.
-        ("buckets of layers, replicas", "await_the_layers_own_slots", 10 * SILENT),
-        ("buckets of layers, long-lived replicas", "never_await_parameters", 1e-4),
-        # The experts of the layer before are running when the first part of a split transfer is packed.
-        ("buckets of layers, long-lived replicas, split transfers", "never_await_first_part", 1e-4),
-        ("interleaved pipeline, replicas", "reduce_when_megatron_starts", 10 * SILENT),
-    ],
-)
-def test_without_a_protection_losses_differ(name: str, removed: str, least: float) -> None:
-    assert relative_difference(run(name, removed).losses, run(name, stock=True).losses) > least
-
-
-@pytest.mark.slow
-def test_a_rank_that_drops_its_rows_hangs() -> None:
-    """A rank that owns no expert of a layer computes nothing; its rows must still be in the graph."""
-    with pytest.raises(RankError):
-        run("layers on one device", "forget_rows_without_experts", timeout_s=HANGS_S)
 
 
 def test_moving_owners_among_frozen_experts_is_refused_in_one_line(text_data: Path) -> None:
@@ -205,33 +171,6 @@ def freeze(experts: slice) -> None:
     wrap(DistributedDataParallel, "__init__", wrapped)
 
 
-def forget_rows_without_experts() -> None:
-    """On a rank without experts, cut the received (empty) rows out of the graph."""
-    from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
-
-    def compute(original: Any, self: SlotExperts, rows: Any, *others: Any, **buffers: Any) -> Any:
-        output, bias = original(self, rows, *others, **buffers)
-        return (output if len(output) else rows.new_zeros(rows.shape)), bias
-
-    wrap(SlotExperts, "compute", compute)
-
-
-def await_the_layers_own_slots() -> None:
-    """Have a layer wait only for the parameters that it was built with."""
-    from megatron_fssdp.megatron_adapter.experts import gradient_sync
-    from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
-
-    ExpertSlots.await_parameters = lambda self, layer: gradient_sync.await_parameters(  # type: ignore[method-assign]
-        self._experts[layer].module
-    )
-
-
-def never_await_parameters() -> None:
-    from megatron_fssdp.megatron_adapter.experts import gradient_sync
-
-    gradient_sync.await_parameters = lambda experts: None
-
-
 def split_transfers() -> None:
     """Split every transfer in halves."""
     from megatron_fssdp.planning.cost.transfer_split import TransferSplit
@@ -244,37 +183,6 @@ def split_transfers() -> None:
 
     wrap(PlannedLayer, "_next_plan", lambda plan, self: replace(plan(self), split=TransferSplit(0.5, 0.0)))
     wrap(FssdpStrategy, "__init__", prepare_to_split)
-
-
-def never_await_first_part() -> None:
-    """Pack the first part of a split transfer without a wait for its parameters."""
-    from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-    from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-
-    def without_wait(name: str, gather: Any, self: Any) -> None:
-        experts = getattr(self, name)
-        setattr(self, name, replace(experts, await_parameters=lambda: None))
-        gather(self)
-        setattr(self, name, experts)
-
-    wrap(SlotLayer, "_gather_first_part", partial(without_wait, "experts"))
-    wrap(ReplicaTransfers, "gather_first_part", partial(without_wait, "_experts"))
-
-
-def reduce_when_megatron_starts() -> None:
-    """Reduce a bucket's gradients when the schedule starts it; send the rest to their owners at the end."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-
-    from megatron_fssdp.megatron_adapter.experts import gradient_sync
-
-    def finish_grad_sync(finish: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = finish(self, *args, **kwargs)
-        for slot in gradient_sync._slots(self)[:1]:
-            slot.finish_gradients()
-        return result
-
-    gradient_sync._installed = True
-    wrap(_ParamAndGradBucketGroup, "finish_grad_sync", finish_grad_sync)
 
 
 def try_what_is_refused() -> None:

@@ -245,17 +245,6 @@ def figures(name: str, record: Any, but: str) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
-def test_a_training_board_needs_no_record_dir(text_data: Path, tmp_path: Path) -> None:
-    arguments = "{EP2} --train-iters 2 --log-interval 2 --wandb-project p --wandb-exp-name e"
-    arguments += f" --wandb-save-dir {tmp_path}"
-    notes = train(2, arguments, text_data, strategy="fssdp", before=fake_wandb).notes
-    ((step, values),) = [one for one in notes if "fssdp/passes_s" in one[1]]
-    assert step == 2
-    assert values["fssdp/iteration_s"] > values["fssdp/passes_s"] > 0
-    assert {path.name for path in tmp_path.iterdir()} <= {"wandb"}
-
-
 def fake_wandb() -> None:
     """Install on each rank a module that records its calls."""
     module: Any = types.ModuleType("wandb")

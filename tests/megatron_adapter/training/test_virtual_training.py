@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
-from tests.support.virtual_cuda import FindingKind
 
 from ..training_run import (
     EP2,
@@ -31,7 +29,6 @@ from ..training_run import (
     train_on_all_ranks,
     train_on_rank,
     without_variables,
-    wrap,
 )
 
 WORLD_SIZE, LIMIT_S = 4, 400.0
@@ -273,39 +270,3 @@ def test_a_saved_and_recorded_training_goes_on_with_the_same_numbers(text_data: 
     assert_clean(resumed)
     assert resumed[-1].training.losses == runs[-1].training.losses[3:]
     assert train_on_cpu(loading, text_data)[-1].losses == resumed[-1].training.losses
-
-
-class _Unawaited:
-    """Handle of a collective that nobody waits for."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle  # keeps the tensors alive
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-def wait_for_no(start_name: str, handle_name: str) -> None:
-    """DDP starts a collective for the experts' Parameters or gradients, and does not wait for it."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-
-    def start_only(start: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        handle = getattr(self, handle_name)
-        if handle is not None and not getattr(next(iter(self.params)), "allreduce", True):
-            setattr(self, handle_name, _Unawaited(handle))
-
-    wrap(_ParamAndGradBucketGroup, start_name, start_only)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "what",
-    [("start_param_sync", "param_gather_handle"), ("start_grad_sync", "grad_reduce_handle")],
-    ids=["read Parameters that are being gathered", "update experts before the reduction"],
-)
-def test_a_missing_wait_beside_megatrons_ddp_is_found(what: tuple[str, str], text_data: Path) -> None:
-    arguments = f"{EP2} {OVERLAP} --moe-strategy prophet"
-    runs = train_virtually(arguments, text_data, before=partial(wait_for_no, *what))
-    races = [finding for run in runs for finding in run.findings if str(FindingKind.RACE) in finding]
-    assert any("NCCL" in race for race in races), [run.findings for run in runs]
