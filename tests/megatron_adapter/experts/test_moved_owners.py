@@ -126,7 +126,7 @@ def call(names: list[str]) -> None:
 
 def force_owners(devices: Any) -> None:
     """Re-shard to a map that does not follow loads, and in pieces that several ranks have parts of."""
-    from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
+    from megatron_fssdp.collectives.sparse import slot_exchange
     from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
     def reshard(self: Any, contexts: Sequence[Any], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
@@ -134,7 +134,11 @@ def force_owners(devices: Any) -> None:
         return owners.with_owners(devices(even).reshape(owners.device_LE.shape))
 
     FssdpStrategy.reshard = reshard  # type: ignore[method-assign]
-    exchange_slots.__kwdefaults__["buffer_bytes"] = 20_000
+    wrap(
+        slot_exchange,
+        "exchange_slots",
+        lambda exchange, *moved, **how: exchange(*moved, buffer_bytes=20_000, **how),
+    )
 
 
 def anywhere() -> None:
