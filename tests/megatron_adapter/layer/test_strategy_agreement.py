@@ -49,26 +49,24 @@ def prepare() -> None:
     from megatron.training import get_args
 
     from megatron_fssdp.megatron_adapter.training import iteration_driver
-    from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
+    from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 
     def plant(layers: Any, *_: Any, **__: Any) -> None:
         for layer in layers:
             layer.context, layer.stopwatch = replace(layer.context, profile=PROFILE), None
 
-    def note_plans(end: Any, self: MoERuntime) -> Any:
-        for layer in self.layers:
-            plan = layer.plan
-            has_replicas = plan.placement.num_replicas > 0
-            life = plan.life.value if has_replicas else None
-            overlaps = plan.gather_ahead and has_replicas
-            note((life, overlaps, layer.groups.transfers is not None))
-        return end(self)
+    def note_plan(travel: Any, self: SlotLayer) -> None:
+        plan = self._current.plan  # of the only micro-batch of an iteration
+        has_replicas = plan.placement.num_replicas > 0
+        life = plan.life.value if has_replicas else None
+        note((life, plan.gather_ahead and has_replicas, self.groups.transfers is not None))
+        travel(self)
 
     register_example()
     iteration_driver.profile_layers = plant
     StrategySelector.note = lambda self, seconds: None  # type: ignore[method-assign]
-    wrap(MoERuntime, "end_iteration", note_plans)
+    wrap(SlotLayer, "rows_travel", note_plan)
     add_to_logits(lambda logits: [0, 1] if get_args().curr_iteration < NUM_ITERATIONS // 2 else [4, 5], 2.0)
 
 
