@@ -181,11 +181,7 @@ CASES: dict[str, Case] = {
 def test_losses_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path) -> None:
     layout, before, bound = CASES[name]
     moves = name == "combined schedule" or (name.startswith("deduplicated") and layout.moves)
-    run = against_stock(layout, text_data, tmp_path, bound=bound, before=before, moves=moves)
-    told = [text for text in run.messages if "exchange by price" in text]
-    # Tokens are sent as pairs until costs are measured, and once from then on.
-    assert bool(told) == ("by_price" in layout.settings)
-    assert all("exchange by price, iteration 3: layers" in text for text in told)
+    against_stock(layout, text_data, tmp_path, bound=bound, before=before, moves=moves)
 
 
 @pytest.mark.slow
