@@ -76,7 +76,8 @@ class TrainingHooks:
         self._driver: IterationDriver | None = None
         self._recorder: RunRecorder | None = None
         self._passes_s = 0.0  # of the running iteration
-        self._evaluated = (0, iter(()))  # iteration of an evaluation, and names of its data sets
+        # Iteration of an evaluation, and names of its data sets.
+        self._evaluated: tuple[int, Iterator[str]] = 0, iter(())
 
     def setup_model_and_optimizer(self, setup: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the model, check it, and prepare iterations and records."""
