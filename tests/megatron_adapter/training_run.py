@@ -102,25 +102,15 @@ BERT = Model(
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What one rank saw of a training.
+    """What one rank saw of a training."""
 
-    Attributes:
-        losses: First loss of each iteration; empty on ranks outside the last pipeline stage.
-        grad_norms: Gradient norm of each iteration.
-        exit_code: 0, or what the launcher exited with.
-        errors: Standard error.
-        messages: Messages of the plugin's loggers at level INFO and above.
-        other_losses: All further losses of all iterations.
-        notes: What functions on the rank have given to :func:`note`.
-    """
-
-    losses: tuple[float, ...]
-    grad_norms: tuple[float, ...]
-    exit_code: int
-    errors: str
-    messages: tuple[str, ...] = ()
-    other_losses: tuple[float, ...] = ()
-    notes: tuple[Any, ...] = ()
+    losses: tuple[float, ...]  # the first loss of each iteration; empty outside the last pipeline stage
+    grad_norms: tuple[float, ...]  # of each iteration
+    exit_code: int  # 0, or what the launcher exited with
+    errors: str  # standard error
+    messages: tuple[str, ...] = ()  # of the plugin's loggers at level INFO and above
+    other_losses: tuple[float, ...] = ()  # all further losses of all iterations
+    notes: tuple[Any, ...] = ()  # what functions on the rank have given to :func:`note`
 
     @property
     def all_losses(self) -> tuple[float, ...]:
@@ -142,20 +132,11 @@ def train_on_all_ranks(
     timeout_s: float = 240,
     grace_s: float = 0.1,
 ) -> list[TrainingRun]:
-    """Train a tiny model with more arguments, of which later ones win.
+    """Train a tiny model with more arguments, of which later ones win; short names in braces are replaced.
 
-    Args:
-        world_size: Number of ranks.
-        arguments: Added to the model's. Short names in braces are replaced.
-        data: Prefix of Megatron's indexed data.
-        strategy: Its name and settings, as in ``fssdp slots=2``.
-        model: What is trained.
-        script: Another script for it.
-        before: Module-level function to call on each rank before the launch.
-        launcher: Through ``python -m megatron_fssdp``'s launcher, or the bare script.
-        env: More environment variables.
-        timeout_s: Time limit.
-        grace_s: Time for the other ranks to end by themselves when one has failed.
+    A ``strategy`` has its settings behind it, as in ``fssdp slots=2``. ``before`` is a function at the top of
+    a module that each rank calls before the launch. Without the ``launcher``, the bare script runs. When a
+    rank has failed, the others have ``grace_s`` to end by themselves.
     """
     arguments = f"{arguments} {flags(strategy)}" if strategy else arguments
     arguments, variables = without_variables(arguments)
@@ -169,10 +150,9 @@ def train_on_all_ranks(
 
 
 def train(world_size: int, arguments: str, data: Path, **options: Any) -> TrainingRun:
-    """As :func:`train_on_all_ranks`, for a training that must succeed.
+    """As :func:`train_on_all_ranks`; it must succeed. Returns what the last rank with losses saw.
 
-    Returns:
-        What the last rank that had losses saw, with the messages and notes of all ranks.
+    Messages and notes are those of all ranks.
     """
     runs = train_on_all_ranks(world_size, arguments, data, **options)
     failed = next((run for run in runs if run.exit_code), None)
@@ -203,6 +183,19 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def add_to_logits(hot: Callable[[Any], list[int]], bias: float) -> None:
+    """On a rank, make experts hot: those that a function of the gate's logits names."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def skewed(gating: Any, router: Any, hidden: Any) -> Any:
+        logits = gating(router, hidden)
+        extra = logits.new_zeros(logits.shape)
+        extra[..., hot(logits)] = bias
+        return logits + extra
+
+    wrap(TopKRouter, "gating", skewed)
 
 
 def before_iterations(do: Callable[[int, Any, Any], object]) -> None:

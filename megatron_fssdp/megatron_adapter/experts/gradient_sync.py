@@ -17,6 +17,7 @@ A gather of replicas comes before these modules run, so :func:`await_parameters`
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -25,10 +26,18 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
-_LAYER, _FINISH = "layer_of_fssdp", "gradient_finished_by_fssdp"
-_REGISTERED_IN = "registered_in_layer_of_fssdp"
+_SLOT = "slot_of_fssdp"
 _waiting: list[tuple[Any, Callable[[], object]]] = []
 _installed = False
+
+
+@dataclass
+class _Slot:
+    """What an attribute of a Parameter says about its gradient."""
+
+    registered_in: SlotLayer  # the layer whose module has the Parameter
+    layer: SlotLayer  # the layer whose expert the Parameter holds
+    finish_gradients: Callable[[], None]
 
 
 def take_over(
@@ -48,17 +57,15 @@ def take_over(
     layer.gradients.on_home = start_waiting
     for parameter in parameters:
         if not getattr(parameter, "allreduce", True):
-            setattr(parameter, _FINISH, finish_gradients)
-            setattr(parameter, _REGISTERED_IN, layer)
-            setattr(parameter, _LAYER, layer)
+            setattr(parameter, _SLOT, _Slot(layer, layer, finish_gradients))
             _install()
 
 
 def belong_to(layer: SlotLayer, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Declare that Parameters that were taken over hold experts of a layer from now on."""
     for parameter in parameters:
-        if hasattr(parameter, _FINISH):
-            setattr(parameter, _LAYER, layer)
+        if (slot := getattr(parameter, _SLOT, None)) is not None:
+            slot.layer = layer
 
 
 def await_parameters(experts: torch.nn.Module) -> None:
@@ -92,15 +99,17 @@ def _install() -> None:
             if self.ddp_config.overlap_grad_reduce:
                 _waiting.append((self, lambda: start(self, *args, **kwargs)))
                 return None
-            _complete(self)
+            _slots(self)[0].finish_gradients()
         return start(self, *args, **kwargs)
 
     @wraps(finish)
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _complete(self)
+        slots = _slots(self)
+        if slots:
+            slots[0].finish_gradients()
         if (
             not start_waiting(self)
-            and _finisher(self) is not None
+            and slots
             and self.ddp_config.overlap_grad_reduce
             and self.grad_reduce_handle is None
             and not self.grad_reduce_finished
@@ -112,13 +121,8 @@ def _install() -> None:
     _ParamAndGradBucketGroup.finish_grad_sync = finish_grad_sync
 
 
-def _complete(group: Any) -> None:
-    if (finish_gradients := _finisher(group)) is not None:
-        finish_gradients()
-
-
-def _finisher(group: Any) -> Callable[[], None] | None:
-    return next((f for parameter in group.params if (f := getattr(parameter, _FINISH, None))), None)
+def _slots(group: Any) -> list[_Slot]:
+    return [slot for parameter in group.params if (slot := getattr(parameter, _SLOT, None)) is not None]
 
 
 def _is_home(group: Any) -> bool:
@@ -129,9 +133,7 @@ def _is_home(group: Any) -> bool:
     enough.
     """
     return all(
-        layer.is_home and _chunk(layer) is _chunk(getattr(parameter, _REGISTERED_IN))
-        for parameter in group.params
-        if (layer := getattr(parameter, _LAYER, None)) is not None
+        slot.layer.is_home and _chunk(slot.layer) is _chunk(slot.registered_in) for slot in _slots(group)
     )
 
 

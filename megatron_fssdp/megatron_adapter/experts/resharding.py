@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.plan_agreement import check_agreement
-from megatron_fssdp.collectives.sparse.slot_exchange import DEFAULT_BUFFER_BYTES, exchange_slots
+from megatron_fssdp.collectives.sparse import slot_exchange
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import PartedQuantity, slot_quantities
 from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
@@ -47,7 +47,6 @@ class ExpertResharding:
     expert_data_parallel: dist.ProcessGroup  # ranks with the same experts, which share optimizer states
     model_chunks: Sequence[Any]  # of this rank, wrapped in Megatron's DDP
     optimizer: Any
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES  # at most, in a re-shard
 
     def quantities(self) -> list[PartedQuantity]:
         """Check that slots can be exchanged, and return what they exchange: see :func:`slot_quantities`."""
@@ -58,22 +57,18 @@ class ExpertResharding:
         """Move contents from the slots of ``old`` to ``new``, and return what moved; ``None`` if nothing has.
 
         Raises:
-            ValueError: An owner map does not fit these slots.
+            ValueError: The new owner map does not fit these slots.
             RuntimeError: The ranks got different owner maps.
             ConfigurationError: The slots are not interchangeable, or an optimizer keeps a state that
                 cannot be moved.
         """
-        for owner_map, what in ((old, "old"), (new, "new")):
-            got = (owner_map.num_devices, owner_map.slots_per_device)
-            wanted = (self.expert_parallel.size(), len(self.slots))
-            if got != wanted or wanted[0] == 1:
-                raise ValueError(
-                    f"{what} owner map: got {got[0]} devices with {got[1]} slots each, wanted {wanted[0]} "
-                    f"devices with {wanted[1]} slots each, as in the expert-parallel group, and at least two "
-                    "devices; make the owner map for this pipeline stage's slots"
-                )
-        digest = old.digest() + new.digest() + self.buffer_bytes.to_bytes(8, "little")
-        self.agree_on(digest, "the owner map of a re-shard")
+        wanted = (self.expert_parallel.size(), len(self.slots))
+        if (got := (new.num_devices, new.slots_per_device)) != wanted:
+            raise ValueError(
+                f"new owner map: got {got[0]} devices with {got[1]} slots each, wanted {wanted[0]} devices "
+                f"with {wanted[1]} slots each; make it from the present one, by OwnerMap.with_owners"
+            )
+        self.agree_on(old.digest() + new.digest(), "the owner map of a re-shard")
         if not (moves := old.moves_to(new)):
             return None
         report = self.move(moves, "a re-shard")
@@ -96,8 +91,7 @@ class ExpertResharding:
         quantities = self.quantities()
         _finish_parameter_gathers(self.model_chunks)
         with naming_failures(what):
-            how: Any = {"buffer_bytes": self.buffer_bytes, "are_copies": are_copies}
-            exchange_slots(self.expert_parallel, moves, quantities, **how)
+            slot_exchange.exchange_slots(self.expert_parallel, moves, quantities, are_copies=are_copies)
         slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
         leaving = sum(move.source_device != move.device for move in moves)
         return ReshardReport(len(moves), leaving * slot_bytes, _synchronized_s(device) - started_s)

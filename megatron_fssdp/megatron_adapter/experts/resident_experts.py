@@ -9,7 +9,7 @@ SparseAllGather, a change of replicas copies parameters, master weights and opti
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,9 +115,11 @@ class ResidentExperts:
             SimpleNamespace(chained_optimizers=[optimizer, self._resident_optimizer]),
         )
         self._contents.quantities()  # This only checks that slots can be exchanged, before the training.
-        optimizer.step = self._stepping(optimizer.step)
+        optimizer.step = wraps(optimizer.step)(partial(self._step_both, optimizer.step))
         # Megatron scales all model chunks by one factor.
-        first.scale_gradients = self._noting(first.scale_gradients)
+        first.scale_gradients = wraps(first.scale_gradients)(
+            partial(self._scale_and_note, first.scale_gradients)
+        )
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
 
     def zero_gradients(self) -> None:
@@ -151,34 +153,25 @@ class ResidentExperts:
             layer.keep(placement, {expert: own[slot] for expert, slot in slot_of.items()})
         return report
 
-    def _noting(self, scale_gradients: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wrap the model's scaling of gradients and keep its factor for the replicas.
+    def _scale_and_note(self, scale_gradients: Callable[[Any], None], factor: float | torch.Tensor) -> None:
+        """Scale the model's gradients and keep the factor for the replicas.
 
         Under ``--calculate-per-token-loss``, Megatron sums gradients over the data-parallel ranks and divides
         the sums by the number of tokens, which it knows only after the last backward pass.
         """
+        self._token_factor = factor
+        scale_gradients(factor)
 
-        @wraps(scale_gradients)
-        def scale_and_note(factor: float | torch.Tensor) -> None:
-            self._token_factor = factor
-            scale_gradients(factor)
-
-        return scale_and_note
-
-    def _stepping(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        @wraps(step)
-        def step_both() -> Any:
-            self._ddp.finish_grad_sync()
-            if self._token_factor is not None:
-                self._ddp.scale_gradients(self._token_factor)
-            # Some optimizers count their steps in these settings, so the model's step changes them.
-            self._copy_settings()
-            success, grad_norm, _ = result = step()
-            if success:
-                self._step(grad_norm)
-            return result
-
-        return step_both
+    def _step_both(self, step: Callable[[], Any]) -> Any:
+        self._ddp.finish_grad_sync()
+        if self._token_factor is not None:
+            self._ddp.scale_gradients(self._token_factor)
+        # Some optimizers count their steps in these settings, so the model's step changes them.
+        self._copy_settings()
+        success, grad_norm, _ = result = step()
+        if success:
+            self._step(grad_norm)
+        return result
 
     @torch.no_grad()
     def _step(self, grad_norm: float | torch.Tensor | None) -> None:

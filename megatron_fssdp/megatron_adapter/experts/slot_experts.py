@@ -124,24 +124,20 @@ class SlotExperts:
         Raises:
             ConfigurationError: Linear layers or Parameters were wrapped or replaced, or hooks were added.
         """
+        found = None
         if _structure_of(self.module) != self._structure:
+            found = "linear layers that were wrapped or replaced (LoRA adapters, quantizers)"
+        elif [[*map(id, one)] for one in expert_parameters(self.module, len(self.parameters))] != [
+            [*map(id, one)] for one in self.parameters
+        ]:
+            found = "Parameters that were replaced (meta device, new weights)"
+        elif (hook := next(_foreign_hooks(self.module), None)) is not None:
+            found = f"the hook {hook!r} inside of them"
+        if found is not None:
             raise ConfigurationError(
-                "experts: got linear layers that were wrapped or replaced after the model was built (LoRA "
-                "adapters, quantizers), wanted Megatron's own, because replicas are copies of them; wrap "
-                "nothing inside experts, or use --moe-strategy none"
-            )
-        now = expert_parameters(self.module, len(self.parameters))
-        if [[*map(id, one)] for one in now] != [[*map(id, one)] for one in self.parameters]:
-            raise ConfigurationError(
-                "experts: got Parameters that were replaced after the model was built (meta device, new "
-                "weights), wanted the ones that Megatron built; copy values into them, or use "
-                "--moe-strategy none"
-            )
-        if (hook := next(_foreign_hooks(self.module), None)) is not None:
-            raise ConfigurationError(
-                f"experts: got the hook {hook!r} inside of them, which would see the rows of other experts, "
-                "wanted none, because slots hold other experts from iteration to iteration; put the hook on "
-                "the whole expert module or the MoE layer, or use --moe-strategy none"
+                f"experts: got {found} after the model was built, wanted those that Megatron built, because "
+                "slots hold other experts and copies of experts; put hooks on the whole expert module, copy "
+                "values into Parameters, or use --moe-strategy none"
             )
 
     def compute(

@@ -25,7 +25,6 @@ from torch import Tensor
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.experts.slot_states import (
-    A_TENSOR,
     ParameterState,
     parameter_states,
     sharing_group,
@@ -83,11 +82,10 @@ class PartedQuantity:
                     yield part[first - offset : last - offset], row_Q[first - start : last - start]
 
 
-Fact = tuple[str, Any]
-"""What a rank found in its slots, after the kind of fact.
+Facts = set[tuple[str, Any]]
+"""What a rank found in its slots, by name; different values of one name are an error.
 
-``problem``: why slots cannot be exchanged. ``layout``: number of slots, and of each Parameter shape, data
-type and whether it is trained. ``profile``: position of a Parameter in its slot, its settings and states.
+``problem`` says why its slots cannot be exchanged.
 """
 
 Ranges = tuple[tuple[int, int, int], ...]
@@ -109,36 +107,32 @@ def slot_quantities(
             moved. It is raised on all ranks that hold experts of the pipeline stage.
     """
     states_WO: list[list[ParameterState]] = []
-    facts: set[Fact] = set()
+    facts: Facts = set()
     try:
         states_WO = parameter_states(slots, optimizer)
+        facts = {("number of slots of a device", len(slots))}
     except ConfigurationError as error:
         facts = {("problem", str(error))}
-    for slot, states in zip(slots, states_WO, strict=False):  # there are none after an error
-        pairs = [*zip(slot, states, strict=True)]
-        layout = tuple((tuple(p.shape), p.dtype, state.trained) for p, state in pairs)
-        facts.add(("layout", (len(slots), layout)))
-        facts |= {("profile", (at, one.profile)) for at, one in enumerate(states) if one.profile is not None}
-    trained = (state for states in states_WO for state in states if state.trained)
-    ranges: Ranges = tuple((state.start, state.stop, state.parameter.numel()) for state in trained)
-    copies: list[tuple[set[Fact], Ranges]] = _gathered((facts, ranges), expert_data_parallel)
-    facts = set[Fact]().union(*(found for found, _ in copies))
-    sharing, in_parts = sharing_group(slots, optimizer, expert_data_parallel), False
-    if not _of(facts, "problem") and len(_of(facts, "layout")) == 1:
+    states = [(at, state) for states_O in states_WO for at, state in enumerate(states_O)]
+    facts |= {
+        (f"{name} of parameter {at}", value) for at, state in states for name, value in state.facts.items()
+    }
+    ranges: Ranges = tuple((s.start, s.stop, s.parameter.numel()) for _, s in states if s.is_trained)
+    copies: list[tuple[Facts, Ranges]] = _gathered((facts, ranges), expert_data_parallel)
+    facts = Facts().union(*(found for found, _ in copies))
+    sharing = sharing_group(slots, optimizer, expert_data_parallel)
+    are_parts = False
+    if _conflict(facts) is None:  # so that all copies have ranges of the same Parameters
         members = set(dist.get_process_group_ranks(sharing))
         everyone = dist.get_process_group_ranks(expert_data_parallel)
-        in_parts, problems = _are_parts(
-            [of for rank, (_, of) in zip(everyone, copies, strict=True) if rank in members]
-        )
-        facts |= {("problem", problem) for problem in problems}
-    facts = set[Fact]().union(*_gathered(facts, expert_parallel))
-    if (problem := _problem_of(facts)) is not None:
+        of_members = [of for rank, (_, of) in zip(everyone, copies, strict=True) if rank in members]
+        are_parts = any(last - first < size for of in of_members for first, last, size in of)
+        if are_parts:
+            facts |= {("problem", problem) for problem in _problems_of_parts(of_members)}
+    facts = Facts().union(*_gathered(facts, expert_parallel))
+    if (problem := _conflict(facts)) is not None:
         raise ConfigurationError(problem)
-    return _quantities(states_WO, facts, sharing if in_parts else None) if states_WO else []
-
-
-def _of(facts: set[Fact], kind: str) -> list[Any]:
-    return [what for one, what in facts if one == kind]
+    return _quantities(states_WO, facts, sharing if are_parts else None) if states_WO else []
 
 
 def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -147,61 +141,43 @@ def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
     return gathered
 
 
-def _are_parts(copies: Sequence[Ranges]) -> tuple[bool, list[str]]:
-    """Whether each rank of an optimizer holds only a part of every state, and the problem with the parts."""
-    if all(last - first == size for ranges in copies for first, last, size in ranges):
-        return False, []
+def _problems_of_parts(copies: Sequence[Ranges]) -> Iterator[str]:
+    """Yield why the ranks of an optimizer do not hold every element of every state exactly once."""
     for ranges in zip(*copies, strict=True):
         size = ranges[0][2]
         parts = sorted((first, last) for first, last, _ in ranges if first < last)
         if [0, *(last for _, last in parts)] != [*(first for first, _ in parts), size]:
-            return True, [
+            yield (
                 f"re-sharding: got optimizer states for the element ranges {parts} of an expert's parameter "
                 f"of {size} elements, wanted every element on one rank of the optimizer's data-parallel "
                 f"group; use Megatron's DDP and distributed optimizer, or {KEEP_OWNERS}"
-            ]
-    return True, []
+            )
 
 
-def _problem_of(facts: set[Fact]) -> str | None:
+def _conflict(facts: Facts) -> str | None:
     """Why slots in which this was found cannot be exchanged; equal on all ranks."""
-    if problems := _of(facts, "problem"):
-        return str(min(problems))
-    layouts = sorted(_of(facts, "layout"), key=repr)
-    if len({(size, tuple(one[:2] for one in layout)) for size, layout in layouts}) < len(layouts):
-        return (
-            "re-sharding: got experts of which some are frozen and others are trained, wanted one of the two "
-            "for all experts of a pipeline stage, because a re-shard moves experts to each other's places; "
-            f"freeze or train all of them, or {KEEP_OWNERS}"
-        )
-    if len(layouts) > 1:
-        return (
-            f"re-sharding: got expert slots with parameters {layouts[0]} and {layouts[1]}, wanted the same "
-            f"number of slots on all devices and the same shapes and data types in all slots; {KEEP_OWNERS}"
-        )
-    profiles = [(position, dict(profile)) for position, profile in _of(facts, "profile")]
-    for position in sorted({position for position, _ in profiles}):
-        of_slots = [profile for at, profile in profiles if at == position]
-        values = {
-            name: sorted({profile.get(name, "none") for profile in of_slots})
-            for name in sorted(set[str]().union(*of_slots))
-        }
-        if listing := "; ".join(f"{name}: {' and '.join(x)}" for name, x in values.items() if len(x) > 1):
+    values: dict[str, list[str]] = {}
+    for name, value in sorted(facts, key=repr):
+        values.setdefault(name, []).append(str(value))
+    if problems := values.get("problem"):
+        return problems[0]
+    for name, found in values.items():
+        if len(found) > 1:
             return (
-                f"re-sharding: parameter {position} of the experts does not train the same way in all slots: "
-                f"got {listing}, wanted equal values for all experts of a pipeline stage; remove the "
-                f"settings for single layers, or {KEEP_OWNERS}"
+                f"re-sharding: got expert slots that differ in {name}: {' and '.join(found)}, wanted equal "
+                "values for all experts of a pipeline stage, because a re-shard moves experts to each "
+                f"other's places; remove the settings for single experts or layers, or {KEEP_OWNERS}"
             )
     return None
 
 
 def _quantities(
-    states_WO: Sequence[Sequence[ParameterState]], facts: set[Fact], part_group: dist.ProcessGroup | None
+    states_WO: Sequence[Sequence[ParameterState]], facts: Facts, part_group: dist.ProcessGroup | None
 ) -> list[PartedQuantity]:
     # Every quantity has all elements of a slot. Those of a Parameter that has no such state are in no part.
     *offsets, num_elements = accumulate((state.parameter.numel() for state in states_WO[0]), initial=0)
-    profiles = [profile for _, profile in _of(facts, "profile")]
-    states = {name for profile in profiles for name, value in profile if value == A_TENSOR}
+    # Another rank may hold the part of a Parameter that has a state.
+    states = {one for name, found in facts if name.startswith("names of tensors") for one in found}
     kinds = [(PARAMETERS, dtype) for dtype in dict.fromkeys(one.parameter.dtype for one in states_WO[0])]
     kinds += [(name, torch.float32) for name in sorted(states)]
     device = states_WO[0][0].parameter.device

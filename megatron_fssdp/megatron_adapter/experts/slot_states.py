@@ -29,13 +29,6 @@ from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 MASTERS = "master parameters"
-A_TENSOR = "a tensor"
-
-Profile = tuple[tuple[str, str], ...]
-"""Optimizer settings and states of a Parameter, which must be equal for all experts: sorted names and values.
-
-The value of a state that moves is :data:`A_TENSOR`.
-"""
 
 _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,11 +41,15 @@ class ParameterState:
     """
 
     parameter: Tensor  # all elements, as a flat view
-    trained: bool = False  # by an optimizer, maybe of another rank
+    facts: Mapping[str, Any]  # what must be equal for all experts, by name
     start: int = 0
     stop: int = 0
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # flat
-    profile: Profile | None = None  # None if this rank updates no part
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer trains it, maybe that of another rank."""
+        return not self.facts["frozen"]
 
 
 class _Entry(NamedTuple):
@@ -150,8 +147,10 @@ def _state_of(
             f"float32, bfloat16 or float16; {KEEP_OWNERS}"
         )
     flat = parameter.data.view(-1)
-    if not parameter.requires_grad:
-        return ParameterState(flat)
+    facts = {"shape": tuple(parameter.shape), "data type": parameter.dtype}
+    facts["frozen"] = not parameter.requires_grad
+    if facts["frozen"]:
+        return ParameterState(flat, facts)
     if parameter not in entries:
         raise ConfigurationError(
             f"re-sharding: got an expert's parameter that is in none of the optimizers {optimizers}, "
@@ -160,43 +159,34 @@ def _state_of(
         )
     entry = entries[parameter]
     if entry is None:
-        return ParameterState(flat, trained=True)
+        return ParameterState(flat, facts)
     if getattr(entry.optimizer.config, "optimizer_cpu_offload", False):
         raise ConfigurationError(
             "re-sharding: got --optimizer-cpu-offload, wanted optimizer states on the device of their "
             f"parameters; remove the flag, or {KEEP_OWNERS}"
         )
-    profile = {
-        f"setting {key}": _as_text(value)
-        for key, value in entry.group.items()
-        if key not in ("params", "param_names")
-    }
+    settings = {key: value for key, value in entry.group.items() if key not in ("params", "param_names")}
+    facts |= {f"setting {key}": _as_text(value) for key, value in settings.items()}
     tensors: dict[str, Tensor] = {}
     # The mapping is a defaultdict: an index would create an empty state for a missing key.
     for key, value in entry.optimizer.optimizer.state.get(entry.key, {}).items():
-        name = f"state {key}"
-        if not torch.is_tensor(value) or value.dim() == 0:
-            profile[name] = _as_text(value)
-        elif value.shape == entry.key.shape and value.is_contiguous():
-            tensors[name] = value.data.view(-1)
+        if torch.is_tensor(value) and value.dim() > 0:
+            tensors[f"state {key}"] = value.data
         else:
-            raise ConfigurationError(
-                f"re-sharding: got an optimizer with {name} of shape {tuple(value.shape)} for a parameter of "
-                f"shape {tuple(entry.key.shape)}, wanted the same shape or a single number; use Megatron's "
-                f"--optimizer adam or sgd, or {KEEP_OWNERS}"
-            )
-    part, master = flat[entry.start : entry.stop], entry.key.data.view(-1)
+            facts[f"state {key}"] = _as_text(value)
+    part, master = flat[entry.start : entry.stop], entry.key.data
     if master.data_ptr() != part.data_ptr():
         tensors[MASTERS] = master
+    facts["names of tensors"] = tuple(sorted(tensors))
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32 or tensor.device != part.device or tensor.numel() != part.numel():
+        got, wanted = (tensor.shape, tensor.dtype, tensor.device), (master.shape, torch.float32, part.device)
+        if got != wanted or not tensor.is_contiguous():
             raise ConfigurationError(
-                f"re-sharding: got {name} with {tensor.numel()} elements of {tensor.dtype} on "
-                f"{tensor.device}, wanted {part.numel()} elements of torch.float32 on {part.device}; keep "
-                f"the optimizer's states in fp32 on the parameters' device, or {KEEP_OWNERS}"
+                f"re-sharding: got an optimizer with {name} of {got}, wanted {wanted}; use Megatron's "
+                f"--optimizer adam or sgd with states in fp32, or {KEEP_OWNERS}"
             )
-    profile.update(dict.fromkeys(tensors, A_TENSOR))
-    return ParameterState(flat, True, entry.start, entry.stop, tensors, tuple(sorted(profile.items())))
+    tensors = {name: tensor.view(-1) for name, tensor in tensors.items()}
+    return ParameterState(flat, facts, entry.start, entry.stop, tensors)
 
 
 def _as_text(value: Any) -> str:

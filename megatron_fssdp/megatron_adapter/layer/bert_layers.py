@@ -95,11 +95,16 @@ def stock_spec(use_transformer_engine: bool) -> ModuleSpec:
     """
     if not use_transformer_engine:
         return bert_layer_specs.bert_layer_local_spec
-    return bert_layer_specs.get_bert_layer_with_transformer_engine_spec() if HAVE_TE else _missing()
+    if not HAVE_TE:
+        raise ConfigurationError(
+            "BERT: got Megatron's Transformer Engine spec, but Transformer Engine is not installed; wanted "
+            "the local spec: add --transformer-impl local, or install Transformer Engine"
+        )
+    return bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
 
 
 def install() -> None:
-    """Make every ``BertModel`` obey ``--num-experts``, and make Megatron-LM's BERT script importable.
+    """Make every ``BertModel`` obey ``--num-experts``.
 
     The constructor of the model is wrapped and not the function that makes the spec. Scripts import
     Megatron's specs by name, maybe before the plugin is registered. A model without experts is not changed.
@@ -122,23 +127,6 @@ def install() -> None:
         build(self, config, num_tokentypes, spec, *args, **more)
 
     BertModel.__init__ = with_experts_in_it
-    if not HAVE_TE:
-        # Megatron-LM's script imports this spec even if it does not use it (--spec local).
-        bert_layer_specs.get_bert_layer_with_transformer_engine_spec = _MissingSpec
-
-
-def _missing(*_: Any) -> Any:
-    raise ConfigurationError(
-        "BERT: got Megatron's Transformer Engine spec, but Transformer Engine is not installed; wanted the "
-        "local spec: add --spec local (Megatron-LM's script) or --transformer-impl local (this project's "
-        "script), or install Transformer Engine"
-    )
-
-
-class _MissingSpec:
-    """Replaces the spec that needs Transformer Engine; raises when it is used."""
-
-    __getattr__ = _missing
 
 
 def _has_experts(config: Any, layer: int) -> bool:

@@ -70,13 +70,14 @@ class StrategyMoELayer(MoELayer):
             self.ep_group, pg_collection.expt_tp, getattr(pg_collection, "tp_ep", None)
         )
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
+        context = LayerContext(
+            self._global_number(),
+            owner_E,
+            groups.topology,
+            shares_evenly=Facts(config)["captures_preprocess"],
+        )
         self.slot_layer = session.runtime.add_layer(
-            LayerContext(
-                self._global_number(),
-                owner_E,
-                groups.topology,
-                shares_evenly=Facts(config)["captures_preprocess"],
-            ),
+            context,
             groups,
             dict(zip(self.local_expert_indices, local, strict=True)),
             await_parameters=self._await_parameters,

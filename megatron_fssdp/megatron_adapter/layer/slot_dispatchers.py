@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,14 +21,6 @@ from megatron_fssdp.planning.cost.cluster_cost import schedule_costs
 from megatron_fssdp.planning.cost.tensor_schedules import ScheduleCosts, ScheduledLayer
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
-
-
-class OneRank:
-    """The process group of tokens that Megatron sees; it refuses more ranks without sequence parallelism."""
-
-    def size(self) -> int:
-        """Return 1."""
-        return 1
 
 
 class SlotDispatchers:
@@ -55,7 +48,8 @@ class SlotDispatchers:
         self._selector = None if parm is None else self._selector_of(parm)
         if self.divides_tokens:
             self._gate = DividedGate(layer.router, pg_collection)
-            layer.attn_tp_group = OneRank()
+            # Megatron refuses more ranks with the same tokens without sequence parallelism.
+            layer.attn_tp_group = SimpleNamespace(size=lambda: 1)
 
     def _selector_of(self, parm: ParmGroups) -> ScheduleSelector | None:
         """The selector of the layer's schedule; layers of the same groups share one."""

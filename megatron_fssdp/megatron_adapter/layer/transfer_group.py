@@ -1,10 +1,8 @@
 """The process group of SparseAllGather and SparseReduceScatter on GPUs: its NCCL options and connections."""
 
-import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +11,10 @@ from megatron.core import parallel_state
 
 from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.yaml_text import parse_yaml
-
-logger = logging.getLogger(__name__)
+from megatron_fssdp.config.loading import load_yaml
 
 SHORT_NAME = "fssdp"
 """Name of the group in Megatron's ``--high-priority-stream-groups`` and its file of NCCL options."""
-
-SLOW_S = 5.0
-"""Seconds from which on the log mentions how long it took to connect a group's ranks."""
 
 CommunicatorOptions = Mapping[str, Mapping[str, Any]]
 """NCCL options by the short name of a group, as in Megatron's file of NCCL options."""
@@ -39,16 +32,11 @@ def communicator_options(args: Any) -> CommunicatorOptions:
     """
     options = dict(DEFAULT_OPTIONS[SHORT_NAME])
     if (path := getattr(args, "nccl_communicator_config_path", None)) is not None:
-        what = f"--nccl-communicator-config-path {path}"
-        try:
-            data = parse_yaml(Path(path).read_text(encoding="utf-8"), what)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"{what}: cannot read it: {error}") from None
-        found = data.get(SHORT_NAME, {}) if isinstance(data, dict) else data
+        found = load_yaml(path).get(SHORT_NAME, {})
         if not isinstance(found, dict):
             raise ConfigurationError(
-                f"{what}: got {found!r} for the group {SHORT_NAME}, wanted a mapping from names of groups to "
-                "mappings of NCCL options, for example {fssdp: {max_ctas: 8}}"
+                f"--nccl-communicator-config-path {path}: got {found!r} for the group {SHORT_NAME}, wanted a "
+                "mapping of NCCL options, for example {fssdp: {max_ctas: 8}}"
             )
         options.update(found)
     if SHORT_NAME in (getattr(args, "high_priority_stream_groups", None) or ()):
@@ -86,7 +74,4 @@ def connect_ranks(group: dist.ProcessGroup) -> None:
     NCCL would otherwise open each connection when the first message needs it, in the middle of the training.
     """
     if dist.get_backend(group) == "nccl":
-        took_s = connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))
-        if took_s > SLOW_S and group.rank() == 0:
-            name = group.group_desc or group.group_name
-            logger.info(f"[fssdp] connected the {group.size()} ranks of {name} in {took_s:.0f} s")
+        connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))

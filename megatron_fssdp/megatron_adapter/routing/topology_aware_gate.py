@@ -56,14 +56,8 @@ def install_gate(router: Any, gate: TopologyAwareTopK) -> None:
     """Install the topology-aware gate in a router: Megatron's ``TopKRouter`` of one layer.
 
     Raises:
-        ConfigurationError: The router has no attribute ``router_replay``, or the experts of a node are
-            fewer than the experts of a token.
+        ConfigurationError: The experts of a node are fewer than the experts of a token.
     """
-    if not hasattr(router, "router_replay"):
-        raise ConfigurationError(
-            f"router: got {type(router).__name__} without the attribute router_replay, wanted Megatron's "
-            "TopKRouter of megatron-core 0.19 or newer; use router=stock"
-        )
     config = router.config
     node_D = np.asarray(gate.topology.node_of_device)
     per_node = np.bincount(node_D[gate.owner_E()], minlength=gate.topology.num_nodes)

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from megatron_fssdp.megatron_adapter.training.memory_report import (
     report_memory,
     reports_for_stage,
 )
-from megatron_fssdp.megatron_adapter.training.stopped_training import FiniteWatch
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory import FP32_BYTES, held_replicas_bytes
 from megatron_fssdp.planning.placement.topology import Topology
@@ -42,7 +41,6 @@ from megatron_fssdp.strategies.strategy import (
     SelectsStrategies,
     mistakes_named,
 )
-from megatron_fssdp.strategies.token_travel import exchange_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +74,8 @@ class IterationDriver:
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
         for chunk in model:
-            chunk.zero_grad_buffer = self._resetting(chunk.zero_grad_buffer)
-        # Megatron turns this check off for fp16, where loss scaling makes non-finite numbers normal.
-        self._watch = FiniteWatch(model) if args.check_for_nan_in_loss_and_grad else None
+            zero_gradients = chunk.zero_grad_buffer
+            chunk.zero_grad_buffer = wraps(zero_gradients)(partial(self._zero_gradients, zero_gradients))
         layers, strategy = self.runtime.layers, session.strategy
         copies = parallel_state.get_expert_data_parallel_group()
         if strategy.resident_slots and args.expert_model_parallel_size > 1:
@@ -117,8 +114,6 @@ class IterationDriver:
     def begin(self, iteration: int, num_micro_batches: int) -> None:
         """Prepare the iteration after ``iteration`` complete ones, before its first forward pass."""
         session = self._session
-        if self._watch is not None:
-            self._watch.clear()
         if self._iterations_to_measure:
             self._iterations_to_measure -= 1
         elif self.runtime.layers and self.runtime.layers[0].stopwatch is not None:
@@ -134,17 +129,12 @@ class IterationDriver:
         session.runtime.begin_iteration(num_micro_batches, iteration + 1)
         self._began_s = time.perf_counter()
 
-    def _resetting(self, zero_gradients: Callable[[], None]) -> Callable[[], None]:
-        """Wrap a model chunk's ``zero_grad_buffer``. After the first one, others find nothing to do."""
-
-        @wraps(zero_gradients)
-        def zero_all_gradients() -> None:
-            zero_gradients()
-            if self._residents is not None:
-                self._residents.zero_gradients()
-            self.runtime.reset_gradients()
-
-        return zero_all_gradients
+    def _zero_gradients(self, zero_of_chunk: Callable[[], None]) -> None:
+        """Set all gradients to zero. After the first model chunk, others find nothing to do."""
+        zero_of_chunk()
+        if self._residents is not None:
+            self._residents.zero_gradients()
+        self.runtime.reset_gradients()
 
     def end(self) -> list[LayerLoad]:
         """End an iteration after the optimizer step, and return what each layer did."""
@@ -159,21 +149,13 @@ class IterationDriver:
 
     def _tell_exchange(self) -> None:
         """Log the layers whose tokens have travelled by the deduplicated exchange for the first time."""
-        runtime, numbers, megatron_s, deduplicated_s = self.runtime, list[int](), 0.0, 0.0
-        for layer in runtime.layers:
-            number, plan = layer.context.layer, layer.plan
-            if plan is None or not plan.deduplicated or number in self._told_exchange:
-                continue
-            numbers.append(number)
-            if priced := exchange_seconds(layer.context, layer.history, plan):
-                megatron_s += priced.megatron_s
-                deduplicated_s += priced.deduplicated_s
-        self._told_exchange.update(numbers)
+        planned = {one.context.layer: one.plan for one in self.runtime.layers if one.plan is not None}
+        numbers = {number for number, plan in planned.items() if plan.deduplicated} - self._told_exchange
+        self._told_exchange |= numbers
         if numbers and reports_for_stage():
             logger.info(
-                f"[fssdp] exchange by price, iteration {runtime.clock.iteration}: layers "
-                f"{', '.join(map(str, numbers))} send each token once to a node; modelled seconds "
-                f"{deduplicated_s:.4g} instead of {megatron_s:.4g}"
+                f"[fssdp] exchange by price, iteration {self.runtime.clock.iteration}: layers "
+                f"{', '.join(map(str, sorted(numbers)))} send each token once to a node"
             )
 
     def _replicas_bytes(self, loads: Sequence[LayerLoad]) -> int:
@@ -186,11 +168,6 @@ class IterationDriver:
             gradient_bytes_per_expert=layout.numel * FP32_BYTES,
             held=self.held,
         )
-
-    def report_non_finite(self) -> None:
-        """Log where NaN or infinity appeared first, if Megatron ends the run because of them."""
-        if self._watch is not None:
-            self._watch.report(self._args)
 
     def _profile(self, num_micro_batches: int) -> None:
         layers = self.runtime.layers
@@ -209,47 +186,39 @@ class IterationDriver:
             deduplicated=self._session.strategy.travel.exchange == "deduplicated",
         )
         context, strategy = layers[0].context, self._session.strategy
-        if reports_for_stage():
-            profile = context.profile
-            assert profile is not None
-            cluster = profile.cluster
+        if reports_for_stage() and context.profile is not None:
+            cluster = context.profile.cluster
             intra, inter = (
                 f"{link.alpha_s * 1e6:.0f} us + {1e-9 / link.beta_s_per_byte:.2f} GB/s"
                 for link in (cluster.intra, cluster.inter)
             )
             logger.info(
                 f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
-                f"{profile.non_moe_s * 1e3:.3f} ms, links inside a node {intra}, between nodes {inter}, "
-                f"experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per device, "
-                f"{profile.expert_bytes} bytes per expert; {strategy.limits(context)}"
+                f"{context.profile.non_moe_s * 1e3:.3f} ms, links inside a node {intra}, between nodes "
+                f"{inter}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per device; "
+                f"{strategy.limits(context)}"
             )
         report_memory(self._session, self._args, self.held)
 
     def _moved(self, iteration: int) -> ReshardReport | None:
         """Reconsider owners or resident replicas if this iteration is one at which the strategy does so."""
-        strategy = self._session.strategy
+        strategy, slots = self._session.strategy, self._session.slots
+        if not slots.layers or slots.layers[0].context.num_devices == 1:
+            return None
         if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
-            return self._reshard(strategy)
-        if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
-            return self._replicate(strategy)
-        return None
-
-    def _reshard(self, strategy: MovesOwners) -> ReshardReport | None:
-        slots = self._session.slots
-        layers = slots.layers
-        if not layers or layers[0].context.num_devices == 1:
+            with mistakes_named(strategy, "reshard"):
+                load_LE = self._mean_loads().sum(axis=1)
+                new = strategy.reshard(self._contexts_of_copies(), load_LE, slots.owners)
+            return slots.move_to(new)
+        if (
+            self._residents is None
+            or not isinstance(strategy, ResidentReplicas)
+            or not strategy.replicates_at(iteration)
+        ):
             return None
-        old, load_LE = slots.owners, self._mean_loads().sum(axis=1)
-        with mistakes_named(strategy, "reshard"):
-            new = strategy.reshard(self._contexts_of_copies(), load_LE, old)
-        return slots.move_to(new)
-
-    def _replicate(self, strategy: ResidentReplicas) -> ReshardReport | None:
-        if self._residents is None or not self._session.slots.layers:
-            return None
-        contexts, load_LDE = self._contexts_of_copies(), self._mean_loads()
         with mistakes_named(strategy, "replicate"):
-            placements = [strategy.replicate(*one) for one in zip(contexts, load_LDE, strict=True)]
+            asked = zip(self._contexts_of_copies(), self._mean_loads(), strict=True)
+            placements = [strategy.replicate(*one) for one in asked]
         report = self._residents.hold(placements)
         if report is not None and reports_for_stage():
             logger.info(

@@ -2,7 +2,6 @@
 
 import atexit
 import math
-import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,18 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training.global_vars import get_args
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
-from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
-from megatron_fssdp.megatron_adapter.training.stage_records import (
-    StageRecord,
-    gather,
-    gather_peaks,
-    gather_stages,
-)
+from megatron_fssdp.megatron_adapter.training.stage_records import RankRecord, by_stage, gathered
 from megatron_fssdp.megatron_adapter.training.training_boards import write_to_boards
 from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.records.loads import LoadsWriter
@@ -104,12 +96,11 @@ class RunRecorder:
         iteration, is_logged = args.curr_iteration + 1, _is_logged()
         losses, grad_norm = step_result[0], step_result[5]
         loss = float(next(iter(losses.values()))) if losses else None
-        stages = gather_stages(
-            StageRecord(loss, loads, reshard or ReshardReport(0, 0, 0.0), _selection_metrics(selection))
-        )
+        records = gathered(loss, loads, reshard, selection)
+        stages = by_stage(records)
         # Peaks are also recorded in the first and the last iteration, so that a short run has them.
-        peaks = gather_peaks() if is_logged or iteration in (1, args.train_iters) else ()
-        session = None if self._has_begun else _session(self._strategy)
+        has_peaks = is_logged or iteration in (1, args.train_iters)
+        session = None if self._has_begun else _session(self._strategy, records)
         self._has_begun = True
         metrics: IterationMetrics | None = None
         all_loads = sorted((load for stage in stages for load in stage.loads), key=lambda load: load.layer)
@@ -127,11 +118,11 @@ class RunRecorder:
                 reshard_bytes=sum(stage.reshard.bytes_moved for stage in stages),
                 reshard_s=max(stage.reshard.seconds for stage in stages),
                 passes_s=passes_s,
-                rank_peak_bytes=peaks,
-                rank_memory=memory if peaks else None,
+                rank_peak_bytes=tuple(one.peak_bytes for one in records) if has_peaks else (),
+                rank_memory=memory if has_peaks else None,
                 flops=self._operations(args, batch_size),
                 session=session,
-                selections=tuple(stage.selection for stage in stages if stage.selection is not None),
+                selections=tuple(_selection(one.stage, one.selection) for one in stages if one.selection),
             )
             self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
             self._write(metrics, all_loads)
@@ -175,20 +166,18 @@ def _is_logged() -> bool:
     return bool((args.curr_iteration + 1) % args.log_interval == 0)
 
 
-def _session(strategy: str) -> RunSession | None:
-    """Return this start of the training on global rank 0, and None on other ranks. Collective."""
-    cores = 0 if torch.cuda.is_available() else usable_cores()
-    found: list[tuple[str, int]] = gather((socket.gethostname(), cores), None)
-    if not found:
+def _session(strategy: str, records: list[RankRecord]) -> RunSession | None:
+    """Return this start of the training on global rank 0, which has the ranks' records; None elsewhere."""
+    if not records:
         return None
-    ranks_of = Counter(host for host, _ in found)
-    host, cores = min(found, key=lambda one: one[1] / ranks_of[one[0]])
+    ranks_of = Counter(one.host for one in records)
+    host, cores = min(((one.host, one.cores) for one in records), key=lambda of: of[1] / ranks_of[of[0]])
     args = get_args()
     return RunSession(
         strategy,
         int(args.train_iters or 0),
         ranks_of[host],
-        cores,
+        0 if torch.cuda.is_available() else cores,
         devices=dist.get_world_size(),
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
@@ -212,11 +201,8 @@ def _pass_metrics(seconds: PassSeconds) -> PassMetrics | None:
     return PassMetrics(**asdict(seconds)) if seconds.is_measured else None
 
 
-def _selection_metrics(report: SelectionReport | None) -> SelectionMetrics | None:
-    if report is None:
-        return None
-    seen, stage = report.seen, parallel_state.get_pipeline_model_parallel_rank()
-    changed = tuple(change.layer for change in report.changes)
+def _selection(stage: int, report: SelectionReport) -> SelectionMetrics:
+    seen, changed = report.seen, tuple(change.layer for change in report.changes)
     median_s = report.measured.median_s if report.measured else None
     gain = None
     if seen is not None:

@@ -1,7 +1,10 @@
-"""Brings what the ranks know of an iteration to global rank 0: loads, times and memory."""
+"""Brings what the ranks know of an iteration to global rank 0, in one gather, and puts it together there."""
 
 import resource
-from dataclasses import dataclass, replace
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -10,97 +13,99 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
-from megatron_fssdp.records.metrics import SelectionMetrics
+from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.strategies.selection_report import SelectionReport
+
+
+def _peak_bytes() -> int:
+    """Return the peak memory of this rank: of its GPU, or of its process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB.
 
 
 @dataclass(frozen=True, eq=False)
-class StageRecord:
-    """What one rank reports of an iteration for its pipeline stage."""
+class RankRecord:
+    """What one rank reports of an iteration, or all ranks of a pipeline stage together."""
 
     loss: float | None  # of the language model; None on stages that do not compute it
-    loads: list[LayerLoad]
+    loads: list[LayerLoad]  # of its expert-parallel group; empty on other devices than the group's first
+    passes: list[tuple[PassSeconds, PassSeconds]]  # forward and backward on this rank, by layer
     reshard: ReshardReport  # before the iteration
-    selection: SelectionMetrics | None = None  # of auto before the iteration; None if it did not reconsider
+    selection: SelectionReport | None  # of auto before the iteration; None if it did not reconsider
+    stage: int = field(default_factory=parallel_state.get_pipeline_model_parallel_rank)
+    peer: int = field(default_factory=parallel_state.get_expert_tensor_parallel_rank)
+    device: int = field(default_factory=parallel_state.get_expert_model_parallel_rank)
+    host: str = field(default_factory=socket.gethostname)
+    cores: int = field(default_factory=usable_cores)
+    peak_bytes: int = field(default_factory=_peak_bytes)
 
 
-def gather_stages(own: StageRecord) -> list[StageRecord]:
-    """Return the record of each pipeline stage on global rank 0, and an empty list elsewhere. Collective."""
-    passes = [(load.forward, load.backward) for load in own.loads]
-    of_ranks = gather(passes, parallel_state.get_expert_model_parallel_group())
-    # Every rank of an expert-parallel group knows the loads of the whole group, so device 0 reports.
-    if not of_ranks:
-        return []
-    loads = [
-        replace(
-            load,
-            forward=PassSeconds.combined([forward for forward, _ in of_layer]),
-            backward=PassSeconds.combined([backward for _, backward in of_layer]),
-        )
-        for load, of_layer in zip(own.loads, zip(*of_ranks, strict=True), strict=True)
+def gathered(
+    loss: float | None,
+    loads: list[LayerLoad],
+    reshard: ReshardReport | None,
+    selection: SelectionReport | None,
+) -> list[RankRecord]:
+    """Return the records of all ranks on global rank 0, and an empty list elsewhere. Collective."""
+    passes = [(load.forward, load.backward) for load in loads]
+    reported = [] if parallel_state.get_expert_model_parallel_rank() else loads
+    own = RankRecord(loss, reported, passes, reshard or ReshardReport(0, 0, 0.0), selection)
+    records: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, records)
+    return records or []
+
+
+def by_stage(records: Sequence[RankRecord]) -> list[RankRecord]:
+    """Return one record for each pipeline stage from those of all ranks, in the order of ranks."""
+    return [
+        _stage([record for record in records if record.stage == stage])
+        for stage in sorted({record.stage for record in records})
     ]
-    copies: list[StageRecord] = gather(
-        replace(own, loads=loads), parallel_state.get_expert_data_parallel_group()
+
+
+def _stage(ranks: list[RankRecord]) -> RankRecord:
+    # Every expert-parallel group moves its experts, and every expert-tensor-parallel peer its part of them.
+    groups = [record for record in ranks if record.device == 0]
+    reshards = [record.reshard for record in groups]
+    moved_bytes, seconds = sum(one.bytes_moved for one in reshards), max(one.seconds for one in reshards)
+    return replace(
+        groups[0],
+        loss=next((record.loss for record in ranks if record.loss is not None), None),
+        loads=[
+            _layer(
+                [record.loads[index] for record in groups if record.peer == 0],
+                [record.loads[index] for record in groups],
+                [record.passes[index] for record in ranks],
+            )
+            for index in range(len(groups[0].loads))
+        ],
+        reshard=ReshardReport(reshards[0].experts_moved, moved_bytes, seconds),
     )
-    if not copies:
-        return []
-    # Every expert-data-parallel copy moves the same experts, and every expert-tensor-parallel peer moves its
-    # part of them.
-    moved_bytes = _num_peers() * sum(copy.reshard.bytes_moved for copy in copies)
-    seconds = max(copy.reshard.seconds for copy in copies)
-    stage = replace(
-        copies[0],
-        loads=[_side_by_side(loads) for loads in zip(*(copy.loads for copy in copies), strict=True)],
-        reshard=ReshardReport(own.reshard.experts_moved, moved_bytes, seconds),
-    )
-    return gather(stage, parallel_state.get_pipeline_model_parallel_group())
 
 
-def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of a group (``None``: all ranks) on its first rank, and an empty list elsewhere."""
-    group = group or dist.group.WORLD
-    assert group is not None  # training has begun
-    if group.size() == 1:
-        return [value]
-    gathered: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(value, gathered, dst=dist.get_global_rank(group, 0), group=group)
-    return gathered or []
+def _layer(
+    copies: list[LayerLoad], groups: list[LayerLoad], passes: list[tuple[PassSeconds, PassSeconds]]
+) -> LayerLoad:
+    """Combine the loads of a layer in several expert-parallel groups as if they were one group.
 
+    ``copies`` are groups without expert-tensor-parallel peers, which have the same loads.
+    """
 
-def gather_peaks() -> tuple[int, ...]:
-    """Return the peak memory of each rank in bytes on global rank 0; empty on other ranks. Collective."""
-    if torch.cuda.is_available():
-        return tuple(gather(torch.cuda.max_memory_allocated(), None))
-    # Linux reports this number in KiB.
-    return tuple(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, None))
+    def of(loads: list[LayerLoad], name: str) -> list[Any]:
+        return list(map(attrgetter(name), loads))
 
-
-def _side_by_side(loads: tuple[LayerLoad, ...]) -> LayerLoad:
-    """Combine the loads of a layer in several expert-parallel groups as if they were one group."""
-
-    def of_all(name: str) -> list[Any]:
-        return [getattr(load, name) for load in loads]
-
-    combined: dict[str, Any] = {"placements": sum(of_all("placements"), ())}
-    for name in ("counts_DE", "owner_D", "device_D"):
-        combined[name] = np.concatenate(of_all(name))
-    for name in ("by_nodes_N", "by_devices_D"):
-        combined[name] = _summed(of_all(name))
-    for name in ("num_replicas", "cross_node_tokens"):
-        combined[name] = sum(of_all(name))
-    for name in ("spag_bytes", "sprs_bytes"):
-        # Only one of the expert-tensor-parallel peers reports, and all of them move equally large parts.
-        combined[name] = _num_peers() * sum(of_all(name))
+    combined: dict[str, Any] = {"placements": sum(of(copies, "placements"), ())}
+    combined |= {name: np.concatenate(of(copies, name)) for name in ("counts_DE", "owner_D", "device_D")}
+    combined |= {name: _summed(of(copies, name)) for name in ("by_nodes_N", "by_devices_D")}
+    combined |= {name: sum(of(copies, name)) for name in ("num_replicas", "cross_node_tokens")}
+    combined |= {name: sum(of(groups, name)) for name in ("spag_bytes", "sprs_bytes")}
     for name in ("spag_s", "spag_exposed_s", "sprs_s", "sprs_exposed_s"):
-        combined[name] = sum(of_all(name)) / len(loads)
-    for name in ("forward", "backward"):
-        combined[name] = PassSeconds.combined(of_all(name))
-    return replace(loads[0], **combined)
-
-
-def _num_peers() -> int:
-    return int(parallel_state.get_expert_tensor_parallel_world_size())
+        combined[name] = sum(of(copies, name)) / len(copies)
+    forward, backward = map(PassSeconds.combined, zip(*passes, strict=True))
+    return replace(copies[0], **combined, forward=forward, backward=backward)
 
 
 def _summed(histograms: list[np.ndarray]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Writes what happens in MoE layers to the boards that Megatron uses: TensorBoard and Weights & Biases.
+"""Writes the figures of ``metrics.jsonl`` to the boards that Megatron uses: TensorBoard, Weights & Biases.
 
 Megatron opens both on its last global rank, if the user requests them.
 
@@ -6,6 +6,7 @@ Shape letters: E experts.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,21 +15,6 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 
 from megatron_fssdp.records.metrics import IterationMetrics
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
-
-_LAYER_SCALARS = {
-    "load_max_over_mean": "device load, max over mean",
-    "ep_load_max_over_mean": "device load under plain EP, max over mean",
-    "num_replicas": "replicas",
-    "spag_bytes": "spAG bytes",
-    "sprs_bytes": "spRS bytes",
-    "cross_node_tokens": "tokens to another node",
-}
-_ITERATION_SCALARS = {
-    "iteration_s": "seconds",
-    "passes_s": "seconds of passes",
-    "reshard_s": "seconds of re-sharding",
-    "tokens_per_s": "tokens per second",
-}
 
 
 def boards_are_asked_for() -> bool:
@@ -40,7 +26,8 @@ def boards_are_asked_for() -> bool:
 def write_to_boards(metrics: IterationMetrics | None, loads: Sequence[LayerLoad]) -> None:
     """Send an iteration's metrics and loads from global rank 0, which alone has them, to the last rank.
 
-    The last rank writes them. All ranks call this function.
+    The last rank writes them: ``fssdp/KEY`` for a figure of the iteration, ``fssdp KEY/layer N`` for one of a
+    layer, and the load of each expert as a histogram. All ranks call this function.
     """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     entry: list[Any] = [metrics and (metrics, [load.counts_DE.sum(axis=0) for load in loads])]
@@ -53,20 +40,14 @@ def write_to_boards(metrics: IterationMetrics | None, loads: Sequence[LayerLoad]
 
 
 def _write(metrics: IterationMetrics, load_of_layer_E: Sequence[np.ndarray]) -> None:
-    layers, step = metrics.layers, metrics.iteration
-    scalars = {f"fssdp/{name}": float(getattr(metrics, key)) for key, name in _ITERATION_SCALARS.items()}
-    if layers:
-        scalars["fssdp/seconds waiting for spAG"] = sum(layer.spag_exposed_s for layer in layers)
-        scalars["fssdp/seconds waiting for spRS"] = sum(layer.sprs_exposed_s for layer in layers)
-        loads = [layer.load_max_over_mean for layer in layers]
-        scalars["fssdp/device load, max over mean, mean of layers"] = sum(loads) / len(loads)
-    for layer in layers:
-        for key, name in _LAYER_SCALARS.items():
-            scalars[f"fssdp {name}/layer {layer.layer}"] = float(getattr(layer, key))
-    histograms = {
-        f"fssdp tokens of an expert/layer {layer.layer}": load_E
-        for layer, load_E in zip(layers, load_of_layer_E, strict=True)
-    }
+    step = metrics.iteration
+    scalars = {f"fssdp/{key}": value for key, value in _figures(metrics).items() if key != "iteration"}
+    histograms = {}
+    for layer, load_E in zip(metrics.layers, load_of_layer_E, strict=True):
+        place = f"layer {layer.layer}"
+        figures = _figures(layer)
+        scalars |= {f"fssdp {key}/{place}": value for key, value in figures.items() if key != "layer"}
+        histograms[f"fssdp tokens of an expert/{place}"] = load_E
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard is not None:
         for name, value in scalars.items():
@@ -75,3 +56,7 @@ def _write(metrics: IterationMetrics, load_of_layer_E: Sequence[np.ndarray]) -> 
             tensorboard.add_histogram(name, load_E, step)
     if wandb is not None:
         wandb.log({**scalars, **{name: wandb.Histogram(load_E) for name, load_E in histograms.items()}}, step)
+
+
+def _figures(record: Any) -> dict[str, float]:
+    return {key: float(value) for key, value in asdict(record).items() if isinstance(value, int | float)}

@@ -6,14 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import log_single_rank
@@ -34,8 +33,7 @@ from megatron_fssdp.megatron_adapter.training.equal_settings import (
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.training.record_folder import record_folder
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
-from megatron_fssdp.megatron_adapter.training.stage_records import gather
-from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
+from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite, reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.records.evaluations import Evaluation, append_evaluation
@@ -44,20 +42,46 @@ from megatron_fssdp.records.run_settings import write_recorded_settings
 logger = logging.getLogger(__name__)
 
 
+WRAPPED = (
+    *("setup_model_and_optimizer", "train", "train_step", "get_forward_backward_func"),
+    *("evaluate", "evaluate_and_print_results"),
+)
+"""Functions of ``megatron.training.training`` that are replaced by the methods of these names."""
+
+
 def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
     """Wrap the training loop of ``megatron.training.training``, for the strategy of the command line."""
-    setup, step, train = training.setup_model_and_optimizer, training.train_step, training.train
-    get_schedule = training.get_forward_backward_func
-    # Both exist when the model is built, if the run needs them.
-    recorder: RunRecorder | None = None
-    driver: IterationDriver | None = None
-    passes_s = 0.0  # of the running iteration
+    hooks = TrainingHooks(requested_strategy, training.num_floating_point_operations)
+    for name in WRAPPED:
+        original = getattr(training, name)
+        setattr(training, name, wraps(original)(partial(getattr(hooks, name), original)))
 
-    @wraps(setup)
-    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        nonlocal driver, recorder
-        requested = requested_strategy()
-        if requested is None:
+
+class TrainingHooks:
+    """What happens in one training around Megatron's functions, which the methods get as first argument.
+
+    Args:
+        requested_strategy: Returns the strategy of the command line.
+        operations: Megatron's formula of the floating-point operations of an iteration.
+    """
+
+    def __init__(
+        self,
+        requested_strategy: Callable[[], RequestedStrategy | None],
+        operations: Callable[[Any, int], float],
+    ) -> None:
+        self._requested_strategy, self._operations = requested_strategy, operations
+        # Both exist when the model is built, if the run needs them.
+        self._model: list[torch.nn.Module] = []
+        self._driver: IterationDriver | None = None
+        self._recorder: RunRecorder | None = None
+        self._passes_s = 0.0  # of the running iteration
+        # Iteration of an evaluation, and names of its data sets.
+        self._evaluated: tuple[int, Iterator[str]] = 0, iter(())
+
+    def setup_model_and_optimizer(self, setup: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build the model, check it, and prepare iterations and records."""
+        if (requested := self._requested_strategy()) is None:
             return setup(*args, **kwargs)
         session, record_dir = requested.session, requested.settings.record_dir
         to_boards = boards_are_asked_for()
@@ -66,116 +90,101 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             session.runtime.measure = True  # Layers read this when they are built.
         model, optimizer, *_ = built = setup(*args, **kwargs)
         if session is not None:
+            self._model = model
             _report_installation(model, requested)
             install_launch_hooks(model)
             # Without an optimizer (--skip-train) the model is only evaluated: no owner ever moves.
             if optimizer is not None:
-                driver = IterationDriver(session, model, optimizer, get_args())
+                self._driver = IterationDriver(session, model, optimizer, get_args())
         if record_dir is not None or to_boards:
-            operations = training.num_floating_point_operations
             with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
                 if record_dir is not None and dist.get_rank() == 0:
                     record_dir = _describe_run(record_dir, model, requested)
-                recorder = RunRecorder(record_dir, requested.name, operations, to_boards)
+                self._recorder = RunRecorder(record_dir, requested.name, self._operations, to_boards)
         return built
 
-    @wraps(step)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal passes_s
-        started_s, passes_s = time.perf_counter(), 0.0
-        if driver is not None:
-            driver.begin(get_args().curr_iteration, get_num_microbatches())
-        try:
-            result = step(*args, **kwargs)
-        except Exception:
-            if driver is not None:
-                with suppress(RuntimeError):  # A broken device raises again when it is asked.
-                    driver.report_non_finite()
-            raise
-        refused = result[3]  # Megatron refused a loss or a gradient and will end the run.
-        if refused and driver is not None:
-            driver.report_non_finite()
-        loads = driver.end() if driver is not None else []
-        if recorder is not None and recorder.wants_iteration and not refused:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # The step's kernels must be in its time.
-            moved, selected = (None, None) if driver is None else (driver.reshard, driver.selection)
-            recorder.record(result, loads, time.perf_counter() - started_s, passes_s, moved, selected)
-        return result
-
-    # Megatron's rerun state machine may repeat passes inside train_step, so their beginning is detected here.
-    @wraps(get_schedule)
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        schedule = get_schedule(*args, **kwargs)
-
-        @wraps(schedule)
-        def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal passes_s
-            runtime = None if driver is None else driver.runtime
-            trains = not kwargs.get("forward_only", False)
-            if runtime is not None:
-                # An evaluation has replicas for the present weights and loads, and drops them at its end.
-                runtime.begin_passes() if trains else runtime.begin_iteration(0)
-            started_s = time.perf_counter()
-            results = schedule(*args, **kwargs)
-            if recorder is not None and recorder.wants_iteration:
-                if torch.cuda.is_available():
-                    # This wait costs nothing: the optimizer waits for the norm of the gradients anyway.
-                    torch.cuda.synchronize()
-                passes_s += time.perf_counter() - started_s
-            if runtime is not None and trains:
-                # DDP has completed gradients of experts that are trained; frozen ones are in no bucket.
-                runtime.finish_gradients()
-                runtime.end_passes()
-            elif runtime is not None:
-                runtime.end_iteration()
-            return results
-
-        return forward_backward
-
-    @wraps(train)
-    def train_reporting_stop(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if driver is None else reporting_stop(get_args()):
+    def train(self, train: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train; an error is logged with its place in the training."""
+        with nullcontext() if self._driver is None else reporting_stop(get_args()):
             return train(*args, **kwargs)
 
-    _wrap_evaluation(training, lambda: None if recorder is None else recorder.record_dir)
-    training.setup_model_and_optimizer = setup_model_and_optimizer
-    training.train_step = train_step
-    training.get_forward_backward_func = get_forward_backward_func
-    training.train = train_reporting_stop
-
-
-def _wrap_evaluation(training: Any, record_dir: Callable[[], Path | None]) -> None:
-    """Wrap Megatron's evaluation, so that its losses go to the run's records, if it has a folder for them."""
-    evaluate, evaluate_all = training.evaluate, training.evaluate_and_print_results
-    signature, iteration, names = inspect.signature(evaluate_all), 0, _names("validation")
-
-    @wraps(evaluate_all)
-    def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
-        nonlocal iteration, names
-        given = signature.bind(*args, **kwargs).arguments
-        # Megatron names the data only in the text that it prints.
-        names = _names("test" if "test set" in given["prefix"] else "validation")
-        iteration = int(given["iteration"])
-        return evaluate_all(*args, **kwargs)
-
-    @wraps(evaluate)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        result = evaluate(*args, **kwargs)
-        folder, (losses, _, has_stopped) = record_dir(), result
-        if folder is not None and not has_stopped:
-            # The last pipeline stage has the losses, and global rank 0 writes them.
-            own = {name: float(loss) for name, loss in losses.items()}
-            of_stages = gather(own, parallel_state.get_pipeline_model_parallel_group())
-            data, known = next(names), next((found for found in reversed(of_stages) if found), None)
-            if dist.get_rank() == 0 and known is not None:
-                append_evaluation(folder, Evaluation(iteration, data, known))
+    def train_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an iteration between the begin and the end of the driver's, and record it."""
+        driver, recorder = self._driver, self._recorder
+        started_s, self._passes_s = time.perf_counter(), 0.0
+        if driver is not None:
+            driver.begin(get_args().curr_iteration, get_num_microbatches())
+        refused = True
+        try:
+            result = step(*args, **kwargs)
+            refused = result[3]  # Megatron refused a loss or a gradient and will end the run.
+        finally:
+            # Megatron turns the check off for fp16, where loss scaling makes non-finite numbers normal.
+            if refused and driver is not None and get_args().check_for_nan_in_loss_and_grad:
+                with suppress(RuntimeError):  # A broken device raises again when it is asked.
+                    report_non_finite(self._model, get_args())
+        loads = driver.end() if driver is not None else []
+        if recorder is not None and recorder.wants_iteration and not refused:
+            _synchronize()  # The step's kernels must be in its time.
+            moved, selected = (None, None) if driver is None else (driver.reshard, driver.selection)
+            iteration_s = time.perf_counter() - started_s
+            recorder.record(result, loads, iteration_s, self._passes_s, moved, selected)
         return result
 
-    training.evaluate, training.evaluate_and_print_results = recorded, evaluate_and_print_results
+    def get_forward_backward_func(self, get_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return Megatron's schedule of passes, wrapped.
+
+        Megatron's rerun state machine may repeat passes inside ``train_step``, so their beginning is detected
+        here.
+        """
+        schedule = get_schedule(*args, **kwargs)
+        return wraps(schedule)(partial(self._forward_backward, schedule))
+
+    def _forward_backward(self, schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime = None if self._driver is None else self._driver.runtime
+        trains = not kwargs.get("forward_only", False)
+        if runtime is not None:
+            # An evaluation has replicas for the present weights and loads, and drops them at its end.
+            runtime.begin_passes() if trains else runtime.begin_iteration(0)
+        started_s = time.perf_counter()
+        results = schedule(*args, **kwargs)
+        if self._recorder is not None and self._recorder.wants_iteration:
+            _synchronize()  # This wait costs nothing: the optimizer waits for the gradients' norm anyway.
+            self._passes_s += time.perf_counter() - started_s
+        if runtime is not None and trains:
+            # DDP has completed gradients of experts that are trained; frozen ones are in no bucket.
+            runtime.finish_gradients()
+            runtime.end_passes()
+        elif runtime is not None:
+            runtime.end_iteration()
+        return results
+
+    def evaluate_and_print_results(self, evaluate_all: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; note the iteration and the data, which Megatron names only in what it prints."""
+        given = inspect.signature(evaluate_all).bind(*args, **kwargs).arguments
+        data = "test" if "test set" in given["prefix"] else "validation"
+        self._evaluated = int(given["iteration"]), _names_of_sets(data)
+        return evaluate_all(*args, **kwargs)
+
+    def evaluate(self, evaluate: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one data set; its losses go to the run's records, if it has a folder for them."""
+        losses, _, has_stopped = result = evaluate(*args, **kwargs)
+        if self._recorder is not None and self._recorder.record_dir is not None and not has_stopped:
+            # The last pipeline stage has the losses, and global rank 0 writes them.
+            of_ranks = of_all_ranks({name: float(loss) for name, loss in losses.items()})
+            iteration, names = self._evaluated
+            data, known = next(names, "validation"), next((one for one in reversed(of_ranks) if one), None)
+            if dist.get_rank() == 0 and known is not None:
+                append_evaluation(self._recorder.record_dir, Evaluation(iteration, data, known))
+        return result
 
 
-def _names(data: str) -> Iterator[str]:
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _names_of_sets(data: str) -> Iterator[str]:
     """Yield the names of the data sets that Megatron evaluates one after another."""
     for number in count():
         args = get_args()

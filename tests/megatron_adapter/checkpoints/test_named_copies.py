@@ -7,7 +7,7 @@ import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
 
-from ..experts.test_traps import gather_layers_on_one_device
+from ..experts.test_moved_owners import halves
 from ..training_run import assert_close, before_iterations, note, train
 
 MOVING = "fssdp reshard_interval=2 slots=2 overlap_degree=4"
@@ -41,7 +41,7 @@ def test_resident_replicas_refuse_new_weights(text_data: Path) -> None:
 
 
 def copy_out_and_in() -> None:
-    gather_layers_on_one_device()
+    halves()
 
     def copy(iteration: int, model: Any, optimizer: Any) -> None:
         from megatron_fssdp import restore_owners

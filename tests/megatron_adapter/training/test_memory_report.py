@@ -1,6 +1,7 @@
 """The accounted memory equals what a Megatron training allocates for its experts."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,10 +102,20 @@ def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- on the ranks
 
 
-def shadow_and_measure() -> None:
-    """Shadow the first experts for any counts, and note the largest number of bytes that replicas had."""
+def at_end(do: Callable[[Any, Any], None]) -> None:
+    """At the end of every iteration, call a function with the driver and its account of memory."""
     from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
     from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
+
+    def end_and_do(end: Any, driver: Any) -> Any:
+        do(driver, account_memory(driver._session, driver._args, driver.held))
+        return end(driver)
+
+    wrap(IterationDriver, "end", end_and_do)
+
+
+def shadow_and_measure() -> None:
+    """Shadow the first experts for any counts, and note the largest number of bytes that replicas had."""
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
     from megatron_fssdp.strategies.papers import fastermoe as dynamic_shadowing
@@ -119,27 +130,17 @@ def shadow_and_measure() -> None:
         flats = [flat for slots in here for flat in slots.weights().values()]
         allocated.append(sum(flat.untyped_storage().nbytes() for flat in flats))
 
-    def note_and_end(end: Any, driver: Any) -> Any:
-        memory = account_memory(driver._session, driver._args, driver.held)
-        note((dist.get_rank(), memory.replica_parameters_bytes, max(allocated)))
-        return end(driver)
-
     wrap(SlotLayer, "rows_travel", start_and_measure)
-    wrap(IterationDriver, "end", note_and_end)
+    at_end(lambda _, memory: note((dist.get_rank(), memory.replica_parameters_bytes, max(allocated))))
 
 
 def measure_in_training() -> None:
-    """At the end of every iteration, note the bytes of this rank's experts."""
-    from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
-    from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
-
+    """Note the bytes of this rank's experts."""
     moved: list[int] = []
 
-    def end_and_measure(end: Any, driver: Any) -> Any:
-        loads = end(driver)
+    def measure(driver: Any, memory: Any) -> None:
         if driver.reshard is not None:
             moved.append(driver.reshard.experts_moved)
-        memory = account_memory(driver._session, driver._args, driver.held)
         parameters = [parameter for slot in driver._session.slots.parameters for parameter in slot]
         accounted = {
             "parameters": memory.slot_parameters_bytes,
@@ -153,6 +154,5 @@ def measure_in_training() -> None:
             "optimizer": state_bytes(driver._optimizer, parameters),
         }
         note({"moved": sum(moved), "accounted": accounted, "allocated": allocated})
-        return loads
 
-    wrap(IterationDriver, "end", end_and_measure)
+    at_end(measure)

@@ -4,6 +4,7 @@ Models are built on a meta device at full width. Models of more than four layers
 experts.
 """
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,43 +20,29 @@ from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 CONFIGS = Path(__file__).parents[3] / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 
+DENSE = "model.num_experts=null parallelism.expert_model_parallel_size=1 'strategy={name: none}'"
+UNTIED = "model.untie_embeddings_and_output_weights=true"
 # Features that no shipped model has, as overrides of the tiny models.
-BERTS = {
-    "BERT every other layer": [],
-    "BERT without a head for the order": [
-        "model.bert_binary_head=false",
-        "model.untie_embeddings_and_output_weights=true",
-    ],
-    "dense BERT": [
-        "model.num_experts=null",
-        "parallelism.expert_model_parallel_size=1",
-        "strategy={name: none}",
-    ],
-}
-OTHERS = {
-    "dense": ["model.num_experts=null", "parallelism.expert_model_parallel_size=1", "strategy={name: none}"],
-    "biases of gated experts behind a dense layer": [
-        "model.add_bias_linear=true",
-        "model.quick_geglu=true",
-        "model.moe_layer_freq=[0, 1, 1, 1]",
-    ],
-    "norms of wide heads": ["model.qk_layernorm=true", "model.kv_channels=24"],
-    "no positions": ["model.position_embedding_type=none", "model.untie_embeddings_and_output_weights=true"],
-    "latent attention without latent queries, two layers of later tokens": [
-        "model.multi_latent_attention=true",
-        "model.kv_lora_rank=512",
-        "model.qk_head_dim=24",
+OVERRIDES = {
+    "bert_moe_tiny": (
+        "",
+        "model.bert_binary_head=false model.untie_embeddings_and_output_weights=true",
+        DENSE,
+    ),
+    "gpt_moe_tiny": (
+        DENSE,
+        # Biases of gated experts behind a dense layer.
+        "model.add_bias_linear=true model.quick_geglu=true model.moe_layer_freq=[0,1,1,1]",
+        "model.qk_layernorm=true model.kv_channels=24",
+        f"model.position_embedding_type=none {UNTIED}",
+        # Latent attention without latent queries, and two layers of later tokens.
+        "model.multi_latent_attention=true model.kv_lora_rank=512 model.qk_head_dim=24 "
         "model.mtp_num_layers=2",
-    ],
-    "sinks, biases and a dense layer of later tokens": [
-        "model.softmax_type=learnable",
-        "model.window_size=[7, 0]",
-        "model.window_attn_skip_freq=2",
-        "model.add_bias_linear=true",
-        "model.mtp_num_layers=1",
-        "model.moe_layer_freq=[1, 1, 1, 0]",
+        # Sinks, biases and a dense layer of later tokens.
+        "model.softmax_type=learnable model.window_size=[7,0] model.window_attn_skip_freq=2 "
+        "model.add_bias_linear=true model.mtp_num_layers=1 model.moe_layer_freq=[1,1,1,0] "
         "model.normalization=LayerNorm",
-    ],
+    ),
 }
 
 
@@ -93,8 +80,9 @@ def shallow(path: Path) -> RunConfig:
 @pytest.mark.timeout(300)
 def test_counted_parameters_equal_those_that_megatron_builds() -> None:
     runs = {path.stem: shallow(path) for path in MODELS}
-    runs |= {name: load_run([CONFIGS / "gpt_moe_tiny.yaml"], more) for name, more in OTHERS.items()}
-    runs |= {name: load_run([CONFIGS / "bert_moe_tiny.yaml"], more) for name, more in BERTS.items()}
+    for file, overrides in OVERRIDES.items():
+        path = CONFIGS / f"{file}.yaml"
+        runs |= {f"{file} {words}": load_run([path], shlex.split(words)) for words in overrides}
     jobs = {name: job_of(run) for name, run in runs.items()}
     built = run_megatron_ranks(_built_elements, 1, jobs, timeout_s=240)[0]
     assert built == {

@@ -1,7 +1,5 @@
 """Complete trainings of a BERT-MoE under every strategy: masked words and sentence order."""
 
-import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,6 @@ from .comparison import layouts
 from .test_parity_matrix import compare
 from .test_strategy_parity import compare_strategies
 
-needs_checkout = pytest.mark.skipif(
-    "MEGATRON_LM_PATH" not in os.environ, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)"
-)
 LAYOUTS = layouts(
     """
     biases_aux_loss_every_other_layer | 2 2 | {EVERY_OTHER} {AUX_LOSS} --untie-embeddings-and-output-weights |
@@ -77,44 +72,6 @@ def test_strategy_none_equals_the_bare_script_bitwise(sentence_data: Path) -> No
     bare = train(2, "{EP2} --train-iters 2", sentence_data, model=BERT, **options)
     assert_equal(train(2, "{EP2} --train-iters 2", sentence_data, model=BERT), bare)
     assert len(bare.other_losses) == len(bare.losses) == 2
-
-
-@pytest.mark.slow
-@needs_checkout
-def test_megatrons_script_trains_the_same_model(sentence_data: Path) -> None:
-    for strategy in ("none", "fssdp slots=2 overlap_degree=2"):
-        options: Any = {"strategy": strategy, "model": BERT}
-        own = train(2, "{EP2} --train-iters 4", sentence_data, **options)
-        options |= {"script": megatrons_script(), "before": load_words_from_file}
-        stock = train(2, "{EP2} --train-iters 4 --spec local", sentence_data, **options)
-        assert stock.grad_norms == own.grad_norms
-        # The script sums the logged losses in another order.
-        assert relative_difference(stock.all_losses, own.all_losses) <= 1e-6
-
-
-@needs_checkout
-@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="has Transformer Engine")
-def test_megatrons_script_without_transformer_engine_gets_a_clear_error(sentence_data: Path) -> None:
-    options: Any = {"script": megatrons_script(), "before": load_words_from_file}
-    (run,) = train_on_all_ranks(1, "--train-iters 1", sentence_data, model=BERT, **options)
-    assert run.exit_code == 2
-    (line,) = [line for line in run.errors.splitlines() if line.startswith("[fssdp]")]
-    assert "--spec local" in line
-
-
-def megatrons_script() -> Path:
-    return Path(os.environ["MEGATRON_LM_PATH"]) / "examples" / "bert" / "pretrain_bert.py"
-
-
-def load_words_from_file() -> None:
-    """Give Megatron's script our tokenizer; its own types need the package transformers."""
-    from megatron.core.tokenizers.utils import build_tokenizer
-    from megatron.training import global_vars
-
-    from megatron_fssdp.data.wordpiece import WordPieceTokenizer
-
-    assert global_vars.build_tokenizer is build_tokenizer.build_tokenizer  # which stays
-    build_tokenizer.build_tokenizer = lambda args: WordPieceTokenizer.load(Path(args.tokenizer_model))
 
 
 def count_experts() -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.records.metrics_file import read_metrics
-
 from ...training_run import GPT, Model, assert_equal, slow
-from .comparison import Layout, assert_parity, layouts, replicas_of, trained
+from .comparison import Layout, against_stock, layouts, trained
 
 # Cheap layouts that have little in common.
 DEFAULT = layouts(
@@ -139,17 +137,9 @@ def test_losses_equal_stock_megatron_with_its_script(name: str, text_data: Path,
 
 
 def compare(layout: Layout, data: Path, folder: Path, model: Model = GPT) -> None:
-    """Train a layout under ``none``, ``ep`` and ``fssdp`` from one seed, with records, and compare."""
-    stock, ep = (trained(layout, strategy, data, model=model) for strategy in ("none", "ep"))
-    strategy = f"fssdp {layout.settings} reshard_interval={layout.reshard_interval} record_dir={folder}"
-    fssdp = trained(layout, strategy, data, model=model)
-    assert len(stock.losses) == layout.num_iterations
+    """Train a layout under ``none``, ``ep`` and ``fssdp`` from one seed, and compare."""
+    settings = f"fssdp {layout.settings} reshard_interval={layout.reshard_interval}"
+    moving = replace(layout, settings=settings)
+    stock = against_stock(moving, data, folder, moves=layout.moves, model=model)
     assert stock.losses[-1] < stock.losses[0]
-    assert_equal(ep, stock)
-    assert_parity(fssdp, ep, layout)
-    metrics = read_metrics(folder)
-    replicas = replicas_of(metrics)
-    assert [entry.iteration for entry in metrics] == list(range(1, layout.num_iterations + 1))
-    assert replicas[0] == 0, "replicas were planned without a history"
-    assert any(replicas) == layout.replicates
-    assert any("re-sharded" in message for message in fssdp.messages) or not layout.moves
+    assert_equal(trained(layout, "ep", data, model=model), stock)

@@ -2,9 +2,13 @@
 
 The combined 1F1B schedule (``--overlap-moe-expert-parallel-comm``) runs parts of one micro-batch's forward
 pass between parts of another one's backward pass. Grouped experts have linear layers with the interface of
-Transformer Engine's. Jumping gates make other experts hot, whatever was planned for earlier loads.
+Transformer Engine's. Jumping gates make other experts hot, whatever was planned for earlier loads. The
+deduplicated exchange sends a token once to a node.
 """
 
+import os
+import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,15 +18,14 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training import get_args
 
 from megatron_fssdp.strategies import fssdp, token_travel
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
 from ...grouped_linear import grouped_experts
-from ...training_run import BATCH16, DROPPING, NO_BIAS, wrap
-from .comparison import ADAPTIVE, Layout, against_stock, layouts, replicas_of
+from ...training_run import BATCH16, DISTRIBUTED, DROPPING, NO_BIAS, add_to_logits, assert_equal, slow, wrap
+from .comparison import ADAPTIVE, Layout, against_stock, layouts, trained
 from .test_parity_matrix import DEFAULT, MORE, compare
 
 COMBINED = layouts(
@@ -77,8 +80,6 @@ GROUPED = layouts(
     WIDE="fssdp slots=2 overlap_degree=4",
 )
 
-PERIOD = 2
-"""Iterations after which other experts become hot."""
 JUMPING = layouts(
     """
     one_node | 4 4 | {OVERLAPS} | {EXACT} | num_iterations=8
@@ -98,8 +99,16 @@ JUMPING = layouts(
 )
 
 
-def combined(layout: Layout) -> Layout:
-    return replace(layout, arguments=f"--overlap-moe-expert-parallel-comm {layout.arguments}")
+# Layouts of the matrix whose features meet the deduplicated exchange of rows.
+DEDUPLICATED = (
+    *("copies_overlaps_bf16", "experts_in_tensor_parallel_parts", "interleaved_pipeline_overlaps"),
+    *("recomputed_moe_expert_bias_calibrated", "biases_on_declared_nodes", "copies_top4_hecate"),
+    *("ep8_bf16_distributed", "ep8_top1_dropping_hecate", "ep4_of_8_overlaps_recomputed"),
+    *("tp2_expert_tp1_distributed_expert_bias", "tp2_expert_tp2_copies_distributed"),
+    *("pipeline_recomputed_rematerialized", "recomputed_aux_loss_shared_expert", "padded_to_capacity"),
+)
+BY_PRICE = ("copies_top4_hecate", "experts_in_tensor_parallel_parts", "pipeline_recomputed_rematerialized")
+PRICED = "exchange=by_price FSSDP_PROFILE_ITERATIONS=2 FSSDP_CHECK_PLANS=1"
 
 
 def allow_fp32() -> None:
@@ -115,33 +124,6 @@ def allow_fp32() -> None:
     wrap(TransformerConfig, "__post_init__", as_if_in_half_precision)
 
 
-def test_the_combined_schedule_has_stock_megatrons_losses(text_data: Path, tmp_path: Path) -> None:
-    layout = combined(Layout(2, 2, BATCH16, ADAPTIVE))
-    run, metrics = against_stock(layout, text_data, tmp_path, bound=3e-5, before=allow_fp32)
-    assert any(replicas_of(metrics))
-    assert any("re-sharded" in message for message in run.messages)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", COMBINED)
-def test_the_combined_schedule_has_stock_megatrons_losses_in_more_cases(
-    case: str, text_data: Path, tmp_path: Path
-) -> None:
-    layout = combined(COMBINED[case])
-    before = None if layout.is_half else allow_fp32
-    _, metrics = against_stock(layout, text_data, tmp_path, bound=3e-5, before=before)
-    assert any(replicas_of(metrics)) or "fssdp" not in layout.settings
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fuses", [False, True], ids=["separate gradients", "fused gradients"])
-@pytest.mark.parametrize("case", GROUPED)
-def test_grouped_experts_have_stock_megatrons_losses(
-    case: str, fuses: bool, text_data: Path, tmp_path: Path
-) -> None:
-    against_stock(GROUPED[case], text_data, tmp_path, before=partial(build_grouped_experts, fuses=fuses))
-
-
 def build_grouped_experts(*, fuses: bool) -> None:
     from megatron.core.models.backends import LocalSpecProvider
 
@@ -150,33 +132,64 @@ def build_grouped_experts(*, fuses: bool) -> None:
     LocalSpecProvider.grouped_mlp_modules = lambda self, moe_use_grouped_gemm: grouped_experts(fuses=fuses)
 
 
-def add_to_logits(hot: Callable[[torch.Tensor], list[int]], bias: float) -> None:
-    """Make experts hot: those that a function of the logits names."""
-
-    def skewed(gating: Any, router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
-        logits = gating(router, hidden)
-        extra = torch.zeros_like(logits)
-        extra[..., hot(logits)] = bias
-        return logits + extra
-
-    wrap(TopKRouter, "gating", skewed)
-
-
 def skew_gates() -> None:
-    """Run on every rank before the launch: two experts are hot, and others after some iterations."""
+    """Two experts are hot, and others after every two iterations."""
+    add_to_logits(
+        lambda logits: [2 * (get_args().curr_iteration // 2) % logits.shape[-1] + i for i in (0, 1)], 4.0
+    )
 
-    def hot(logits: torch.Tensor) -> list[int]:
-        first = 2 * (get_args().curr_iteration // PERIOD) % logits.shape[-1]
-        return [first, first + 1]
 
-    add_to_logits(hot, 4.0)
+def at_any_price() -> None:
+    """Between CPU ranks the exchange would hardly ever pay, so it is used here whatever it costs."""
+    token_travel.LEAST_GAIN = -1e9
+
+
+def combined(layout: Layout) -> Layout:
+    return replace(layout, arguments=f"--overlap-moe-expert-parallel-comm {layout.arguments}")
+
+
+def of_matrix(name: str, more: str) -> Layout:
+    layout = (DEFAULT | MORE)[name]
+    settings = f"fssdp {layout.settings} reshard_interval={layout.reshard_interval} {more}"
+    return replace(layout, settings=settings, num_iterations=20)
+
+
+Case = tuple[
+    Layout, Callable[[], None] | None, float
+]  # what is called first, and the bound of losses in fp32
+CASES: dict[str, Case] = {
+    "combined schedule": (combined(Layout(2, 2, BATCH16, ADAPTIVE)), allow_fp32, 3e-5),
+    **{
+        f"combined schedule, {name}": (combined(one), None if one.is_half else allow_fp32, 3e-5)
+        for name, one in COMBINED.items()
+    },
+    **{
+        f"grouped experts, {name}, {fuses=}": (one, partial(build_grouped_experts, fuses=fuses), 1e-5)
+        for name, one in GROUPED.items()
+        for fuses in (False, True)
+    },
+    **{f"jumping gates, {name}": (one, skew_gates, 1e-5) for name, one in JUMPING.items()},
+    **{
+        f"deduplicated, {name}": (of_matrix(name, "exchange=deduplicated"), None, 1e-5)
+        for name in DEDUPLICATED
+    },
+    **{f"exchange by price, {name}": (of_matrix(name, PRICED), at_any_price, 1e-5) for name in BY_PRICE},
+}
+
+
+@pytest.mark.parametrize("name", [*list(CASES)[:1], *slow(list(CASES)[1:])])
+def test_losses_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path) -> None:
+    layout, before, bound = CASES[name]
+    moves = name == "combined schedule" or (name.startswith("deduplicated") and layout.moves)
+    against_stock(layout, text_data, tmp_path, bound=bound, before=before, moves=moves)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", JUMPING)
-def test_jumping_gates_have_stock_megatrons_losses(name: str, text_data: Path, tmp_path: Path) -> None:
-    _, metrics = against_stock(JUMPING[name], text_data, tmp_path, before=skew_gates)
-    assert any(replicas_of(metrics))
+def test_groups_of_one_device_drop_tokens_as_stock_megatron(text_data: Path, tmp_path: Path) -> None:
+    """They have nothing to deduplicate, also where capacity leaves tokens without an expert."""
+    arguments = f"--expert-tensor-parallel-size 2 --moe-router-topk 2 {DROPPING} {NO_BIAS}"
+    layout = Layout(2, 1, arguments, "exchange=deduplicated", moves=False, replicates=False)
+    compare(layout, text_data, tmp_path)
 
 
 def one_copy_jumps() -> None:
@@ -201,55 +214,37 @@ def one_copy_jumps() -> None:
 def test_a_jump_in_one_copy_counts_for_all(text_data: Path, tmp_path: Path) -> None:
     """Expert-parallel groups with copies of the same experts see other tokens, and must decide alike."""
     settings = "fssdp FSSDP_PROFILE_ITERATIONS=1 slots=0 reshard_interval=3 FSSDP_CHECK_PLANS=1"
-    layout = Layout(4, 2, BATCH16, settings, num_iterations=8)
-    run, _ = against_stock(layout, text_data, tmp_path, before=one_copy_jumps)
+    layout = Layout(4, 2, BATCH16, settings, replicates=False, num_iterations=8)
     # Later decisions, when the loads have settled again, move experts.
-    assert any("re-sharded" in message for message in run.messages)
+    against_stock(layout, text_data, tmp_path, before=one_copy_jumps, moves=True)
 
 
-# Layouts of the matrix whose features meet the deduplicated exchange of rows.
-DEDUPLICATED = (
-    *("copies_overlaps_bf16", "experts_in_tensor_parallel_parts", "interleaved_pipeline_overlaps"),
-    *("recomputed_moe_expert_bias_calibrated", "biases_on_declared_nodes", "copies_top4_hecate"),
-    *("ep8_bf16_distributed", "ep8_top1_dropping_hecate", "ep4_of_8_overlaps_recomputed"),
-    *("tp2_expert_tp1_distributed_expert_bias", "tp2_expert_tp2_copies_distributed"),
-    *("pipeline_recomputed_rematerialized", "recomputed_aux_loss_shared_expert", "padded_to_capacity"),
-)
+LATE = "fssdp slots=2 overlap_degree=4 nodes=2 reshard_interval=2"
+REPEATED = {
+    "rematerialized_balanced_bf16": Layout(
+        4, 4, f"--bf16 {DISTRIBUTED}", f"{LATE} rematerialize=true SHARES=exact"
+    ),
+    "several_micro_batches": Layout(4, 4, BATCH16, LATE),
+}
 
 
-@pytest.mark.slow
-def test_groups_of_one_device_drop_tokens_as_stock_megatron(text_data: Path, tmp_path: Path) -> None:
-    """They have nothing to deduplicate, also where capacity leaves tokens without an expert."""
-    arguments = f"--expert-tensor-parallel-size 2 --moe-router-topk 2 {DROPPING} {NO_BIAS}"
-    layout = Layout(2, 1, arguments, "exchange=deduplicated", moves=False, replicates=False)
-    compare(layout, text_data, tmp_path)
+@pytest.mark.parametrize("name", [*list(REPEATED)[:1], *slow(list(REPEATED)[1:])])
+def test_a_repeated_run_has_bitwise_equal_losses(name: str, text_data: Path) -> None:
+    """The same seed and layout give equal losses, in whichever order transfers arrive."""
+    layout = REPEATED[name]
+    first = trained(layout, layout.settings, text_data)
+    assert_equal(trained(layout, layout.settings, text_data, before=let_messages_be_late), first)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DEDUPLICATED)
-def test_the_deduplicated_exchange_has_stock_megatrons_losses(
-    name: str, text_data: Path, tmp_path: Path
-) -> None:
-    layout = (DEFAULT | MORE)[name]
-    settings = f"{layout.settings} exchange=deduplicated"
-    compare(replace(layout, settings=settings, num_iterations=20), text_data, tmp_path)
+def let_messages_be_late() -> None:
+    """Delay some steps of each rank's transfers, by different times on each rank."""
+    from megatron_fssdp.collectives.messages import Poster
 
+    draw = random.Random(int(os.environ["RANK"]))
 
-def at_any_price() -> None:
-    """Between CPU ranks the exchange would hardly ever pay, so it is used here whatever it costs."""
-    token_travel.LEAST_GAIN = -1e9
+    def post_late(post: Any, *arguments: Any) -> Any:
+        if draw.random() < 0.3:
+            time.sleep(draw.random() * 0.01)
+        return post(*arguments)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["copies_top4_hecate", "experts_in_tensor_parallel_parts", "pipeline_recomputed_rematerialized"]
-)
-def test_losses_do_not_change_with_the_exchange(name: str, text_data: Path, tmp_path: Path) -> None:
-    """Tokens are sent as pairs until costs are measured, and once from then on."""
-    layout = (DEFAULT | MORE)[name]
-    settings = f"fssdp {layout.settings} exchange=by_price FSSDP_PROFILE_ITERATIONS=2 FSSDP_CHECK_PLANS=1"
-    layout = replace(layout, settings=settings, num_iterations=20)
-    run, _ = against_stock(layout, text_data, tmp_path, before=at_any_price)
-    told = [text for text in run.messages if "exchange by price" in text]
-    assert told
-    assert all("exchange by price, iteration 3: layers" in text for text in told)
+    wrap(Poster, "post", post_late)

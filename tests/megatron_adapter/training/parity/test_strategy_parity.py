@@ -1,8 +1,9 @@
 """Complete trainings under every other strategy and the smart schedule have the losses of plain EP.
 
-These strategies decide by measured costs, so links are planted to cost almost nothing: then all of them
-move experts. Transfers are split nevertheless. Where prices decide about the smart schedule, one half of the
-layers uses it in one iteration, and the other half in the next one. Layouts are those of the parity matrix.
+These strategies decide by measured costs, so links are planted to cost almost nothing, and two experts of one
+device are hot: then all of them move experts. Transfers are split nevertheless. Where prices decide about the
+smart schedule, one half of the layers uses it in one iteration, and the other half in the next one. Layouts
+are those of the parity matrix.
 """
 
 from pathlib import Path
@@ -18,7 +19,16 @@ from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
-from ...training_run import BATCH16, GATED, GPT, RECOMPUTE_MOE, WHOLE_EXPERTS, Model, TrainingRun
+from ...training_run import (
+    BATCH16,
+    GATED,
+    GPT,
+    RECOMPUTE_MOE,
+    WHOLE_EXPERTS,
+    Model,
+    TrainingRun,
+    add_to_logits,
+)
 from ...training_run import relative_difference as difference
 from .comparison import Layout, replicas_of, trained
 from .test_parity_matrix import DEFAULT, MORE
@@ -54,6 +64,12 @@ def cheap_links() -> None:
     auto.LEAST_SEEN = 0
     auto.AutoStrategy.price = next_in_turn
     prophet.BALANCE, flexmoe.THRESHOLD = 0.1, 1.01
+
+
+def cheap_links_and_hot_experts() -> None:
+    """As cheap_links; the first device owns two hot experts, so that it pays to move one of them."""
+    cheap_links()
+    add_to_logits(lambda logits: [0, 1], 1.0)
 
 
 def in_turns(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
@@ -134,4 +150,4 @@ def _train(
     if strategy in ("fastermoe", "prophet", "quota", "smartmoe", "flexmoe", "auto"):
         keys.append("FSSDP_PROFILE_ITERATIONS=1")
     chosen = f"{strategy} {' '.join(keys)} record_dir={folder / strategy}"
-    return trained(layout, chosen, data, model=model, before=cheap_links)
+    return trained(layout, chosen, data, model=model, before=cheap_links_and_hot_experts)

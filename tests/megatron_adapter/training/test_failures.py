@@ -1,0 +1,264 @@
+"""When a training fails, all ranks end, and a line says in which iteration and where.
+
+A repeated iteration leaves no trace.
+"""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.megatron_adapter.training.stopped_training import how_to_go_on
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.testing.ranks import RankError
+
+from ..training_run import TrainingRun, assert_equal, relative_difference, train, train_on_all_ranks, wrap
+
+SHORT = "{EP2} --train-iters 5"
+NO_RERUN = f"{SHORT} --rerun-mode disabled"
+FSSDP = "fssdp slots=2 overlap_degree=4"
+FAILS_IN = 3  # the iteration; after the first save and the first re-shard, where there are any
+ANOTHER = 17  # Megatron's exit code if a repeated iteration gave another result; 16 if it gave the same
+
+
+def is_time(rank: str = "1") -> bool:
+    """Whether this is the rank and the iteration that fail."""
+    from megatron.training.global_vars import get_args
+
+    return os.environ["RANK"] == rank and get_args().curr_iteration + 1 == FAILS_IN
+
+
+def spoil_experts(value: float) -> None:
+    """Put a wrong number into rank 1's experts of layer 2 before an iteration."""
+    from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
+
+    def begin_iteration(begin: Any, self: MoERuntime, *args: Any) -> None:
+        begin(self, *args)
+        for parameters in self.layers[1].experts.parameters.values() if is_time() else ():
+            parameters[0].data.view(-1)[0] = value
+
+    wrap(MoERuntime, "begin_iteration", begin_iteration)
+
+
+def spoil_output() -> None:
+    """Make one output of MoE layer 2 NaN on rank 1; later ones are correct."""
+    spoiled = list[None]()
+
+    def spoiling(forward: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        if not spoiled and is_time() and self.layer_number == 2:
+            spoiled.append(None)
+            output[0].data.mul_(float("nan"))
+        return output
+
+    wrap(resolve_name(MOE_LAYER), "forward", spoiling)
+
+
+MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"  # Megatron's own or ours
+
+
+def spoil_gradients() -> None:
+    """Make the gradient of the last layer's output NaN on rank 1."""
+
+    def spoiling(forward: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, bias = forward(self, *args, **kwargs)
+        if is_time() and self.layer_number == 2:
+            output.register_hook(lambda gradient: gradient * float("nan"))
+        return output, bias
+
+    wrap(resolve_name(MOE_LAYER), "forward", spoiling)
+
+
+def plan_alone() -> None:
+    """From one iteration on, have rank 1 plan no replicas in layer 2."""
+    from megatron_fssdp.planning.placement.placement import ExpertPlacement
+    from megatron_fssdp.strategies.fssdp import FssdpStrategy
+    from tests.support.random_placement import plain_transfer
+
+    def other_plan(before_gate: Any, self: Any, context: Any, history: Any) -> Any:
+        plan = before_gate(self, context, history)
+        if not is_time() or context.layer != 2:
+            return plan
+        placement = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
+        return replace(plan, placement=placement, transfer=plain_transfer(placement))
+
+    wrap(FssdpStrategy, "before_gate", other_plan)
+
+
+NON_FINITE = r"\[fssdp\] error on rank 1: iteration 3: "
+NAMES_LAYER = NON_FINITE + r"parameters of the experts \[.*\] of MoE layer 2, which this rank owns, are not"
+# name: strategy, what happens, what all ranks' output says
+STOPPED: dict[str, tuple[str, Callable[[], None], str]] = {
+    "NaN": ("ep", partial(spoil_experts, float("nan")), NAMES_LAYER),
+    "plans that differ": (
+        f"{FSSDP} FSSDP_CHECK_PLANS=1",
+        plan_alone,
+        # Layer 2 is planned while the rows of layer 1 travel.
+        r"in the forward pass of MoE layer 1: RuntimeError: \[fssdp\] the plan of layer 2 in iteration 3 is "
+        r"not the same on all 2 ranks: ranks \[1\]",
+    ),
+    "infinity": (FSSDP, partial(spoil_experts, float("inf")), NAMES_LAYER),
+    "gradients": (FSSDP, spoil_gradients, f"{NON_FINITE}MoE layer 2 is the last one with non-finite grad"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*list(STOPPED)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(STOPPED)[2:])]
+)
+def test_all_ranks_stop_and_name_the_place(name: str, text_data: Path) -> None:
+    strategy, before, said = STOPPED[name]
+    with pytest.raises(RankError, match=said) as caught:
+        train(2, NO_RERUN, text_data, strategy=strategy, before=before, grace_s=60)
+    assert sorted(caught.value.ranks) == [0, 1]
+    assert f"[fssdp] rank 1 stopped in iteration {FAILS_IN}" in str(caught.value)
+
+
+def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data: Path, tmp_path: Path) -> None:
+    arguments = f"{SHORT} --micro-batch-size 4"
+    whole = train(2, arguments, text_data, strategy=FSSDP)
+    results, runs = [], list[TrainingRun]()
+    for strategy in ("none", FSSDP):
+        journal = tmp_path / f"{strategy}.txt"
+        tracking = f"{arguments} --result-rejected-tracker-filename '{journal}'"
+        runs = train_on_all_ranks(2, tracking, text_data, strategy=strategy, before=spoil_output)
+        assert [run.exit_code for run in runs] == [ANOTHER, ANOTHER]
+        first, second = re.findall(r"rank=1 iteration=\d+ status=\S+ result=(\S+) ", journal.read_text())
+        assert first == "nan"
+        results.append(float(second))
+        assert runs[1].losses == pytest.approx(whole.losses[: FAILS_IN - 1], rel=1e-6)
+    (line,) = [message for message in runs[1].messages if message.startswith("[fssdp] error")]
+    assert f"iteration {FAILS_IN}: parameters and gradients of this rank's MoE layers are finite" in line
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+def run_passes_twice(*, begins: bool = True) -> None:
+    """Switch on Megatron's repetition of every iteration's passes, which its command line does not offer.
+
+    Unless it ``begins`` again, only Megatron's ``zero_grad_buffer`` resets what an iteration has summed.
+    """
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
+
+    def start_reporting(start: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **{**kwargs, "mode": RerunMode.REPORT_DETERMINISM_STATS})
+
+    wrap(RerunStateMachine, "__init__", start_reporting)
+    if not begins:
+        MoERuntime.begin_passes = lambda self: None  # type: ignore[method-assign]
+
+
+def give_passes_up() -> None:
+    """As Megatron's ``PagedStashRunner`` on an overflow: set gradients to zero, and run the passes again."""
+    from megatron.training import training
+
+    def train_step(step: Any, forward_step: Any, data: Any, model: Any, *others: Any, **options: Any) -> Any:
+        *before, schedule = others[:4]
+
+        def again(**given: Any) -> Any:
+            read = [next(given["data_iterator"]) for _ in range(given["num_microbatches"])]
+            schedule(**{**given, "data_iterator": iter(read)})
+            for chunk in (*model, *model):  # A second call finds nothing to do.
+                chunk.zero_grad_buffer()
+            return schedule(**{**given, "data_iterator": iter(read)})
+
+        return step(forward_step, data, model, *before, again, *others[4:], **options)
+
+    wrap(training, "train_step", train_step)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "repeat"),
+    [
+        (FSSDP, "", run_passes_twice),
+        (FSSDP, "{BATCH16}", partial(run_passes_twice, begins=False)),
+        (f"{FSSDP} rematerialize=true", "{BATCH16}", give_passes_up),
+        pytest.param("flexmoe", "", give_passes_up, marks=pytest.mark.slow),
+        pytest.param(f"{FSSDP} rematerialize=true", "", run_passes_twice, marks=pytest.mark.slow),
+    ],
+)
+def test_a_repeated_iteration_leaves_no_trace(
+    strategy: str, more: str, repeat: Callable[[], None], text_data: Path, tmp_path: Path
+) -> None:
+    """Plans follow from loads, so a repeated iteration must not count its loads twice."""
+    runs, loads = [], []
+    for name, before in (("once", None), ("twice", repeat)):
+        recorded = f"{strategy} record_dir={tmp_path / name}"
+        runs.append(train(2, f"{SHORT} {more}", text_data, strategy=recorded, before=before))
+        loads.append(read_loads(tmp_path / name).counts_ILDE)
+    assert_equal(runs[1], runs[0])
+    np.testing.assert_array_equal(*loads)
+
+
+def die_after(owner: str | type, name: str) -> None:
+    """Kill rank 1 after the first call of a class's method in an iteration."""
+
+    def and_die(method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if is_time():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    wrap(resolve_name(owner) if isinstance(owner, str) else owner, name, and_die)
+
+
+CARGO = "megatron_fssdp.collectives.sparse.transfer_cargo"
+LAYER = "megatron_fssdp.megatron_adapter.layer.moe_layer:StrategyMoELayer"
+WRITTEN = "megatron_fssdp.megatron_adapter.experts.slot_quantities:PartedQuantity"
+TRAINING = "{EP2} --train-iters 4 --save-interval 2 --no-save-rng --no-load-rng"
+# When a rank has sent a piece of an expert or of a gradient, between gate and dispatch, and in a re-shard.
+KILLED = {
+    # The other rank can first fail in the exchange of the layer's token counts.
+    "spAG": ((f"{CARGO}:GatherCargo", "outgoing"), "", r"in .*MoE layer "),
+    "spAG alone": ((f"{CARGO}:GatherCargo", "outgoing"), "overlap=false", r"in .*SparseAllGather of layer "),
+    "a re-shard": ((WRITTEN, "write"), "", r"in .*a re-shard"),
+    "forward": ((LAYER, "route"), "", r"in .*the forward pass of MoE layer 1"),
+    "spRS": ((f"{CARGO}:ReductionCargo", "outgoing"), "", r"in .*SparseReduceScatter of layer "),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["spAG", *(pytest.param(n, marks=pytest.mark.slow) for n in list(KILLED)[1:])]
+)
+def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
+    name: str, text_data: Path, tmp_path: Path
+) -> None:
+    killed, more, place = KILLED[name]
+    moving = f"{FSSDP} reshard_interval=2"
+    whole = train(2, TRAINING, text_data, strategy=moving)
+    options: Any = {"strategy": f"{moving} {more}", "before": partial(die_after, *killed), "grace_s": 60}
+    with pytest.raises(RankError) as caught:
+        train(2, f"{TRAINING} --save {tmp_path}", text_data, **options)
+    message = str(caught.value)
+    assert caught.value.ranks == (1, 0), message  # both ranks ended by themselves
+    assert "rank 1 was ended by signal 9" in message
+    (line,) = re.findall(r"\[fssdp\] rank 0 stopped .*", message)
+    assert re.match(rf"\[fssdp\] rank 0 stopped in iteration {FAILS_IN}, {place}", line)
+    assert f"The last complete checkpoint is of iteration 2: restart with --load {tmp_path}" in line
+    resumed = train(2, f"{TRAINING} --load {tmp_path}", text_data, strategy=moving)
+    assert relative_difference(resumed.losses, whole.losses[2:]) <= 1e-6
+
+
+@pytest.mark.parametrize("content", [None, bytes(range(256))], ids=["missing", "damaged"])
+def test_a_tracker_that_cannot_be_read_leads_to_the_next_folder(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    saved, loaded = (tmp_path / name / "latest_checkpointed_iteration.txt" for name in ("saved", "loaded"))
+    for tracker, text in ((saved, content), (loaded, b"10\n")):
+        tracker.parent.mkdir()
+        if text is not None:
+            tracker.write_bytes(text)
+    args = SimpleNamespace(save=str(saved.parent), load=str(loaded.parent))
+    found = f"The last complete checkpoint is of iteration 10: restart with --load {loaded.parent}"
+    assert how_to_go_on(args) == found
+    loaded.unlink()
+    assert how_to_go_on(args).startswith("No checkpoint")

@@ -1,0 +1,260 @@
+"""A run is recorded completely: all devices, layers and stages, in its files and on Megatron's boards."""
+
+import sys
+import types
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
+from megatron_fssdp.records.evaluations import read_evaluations
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.metrics import IterationMetrics, RunSession
+from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.placements import read_placements
+from megatron_fssdp.records.recorded_run import load
+from megatron_fssdp.records.run_settings import run_config_of
+
+from ..training_run import note, relative_difference, train
+
+STAGES, PEERS = "{PP2} {BATCH16}", "{TP2} {NO_BIAS}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_sources"),
+    [
+        pytest.param("", 4, id="two expert-data-parallel groups"),
+        # The re-sharding test below records two pipeline stages by default.
+        pytest.param(STAGES, 2, id="two pipeline stages", marks=pytest.mark.slow),
+        pytest.param(PEERS, 2, id="two expert-tensor-parallel peers"),
+    ],
+)
+def test_all_devices_and_layers_are_recorded(
+    layout: str, num_sources: int, text_data: Path, tmp_path: Path
+) -> None:
+    strategy = f"fssdp record_dir={tmp_path}"
+    run = train(4, f"{{EP2}} {layout} --train-iters 3", text_data, strategy=strategy)
+    metrics, loads = read_metrics(tmp_path), read_loads(tmp_path)
+    layers = [layer for entry in metrics for layer in entry.layers]
+    num_stages, batch = (2, 16) if layout == STAGES else (1, 8)
+    assert [entry.iteration for entry in metrics] == [1, 2, 3]
+    session = RunSession("fssdp", 3, 4, usable_cores(), devices=4, precision="fp32")
+    assert [entry.session for entry in metrics] == [session, None, None]
+    assert tuple(entry.lm_loss for entry in metrics) == run.losses
+    assert relative_difference(tuple(entry.grad_norm or 0 for entry in metrics), run.grad_norms) <= 1e-6
+    assert [layer.layer for layer in layers] == [1, 2] * 3
+    assert loads.layers.tolist() == [1, 2]
+    assert loads.counts_ILDE.shape == (3, 2, num_sources, 8)
+    assert (loads.counts_ILDE.sum(axis=(2, 3)) == batch * 16 * 2).all()
+    # All groups are inside one node, so each of the batch's tokens is on one node and on one or two devices.
+    assert loads.by_nodes_ILN is not None
+    assert loads.by_devices_ILD is not None
+    assert (loads.by_nodes_ILN == batch * 16).all()
+    assert (loads.by_devices_ILD.sum(axis=2) == batch * 16).all()
+    assert (loads.by_devices_ILD > 0).all()
+    expert_bytes = 4 * (2 * 32 * 64 + (0 if layout == PEERS else 64 + 32))
+    assert any(layer.num_replicas for layer in layers)
+    for layer in layers:
+        assert layer.spag_bytes == layer.sprs_bytes == layer.num_replicas * expert_bytes
+        assert (layer.spag_s > 0) == (layer.sprs_s > 0) == (layer.spag_bytes > 0)
+        assert 0 <= layer.spag_exposed_s <= layer.spag_s
+        assert 0 <= layer.sprs_exposed_s <= layer.sprs_s
+    check_passes(metrics, num_stages)
+    # 6 operations per weight and token, of at least the selected experts.
+    least = 6 * batch * 16 * 2 * (2 * 2 * 32 * 64)
+    assert all(least < entry.flops < 20 * least for entry in metrics)
+    # Megatron logs no iteration here, so memory is recorded only in the first and the last one.
+    assert [len(entry.rank_peak_bytes) for entry in metrics] == [4, 0, 4]
+    assert min(metrics[0].rank_peak_bytes) > 2**20
+    check_placements(tmp_path, metrics, num_sources)
+    assert all(entry.resharded_experts == entry.reshard_bytes == entry.reshard_s == 0 for entry in metrics)
+
+
+def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
+    """Check the parts of every layer's passes."""
+    for entry in metrics:
+        passes = [one for layer in entry.layers for one in (layer.forward, layer.backward)]
+        inside_s = 0.0
+        for one in passes:
+            assert one is not None
+            parts = (one.other_s, one.dispatch_s, one.experts_s, one.combine_s)
+            assert min(parts) > 0
+            assert one.experts_slowest_s >= one.experts_s
+            inside_s += sum(parts)
+        # The parts are means over ranks, and the passes are those of one rank.
+        assert inside_s / num_stages < 1.2 * entry.passes_s
+        assert 0 < entry.passes_s < entry.iteration_s
+
+
+def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devices: int) -> None:
+    """Compare with the metrics of the same iterations."""
+    placements = read_placements(record_dir)
+    assert placements.iterations.tolist() == [entry.iteration for entry in metrics]
+    assert placements.present_ILED.shape == (3, 2, 8, num_devices)
+    # Every group of two devices has every expert.
+    assert (placements.owned_ILED.sum(axis=3) == num_devices // 2).all()
+    tokens_ILD, ep_tokens_ILD = placements.tokens_ILD, placements.ep_tokens_ILD
+    for key, values_IL in (
+        ("num_replicas", (placements.present_ILED & ~placements.owned_ILED).sum(axis=(2, 3))),
+        ("load_max_over_mean", tokens_ILD.max(axis=2) / tokens_ILD.mean(axis=2)),
+        ("ep_load_max_over_mean", ep_tokens_ILD.max(axis=2) / ep_tokens_ILD.mean(axis=2)),
+    ):
+        recorded = [[getattr(layer, key) for layer in entry.layers] for entry in metrics]
+        np.testing.assert_allclose(values_IL, recorded)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_copies"),
+    [
+        # The test above records two groups by default.
+        pytest.param("", 2, id="two expert-data-parallel groups", marks=pytest.mark.slow),
+        pytest.param(f"{STAGES} --num-layers 4", 1, id="two pipeline stages"),
+    ],
+)
+def test_reshards_are_recorded_in_their_iterations(
+    layout: str, num_copies: int, text_data: Path, tmp_path: Path
+) -> None:
+    strategy = f"fssdp reshard_interval=3 overlap_degree=1 slots=1 record_dir={tmp_path}"
+    run = train(4, f"{{EP2}} {layout} --train-iters 5", text_data, strategy=strategy)
+    metrics = read_metrics(tmp_path)
+    assert tuple(entry.lm_loss for entry in metrics) == run.losses
+    for key in ("resharded_experts", "reshard_bytes"):
+        assert [getattr(entry, key) > 0 for entry in metrics] == [False, False, False, True, False]
+    moved = metrics[3]
+    assert 0 < moved.reshard_s < moved.iteration_s
+    slot_bytes = 3 * 4 * (2 * 32 * 64 + 64 + 32)  # the weights and Adam's two moments
+    leaving, rest = divmod(moved.reshard_bytes, num_copies * slot_bytes)
+    assert rest == 0
+    assert 0 < leaving <= moved.resharded_experts <= 8 * len(moved.layers)
+
+
+def test_strategy_none_records_losses_and_evaluations_without_layers(text_data: Path, tmp_path: Path) -> None:
+    evaluating = "{EP2} --train-iters 3 --split 40,40,20 --eval-interval 2 --eval-iters 1"
+    run = train(2, evaluating, text_data, strategy=f"none record_dir={tmp_path}")
+    metrics, found = read_metrics(tmp_path), read_evaluations(tmp_path)
+    assert tuple(entry.lm_loss for entry in metrics) == run.losses
+    assert all(entry.layers == () and entry.tokens_per_s > 0 for entry in metrics)
+    assert not (tmp_path / "loads.npy").exists()
+    assert [(one.iteration, one.data) for one in found] == [(2, "validation"), (3, "validation"), (3, "test")]
+    # Random tokens of the same kind: the loss on other data is close to that of training.
+    assert all(abs(one.losses["lm loss"] - run.losses[-1]) < 0.5 for one in found)
+
+
+def test_skipped_training_only_evaluates(text_data: Path, tmp_path: Path) -> None:
+    layout = "{EP2} --train-iters 4 --split 40,40,20 --eval-interval 100 --eval-iters 1 {TORCH_DIST}"
+    moving, folder = "fssdp slots=2 reshard_interval=2", tmp_path / "checkpoints"
+    train(2, f"{layout} --save {folder} --save-interval 4", text_data, strategy=moving)
+    losses = []
+    for name in ("ep", moving, "flexmoe slots=2"):
+        records = tmp_path / name.split()[0]
+        skipping = f"{layout} --skip-train --load {folder}"
+        train(2, skipping, text_data, strategy=f"{name} record_dir={records}")
+        losses.append([one.losses["lm loss"] for one in read_evaluations(records)])
+    assert len(losses[0]) == 2
+    assert all(found == pytest.approx(losses[0], rel=1e-6) for found in losses)
+
+
+def force_hot_expert() -> None:
+    """Replace the gate's choice: 80 % of the tokens take expert 5, the rest is uniform."""
+    import torch
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+
+    def routing(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        flat = logits.reshape(-1, logits.shape[-1])
+        others = torch.rand(flat.shape, generator=generator)
+        others[:, 5] = -1
+        others[: round(0.8 * len(flat)), 5] = 2
+        chosen = others.topk(2, dim=-1).indices
+        routing_map = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, chosen, True)
+        return torch.softmax(flat.float(), dim=-1) * routing_map, routing_map
+
+    TopKRouter.routing = routing
+
+
+# With all experts everywhere, every token stays on its device. Measured seconds can ask for fewer.
+@pytest.mark.parametrize(
+    ("settings", "slots", "bound"), [("slots=2", 2, 1.10), ("slots=8 overlap_degree=8", 8, 1.01)]
+)
+def test_fssdp_balances_a_forced_hot_expert(
+    settings: str, slots: int, bound: float, text_data: Path, tmp_path: Path
+) -> None:
+    """Under plain expert parallelism, its device has 0.4 + 0.6 / 7 of all, 1.94 times the mean."""
+    arguments = "{EP4} --train-iters 5 --seq-length 256 --max-position-embeddings 256"
+    strategy = f"fssdp {settings} record_dir={tmp_path}"
+    train(4, arguments, text_data, strategy=strategy, before=force_hot_expert)
+    metrics, counts_ILDE = read_metrics(tmp_path), read_loads(tmp_path).counts_ILDE
+    for number, entry in enumerate(metrics):
+        for layer in entry.layers:
+            assert layer.ep_load_max_over_mean == pytest.approx(1.94, abs=0.05)
+            assert number == 0 or layer.load_max_over_mean <= bound
+            assert number == 0 or 0 < layer.num_replicas <= 4 * slots
+    assert metrics[0].layers[0].load_max_over_mean == metrics[0].layers[0].ep_load_max_over_mean
+    tokens = 8 * 256 * 2  # global batch · sequence · k
+    assert (counts_ILDE.sum(axis=(2, 3)) == tokens).all()
+    np.testing.assert_allclose(counts_ILDE[..., 5].sum(axis=2) / tokens, 0.4, atol=0.01)
+
+
+def test_boards_have_the_figures_of_logged_iterations(text_data: Path, tmp_path: Path) -> None:
+    """Rank 0 gathers the figures and the last rank has the boards; they are on different pipeline stages."""
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board, records = tmp_path / "board", tmp_path / "records"
+    arguments = f"{{EP2}} {STAGES} --train-iters 4 --log-interval 2 --tensorboard-dir {board}"
+    arguments += f" --wandb-project p --wandb-exp-name e --wandb-save-dir {tmp_path}"
+    strategy = f"fssdp slots=1 overlap_degree=2 record_dir={records}"
+    trained = train(4, arguments, text_data, strategy=strategy, before=fake_wandb)
+    assert load(records).strategy == "fssdp"  # no command line wrote the run's settings
+    run = run_config_of(records)
+    assert (run.parallelism.pipeline_model_parallel_size, run.model.num_experts) == (2, 8)
+    assert run.strategy.settings == {"slots": 1, "overlap_degree": 2}
+    events = accumulators.EventAccumulator(str(board), size_guidance={"histograms": 0, "scalars": 0})
+    events.Reload()
+    tokens_ILE = read_loads(records).counts_ILDE.sum(axis=2)
+    assert "lm loss" in events.Tags()["scalars"]  # written by Megatron itself
+    logged = [entry for entry in read_metrics(records) if entry.iteration in (2, 4)]
+    told = [
+        (step, values) for step, values in trained.notes if any(name.startswith("fssdp") for name in values)
+    ]
+    assert [step for step, _ in told] == [2, 4]
+    for entry, (_, of_wandb) in zip(logged, told, strict=True):
+        wanted = figures("fssdp/{}", entry, "iteration")
+        for layer in entry.layers:
+            wanted |= figures(f"fssdp {{}}/layer {layer.layer}", layer, "layer")
+        found = {name: {event.step: event.value for event in events.Scalars(name)} for name in wanted}
+        assert {name: steps[entry.iteration] for name, steps in found.items()} == pytest.approx(wanted)
+        tokens = {
+            f"fssdp tokens of an expert/layer {n + 1}": tokens_ILE[entry.iteration - 1, n] for n in (0, 1)
+        }
+        assert {name: of_wandb.pop(name) for name in wanted} == pytest.approx(wanted)
+        assert of_wandb == {name: load_E.tolist() for name, load_E in tokens.items()}
+        for name, load_E in tokens.items():
+            (value,) = (e.histogram_value for e in events.Histograms(name) if e.step == entry.iteration)
+            assert (value.num, value.sum, value.max) == (8, load_E.sum(), load_E.max())
+
+
+def figures(name: str, record: Any, but: str) -> dict[str, float]:
+    return {
+        name.format(key): value
+        for key, value in asdict(record).items()
+        if isinstance(value, int | float) and key != but
+    }
+
+
+def fake_wandb() -> None:
+    """Install on each rank a module that records its calls."""
+    module: Any = types.ModuleType("wandb")
+
+    def log(values: dict[str, Any], step: int | None = None) -> None:
+        note((step, {name: np.asarray(value).tolist() for name, value in values.items()}))
+
+    module.init = lambda **_: None
+    module.log = log
+    module.Histogram = lambda sequence: sequence
+    module.config = types.SimpleNamespace(update=lambda *_, **__: None)
+    module.finish = lambda *_: None
+    module.run = types.SimpleNamespace(dir="", log_artifact=lambda *_: None)
+    sys.modules["wandb"] = module
