@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 
 
@@ -34,25 +32,6 @@ class LocalExperts:
     told_layout: ExpertLayout | None = None
     await_parameters: Callable[[], object] = lambda: None
     told_device: torch.device | None = None
-
-    def check(self, placement: ExpertPlacement, device: int) -> None:
-        """Check that the experts with Parameters here are those that a placement has on a device.
-
-        Args:
-            placement: Owners and resident replicas of the layer's experts.
-            device: Device number of this rank.
-
-        Raises:
-            ValueError: The experts are not those of the placement, or their shapes differ.
-        """
-        owned, here = np.flatnonzero(placement.owner_E == device).tolist(), placement.experts_on(device)
-        if list(self.parameters) != owned or sorted(self.all_parameters) != list(here):
-            raise ValueError(
-                f"{self.what}: got parameters of owned experts {sorted(self.parameters)} and of resident "
-                f"replicas {sorted(self.residents)}, wanted those of the owned experts {owned}, ascending, "
-                f"and together those that the placement has on this device, {list(here)}"
-            )
-        self.layout()
 
     def layout(self) -> ExpertLayout:
         """Shapes of one expert's tensors.
