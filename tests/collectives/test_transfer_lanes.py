@@ -132,6 +132,20 @@ def start(current: list[FinishedStream], issued: list[str], group: Any) -> Calla
     return submit
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_with_one_connection_each_point_issues_at_most_so_many_batches(group, issued, start, at_once) -> None:
+    pending = start("a", 7, at_once)
+    for points in range(1, 9):
+        assert len(issued) == min(7, points * at_once)
+        assert pending.num_issued == len(issued)
+        advance_transfers(group)
+    # The end waits for the last batch on the lane's stream. It would hold up the one queue of the device.
+    assert "a end" not in issued
+    pending.wait()
+    pending.wait()
+    assert issued[-1] == "a end"
+
+
 def test_a_transfer_begins_after_the_batches_of_the_transfers_before_it(group, issued, start) -> None:
     first, second = start("a", 3, 1), start("b", 2, 1)
     assert issued == ["a0", "a1"]

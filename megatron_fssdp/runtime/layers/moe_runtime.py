@@ -10,8 +10,7 @@ import torch
 from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.messages import wait_for
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
-from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.planned_layer import IterationClock

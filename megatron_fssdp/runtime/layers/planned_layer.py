@@ -18,8 +18,7 @@ from megatron_fssdp.planning.slots.slot_table import SlotTable
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
-from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
 from megatron_fssdp.runtime.slots.exact_shares import Holders

@@ -278,8 +278,9 @@ class SlotLayer(PlannedLayer):
         """
         one, following = self._in_use, self.following
         is_late = self._has_late_gradients(one)
-        if is_late or (following is not None and following.groups.transfers is not None):
-            rows = call_in_backward(partial(self._experts_begin_backward, one, is_late), rows)
+        settles = following is not None and following.groups.transfers is not None
+        if is_late or settles:
+            rows = call_in_backward(partial(self._experts_begin_backward, one, is_late, settles), rows)
         self.mark(rows, "combine", "experts")
         self.advance_transfers(rows)
         if one.transfers is not None:
@@ -313,8 +314,8 @@ class SlotLayer(PlannedLayer):
 
     # The backward pass.
 
-    def _experts_begin_backward(self, one: SlotPass, is_late: bool) -> None:
-        if self.following is not None:
+    def _experts_begin_backward(self, one: SlotPass, is_late: bool, settles: bool) -> None:
+        if settles and self.following is not None:
             self.following.gradients.settle()
         if is_late:
             self.gradients.experts_begin_backward(one)

@@ -21,7 +21,7 @@ from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
-from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -52,7 +52,7 @@ class ReplicaTransfers:
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.plan, self.slots = plan, slots
-        self._experts, self._bind, self.splits, self._waiting = experts, bind, splits, waiting
+        self._experts, self._bind, self._splits, self._waiting = experts, bind, splits, waiting
         self._each_pass = plan.rematerialize
         self._bound: dict[int, SparseTransfer] = {}
         self._prefetched = {False: False, True: False}
@@ -92,7 +92,7 @@ class ReplicaTransfers:
 
     def gather_first_part(self) -> None:
         """If transfers are split, start the part that runs beside the experts of the layer before."""
-        part = _part(self.plan.split.gather, self.slots.layout.numel) if self.splits else 0
+        part = _part(self.plan.split.gather, self.slots.layout.numel) if self._splits else 0
         if part and not self._num_gathered:
             self._gather(part)
 

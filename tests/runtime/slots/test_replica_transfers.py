@@ -12,8 +12,7 @@ import torch
 
 from megatron_fssdp.collectives.transfer_lanes import PendingTransfer, TransferTimer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
-from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerPlan
