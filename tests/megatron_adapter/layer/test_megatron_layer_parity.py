@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.activations import quick_gelu
-from megatron_fssdp.runtime.slots.replica_transfers import gradient_of
 
+from megatron_fssdp.runtime.slots.replica_transfers import gradient_of
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..fused_dispatch import install_fused_dispatch
