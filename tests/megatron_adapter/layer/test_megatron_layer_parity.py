@@ -14,7 +14,7 @@ import torch
 from megatron.core.activations import quick_gelu
 
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings, FssdpSettings
-from megatron_fssdp.runtime.slots.owner_gradients import gradient_of
+from megatron_fssdp.runtime.slots.replica_transfers import gradient_of
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
