@@ -76,7 +76,7 @@ def device_memory(
         gradient_bytes=job.gradient_bytes,
         optimizer=job.optimizer,
         expert_data_parallel_size=job.expert_data_parallel_size,
-        buffered_bytes=job.messages.buffered_bytes,
+        messages=job.messages,
     )
     dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes)
     dense_bytes += job.optimizer.state_bytes(job.dense_elements, job.data_parallel_size)

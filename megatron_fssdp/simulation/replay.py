@@ -13,9 +13,10 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
-from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, SelectsStrategies, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +89,13 @@ def replay_strategy[Layer](
     for iteration, counts_LDE in enumerate(counts_ILDE):
         if strategy.profile_iterations and iteration == profiled_at:
             contexts = [replace(context, profile=profile) for context in contexts]
-        if isinstance(strategy, SelectsStrategies):
+        if isinstance(strategy, AutoStrategy):
             is_measured = contexts[0].profile is not None
             if strategy.selects_at(iteration, histories[0].num_seen if is_measured else 0):
                 strategy.select(numbers, strategy.price(contexts, histories), None)
         source_P: list[int] = []
         device_P: list[int] = []
-        if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
+        if strategy.moves_owners and strategy.reshards_at(iteration):
             since_jump = [
                 replace(context, num_since_jump=history.num_since_jump)
                 for context, history in zip(contexts, histories, strict=True)
@@ -107,7 +108,7 @@ def replay_strategy[Layer](
             contexts = [
                 replace(context, owner_E=owners.device_LE[layer]) for layer, context in enumerate(contexts)
             ]
-        if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
+        if strategy.replicates_at(iteration):
             for layer, context in enumerate(contexts):
                 placement = strategy.replicate(context, histories[layer].mean_DE())
                 expert_P, new_P = np.nonzero(placement.present_ED & ~context.placement.present_ED)
@@ -144,11 +145,11 @@ def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
     replicates = strategy.may_replicate(1)
     first = max(strategy.profile_iterations, int(replicates or strategy.moves_owners or strategy.selects))
     turns = range(first, num_iterations)
-    if isinstance(strategy, SelectsStrategies):
+    if isinstance(strategy, AutoStrategy):
         return next((i for i in turns if strategy.selects_at(i, i)), num_iterations)
-    if isinstance(strategy, ResidentReplicas):
+    if strategy.resident_slots:
         return next((i for i in turns if strategy.replicates_at(i)), num_iterations)
-    if isinstance(strategy, MovesOwners) and strategy.moves_owners and not replicates:
+    if strategy.moves_owners and not replicates:
         return next((i for i in turns if strategy.reshards_at(i)), num_iterations)
     return min(first, num_iterations)
 

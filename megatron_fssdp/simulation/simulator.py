@@ -256,11 +256,11 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
         without = device_memory(job, cluster, slots=0, life=life)
         capacity = memory_capacity(
             max(0, int(cluster.memory_bytes - without.total_bytes)),
-            expert_bytes=job.expert_bytes,
-            gradient_bytes_per_expert=job.expert_elements * FP32_BYTES,
+            held,
+            expert_elements=job.expert_elements,
+            dtype_bytes=job.dtype_bytes,
             num_experts=job.num_experts,
-            held=held,
-            buffered_bytes=job.messages.buffered_bytes if job.on_cuda else None,
+            messages=job.messages if job.on_cuda else None,
         )
     return LayerProfile(
         non_moe_s=min(job.before_gate_flops_L) / cluster.non_expert_flops_per_s,

@@ -6,12 +6,12 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
 
-class EpStrategy(Strategy[PlacementSettings]):
-    """``ep``: the baseline to which every other strategy is compared."""
+class EpStrategy[Settings: PlacementSettings](Strategy[Settings]):
+    """``ep``: the baseline to which every other strategy is compared, and base of those without replicas."""
 
     overlaps = False  # The strategy has no transfers.
 
-    def __init__(self, settings: PlacementSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         if self.travel.compares_prices:
             self.profile_iterations = profile_iterations()

@@ -1,15 +1,13 @@
-"""The base class of strategies, which plans layers, and base classes for three more jobs that some do.
+"""The base class of strategies, which says when and how their plans change.
 
-A strategy derives from :class:`Strategy`, or from :class:`MovesOwners`, :class:`ResidentReplicas` or
-:class:`SelectsStrategies` if it also does that job. The runtime and the simulator look at these classes and
-at the declared abilities, and ask the same questions in the same order. All answers are pure functions of the
-arguments, so that all ranks make the same plans.
+The runtime and the simulator look at the declared abilities, and ask the same questions in the same order. All
+answers are pure functions of the arguments and of earlier answers, so that all ranks make the same plans.
 
-Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
+Shape letters: D devices, E experts, L MoE layers.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -25,11 +23,10 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import GroupRing, Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.selection_report import IterationSpread, SelectionReport
 
 
 class Strategy[Settings: PlacementSettings](ABC):
-    """Plans one layer at a time.
+    """Plans one layer at a time, and owners or resident replicas between iterations if it declares that.
 
     A strategy must implement only :meth:`before_gate`. The defaults of the other members fit a strategy
     whose replicas live for one iteration. A plan that needs an ability which the strategy does not declare is
@@ -42,8 +39,9 @@ class Strategy[Settings: PlacementSettings](ABC):
         overlaps: Ability: transfers may run beside compute and the dispatch, in a process group of their own.
             Plans with ``gather_ahead`` need it.
         splits: Ability: plans may split transfers. A part then travels beside the experts of another layer.
-        moves_owners: Ability: experts may change owners; see :class:`MovesOwners`.
-        resident_slots: Ability: resident replicas of a layer on a device; see :class:`ResidentReplicas`.
+        moves_owners: Ability: experts may change owners; see :meth:`reshards_at`.
+        resident_slots: Ability: resident replicas of a layer on a device; see :meth:`replicates_at`.
+        selects: Whether layers have other strategies, as under ``auto``.
         package: Package that registered the strategy, which :func:`build_strategy` notes for messages.
     """
 
@@ -54,15 +52,11 @@ class Strategy[Settings: PlacementSettings](ABC):
     splits: bool = False
     moves_owners: bool = False
     resident_slots: int = 0
+    selects: bool = False
     package: str = SHIPPED
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-
-    @property
-    def selects(self) -> bool:
-        """Whether layers have other strategies."""
-        return isinstance(self, SelectsStrategies)
 
     @cached_property
     def travel(self) -> TokenTravel:
@@ -137,27 +131,20 @@ class Strategy[Settings: PlacementSettings](ABC):
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
-        """Whether :meth:`after_gate` may change a plan, so that the host has to wait for the exact counts.
+        """Whether :meth:`after_gate` may change the layer's last plan, so that the host waits for counts.
 
         The default is True for strategies that override :meth:`after_gate`. Plans with ``each_micro_batch``
         ask in any case.
         """
         return type(self).after_gate is not Strategy.after_gate
 
+    # Decisions between iterations. Ranks with copies of the same experts must decide alike, but their
+    # histories differ. Answers can therefore depend on the arguments and on earlier answers, and not on what
+    # ``before_gate`` got. Loads are means over all these ranks and the iterations of the history.
 
-class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
-    """Moves experts to other owners between iterations.
-
-    Ranks with copies of the same experts must decide alike, but their histories differ. Answers can therefore
-    depend on the arguments and on earlier answers, and not on what :meth:`Strategy.before_gate` got. Loads
-    are means over all these ranks and the iterations of the history.
-    """
-
-    moves_owners = True
-
-    @abstractmethod
     def reshards_at(self, iteration: int) -> bool:
         """Whether to reconsider owners after so many iterations; asked only if ``moves_owners``."""
+        return False
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners for all layers of a pipeline stage, or the present ones; by default layer by layer.
@@ -184,66 +171,18 @@ class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
         """
         return context.owner_E
 
-
-class ResidentReplicas[Settings: PlacementSettings](Strategy[Settings]):
-    """Has replicas with Parameters and optimizer states of their own; it sets ``resident_slots``."""
-
-    replica_life = ReplicaLife.RESIDENT
-
-    @abstractmethod
     def replicates_at(self, iteration: int) -> bool:
-        """Whether to reconsider resident replicas after so many iterations."""
+        """Whether to reconsider resident replicas after so many iterations; asked if there are slots."""
+        return False
 
-    @abstractmethod
     def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
-        """A layer's next placement, with the same owners; ``context.placement`` itself for no change.
+        """A layer's next placement with resident replicas and the same owners.
 
         Args:
             context: Data of the layer, with the present placement.
-            load_DE: Mean loads of an iteration by source and expert, float ``[D, E]``, as for
-                :class:`MovesOwners`.
+            load_DE: Mean loads of an iteration by source and expert, float ``[D, E]``.
         """
-
-
-class SelectsStrategies[Settings: PlacementSettings](Strategy[Settings]):
-    """Selects another strategy for each layer, among those of ``candidate_names``."""
-
-    replica_life = ReplicaLife.SELECTED
-    candidate_names: tuple[str, ...] = ()
-
-    @abstractmethod
-    def selected(self, layer: int) -> str:
-        """Name of the selected strategy of the layer with this number."""
-
-    @abstractmethod
-    def resume(self, selected: Mapping[int, str]) -> None:
-        """Start with the selection of another run, names by layer number; unknown names are ignored."""
-
-    @abstractmethod
-    def selects_at(self, iteration: int, num_known: int) -> bool:
-        """Whether to reconsider the selection once the model has been trained for ``iteration`` iterations.
-
-        ``num_known`` of them were run by this process; it is 0 until costs are measured.
-        """
-
-    @abstractmethod
-    def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
-        """Modelled seconds of an iteration of each layer under every candidate, float ``[L, C]``.
-
-        The layers have profiles, and histories of at least two iterations.
-        """
-
-    @abstractmethod
-    def select(
-        self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
-    ) -> SelectionReport:
-        """Reconsider the strategies of a pipeline stage's layers, given by their numbers.
-
-        Args:
-            layers: Numbers of the layers.
-            seconds_LC: Results of :meth:`price`, equal on all ranks that share owners, float ``[L, C]``.
-            since_change: Times of the iterations since the last change or since the start.
-        """
+        return context.placement
 
 
 @contextmanager

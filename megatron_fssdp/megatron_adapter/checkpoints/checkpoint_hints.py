@@ -19,7 +19,7 @@ from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, St
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.strategy import SelectsStrategies
+from megatron_fssdp.strategies.auto import AutoStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class StrategyHint:
     """The strategy that ``auto`` has selected for every layer."""
 
     key: ClassVar[str] = "megatron_fssdp_choices"
-    strategy: SelectsStrategies
+    strategy: AutoStrategy
     slots: ExpertSlots
 
     def gather(self) -> dict[str, str]:

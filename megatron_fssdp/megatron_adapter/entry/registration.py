@@ -32,7 +32,7 @@ from megatron_fssdp.megatron_adapter.entry.argument_check import (
 from megatron_fssdp.megatron_adapter.entry.error_report import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
-from megatron_fssdp.strategies.strategy import SelectsStrategies
+from megatron_fssdp.strategies.auto import AutoStrategy
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
 _requested: RequestedStrategy | None = None
@@ -172,7 +172,7 @@ def _follow_in_checkpoints(session: StrategySession) -> None:
     hints: list[CheckpointHint] = []
     if session.strategy.moves_owners:
         hints.append(OwnerHint(session.slots))
-    if isinstance(session.strategy, SelectsStrategies):
+    if isinstance(session.strategy, AutoStrategy):
         hints.append(StrategyHint(session.strategy, session.slots))
     if session.strategy.may_replicate(1) or hints:
         hints.append(LoadHint(session.slots, session.runtime))

@@ -28,21 +28,17 @@ from megatron_fssdp.megatron_adapter.training.memory_report import (
 )
 from megatron_fssdp.megatron_adapter.training.stopped_training import FiniteWatch
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.memory import FP32_BYTES, held_replicas_bytes
+from megatron_fssdp.planning.memory import held_replicas_bytes
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.layer_planning import exchange_seconds
 from megatron_fssdp.strategies.selection_report import SelectionReport
-from megatron_fssdp.strategies.strategy import (
-    MovesOwners,
-    ResidentReplicas,
-    SelectsStrategies,
-    mistakes_named,
-)
-from megatron_fssdp.strategies.token_travel import exchange_seconds
+from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +87,7 @@ class IterationDriver:
             resharding = ExpertResharding(owned, devices, copies, model, optimizer)
             resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
             session.slots.resharding = resharding
-        if isinstance(strategy, SelectsStrategies) and session.slots.layers:
+        if isinstance(strategy, AutoStrategy) and session.slots.layers:
             self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
@@ -166,8 +162,8 @@ class IterationDriver:
                 continue
             numbers.append(number)
             if priced := exchange_seconds(layer.context, layer.history, plan):
-                megatron_s += priced.megatron_s
-                deduplicated_s += priced.deduplicated_s
+                megatron_s += priced[0]
+                deduplicated_s += priced[1]
         self._told_exchange.update(numbers)
         if numbers and reports_for_stage():
             logger.info(
@@ -182,9 +178,9 @@ class IterationDriver:
         layout, device = first.experts.layout(), first.groups.device
         return held_replicas_bytes(
             [int(one.replicas_per_device_D[device]) for load in loads for one in load.placements],
-            expert_bytes=layout.num_bytes,
-            gradient_bytes_per_expert=layout.numel * FP32_BYTES,
-            held=self.held,
+            self.held,
+            expert_elements=layout.numel,
+            dtype_bytes=layout.dtype.itemsize,
         )
 
     def report_non_finite(self) -> None:
@@ -228,13 +224,13 @@ class IterationDriver:
     def _moved(self, iteration: int) -> ReshardReport | None:
         """Reconsider owners or resident replicas if this iteration is one at which the strategy does so."""
         strategy = self._session.strategy
-        if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
+        if strategy.moves_owners and strategy.reshards_at(iteration):
             return self._reshard(strategy)
-        if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
+        if strategy.replicates_at(iteration):
             return self._replicate(strategy)
         return None
 
-    def _reshard(self, strategy: MovesOwners) -> ReshardReport | None:
+    def _reshard(self, strategy: Strategy) -> ReshardReport | None:
         slots = self._session.slots
         layers = slots.layers
         if not layers or layers[0].context.num_devices == 1:
@@ -244,7 +240,7 @@ class IterationDriver:
             new = strategy.reshard(self._contexts_of_copies(), load_LE, old)
         return slots.move_to(new)
 
-    def _replicate(self, strategy: ResidentReplicas) -> ReshardReport | None:
+    def _replicate(self, strategy: Strategy) -> ReshardReport | None:
         if self._residents is None or not self._session.slots.layers:
             return None
         contexts, load_LDE = self._contexts_of_copies(), self._mean_loads()

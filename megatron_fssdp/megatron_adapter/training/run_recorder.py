@@ -216,9 +216,8 @@ def _selection_metrics(report: SelectionReport | None) -> SelectionMetrics | Non
     if report is None:
         return None
     seen, stage = report.seen, parallel_state.get_pipeline_model_parallel_rank()
-    changed = tuple(change.layer for change in report.changes)
     median_s = report.measured.median_s if report.measured else None
     gain = None
     if seen is not None:
         gain = SeenGain(seen.predicted_s, seen.before.median_s, seen.after.median_s, seen.is_slower)
-    return SelectionMetrics(stage, changed, report.saving_s, median_s, gain)
+    return SelectionMetrics(stage, report.changes, report.saving_s, median_s, gain)

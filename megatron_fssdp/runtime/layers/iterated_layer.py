@@ -19,8 +19,8 @@ from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerPlan
-from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 
 class IteratedLayer(PlannedLayer):
@@ -190,7 +190,7 @@ class IteratedLayer(PlannedLayer):
 
     def _take_load(self) -> LayerLoad:
         load, self.load = self.load, LayerLoad.empty(self.context)
-        if self.shared is not None and isinstance(self.strategy, SelectsStrategies):
+        if self.shared is not None and isinstance(self.strategy, AutoStrategy):
             load.strategy = self.strategy.selected(self.context.layer)
         for timer in self.journal:
             load.add(timer)

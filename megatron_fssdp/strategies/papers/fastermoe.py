@@ -26,7 +26,6 @@ class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):
         costs = ShadowingCosts(
             token_bytes=profile.token_bytes,
             expert_bytes=profile.expert_bytes,
-            gradient_bytes=profile.expert_bytes,
             flops_per_token=profile.flops_per_token,
             flops_per_s=profile.cluster.expert_flops_per_s,
             bytes_per_s=1 / profile.slowest_link(context.topology).beta_s_per_byte,

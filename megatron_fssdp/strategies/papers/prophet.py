@@ -6,9 +6,8 @@ from megatron_fssdp.config.strategy.shipped_settings import ProphetSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.calibration import doubling
-from megatron_fssdp.planning.papers.prophet_model import ProphetModel
-from megatron_fssdp.planning.papers.prophet_planner import plan_layers
+from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, greedy_placements
+from megatron_fssdp.planning.papers.sparse_materialization import doubling
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
@@ -38,7 +37,7 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         profile, counts_DE = context.profile, history.counts_DE(0)
         most, left_out = context.num_devices - 1, self.settings.left_out
         cases = [0, *doubling(most)] if left_out is None else [min(left_out, most)]
-        found = plan_layers(
+        found = greedy_placements(
             context.owner_E,
             counts_DE,
             _model(profile, context.topology, overlaps=self.settings.overlap),
@@ -46,7 +45,7 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
             balance=BALANCE,
             slots=self.slots(context),
         )
-        plans = [self._plan_of(placement, counts_DE, context) for placement, _ in found]
+        plans = [self._plan_of(placement, counts_DE, context) for placement in found]
         if left_out is not None:
             return plans[0]
         # By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once.

@@ -26,9 +26,10 @@ from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 from megatron_fssdp.simulation.replay import replay_strategy
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, SelectsStrategies, Strategy
+from megatron_fssdp.strategies.strategy import Strategy
 from megatron_fssdp.testing import run_megatron_ranks
 
 EXAMPLE = "second_home"
@@ -124,15 +125,15 @@ def run_session(session: StrategySession, rank: int) -> tuple[Seen, np.ndarray]:
     for iteration in range(NUM_ITERATIONS):
         if strategy.profile_iterations and iteration == strategy.profile_iterations:
             layer.context = replace(layer.context, profile=PROFILE)
-        if isinstance(strategy, SelectsStrategies):
+        if isinstance(strategy, AutoStrategy):
             selector.select([layer], iteration)
         moved = 0
-        if isinstance(strategy, MovesOwners) and strategy.reshards_at(iteration):
+        if strategy.moves_owners and strategy.reshards_at(iteration):
             new = strategy.reshard([layer.context], layer.history.mean_E()[None], owners)
             moved, owners = len(owners.moves_to(new)), new
             tensors = tensors_of(np.flatnonzero(new.device_LE[0] == rank))
             layer.own(new.device_LE[0], tensors, layer.experts.layout())
-        if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
+        if strategy.replicates_at(iteration):
             old = layer.context.placement
             placement = strategy.replicate(layer.context, layer.history.mean_DE())
             moved += int((placement.present_ED & ~old.present_ED).sum())

@@ -50,13 +50,13 @@ def test_even_owners_are_contiguous():
 @pytest.mark.parametrize(
     ("owner_E", "present_ED", "slots", "message"),
     [
-        ([0.0], [[True]], None, "dtype float64: wanted one integer"),
-        ([0, 1], [[True, True]], None, r"shape \(1, 2\): wanted \(2, D\)"),
-        ([0], [[1.0]], None, "dtype float64: wanted bool"),
+        ([0.0], [[True]], None, "dtype float64, and present_ED"),
+        ([0, 1], [[True, True]], None, r"present_ED of shape \(1, 2\)"),
+        ([0], [[1.0]], None, "dtype float64: wanted one integer"),
         ([0, 2], np.ones((2, 2), bool), None, "expert 1 is owned by device 2: wanted a device from 0 to 1"),
         ([0, 1], [[True, False], [True, False]], None, "expert 1 is not present on its owner, device 1"),
         ([0, 0, 1], np.ones((3, 2), bool), 1, "device 1 holds 2 replicas: wanted at most slots = 1"),
-        ([0], [[True]], -1, "slots is -1"),
+        ([0], [[True]], -1, "wanted at most slots = -1"),
     ],
 )
 def test_bad_placements_say_what_was_wanted(owner_E, present_ED, slots, message):

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training import get_args
 
-from megatron_fssdp.strategies import fssdp, token_travel
+from megatron_fssdp.strategies import fssdp, layer_planning
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
 from ...grouped_linear import grouped_experts
@@ -237,7 +237,7 @@ def test_the_deduplicated_exchange_has_stock_megatrons_losses(
 
 def at_any_price() -> None:
     """Between CPU ranks the exchange would hardly ever pay, so it is used here whatever it costs."""
-    token_travel.LEAST_GAIN = -1e9
+    layer_planning.LEAST_GAIN = -1e9
 
 
 @pytest.mark.slow
