@@ -82,7 +82,8 @@ def replay_strategy[Layer](
     histories = [LoadHistory(strategy.window, num_devices, num_experts) for _ in contexts]
     for past_LDE in () if past_ILDE is None else past_ILDE[-strategy.window :]:
         for history, counts_DE in zip(histories, past_LDE, strict=True):
-            _remember(history, counts_DE)
+            if counts_DE.any():
+                history.append(counts_DE)
     # If there are earlier iterations, they have already been measured.
     profiled_at = strategy.profile_iterations if past_ILDE is None else 0
     records: list[IterationRecord[Layer]] = []
@@ -122,7 +123,8 @@ def replay_strategy[Layer](
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
             plan = plan_after_gate(strategy, context, first_DE, planned, num_micro_batches)
             layers.append(on_layer(iteration, layer, planned, plan, counts_DE))
-            _remember(history, counts_DE)
+            if counts_DE.any():
+                history.append(counts_DE)
         moves = np.array([source_P, device_P], np.int64)
         records.append(IterationRecord(layers, *moves))
     return records
@@ -134,13 +136,7 @@ def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
     A strategy that needs measured costs waits for its profile. A strategy that plans from past loads has none
     in the first iteration. A strategy that acts only at an interval (resident replicas, owners without
     replicas, the selection of ``auto``) waits for its first turn. Plain expert parallelism has no warm-up.
-
-    Args:
-        strategy: A new strategy object, as :func:`replay_strategy` gets it.
-        num_iterations: Number of iterations of the simulation.
-
-    Returns:
-        The number of warm-up iterations; ``num_iterations`` if the strategy never gets beyond them.
+    The result is ``num_iterations`` if a new strategy object never gets beyond its warm-up.
     """
     replicates = strategy.may_replicate(1)
     first = max(strategy.profile_iterations, int(replicates or strategy.moves_owners or strategy.selects))
@@ -152,8 +148,3 @@ def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
     if strategy.moves_owners and not replicates:
         return next((i for i in turns if strategy.reshards_at(i)), num_iterations)
     return min(first, num_iterations)
-
-
-def _remember(history: LoadHistory, counts_DE: np.ndarray) -> None:
-    if counts_DE.any():
-        history.append(counts_DE)

@@ -79,7 +79,7 @@ class AutoStrategy(Strategy[AutoSettings]):
 
     def limits(self, context: LayerContext) -> str:
         """The candidates and the interval of the selection, as a text for the log."""
-        able = ", ".join(name for name in self.candidates if self._serves(name, context))
+        able = ", ".join(name for name in self.candidates if self.serves(name, context))
         interval = self.settings.choice_interval
         return f"a strategy is selected for each layer among {able} every {interval} iterations"
 
@@ -216,7 +216,7 @@ class AutoStrategy(Strategy[AutoSettings]):
             return None
         return SeenSaving(last.saving_s, last.measured, since_change)
 
-    def _serves(self, name: str, context: LayerContext) -> bool:
+    def serves(self, name: str, context: LayerContext) -> bool:
         """Whether a candidate can serve a layer."""
         try:
             self.candidates[name].check(context)
@@ -227,7 +227,7 @@ class AutoStrategy(Strategy[AutoSettings]):
     def _price(self, name: str, context: LayerContext, history: LoadHistory) -> float:
         candidate = self._priced[name]
         try:
-            return self._seconds(candidate, context, history) if self._serves(name, context) else np.inf
+            return self._seconds(candidate, context, history) if self.serves(name, context) else np.inf
         except Exception as error:
             if candidate.package == SHIPPED:
                 raise

@@ -21,7 +21,6 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search, plan_materialization
-from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
 from megatron_fssdp.strategies.paying_owners import ReshardClock, paying_owners
@@ -48,6 +47,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings]):
         self._is_hecate = settings.planner == "hecate"
         self._kept: dict[int, _Kept] = {}
         self._policies: dict[int, tuple[ExpertPlacement, DispatchPolicy]] = {}
+        self._without_loads: set[int] = set()
+        """Layers that before the gate had no load history by which replicas could be planned."""
         self._clock = ReshardClock(WINDOW, settings.reshard_interval)
         self._goes_by_seconds = settings.overlap_degree is None and not self._is_hecate
         """Whether modelled seconds decide about replicas and owners once costs are measured."""
@@ -77,10 +78,13 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings]):
         """Select replicas for the predicted loads, by Hecate's Alg. 1 or by our search within its limits.
 
         If costs are measured and ``overlap_degree`` is not set, our search minimizes modelled seconds instead
-        of the highest device load. If there is no load history, every expert stays only with its owner.
+        of the highest device load. Without a load history, every expert stays with its owner at first.
         """
+        self._without_loads.discard(context.layer)
+        if history.is_empty and self.settings.slots and not (self._is_hecate or context.shares_evenly):
+            self._without_loads.add(context.layer)
         if not (self._goes_by_seconds and context.profile is not None):
-            # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the plain mean of the window.
+            # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the mean of the window.
             load_DE = history.mean_DE() if self._is_hecate else history.forecast_DE()
             return self._plan_of(self._limited(context, load_DE), context)
         placement = self._found(context, history.forecast_DE(), history.num_seen)
@@ -92,18 +96,22 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings]):
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
-        """Whether plans are calibrated (Hecate §4.2), as in the paper: only under planner ``hecate``."""
-        return self._is_hecate
+        """Whether plans are calibrated (planner ``hecate``), or the layer had no loads to plan by."""
+        return self._is_hecate or layer in self._without_loads
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """Add replicas to free slots for the exact counts, if that saves seconds (Hecate §4.2).
+        """Calibrate the plan (Hecate §4.2), or plan by the exact counts where no loads were known (ours).
 
-        Candidates are priced as if all micro-batches had these counts. They pay for the gather of their
-        additions, which nothing hides, and for the part of the longer reduction that compute does not hide.
-        With re-materialization they also pay for the longer gathers of all later passes.
+        The first iteration of a run is planned whatever the price says: with all of the imbalance, the most
+        loaded device needs the most memory. Calibration, under planner ``hecate``, adds replicas to free
+        slots if that saves seconds. Candidates are priced as if all micro-batches had these counts. They pay
+        for the gather of their additions, which nothing hides, for the part of the longer reduction that
+        compute does not hide, and for longer gathers of later passes.
         """
+        if context.layer in self._without_loads:
+            return self._plan_of(self._limited(context, counts_DE), context)
         if context.profile is None or not self._is_hecate:
             return plan
         limits = {"overlap_degree": self.overlap_degree(context), "slots": self.slots(context)}
@@ -126,12 +134,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings]):
         return plan_materialization(owner_E, load_DE, topology, overlap_degree=degree, slots=slots)
 
     def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
-        return LayerPlan(
-            placement,
-            two_level_transfer(placement, context.topology),
-            gather_ahead=self.settings.overlap,
-            rematerialize=self.settings.rematerialize,
-        )
+        return self.plan_of(placement, context, rematerialize=self.settings.rematerialize)
 
     def _policy(self, plan: LayerPlan, context: LayerContext, history: LoadHistory) -> DispatchPolicy:
         """Whether the device shares tokens out evenly or by exact counts (ours), once for each placement.

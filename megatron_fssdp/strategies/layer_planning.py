@@ -47,7 +47,7 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
     if exchange == "by_price" and context.num_devices > 1:
         seconds = exchange_seconds(context, history, plan)
         is_deduplicated = seconds is not None and seconds[1] < (1 - LEAST_GAIN) * seconds[0]
-    return _travelling(plan, _in_steps(strategy, context, history, plan), is_deduplicated)
+    return _travelling(plan, in_steps(strategy, context, history, plan), is_deduplicated)
 
 
 def plan_after_gate(
@@ -83,7 +83,7 @@ def exchange_seconds(
     return megatron_s, deduplicated_s
 
 
-def _in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
+def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
     """Whether the layer runs in steps: always, never, or if the price of a micro-batch is lower in steps."""
     profile, topology, ring = context.profile, context.topology, strategy.ring(0, context.topology)
     if ring is None or strategy.travel.smart_schedule != "by_price":

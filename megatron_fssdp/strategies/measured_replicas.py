@@ -1,9 +1,13 @@
 """Strategies that select replicas by measured costs, within a limit on the replicas of each device."""
 
+from typing import Any
+
 from megatron_fssdp.config.strategy.shipped_settings import SlotKeys
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -31,6 +35,11 @@ class MeasuredReplicas[Settings: SlotKeys](Strategy[Settings]):
         """The largest number of replicas on a device and its origin, as a text for the log."""
         origin = "given" if self.settings.slots is not None else "measured"
         return f"slots m = {self.slots(context)} ({origin})"
+
+    def plan_of(self, placement: ExpertPlacement, context: LayerContext, **more: Any) -> LayerPlan:
+        """The plan with this placement, a two-level transfer, and more fields of :class:`LayerPlan`."""
+        transfer = two_level_transfer(placement, context.topology)
+        return LayerPlan(placement, transfer, gather_ahead=self.settings.overlap, **more)
 
 
 class ReplicasAfterGate[Settings: SlotKeys](MeasuredReplicas[Settings]):

@@ -30,8 +30,8 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
         strategy = make(settings)
         if not isinstance(strategy, Strategy):
             raise TypeError(
-                f"got {type(strategy).__name__}, wanted a megatron_fssdp.strategies.strategy.Strategy; derive "
-                "the class from it"
+                f"got {type(strategy).__name__}, wanted a subclass of "
+                "megatron_fssdp.strategies.strategy.Strategy"
             )
     except Exception as error:
         if entry.package == SHIPPED:

@@ -1,7 +1,7 @@
 """The base class of strategies, which says when and how their plans change.
 
-The runtime and the simulator look at the declared abilities, and ask the same questions in the same order. All
-answers are pure functions of the arguments and of earlier answers, so that all ranks make the same plans.
+The runtime and the simulator look at the declared abilities, and ask the same questions in the same order.
+All answers are pure functions of the arguments and of earlier ones, so that all ranks make the same plans.
 
 Shape letters: D devices, E experts, L MoE layers.
 """

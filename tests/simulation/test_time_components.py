@@ -174,12 +174,6 @@ def test_compute_outside_moe_layers_and_gradient_synchronization_take_time() -> 
     assert seconds(outcome)["gradient sync"] == pytest.approx(2 * 0.5 * 400 / 1000)
 
 
-def test_none_is_simulated_as_plain_expert_parallelism() -> None:
-    arguments = (loads(HOT), cluster_of(), job_of())
-    none = simulate("none", settings_of("none"), *arguments)
-    assert none.mean_s == simulate("ep", settings_of("ep"), *arguments).mean_s
-
-
 def test_the_ceiling_is_simulated_with_balanced_routing() -> None:
     balanced = balanced_counts(loads(HOT, [[8, 0], [0, 8]]))
     assert balanced.tolist() == [[[[4, 4], [4, 4]]]]

@@ -32,8 +32,8 @@ class Topology:
         used = sorted(set(nodes))
         if not nodes or used != list(range(len(used))):
             raise ValueError(
-                f"topology: got {len(nodes)} devices with the node numbers {used}, wanted at least one device "
-                "and every number from 0 on; Topology.from_labels makes such numbers from any labels"
+                f"topology: got {len(nodes)} devices with the node numbers {used}, wanted one device or "
+                "more, and every number from 0 on; Topology.from_labels makes such numbers from any labels"
             )
 
     @classmethod
@@ -45,8 +45,8 @@ class Topology:
         """
         if num_devices < 1 or num_nodes < 1 or num_devices % num_nodes:
             raise ValueError(
-                f"{num_devices} devices cannot form {num_nodes} equal nodes: wanted a positive number of nodes "
-                "that divides the devices; use Topology.from_labels for nodes of different sizes"
+                f"{num_devices} devices cannot form {num_nodes} equal nodes: wanted one node or more, "
+                "in a number that divides the devices; use Topology.from_labels for nodes of different sizes"
             )
         return cls(tuple(device * num_nodes // num_devices for device in range(num_devices)))
 
