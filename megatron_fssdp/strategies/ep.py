@@ -24,10 +24,6 @@ class EpStrategy[Settings: PlacementSettings](Strategy[Settings]):
         """Zero, because the strategy has no replicas."""
         return 0
 
-    def limits(self, context: LayerContext) -> str:
-        """A text for the log; the strategy has no limits that depend on a profile."""
-        return "nothing is replicated"
-
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """A plan without replicas, independent of the loads."""
         return LayerPlan.owners_only(context)

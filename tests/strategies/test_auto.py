@@ -153,6 +153,30 @@ def test_moving_experts_counts_in_the_price() -> None:
     assert strategy.selected(1) == "ep", "the seconds of the move are divided over two iterations"
 
 
+def test_a_candidate_that_cannot_serve_a_layer_is_not_selected() -> None:
+    one_each = LayerContext(1, even_owners(4, 4), TOPOLOGY, PROFILE)
+    strategy = automatic()
+    history = LoadHistory(strategy.window, 4, 4)
+    for _ in range(3):
+        history.append(np.full((4, 4), 10))
+    prices = dict(zip(strategy.candidates, strategy.price([one_each], [history])[0], strict=True))
+    assert np.isinf(prices["smartmoe"])
+    assert "smartmoe" not in strategy.limits(one_each)
+
+
+def test_all_selected_candidates_are_asked_about_owners() -> None:
+    """A candidate may remember when it was asked, and sets of names have another order on each rank."""
+    strategy = automatic()
+    names = ["fssdp", "smartmoe"]
+    strategy.resume(dict(enumerate(names)))
+    asked = []
+    for name in names:
+        strategy.candidates[name].moves_owners = True
+        strategy.candidates[name].reshards_at = lambda _, name=name: not asked.append(name)  # type: ignore
+    assert strategy.reshards_at(7)
+    assert asked == names
+
+
 def test_a_change_that_made_iterations_slower_is_reverted() -> None:
     strategy = automatic()
     first = choose(strategy, *[HOT] * 6, since=seconds(1e-2, 1.1e-2, 1.2e-2, 1.3e-2))

@@ -20,7 +20,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.transfer.transfer_plan import TransferEdge, TransferPlan
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
@@ -116,20 +116,6 @@ def hot_counts_DE(hot: int) -> np.ndarray:
     counts_DE = np.full((4, 8), 10)
     counts_DE[:, hot] = 50
     return counts_DE
-
-
-def test_fssdp_replicates_the_hot_expert_where_there_is_room() -> None:
-    context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
-    history = LoadHistory(5, 4, 8)
-    history.append(hot_counts_DE(hot=5))
-    for slots in (1, 2, 8):
-        strategy = build_strategy("fssdp", FssdpSettings(slots=slots))
-        placement = strategy.before_gate(context, history).placement
-        assert len(placement.holders(5)) > 1
-    for nothing in (FssdpSettings(slots=0), FssdpSettings(overlap_degree=0)):
-        assert build_strategy("fssdp", nothing).before_gate(context, history).placement.num_replicas == 0
-    one = build_strategy("fssdp", FssdpSettings(overlap_degree=1)).before_gate(context, history).placement
-    assert [e for e in range(8) if len(one.holders(e)) > 1] == [5]
 
 
 @given(context=layers(), seeds=seeds, slots=bounds, degree=bounds)
@@ -301,16 +287,8 @@ def test_an_iteration_without_loads_is_planned_by_its_counts_if_slots_are_given(
 
 def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:
     placement = ExpertPlacement.owners_only(np.array([0, 1]), 3).with_replicas([(0, 2), (1, 0)])
-    transfer = plain_transfer(placement)
-    plan = LayerPlan(placement, transfer)
     with pytest.raises(ValueError, match="does not reach device"):
-        LayerPlan(placement, TransferPlan(3, transfer.edges[:1]))
-    with pytest.raises(ValueError, match="reaches device 1"):
-        LayerPlan(placement, TransferPlan(3, (*transfer.edges, TransferEdge(0, 0, 1, 0))))
-    with pytest.raises(ValueError, match="wanted the owner of expert 0"):
-        LayerPlan(placement, TransferPlan(3, (TransferEdge(0, 1, 2, 0), *transfer.edges[1:])))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.placement = placement  # type: ignore[misc]
+        LayerPlan(placement, TransferPlan(3, plain_transfer(placement).edges[:1]))
 
 
 @pytest.mark.parametrize(("name", "settings"), [("prophet", {}), ("fssdp", {"slots": 2})])

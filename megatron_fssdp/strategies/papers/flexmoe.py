@@ -34,11 +34,6 @@ class FlexmoeStrategy(Strategy[FlexmoeSettings]):
         """Largest number of replicas of a layer on a device."""
         return self.resident_slots
 
-    def limits(self, context: LayerContext) -> str:
-        """The slots and the interval at which replicas are reconsidered, as a text for the log."""
-        interval = self.settings.placement_interval
-        return f"slots m = {self.resident_slots}, replicas are reconsidered every {interval} iterations"
-
     def replicates_at(self, iteration: int) -> bool:
         """Whether ``iteration`` is a multiple of ``placement_interval`` and not 0."""
         return iteration > 0 and iteration % self.settings.placement_interval == 0

@@ -38,10 +38,6 @@ class SmartmoeStrategy(EpStrategy[SmartmoeSettings]):
         """
         check_exchangeable(context.owner_E, context.num_devices)
 
-    def limits(self, context: LayerContext) -> str:
-        """The interval at which owners are reconsidered, as a text for the log."""
-        return f"exchanges of owners are reconsidered every {self.settings.reshard_interval} iterations"
-
     def reshards_at(self, iteration: int) -> bool:
         """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
         return iteration > 0 and iteration % self.settings.reshard_interval == 0

@@ -52,7 +52,7 @@ def stock(text_data: Path) -> TrainingRun:
 def test_fssdp_balances_a_forced_hot_expert(
     settings: str, slots: int, bound: float, stock: TrainingRun, text_data: Path, tmp_path: Path
 ) -> None:
-    """Also in the first iteration, which is planned by its own counts, and with the losses of stock Megatron."""
+    """Also in the first iteration, which is planned by its own counts, and with the losses of stock."""
     strategy = f"fssdp {settings} record_dir={tmp_path}"
     run = train(4, ARGUMENTS, text_data, strategy=strategy, before=force_hot_expert)
     assert_close(run, stock, 1e-5, 1e-4)
