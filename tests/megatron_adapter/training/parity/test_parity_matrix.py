@@ -150,6 +150,6 @@ def compare(layout: Layout, data: Path, folder: Path, model: Model = GPT) -> Non
     metrics = read_metrics(folder)
     replicas = replicas_of(metrics)
     assert [entry.iteration for entry in metrics] == list(range(1, layout.num_iterations + 1))
-    assert replicas[0] == 0, "replicas were planned without a history"
+    assert replicas[0] == 0 or "slots=" in layout.settings, "replicas were planned without a history"
     assert any(replicas) == layout.replicates
     assert any("re-sharded" in message for message in fssdp.messages) or not layout.moves
