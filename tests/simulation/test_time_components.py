@@ -65,7 +65,7 @@ def test_a_fitted_all_to_all_rate_applies_to_the_average_node(
 
 def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
     outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job_of())
-    # Expert 0 is on both devices: 6 + 2 of device 1, 2 sent by device 0. At first it is gathered after the gate.
+    # Expert 0 is on both devices: 6 + 2 of device 1, 2 sent by device 0. At first it comes after the gate.
     assert outcome.of_layers("replicas").tolist() == [[1], [1]]
     assert outcome.of_layers("addition_s").tolist() == [[0.1], [0.0]]
     assert outcome.tokens_ILD.tolist() == [[[6, 10]]] * 2
