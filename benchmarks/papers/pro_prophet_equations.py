@@ -82,8 +82,8 @@ def _modelled(model: ProphetModel, plan: LayerPlan, counts_DE: np.ndarray) -> di
     received_D = np.bincount(owner_E, weights=sent_E, minlength=model.num_devices)
     num_selected = int((present_DE.sum(axis=0) > 1).sum())
     return {
-        "A2A": float(model.all_to_all_s(received_D)),
-        "EC": float(model.expert_s(local_D + received_D)),
+        "A2A": float(model.all_to_all_s(received_D.max())),
+        "EC": float(model.expert_s((local_D + received_D).max())),
         "Trans": float(model.transfer_s(num_selected, model.expert_bytes, 0)),
         "Agg": float(model.transfer_s(num_selected, model.gradient_bytes, 0)),
     }

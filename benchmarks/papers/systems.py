@@ -9,11 +9,10 @@ from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings, Fss
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, register_strategy
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
 from megatron_fssdp.planning.papers.expert_permutation import permuted_owners
-from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, next_resident_placement
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.papers import flexmoe
+from megatron_fssdp.strategies.papers.flexmoe import FlexmoeStrategy
 from megatron_fssdp.strategies.papers.smartmoe import SmartmoeStrategy
 
 MOVING_SMARTMOE, MOVING_FLEXMOE = "moving_smartmoe", "moving_flexmoe"
@@ -51,23 +50,13 @@ class MovingSmartmoe(SmartmoeStrategy):
         return permuted_owners(context.owner_E, load_E, context.num_devices)
 
 
-class MovingFlexmoe(flexmoe.FlexmoeStrategy):
+class MovingFlexmoe(FlexmoeStrategy):
     """FlexMoE as Hecate (§2.3) describes it: a change only has to make an iteration faster."""
 
-    def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
-        """The present placement, changed in steps that make an iteration faster."""
+    def moving_s(self, context: LayerContext, before: ExpertPlacement, after: ExpertPlacement) -> float:
+        """Seconds of a move, which count only if the settings say so."""
         must_pay = self.settings.moves_must_pay  # type: ignore[attr-defined]
-        if context.profile is None or not load_DE.any() or must_pay:
-            return super().replicate(context, load_DE)
-        interval, counts_DE = self.settings.placement_interval, np.rint(load_DE).astype(np.int64)
-        price = ReplicaPrice(counts_DE, context.topology, context.profile, interval, weighs_moves=False)
-        return next_resident_placement(
-            context.placement,
-            price,
-            slots=self.settings.slots,
-            threshold=flexmoe.THRESHOLD,
-            most_steps=flexmoe.MOST_STEPS,
-        )
+        return super().moving_s(context, before, after) if must_pay else 0.0
 
 
 class TopExperts(FssdpStrategy):

@@ -2,21 +2,19 @@
 
 The functions count what lives longer than one kernel: parameters, gradients, optimizer states and transfers
 of the experts of one pipeline stage. They do not count activations. They also do not count what Megatron
-adds: a gradient of an owned expert on its way from autograd into ``main_grad``, and the distributed
-optimizer's padding. Parameters are padded to multiples of 64 elements. Buckets are padded to multiples of
-some hundred elements, or of 65,536 elements when they are padded for NCCL's bus bandwidth.
+adds: a gradient of an owned expert on its way from autograd into ``main_grad``, and padding of parameters,
+buckets and the distributed optimizer.
 
 Arguments that mean the same everywhere: ``held`` says how long the device holds replicas, and of which
-layers. ``expert_bytes`` are the bytes of one expert's parameters or gradient in the parameters' data type,
-and ``gradient_bytes_per_expert`` those of its gradient sum over micro-batches, in fp32. ``buffered_bytes``
-maps the bytes of a gradient as it is sent to the bytes that a device keeps for the messages of one sender
-(:mod:`megatron_fssdp.planning.transfer.message_size`).
+layers. An expert has ``expert_elements`` parameters of ``dtype_bytes`` bytes each. Gradient sums over
+micro-batches are in fp32. ``messages`` is the rule by which transfers divide an expert.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from megatron_fssdp.planning.replica_life import HeldReplicas, ReplicaLife
+from megatron_fssdp.planning.transfer.message_size import MessageRule
 
 FP32_BYTES = 4
 """Bytes of one fp32 element: of optimizer states, master weights and gradient sums."""
@@ -51,20 +49,14 @@ class ExpertOptimizer:
     def state_bytes(self, num_elements: int, num_copies: int) -> int:
         """Bytes of a rank's optimizer states and master weights for some elements of its parameters.
 
-        A distributed optimizer gives each of ``num_copies`` expert-data-parallel ranks an equal part. The
-        part is rounded up here, and padding is not counted.
+        A distributed optimizer gives each of ``num_copies`` expert-data-parallel ranks an equal part, which
+        is rounded up here.
         """
         part = -(-num_elements // (num_copies if self.is_distributed else 1))
         return part * FP32_BYTES * (self.num_state_tensors + self.has_master_weights)
 
     def owned_bytes(self, num_elements: int, dtype_bytes: int, num_copies: int) -> int:
-        """Bytes on a rank that move with an owned expert: parameters, masters, optimizer states.
-
-        Args:
-            num_elements: Number of elements of the expert's parameters, of ``dtype_bytes`` each.
-            dtype_bytes: Bytes of one element.
-            num_copies: See :meth:`state_bytes`.
-        """
+        """Bytes on a rank that move with an owned expert: parameters, masters, optimizer states."""
         return num_elements * dtype_bytes + self.state_bytes(num_elements, num_copies)
 
 
@@ -72,7 +64,7 @@ class ExpertOptimizer:
 class ExpertMemory:
     """Bytes of the experts of one rank.
 
-    The last five numbers are upper bounds: the most that can be there at the same time.
+    The last four numbers are upper bounds: the most that can be there at the same time.
 
     Attributes:
         slot_parameters_bytes: Parameters of the owned experts.
@@ -81,8 +73,8 @@ class ExpertMemory:
         replica_parameters_bytes: Parameters of replicas.
         replica_gradients_bytes: Gradients of replicas.
         replica_optimizer_bytes: Optimizer states and fp32 master weights of resident replicas.
-        packed_experts_bytes: Flat copies of experts or of their gradients that are made for sending.
-        reduction_buffers_bytes: Gradients of replicas received from other devices, and their sums.
+        transfer_buffers_bytes: Flat copies of experts or gradients that are made for sending, gradients
+            received from other devices, and their sums.
     """
 
     slot_parameters_bytes: int
@@ -91,41 +83,30 @@ class ExpertMemory:
     replica_parameters_bytes: int
     replica_gradients_bytes: int
     replica_optimizer_bytes: int
-    packed_experts_bytes: int
-    reduction_buffers_bytes: int
-
-    @property
-    def transfer_buffers_bytes(self) -> int:
-        """Bytes that transfers need in addition to the replicas themselves."""
-        return self.packed_experts_bytes + self.reduction_buffers_bytes
+    transfer_buffers_bytes: int
 
     @property
     def expert_parallelism_bytes(self) -> int:
         """Bytes of plain expert parallelism: owned experts, their gradients and their optimizer states."""
-        return self.slot_parameters_bytes + self.slot_gradients_bytes + self.optimizer_bytes
+        return sum(astuple(self)[:3])
 
     @property
     def above_expert_parallelism_bytes(self) -> int:
         """Bytes that replicas add to plain expert parallelism, with their transfers."""
-        replica_bytes = self.replica_parameters_bytes + self.replica_gradients_bytes
-        return replica_bytes + self.replica_optimizer_bytes + self.transfer_buffers_bytes
+        return sum(astuple(self)[3:])
 
     @property
     def total_bytes(self) -> int:
         """Bytes of owned experts, replicas and transfers together."""
-        return self.expert_parallelism_bytes + self.above_expert_parallelism_bytes
+        return sum(astuple(self))
 
     def describe(self) -> str:
         """One line for the log, with readable units."""
+        parts = "parameters {}, gradients {}, optimizer {}"
+        each = [_readable(num_bytes) for num_bytes in astuple(self)]
+        slots, replicas = parts.format(*each[:3]), parts.format(*each[3:6])
         total, above = _readable(self.total_bytes), _readable(self.above_expert_parallelism_bytes)
-        slots, replicas = (
-            "parameters {}, gradients {}, optimizer {}".format(
-                *map(_readable, astuple(self)[first : first + 3])
-            )
-            for first in (0, 3)
-        )
-        transfers = _readable(self.transfer_buffers_bytes)
-        return f"experts {total}: {slots}, replicas at most {above} ({replicas}, transfers {transfers})"
+        return f"experts {total}: {slots}, replicas at most {above} ({replicas}, transfers {each[6]})"
 
 
 def expert_memory(
@@ -138,22 +119,15 @@ def expert_memory(
     dtype_bytes: int,
     gradient_bytes: int,
     optimizer: ExpertOptimizer,
-    expert_data_parallel_size: int = 1,
-    buffered_bytes: Callable[[int], int] | None = None,
+    expert_data_parallel_size: int,
+    messages: MessageRule,
 ) -> ExpertMemory:
-    """Bytes of the experts of one rank.
+    """Bytes of the experts of one rank. The module's text explains the other arguments.
 
-    Args:
-        held: See the module's text.
-        slots_per_device: Number of experts that a device owns in all layers of its pipeline stage.
-        replicas_per_layer: Most replicas of one layer that a device holds, m.
-        owned_per_layer: Most experts of one layer that a device owns: E/D under Megatron's even map.
-        expert_elements: Number of elements of one expert's parameters.
-        dtype_bytes: Bytes of one element of the parameters.
-        gradient_bytes: Bytes of one element of ``main_grad``.
-        optimizer: What the optimizer keeps for every parameter.
-        expert_data_parallel_size: Number of ranks that share a distributed optimizer.
-        buffered_bytes: See the module's text. None means that a message is a whole gradient.
+    A device owns ``slots_per_device`` experts in all layers of its pipeline stage, and at most
+    ``owned_per_layer`` of one layer: E/D under Megatron's even map. It holds at most ``replicas_per_layer``
+    replicas of one layer, m. An element of ``main_grad`` has ``gradient_bytes``. As many ranks as
+    ``expert_data_parallel_size`` share a distributed ``optimizer``.
     """
     expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
     are_resident = held.life is ReplicaLife.RESIDENT
@@ -172,51 +146,27 @@ def expert_memory(
         packed_bytes = (sent + gradients if at_once else max(sent, gradients)) * expert_bytes
     # A device receives gradients of the experts that it owns, and of replicas whose gradients it passes on.
     # It buffers the messages of each child in the transfer tree. Owned experts also need the sums.
-    message_bytes = sum_bytes if held.sends_fp32 else expert_bytes
-    child_bytes = message_bytes if buffered_bytes is None else buffered_bytes(message_bytes)
+    received_bytes = (sent + replicas_per_layer) * _received_bytes(held, expert_bytes, sum_bytes, messages)
+    gradients_bytes = replicas_per_layer * _gradient_bytes(held, expert_bytes, sum_bytes)
     return ExpertMemory(
         slot_parameters_bytes=slots_per_device * expert_bytes,
         slot_gradients_bytes=slots_per_device * expert_elements * gradient_bytes,
         optimizer_bytes=optimizer.state_bytes(slots_per_device * expert_elements, expert_data_parallel_size),
         replica_parameters_bytes=held.layers_with_weights * replicas_per_layer * expert_bytes,
-        replica_gradients_bytes=replicas_per_layer * _gradient_bytes(expert_bytes, sum_bytes, held)
-        + resident_elements * gradient_bytes,
+        replica_gradients_bytes=gradients_bytes + resident_elements * gradient_bytes,
         replica_optimizer_bytes=optimizer.state_bytes(resident_elements, expert_data_parallel_size),
-        packed_experts_bytes=packed_bytes,
-        reduction_buffers_bytes=(sent + replicas_per_layer) * MAX_CHILDREN * child_bytes + sent * sum_bytes,
+        transfer_buffers_bytes=packed_bytes + received_bytes + sent * sum_bytes,
     )
-
-
-def _gradient_bytes(expert_bytes: int, sum_bytes: int, held: HeldReplicas) -> int:
-    """Bytes of the gradients that one replica of each layer has, without those of resident replicas.
-
-    They are the gradient of one layer as its backward pass makes it, and the sums over micro-batches of all
-    layers (``sum_bytes`` each). If every micro-batch sends its gradients to the owners, there are no such
-    sums, but a backward pass that adds gradients in the matrix product then still needs fp32 memory for one
-    layer.
-    """
-    adds_to_own_sums = held.fuses_gradients and not held.layers_with_sums
-    made_bytes = max(expert_bytes, sum_bytes) if adds_to_own_sums else expert_bytes
-    return min(held.num_layers, 1) * made_bytes + held.layers_with_sums * sum_bytes
-
-
-def held_replicas_bytes(
-    replicas_L: Sequence[int], *, expert_bytes: int, gradient_bytes_per_expert: int, held: HeldReplicas
-) -> int:
-    """Bytes of a device's replicas of each layer at the peak of an iteration, without transfers' buffers."""
-    most_first = sorted(replicas_L, reverse=True)
-    num_bytes = sum(most_first[: held.layers_with_weights]) * expert_bytes
-    return num_bytes + sum(most_first[: held.layers_with_sums]) * gradient_bytes_per_expert
 
 
 def memory_capacity(
     free_bytes: int,
-    *,
-    expert_bytes: int,
-    gradient_bytes_per_expert: int,
-    num_experts: int,
     held: HeldReplicas,
-    buffered_bytes: Callable[[int], int] | None = None,
+    *,
+    expert_elements: int,
+    dtype_bytes: int,
+    num_experts: int,
+    messages: MessageRule | None,
 ) -> int:
     """Number of replicas that a device can hold for one layer, m (Hecate, §4.2), from 0 to ``num_experts``.
 
@@ -225,37 +175,46 @@ def memory_capacity(
     experts can be transferred while the device computes
     (:func:`megatron_fssdp.planning.cost.cost_model.overlap_degree`).
 
-    Args:
-        free_bytes: Device memory that is free at the peak of an iteration without replicas.
-        expert_bytes: See the module's text, also for the next argument and ``held``.
-        gradient_bytes_per_expert: See there.
-        num_experts: Number of experts of a layer, E.
-        held: See there.
-        buffered_bytes: See the module's text. Each replica of a layer can pass on the gradients of
-            :data:`MAX_CHILDREN` senders. None counts no buffers.
-
-    Raises:
-        ValueError: A number of bytes, layers or experts is too small.
+    ``free_bytes`` of the device are free at the peak of an iteration without replicas, and a layer has
+    ``num_experts`` experts. Without ``messages``, no buffers are counted for the gradients that a replica's
+    device passes on. The module's text explains the other arguments.
     """
-    sizes = {"expert_bytes": expert_bytes, "num_layers": held.num_layers, "num_experts": num_experts}
-    for name, value in {"free_bytes": free_bytes, **sizes}.items():
-        least = 0 if name == "free_bytes" else 1
-        if value < least:
-            raise ValueError(f"{name} is {value}: wanted {least} or more")
-    slot_bytes = held.layers_with_weights * expert_bytes
-    slot_bytes += _gradient_bytes(expert_bytes, gradient_bytes_per_expert, held)
-    if buffered_bytes is not None:
-        sent_bytes = gradient_bytes_per_expert if held.sends_fp32 else expert_bytes
-        slot_bytes += MAX_CHILDREN * buffered_bytes(sent_bytes)
-    usable_bytes = free_bytes - int(free_bytes * RESERVE_FRACTION)
+    expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
+    slot_bytes = held.layers_with_weights * expert_bytes + _gradient_bytes(held, expert_bytes, sum_bytes)
+    if messages is not None:
+        slot_bytes += _received_bytes(held, expert_bytes, sum_bytes, messages)
+    usable_bytes = max(free_bytes - int(free_bytes * RESERVE_FRACTION), 0)
     return min(num_experts, usable_bytes // slot_bytes)
+
+
+def held_replicas_bytes(
+    replicas_L: Sequence[int], held: HeldReplicas, *, expert_elements: int, dtype_bytes: int
+) -> int:
+    """Bytes of a device's replicas of each layer at the peak of an iteration, without transfers' buffers."""
+    most_first = sorted(replicas_L, reverse=True)
+    num_bytes = sum(most_first[: held.layers_with_weights]) * dtype_bytes
+    return expert_elements * (num_bytes + sum(most_first[: held.layers_with_sums]) * FP32_BYTES)
+
+
+def _gradient_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> int:
+    """Bytes of the gradients that one replica of each layer has, without those of resident replicas.
+
+    They are the gradient of one layer as its backward pass makes it, and the sums over micro-batches of all
+    layers. If every micro-batch sends its gradients to the owners, there are no such sums, but a backward
+    pass that adds gradients in the matrix product then still needs fp32 memory for one layer.
+    """
+    adds_to_own_sums = held.fuses_gradients and not held.layers_with_sums
+    made_bytes = max(expert_bytes, sum_bytes) if adds_to_own_sums else expert_bytes
+    return min(held.num_layers, 1) * made_bytes + held.layers_with_sums * sum_bytes
+
+
+def _received_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int, messages: MessageRule) -> int:
+    """Bytes of the messages with gradients of one expert that a device can have received at a time."""
+    return MAX_CHILDREN * messages.buffered_bytes(sum_bytes if held.sends_fp32 else expert_bytes)
 
 
 def _readable(num_bytes: int) -> str:
     """The number in the largest binary unit of which it has at least 1."""
-    amount = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{num_bytes / 1024**power:.{1 if power else 0}f} {unit}"

@@ -51,12 +51,9 @@ def device_memory(
 ) -> DeviceMemory:
     """Compute the peak memory of the device that needs the most under a strategy.
 
-    Args:
-        job: Sizes and parallelism of the training job.
-        cluster: Description of the cluster, which gives the memory of a device.
-        slots: Maximum number of replicas of one layer on a device.
-        iterations: Decisions of the strategy. Without them, loads are balanced, and there are no replicas.
-        life: Lifetime of a replica. Memory for resident replicas is reserved from the start.
+    A device holds at most ``slots`` replicas of one layer, as long as ``life`` says. Memory for resident
+    replicas is reserved from the start. Without decisions of the strategy (``iterations``), loads are
+    balanced, and there are no replicas.
     """
     per_layer = max(job.num_experts // job.num_devices, 1)
     pairs, owned, replicas = job.pairs_per_device * job.num_layers, per_layer, 0
@@ -76,7 +73,7 @@ def device_memory(
         gradient_bytes=job.gradient_bytes,
         optimizer=job.optimizer,
         expert_data_parallel_size=job.expert_data_parallel_size,
-        buffered_bytes=job.messages.buffered_bytes,
+        messages=job.messages,
     )
     dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes)
     dense_bytes += job.optimizer.state_bytes(job.dense_elements, job.data_parallel_size)

@@ -68,12 +68,7 @@ class Lanes:
         self._regathers = self._regather_is_far = False
 
     def run_iteration(self, record: IterationRecord[LayerRecord], prices: LayerPrices) -> "Lanes":
-        """Add a whole iteration, and return these lanes.
-
-        Args:
-            record: What the strategy does in the iteration.
-            prices: Prices of what is outside the MoE layers.
-        """
+        """Add a whole iteration, with prices of what is outside the MoE layers; return these lanes."""
         behind_s = prices.job.after_layers_flops / prices.cluster.non_expert_flops_per_s
         # Everything else waits for a re-shard.
         self._wait("re-sharding", self._transfer("re-sharding", 0.0, prices.moving_s(record)))
@@ -97,15 +92,10 @@ class Lanes:
     def run_micro_batch(
         self, layers: Sequence[LayerRecord], behind_s: float = 0.0, *, is_first: bool, is_last: bool
     ) -> None:
-        """Add both passes of one micro-batch.
+        """Add both passes of one micro-batch. The forward pass takes ``behind_s`` behind the last MoE layer.
 
-        Args:
-            layers: Records of the MoE layers.
-            behind_s: Seconds of the forward pass behind the last MoE layer.
-            is_first: Whether this is the first micro-batch of the iteration. Unless replicas live for less,
-                their weights are gathered only in this micro-batch.
-            is_last: Whether this is the last one. Unless replicas live for less, their gradients are sent to
-                the owners only in this micro-batch.
+        Unless replicas live for less, their weights are gathered only in the first micro-batch of an
+        iteration, and their gradients are sent to the owners only in the last one.
         """
         around = (None, *layers, None)
         for layer, parts in enumerate(layers):
@@ -113,9 +103,7 @@ class Lanes:
         self._run("other compute", "behind the layers", behind_s)
         self._run("other compute", "behind the layers'", BACKWARD_PER_FORWARD * behind_s)
         for layer in range(len(layers) - 1, -1, -1):
-            self._backward(
-                f"layer {layer + 1}", layers[layer], around[layer], is_last, above=around[layer + 2]
-            )
+            self._backward(f"layer {layer + 1}", layers[layer], is_last, around[layer], around[layer + 2])
 
     def _forward(self, name: str, layer: LayerRecord, is_first: bool, above: LayerRecord | None) -> None:
         """Add a layer's forward pass. ``above`` is the next MoE layer."""
@@ -150,8 +138,8 @@ class Lanes:
         self,
         name: str,
         layer: LayerRecord,
-        below: LayerRecord | None,
         is_last: bool,
+        below: LayerRecord | None,
         above: LayerRecord | None,
     ) -> None:
         """Add a layer's backward pass. ``below`` and ``above`` are the MoE layers before and after it."""
@@ -176,10 +164,9 @@ class Lanes:
         home_s = max(rest_s, self._transfer(f"spRS {name}", self.now_s, reduce_s))
         if not layer.ahead:
             self._wait("waiting for spRS", home_s)
-        self._regathers = below is not None and (
-            below.life is ReplicaLife.LAYER_PASS and below.ahead and layer.ahead
-        )
-        if self._regathers and below is not None:
+        self._regathers = False
+        if below is not None and below.life is ReplicaLife.LAYER_PASS and below.ahead and layer.ahead:
+            self._regathers = True
             self._regather(f"spAG again, below {name}", below)
         self._run("other compute", f"attention, gate' {name}", BACKWARD_PER_FORWARD * layer.before_gate_s)
         self._wait("waiting for spRS", home_s)

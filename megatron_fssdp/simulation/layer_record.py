@@ -96,13 +96,7 @@ class LayerRecord:
     host_s: float = 0.0
 
     def exchange_and_experts_s(self, first: LinkTimes, second: LinkTimes, experts_s: float) -> float:
-        """Return the seconds from the first sent row to the last result.
-
-        Args:
-            first: Seconds of the exchange before the experts.
-            second: Seconds of the exchange after the experts.
-            experts_s: Seconds of the experts on the slowest device.
-        """
+        """Return the seconds from the first sent row to the last result of two exchanges and the experts."""
         if self.steps is not None:
             return float(self.steps.seconds(first, second, experts_s))
         return float(first.seconds + experts_s + second.seconds)
@@ -151,13 +145,9 @@ class LayerPrices:
         }
 
     def record(self, layer: int, planned: LayerPlan, plan: LayerPlan, counts_DE: np.ndarray) -> LayerRecord:
-        """Return the record of one layer in one iteration.
+        """Return the record of one layer in one iteration; ``planned`` is the plan before the gate.
 
-        Args:
-            layer: Index of the layer among the MoE layers.
-            planned: Plan before the gate.
-            plan: Plan that is executed.
-            counts_DE: (token, k) pairs of the iteration by source and expert, int64 ``[D, E]``.
+        ``layer`` is the index among the MoE layers. The counts are an iteration's pairs, int64 ``[D, E]``.
         """
         job, host, times, life = self.job, self._host, self.job.num_micro_batches, plan.life
         tokens = plan.dispatch(counts_DE, self.topology, times)
@@ -223,11 +213,7 @@ class LayerPrices:
         )
 
     def moving_s(self, iteration: IterationRecord[LayerRecord]) -> float:
-        """Return the seconds of moving experts before an iteration, while everything else waits.
-
-        Args:
-            iteration: What the strategy does in the iteration.
-        """
+        """Return the seconds of moving experts before an iteration, while everything else waits."""
         if not iteration.num_moved:
             return 0.0
         moved = moves_traffic(iteration.source_P, iteration.device_P, self.topology)
@@ -254,10 +240,7 @@ class LayerPrices:
     ) -> tuple[LinkTimes, int]:
         """Return the seconds of a transfer, and the number of batches of messages that a rank posts for it.
 
-        Args:
-            traffic: Traffic of the transfer.
-            num_bytes: Bytes of an expert's gradient as it is sent, or None for those of its weights.
-            adds: Whether the transfer is a SparseReduceScatter.
+        An expert has ``num_bytes`` as it is sent, by default those of its weights. SparseReduceScatter adds.
         """
         if not traffic.num_experts:
             return UNUSED, 0

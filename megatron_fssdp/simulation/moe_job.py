@@ -86,23 +86,6 @@ class MoeJob:
     host: HostCosts | None = None
     choices: TokenChoices | None = None
 
-    def __post_init__(self) -> None:
-        numbers = len(self.before_layer_flops_L), len(self.before_gate_flops_L)
-        if numbers[0] != numbers[1]:
-            raise ValueError(
-                f"got FLOPs before {numbers[0]} layers and {numbers[1]} gates, wanted equally many"
-            )
-        if self.num_experts > self.num_devices and self.num_experts % self.num_devices:
-            raise ValueError(
-                f"num_experts is {self.num_experts}: wanted a multiple of the {self.num_devices} devices, or "
-                "fewer experts than devices"
-            )
-        if self.num_micro_batches < 1 or self.tokens_per_micro_batch <= 0 or not numbers[0]:
-            raise ValueError(
-                f"got {self.num_micro_batches} micro-batches of {self.tokens_per_micro_batch} tokens in "
-                f"{numbers[0]} MoE layers, wanted at least one of each"
-            )
-
     @property
     def num_layers(self) -> int:
         """Number of MoE layers, L."""
@@ -131,17 +114,11 @@ class MoeJob:
         return self.tokens_per_micro_batch * self.num_micro_batches * self.top_k
 
     def held_replicas(self, life: ReplicaLife) -> HeldReplicas:
-        """Return when a device holds replicas.
-
-        One micro-batch is in flight, as pipelines are not simulated.
-        """
+        """Return when a device holds replicas: one micro-batch is in flight, without pipelines."""
         return HeldReplicas(life, PipelineStage((self.num_layers,)), self.num_micro_batches)
 
     def with_tokens(self, factor: float) -> "MoeJob":
-        """Return the job with ``factor`` times as many tokens on every device.
-
-        The sequence length is unchanged.
-        """
+        """Return the job with ``factor`` times as many tokens on every device, in equally long sequences."""
         return replace(
             self,
             tokens_per_micro_batch=self.tokens_per_micro_batch * factor,
@@ -157,9 +134,6 @@ def job_of_run(run: RunConfig) -> MoeJob:
 
     FLOPs count matrix products, with two operations for each multiply-add. Attention is counted in full
     although half of it is masked, as in Megatron's own throughput figure.
-
-    Args:
-        run: Settings of the training run.
 
     Raises:
         ConfigurationError: The model has no experts, or uses parallelism or recomputation that the simulator

@@ -54,12 +54,7 @@ class ParameterCount:
 
 
 def count_parameters(model: ModelArguments, vocab_size: int) -> ParameterCount:
-    """Count a model's parameters.
-
-    Args:
-        model: Architecture of the model.
-        vocab_size: Number of token ids. Megatron pads this number, and the padding is not counted.
-    """
+    """Count a model's parameters. Megatron pads the vocabulary, and the padding is not counted."""
     hidden, norm, num_moe_layers = model.hidden_size, _norm_elements(model), sum(model.moe_layers)
     num_experts, elements, ffn = model.num_experts or 0, expert_elements(model), model.expert_ffn_size
     matrices = mlp_matrix_elements(model, ffn)
@@ -89,15 +84,10 @@ def count_parameters(model: ModelArguments, vocab_size: int) -> ParameterCount:
 
 
 def dense_matrix_elements(model: ModelArguments, is_moe: bool) -> int:
-    """Return the number of elements of a layer's matrices outside its routed experts.
-
-    Args:
-        model: Architecture of the model.
-        is_moe: Whether the layer has experts, and so a gate.
-    """
+    """Return the elements of a layer's matrices outside routed experts; MoE layers have a gate."""
     ffn = (model.moe_shared_expert_intermediate_size or 0) if is_moe else model.dense_ffn_size
     gate = model.hidden_size * (model.num_experts or 0) if is_moe else 0
-    return attention_elements(model) + mlp_matrix_elements(model, ffn) + gate
+    return _attention_elements(model) + mlp_matrix_elements(model, ffn) + gate
 
 
 def expert_elements(model: ModelArguments) -> int:
@@ -111,7 +101,7 @@ def mlp_matrix_elements(model: ModelArguments, ffn: int) -> int:
     return (3 if model.is_gated else 2) * model.hidden_size * ffn
 
 
-def attention_elements(model: ModelArguments) -> int:
+def _attention_elements(model: ModelArguments) -> int:
     """Return the number of elements of a layer's projections of queries, keys, values and results."""
     if model.multi_latent_attention:
         heads, hidden, positions = model.num_attention_heads, model.hidden_size, model.qk_pos_emb_head_dim

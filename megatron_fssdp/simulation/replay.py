@@ -13,9 +13,10 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
-from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, SelectsStrategies, Strategy
+from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, Strategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,14 +82,15 @@ def replay_strategy[Layer](
     histories = [LoadHistory(strategy.window, num_devices, num_experts) for _ in contexts]
     for past_LDE in () if past_ILDE is None else past_ILDE[-strategy.window :]:
         for history, counts_DE in zip(histories, past_LDE, strict=True):
-            _remember(history, counts_DE)
+            if counts_DE.any():
+                history.append(counts_DE)
     # If there are earlier iterations, they have already been measured.
     profiled_at = strategy.profile_iterations if past_ILDE is None else 0
     records: list[IterationRecord[Layer]] = []
     for iteration, counts_LDE in enumerate(counts_ILDE):
         if strategy.profile_iterations and iteration == profiled_at:
             contexts = [replace(context, profile=profile) for context in contexts]
-        if isinstance(strategy, SelectsStrategies):
+        if isinstance(strategy, AutoStrategy):
             is_measured = contexts[0].profile is not None
             if strategy.selects_at(iteration, histories[0].num_seen if is_measured else 0):
                 strategy.select(numbers, strategy.price(contexts, histories), None)
@@ -121,7 +123,8 @@ def replay_strategy[Layer](
             first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
             plan = plan_after_gate(strategy, context, first_DE, planned, num_micro_batches)
             layers.append(on_layer(iteration, layer, planned, plan, counts_DE))
-            _remember(history, counts_DE)
+            if counts_DE.any():
+                history.append(counts_DE)
         moves = np.array([source_P, device_P], np.int64)
         records.append(IterationRecord(layers, *moves))
     return records
@@ -133,26 +136,15 @@ def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
     A strategy that needs measured costs waits for its profile. A strategy that plans from past loads has none
     in the first iteration. A strategy that acts only at an interval (resident replicas, owners without
     replicas, the selection of ``auto``) waits for its first turn. Plain expert parallelism has no warm-up.
-
-    Args:
-        strategy: A new strategy object, as :func:`replay_strategy` gets it.
-        num_iterations: Number of iterations of the simulation.
-
-    Returns:
-        The number of warm-up iterations; ``num_iterations`` if the strategy never gets beyond them.
+    The result is ``num_iterations`` if a new strategy object never gets beyond its warm-up.
     """
     replicates = strategy.may_replicate(1)
     first = max(strategy.profile_iterations, int(replicates or strategy.moves_owners or strategy.selects))
     turns = range(first, num_iterations)
-    if isinstance(strategy, SelectsStrategies):
+    if isinstance(strategy, AutoStrategy):
         return next((i for i in turns if strategy.selects_at(i, i)), num_iterations)
     if isinstance(strategy, ResidentReplicas):
         return next((i for i in turns if strategy.replicates_at(i)), num_iterations)
     if isinstance(strategy, MovesOwners) and strategy.moves_owners and not replicates:
         return next((i for i in turns if strategy.reshards_at(i)), num_iterations)
     return min(first, num_iterations)
-
-
-def _remember(history: LoadHistory, counts_DE: np.ndarray) -> None:
-    if counts_DE.any():
-        history.append(counts_DE)

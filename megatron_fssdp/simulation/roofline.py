@@ -53,22 +53,12 @@ class RooflinePoint:
 
 
 def ideal_flops_per_s[Ratio: (float, np.ndarray)](ratio: Ratio, peak_flops_per_s: float) -> Ratio:
-    """Return the throughput if communication and computation overlap fully: ``P_w · min(1, R_CC)`` (Eq. 5).
-
-    Args:
-        ratio: Ratio ``R_CC``, a number or an array.
-        peak_flops_per_s: Peak throughput of one device, ``P_w``.
-    """
+    """Return the throughput if communication overlaps computation fully: ``P_w · min(1, R_CC)`` (Eq. 5)."""
     return peak_flops_per_s * np.minimum(1.0, ratio)
 
 
 def semi_ideal_flops_per_s[Ratio: (float, np.ndarray)](ratio: Ratio, peak_flops_per_s: float) -> Ratio:
-    """Return the throughput with even loads and no overlap: ``P_w · R_CC / (R_CC + 1)`` (Eq. 6).
-
-    Args:
-        ratio: Ratio ``R_CC``, a number or an array.
-        peak_flops_per_s: Peak throughput of one device, ``P_w``.
-    """
+    """Return the throughput with even loads and no overlap: ``P_w · R_CC / (R_CC + 1)`` (Eq. 6)."""
     return peak_flops_per_s * ratio / (ratio + 1)
 
 
@@ -77,10 +67,6 @@ def roofline_point(outcome: StrategyOutcome, job: MoeJob) -> RooflinePoint:
 
     Communication consists of all-to-alls, counts, and the exposed part of spAG and spRS. The part of spAG and
     spRS that is hidden under compute outside the layers does not count.
-
-    Args:
-        outcome: Result of simulating the strategy.
-        job: Training job that was simulated.
 
     Raises:
         ValueError: The layers do not communicate.

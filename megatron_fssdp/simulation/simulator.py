@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
-from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -63,10 +63,7 @@ class StrategyOutcome:
 
     @property
     def host_s(self) -> float:
-        """Mean seconds in which a rank's host plans and posts messages in an iteration.
-
-        Most of them pass while the device computes. The others are the part ``host`` of ``parts_s``.
-        """
+        """Mean seconds in which a rank's host works in an iteration, most of them beside the device."""
         return float(self.of_layers("host_s").sum(axis=1).mean())
 
     @property
@@ -91,11 +88,7 @@ class StrategyOutcome:
         return np.array([iteration.num_moved for iteration in self.iterations])
 
     def of_layers(self, name: str) -> np.ndarray:
-        """Return one attribute of every :class:`LayerRecord`, ``[I, L]``, or ``[I, L, D]`` for ``tokens_D``.
-
-        Args:
-            name: Name of the attribute.
-        """
+        """Return the named attribute of every layer's record, ``[I, L]``, or ``[I, L, D]`` for tokens."""
         return np.array([[getattr(layer, name) for layer in one.layers] for one in self.iterations])
 
     def spans(self, iteration: int) -> list[tuple[str, str, float, float]]:
@@ -188,26 +181,13 @@ def simulate(
 def checked_strategy(
     name: str, settings: StrategySettings, cluster: ClusterDescription, job: MoeJob
 ) -> Strategy:
-    """Return a new strategy object, after a check that it can train a job.
-
-    Args:
-        name: Name of the strategy. ``none`` is simulated as ``ep``.
-        settings: Settings of the strategy.
-        cluster: Link and compute costs of the cluster.
-        job: Sizes and parallelism of the training job.
+    """Return a new strategy object, after a check that it can train a job. ``none`` is simulated as ``ep``.
 
     Raises:
         ValueError: The job does not fit the cluster or the strategy.
     """
     topology = topology_of(cluster, job.num_devices)
-    if name == "none":
-        strategy: Strategy = build_strategy("ep", EpSettings())
-    elif isinstance(settings, PlacementSettings):
-        strategy = build_strategy(name, settings)
-    else:
-        raise ValueError(
-            f"strategy {name}: got {type(settings).__name__}, wanted those of a placement strategy"
-        )
+    strategy = build_strategy("ep", EpSettings()) if name == "none" else build_strategy(name, settings)
     try:
         strategy.check_sizes(job.num_experts, topology)
     except ValueError as error:
@@ -218,14 +198,8 @@ def checked_strategy(
 def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
     """Return one iteration in which every source sends the same number of pairs to each expert.
 
-    Each source has its mean number of pairs. The remainders of the division are distributed over the experts,
-    so that no expert gets the remainders of all sources.
-
-    Args:
-        counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
-
-    Returns:
-        int64 ``[1, L, D, E]``.
+    The result is int64 ``[1, L, D, E]``. Each source has its mean number of pairs of ``counts_ILDE``. The
+    remainders are distributed over the experts, so that no expert gets those of all sources.
     """
     pairs_LD = np.rint(counts_ILDE.sum(axis=3).mean(axis=0)).astype(np.int64)
     even_IDE = np.ones((1, *counts_ILDE.shape[2:]))
@@ -235,10 +209,7 @@ def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
 def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> float:
     """Return the seconds of an iteration under plain expert parallelism with balanced routing.
 
-    Args:
-        counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
-        cluster: Link and compute costs of the cluster.
-        job: Sizes and parallelism of the training job.
+    Each source has as many pairs as in ``counts_ILDE``, integers ``[I, L, D, E]``.
     """
     return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job).mean_s
 
@@ -246,21 +217,18 @@ def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob)
 def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -> LayerProfile:
     """Return the profile that a run on the cluster would measure in its first iterations.
 
-    Args:
-        job: Sizes and parallelism of the training job.
-        cluster: Link and compute costs of the cluster.
-        life: Lifetime of the replicas, which decides how much memory they need.
+    The life of the replicas decides how much memory they need.
     """
     capacity, held = job.num_experts, job.held_replicas(life)
     if cluster.memory_bytes is not None:
         without = device_memory(job, cluster, slots=0, life=life)
         capacity = memory_capacity(
             max(0, int(cluster.memory_bytes - without.total_bytes)),
-            expert_bytes=job.expert_bytes,
-            gradient_bytes_per_expert=job.expert_elements * FP32_BYTES,
+            held,
+            expert_elements=job.expert_elements,
+            dtype_bytes=job.dtype_bytes,
             num_experts=job.num_experts,
-            held=held,
-            buffered_bytes=job.messages.buffered_bytes if job.on_cuda else None,
+            messages=job.messages if job.on_cuda else None,
         )
     return LayerProfile(
         non_moe_s=min(job.before_gate_flops_L) / cluster.non_expert_flops_per_s,

@@ -8,7 +8,7 @@ Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,18 +17,17 @@ from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, 
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_seconds
+from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_seconds, with_exchange
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.selection_report import (
     LEAST_SEEN,
     IterationSpread,
-    LayerSelection,
     SeenSaving,
     SelectionReport,
 )
-from megatron_fssdp.strategies.strategy import MovesOwners, SelectsStrategies, Strategy, mistakes_named
-from megatron_fssdp.strategies.token_travel import with_exchange
+from megatron_fssdp.strategies.strategy import MovesOwners, Strategy, mistakes_named
 
 logger = logging.getLogger(__name__)
 
@@ -38,37 +37,31 @@ COMPARED_ITERATIONS = 3
 LEAST_GAIN = 0.03
 """Share of a layer's modelled seconds that a change must save; the model knows them no better."""
 
+LEAST_OF_ITERATION = 0.01
+"""Fraction of a measured iteration that all changes together must save; otherwise no change is made."""
+
 BARRED_SELECTIONS = 5
 """Number of selections in which a layer cannot change to a strategy that made iterations slower."""
 
 
-@dataclass(frozen=True)
-class _Change:
-    """The last change: each layer's strategy before it, its modelled saving, and the iterations before it."""
-
-    before: dict[int, str]
-    saving_s: float
-    spread: IterationSpread | None
-
-
-class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
+class AutoStrategy(MovesOwners[AutoSettings]):
     """Asks the selected strategy of each layer for plans, and reconsiders the selection at an interval.
 
     Args:
         settings: Settings of ``auto``, which contain those of the candidates.
         candidates: The candidates by name, built from these settings; ``ep`` is the first one.
-        priced: The same candidates, built once more: each rank prices only a part of the layers, and
-        candidates
-            remember what they have planned, so that one set alone would make other plans on each rank.
+        priced: The same candidates, built once more. Each rank prices only a part of the layers, and
+            candidates remember what they have planned, so one set would make other plans on each rank.
     """
+
+    replica_life = ReplicaLife.SELECTED
+    selects = True
 
     def __init__(
         self, settings: AutoSettings, candidates: Mapping[str, Strategy], priced: Mapping[str, Strategy]
     ) -> None:
         super().__init__(settings)
-        self.candidates = dict(candidates)
-        self._priced = dict(priced)
-        self.candidate_names = tuple(candidates)
+        self.candidates, self._priced = dict(candidates), dict(priced)
         self.window = max(one.window for one in candidates.values()) + COMPARED_ITERATIONS
         self.profile_iterations = profile_iterations()
         self.overlaps = any(one.overlaps for one in candidates.values())
@@ -76,8 +69,8 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         self.moves_owners = any(one.moves_owners for one in candidates.values())
         self._selected: dict[int, str] = {}
         self._has_selected = False
-        self._reshard_due: set[int] = set()
-        self._change: _Change | None = None
+        self._reshard_due = False
+        self._last_change: SelectionReport | None = None
         self._barred: dict[tuple[int, str], int] = {}
 
     def may_replicate(self, layer: int) -> bool:
@@ -94,93 +87,14 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         """Largest number of replicas of a layer that any candidate places on a device."""
         return max(candidate.slots(context) for candidate in self.candidates.values())
 
+    # Plans: those of the layer's selected strategy.
+
     def selected(self, layer: int) -> str:
-        """Name of the layer's selected strategy; ``ep`` before the first selection."""
+        """Name of the selected strategy of the layer with this number; ``ep`` before the first selection."""
         return self._selected.get(layer, BASELINE)
 
     def _of(self, layer: int) -> Strategy:
         return self.candidates[self.selected(layer)]
-
-    def resume(self, selected: Mapping[int, str]) -> None:
-        """Start with the selection of another run of the same model."""
-        self._selected = {layer: name for layer, name in selected.items() if name in self.candidates}
-        self._has_selected = bool(self._selected)
-
-    def selects_at(self, iteration: int, num_known: int) -> bool:
-        """As soon as costs are measured, and then at the interval."""
-        # The first iteration is cold, and a change needs enough iterations before it for quartiles.
-        is_due = not self._has_selected or iteration % self.settings.choice_interval == 0
-        return num_known > LEAST_SEEN and is_due
-
-    def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
-        """Modelled seconds of an iteration under every candidate, float ``[L, C]``.
-
-        Each candidate plans for each of the latest iterations from the loads before it. Its plans are then
-        priced with the loads that followed. The cost of moving owners is divided over the iterations until
-        the selection is reconsidered.
-        """
-        layers = zip(contexts, histories, strict=True)
-        seconds = [self._price(name, *layer) for layer in layers for name in self.candidates]
-        return np.array(seconds).reshape(len(contexts), len(self.candidates))
-
-    def select(
-        self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
-    ) -> SelectionReport:
-        """Reconsider the strategies of all layers; the arguments are equal on all ranks that share owners.
-
-        If the last change made iterations slower, it is reverted first, and its layers cannot change to the
-        same strategies again for :data:`BARRED_SELECTIONS` selections.
-        """
-        self._has_selected = True
-        before = {layer: self.selected(layer) for layer in layers}
-        seen = self._seen(since_change)
-        is_slower = seen is not None and seen.is_slower
-        self._barred = {key: left - 1 for key, left in self._barred.items() if left > 1}
-        if is_slower and self._change is not None:
-            for layer, name in before.items():
-                if name != (earlier := self._change.before.get(layer, BASELINE)):
-                    self._barred[layer, name] = BARRED_SELECTIONS
-                    self._selected[layer] = earlier
-        names = list(self.candidates)
-        present_L = np.array([names.index(self.selected(layer)) for layer in layers], np.int64)
-        barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
-        selected_L = select_by_seconds(seconds_LC, present_L, barred_LC=barred_LC)
-        selections = tuple(
-            LayerSelection(
-                layer, names[index], before[layer], dict(zip(names, seconds_C.tolist(), strict=True))
-            )
-            for layer, index, seconds_C in zip(layers, selected_L, seconds_LC, strict=True)
-        )
-        report = SelectionReport(selections, since_change, seen)
-        if report.is_too_little and not is_slower:
-            kept = tuple(replace(selection, strategy=selection.before) for selection in selections)
-            report = SelectionReport(kept, since_change, seen, left_s=report.saving_s)
-        for change in report.changes:
-            self._selected[change.layer] = change.strategy
-            if self.candidates[change.strategy].moves_owners:
-                self._reshard_due.add(change.layer)
-        if report.changes:
-            self._change = _Change(before, report.saving_s, since_change)
-        elif seen is not None:
-            self._change = None
-        return report
-
-    def reshards_at(self, iteration: int) -> bool:
-        """Whether a selected strategy reconsiders owners now, or a layer has just got such a strategy."""
-        # Candidates may remember when they were asked. All selected ones are therefore asked, on all ranks.
-        selected = set(self._selected.values())
-        asked = [one for name, one in self.candidates.items() if name in selected and one.moves_owners]
-        due = [one.reshards_at(iteration) for one in asked if isinstance(one, MovesOwners)]
-        return bool(self._reshard_due) or any(due)
-
-    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
-        """New owners for the layers whose strategies move owners."""
-        self._reshard_due.clear()
-        return super().reshard(contexts, load_LE, owners)
-
-    def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
-        """New owners of a layer by its selected strategy."""
-        return _new_owners(self._of(context.layer), context, load_E)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The plan of the layer's selected strategy, from the part of the history that it needs."""
@@ -200,6 +114,121 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         with mistakes_named(candidate, f"after_gate for layer {context.layer}"):
             return candidate.after_gate(context, counts_DE, plan, num_micro_batches)
 
+    def reshards_at(self, iteration: int) -> bool:
+        """Whether a selected strategy reconsiders owners now, or a layer has just got such a strategy."""
+        # Candidates may remember when they were asked. All selected ones are therefore asked, on all ranks.
+        selected = set(self._selected.values())
+        asked = [
+            one
+            for name, one in self.candidates.items()
+            if name in selected and isinstance(one, MovesOwners) and one.moves_owners
+        ]
+        due = [one.reshards_at(iteration) for one in asked]
+        return self._reshard_due or any(due)
+
+    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+        """New owners for the layers whose strategies move owners."""
+        self._reshard_due = False
+        return super().reshard(contexts, load_LE, owners)
+
+    def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
+        """New owners of a layer by its selected strategy."""
+        candidate = self._of(context.layer)
+        moves = isinstance(candidate, MovesOwners) and candidate.moves_owners
+        return candidate.reshard_layer(context, load_E) if moves else context.owner_E  # type: ignore[attr-defined]
+
+    # The selection.
+
+    def resume(self, selected: Mapping[int, str]) -> None:
+        """Start with the selection of another run, names by layer number; unknown names are ignored."""
+        self._selected = {layer: name for layer, name in selected.items() if name in self.candidates}
+        self._has_selected = bool(self._selected)
+
+    def selects_at(self, iteration: int, num_known: int) -> bool:
+        """Whether to select once the model has been trained for ``iteration`` iterations.
+
+        It is due as soon as costs are measured, and then at the interval. ``num_known`` of the iterations
+        were run by this process; it is 0 until costs are measured.
+        """
+        # The first iteration is cold, and a change needs enough iterations before it for quartiles.
+        is_due = not self._has_selected or iteration % self.settings.choice_interval == 0
+        return num_known > LEAST_SEEN and is_due
+
+    def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
+        """Modelled seconds of an iteration of each layer under every candidate, float ``[L, C]``.
+
+        Each candidate plans for each of the latest iterations from the loads before it. Its plans are then
+        priced with the loads that followed. The cost of moving owners is divided over the iterations until
+        the selection is reconsidered. The layers have profiles, and histories of at least two iterations.
+        """
+        layers = zip(contexts, histories, strict=True)
+        seconds = [self._price(name, *layer) for layer in layers for name in self.candidates]
+        return np.array(seconds).reshape(len(contexts), len(self.candidates))
+
+    def select(
+        self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
+    ) -> SelectionReport:
+        """Reconsider the strategies of a pipeline stage's layers.
+
+        If the last change made iterations slower, it is reverted first, and its layers cannot change to the
+        same strategies again for :data:`BARRED_SELECTIONS` selections.
+
+        Args:
+            layers: Numbers of the layers.
+            seconds_LC: Results of :meth:`price`, equal on all ranks that share owners, float ``[L, C]``.
+            since_change: Times of the iterations since the last change or since the start, equal there too.
+        """
+        self._has_selected = True
+        seen, last = self._seen(since_change), self._last_change
+        is_slower = seen is not None and seen.is_slower
+        before = {layer: self.selected(layer) for layer in layers}
+        self._barred = {key: left - 1 for key, left in self._barred.items() if left > 1}
+        if is_slower and last is not None:
+            for layer in layers:
+                if before[layer] != last.before[layer]:
+                    self._barred[layer, before[layer]] = BARRED_SELECTIONS
+                    self._selected[layer] = last.before[layer]
+        names = list(self.candidates)
+        before_L, present_L = (
+            np.array([names.index(name) for name in of], np.int64)
+            for of in (before.values(), map(self.selected, layers))
+        )
+        barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
+        selected_L = select_by_seconds(seconds_LC, present_L, barred_LC=barred_LC)
+        changed = np.flatnonzero(selected_L != before_L)
+        saving_s = float(
+            sum(seconds_LC[changed, before_L[changed]] - seconds_LC[changed, selected_L[changed]])
+        )
+        is_little = since_change is not None and saving_s < LEAST_OF_ITERATION * since_change.median_s
+        left_s = 0.0
+        if is_little and not is_slower:
+            selected_L, left_s, saving_s = before_L, saving_s, 0.0
+        selected = {layer: names[index] for layer, index in zip(layers, selected_L, strict=True)}
+        report = SelectionReport(before, selected, saving_s, since_change, seen, left_s)
+        for layer in report.changes:
+            self._selected[layer] = selected[layer]
+            self._reshard_due |= self.candidates[selected[layer]].moves_owners
+        if report.changes or seen is not None:
+            self._last_change = report if report.changes else None
+        return report
+
+    def _seen(self, since_change: IterationSpread | None) -> SeenSaving | None:
+        """Predicted and measured saving of the last change; ``None`` if there is nothing to compare."""
+        last = self._last_change
+        if last is None or last.measured is None or since_change is None:
+            return None
+        if min(last.measured.num_seen, since_change.num_seen) < LEAST_SEEN:
+            return None
+        return SeenSaving(last.saving_s, last.measured, since_change)
+
+    def serves(self, name: str, context: LayerContext) -> bool:
+        """Whether a candidate can serve a layer."""
+        try:
+            self.candidates[name].check(context)
+        except ValueError:
+            return False
+        return True
+
     def _price(self, name: str, context: LayerContext, history: LoadHistory) -> float:
         candidate = self._priced[name]
         try:
@@ -218,10 +247,9 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         profile = context.profile
         assert profile is not None
         moving_s = 0.0
-        if candidate.moves_owners:
-            old_E = context.owner_E
-            load_E = history.excerpt(candidate.window).mean_E()
-            context = replace(context, owner_E=_new_owners(candidate, context, load_E))
+        if isinstance(candidate, MovesOwners) and candidate.moves_owners:
+            old_E, load_E = context.owner_E, history.excerpt(candidate.window).mean_E()
+            context = replace(context, owner_E=candidate.reshard_layer(context, load_E))
             moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
         times = profile.num_micro_batches
         by_exchange = [context]
@@ -231,9 +259,8 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
         # The oldest first: some candidates compare their plans of one iteration with the next one's counts.
         for age in reversed(range(min(COMPARED_ITERATIONS, len(history) - 1))):
             counts_DE = history.counts_DE(age)
-            planned = candidate.before_gate(
-                context, history.excerpt(candidate.window, without_latest=age + 1)
-            )
+            past = history.excerpt(candidate.window, without_latest=age + 1)
+            planned = candidate.before_gate(context, past)
             plan = candidate.after_gate(context, counts_DE // times, planned, times)
             ways = [
                 plan_seconds(plan, counts_DE, priced, num_micro_batches=times, planned=planned)
@@ -242,36 +269,9 @@ class AutoStrategy(MovesOwners[AutoSettings], SelectsStrategies[AutoSettings]):
             seconds.append(min(ways))
         return float(np.mean(seconds)) + moving_s / self.settings.choice_interval
 
-    def serves(self, name: str, context: LayerContext) -> bool:
-        """Whether a candidate can serve a layer."""
-        try:
-            self.candidates[name].check(context)
-        except ValueError:
-            return False
-        return True
-
-    def _seen(self, since_change: IterationSpread | None) -> SeenSaving | None:
-        """Predicted and measured saving of the last change; ``None`` if there is nothing to compare."""
-        change = self._change
-        if change is None or change.spread is None or since_change is None:
-            return None
-        if min(change.spread.num_seen, since_change.num_seen) < LEAST_SEEN:
-            return None
-        return SeenSaving(change.saving_s, change.spread, since_change)
-
-
-def _new_owners(candidate: Strategy, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
-    """New owners of a layer by a candidate; one that moves no owners keeps them."""
-    moves = isinstance(candidate, MovesOwners) and candidate.moves_owners
-    return candidate.reshard_layer(context, load_E) if moves else context.owner_E  # type: ignore[attr-defined]
-
 
 def select_by_seconds(
-    seconds_LC: np.ndarray,
-    present_L: np.ndarray,
-    *,
-    least_gain: float = LEAST_GAIN,
-    barred_LC: np.ndarray | None = None,
+    seconds_LC: np.ndarray, present_L: np.ndarray, *, barred_LC: np.ndarray, least_gain: float = LEAST_GAIN
 ) -> np.ndarray:
     """Select for each layer the first candidate that is close to the fewest seconds, if it saves enough.
 
@@ -283,14 +283,14 @@ def select_by_seconds(
         seconds_LC: Modelled seconds of an iteration, float ``[L, C]``; infinite if a candidate cannot serve
             the layer.
         present_L: Index of the present candidate of each layer, int64 ``[L]``.
+        barred_LC: Whether a layer must not change to a candidate, bool ``[L, C]``.
         least_gain: Fraction of a candidate's seconds that another candidate must save to replace it.
-        barred_LC: Whether a layer must not change to a candidate, bool ``[L, C]``; ``None`` bars nothing.
 
     Returns:
         Index of the selected candidate of each layer, int64 ``[L]``.
     """
     layers = np.arange(len(seconds_LC))
-    allowed_LC = seconds_LC if barred_LC is None else np.where(barred_LC, np.inf, seconds_LC)
+    allowed_LC = np.where(barred_LC, np.inf, seconds_LC)
     close_LC = allowed_LC <= (1 + least_gain) * allowed_LC.min(axis=1, keepdims=True)
     best_L = close_LC.argmax(axis=1)
     saves_L = allowed_LC[layers, best_L] < (1 - least_gain) * seconds_LC[layers, present_L]
@@ -309,17 +309,17 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
     candidates, priced = {}, {}
     for name, keys in settings.candidates.items():
         try:
-            candidates[name], priced[name] = build_strategy(name, keys), build_strategy(name, keys)
-            if candidates[name].resident_slots or candidates[name].selects:
+            pair = build_strategy(name, keys), build_strategy(name, keys)
+            if pair[0].resident_slots or pair[0].selects:
                 raise ValueError(
                     "got a strategy with resident replicas or with candidates of its own, wanted a "
                     "strategy that a layer can start and stop using between two iterations"
                 )
+            candidates[name], priced[name] = pair
         except Exception as error:
             package = STRATEGIES[name].package
             if package == SHIPPED:
                 raise
-            candidates.pop(name, None)
             logger.warning(
                 f"[fssdp] auto: candidate '{name}' of package {package} is left out: {error}; update the "
                 f"package, or leave the candidate out with --moe-strategy-set {name}=false"

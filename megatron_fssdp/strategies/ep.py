@@ -6,12 +6,12 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
 
-class EpStrategy(Strategy[PlacementSettings]):
-    """``ep``: the baseline to which every other strategy is compared."""
+class EpStrategy[Settings: PlacementSettings](Strategy[Settings]):
+    """``ep``: the baseline to which every other strategy is compared, and base of those without replicas."""
 
     overlaps = False  # The strategy has no transfers.
 
-    def __init__(self, settings: PlacementSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         if self.travel.compares_prices:
             self.profile_iterations = profile_iterations()
@@ -23,10 +23,6 @@ class EpStrategy(Strategy[PlacementSettings]):
     def slots(self, context: LayerContext) -> int:
         """Zero, because the strategy has no replicas."""
         return 0
-
-    def limits(self, context: LayerContext) -> str:
-        """A text for the log; the strategy has no limits that depend on a profile."""
-        return "nothing is replicated"
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """A plan without replicas, independent of the loads."""

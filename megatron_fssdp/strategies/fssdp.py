@@ -3,27 +3,28 @@
 Shape letters: D devices, E experts, L MoE layers.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
-from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.calibration import calibrated_placement, sparse_materialization_by_source
 from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
+from megatron_fssdp.planning.papers.sparse_materialization import (
+    calibration_candidates,
+    sparse_materialization,
+)
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search, plan_materialization
-from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.measured_replicas import described_slots, slots_of
-from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_seconds, split_of
+from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
+from megatron_fssdp.strategies.paying_owners import ReshardClock, paying_owners
+from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_price, plan_seconds, split_of
 from megatron_fssdp.strategies.strategy import MovesOwners
 
 WINDOW = 5
@@ -37,7 +38,7 @@ search in 16 iterations finds it, and takes little time then.
 """
 
 
-class FssdpStrategy(MovesOwners[FssdpSettings]):
+class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings]):
     """``fssdp``: makes a new placement in each iteration, from the mean of the last :data:`WINDOW` loads."""
 
     window = WINDOW
@@ -47,15 +48,16 @@ class FssdpStrategy(MovesOwners[FssdpSettings]):
         self._is_hecate = settings.planner == "hecate"
         self._kept: dict[int, _Kept] = {}
         self._policies: dict[int, tuple[ExpertPlacement, DispatchPolicy]] = {}
+        self._without_loads: set[int] = set()
+        """Layers that before the gate had no load history by which replicas could be planned."""
         self._clock = ReshardClock(WINDOW, settings.reshard_interval)
         self._goes_by_seconds = settings.overlap_degree is None and not self._is_hecate
         """Whether modelled seconds decide about replicas and owners once costs are measured."""
         is_limited = settings.slots is not None and settings.overlap_degree is not None
-        if not is_limited or self._is_hecate or self.travel.compares_prices:
-            self.profile_iterations = profile_iterations()
+        if is_limited and not self._is_hecate and not self.travel.compares_prices:
+            self.profile_iterations = 0
         if settings.rematerialize:
             self.replica_life = ReplicaLife.LAYER_PASS
-        self.overlaps = settings.overlap
         self.splits = self._goes_by_seconds and settings.overlap
         self.moves_owners = settings.reshard_interval > 0
 
@@ -66,77 +68,74 @@ class FssdpStrategy(MovesOwners[FssdpSettings]):
             degree = context.profile.overlap_degree(context.topology)
         return context.num_experts if degree is None else min(degree, context.num_experts)
 
-    def slots(self, context: LayerContext) -> int:
-        """Largest number of replicas of a layer on a device (Hecate, Alg. 1, m)."""
-        return slots_of(self.settings.slots, context)
-
     def limits(self, context: LayerContext) -> str:
         """The overlap degree and the slots, with their origin, as a text for the log."""
         how = "given" if self.settings.overlap_degree is not None else "measured"
         if self._goes_by_seconds:
             how += "; experts are replicated by seconds"
-        degree = self.overlap_degree(context)
-        return f"overlap degree t = {degree} ({how}), {described_slots(self.settings.slots, context)}"
+        return f"overlap degree t = {self.overlap_degree(context)} ({how}), {super().limits(context)}"
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Select replicas for the predicted loads, by Hecate's Alg. 1 or by our search within its limits.
 
         If costs are measured and ``overlap_degree`` is not set, our search minimizes modelled seconds instead
-        of the highest device load. If there is no load history, every expert stays only with its owner.
+        of the highest device load. Without a load history, every expert stays with its owner at first.
         """
-        # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the plain mean of the window.
-        load_DE = history.mean_DE() if self._is_hecate else history.forecast_DE()
-        by_seconds = self._goes_by_seconds and context.profile is not None
-        if by_seconds:
-            placement = self._found(context, load_DE, history.num_seen)
-        else:
-            planner = sparse_materialization_by_source if self._is_hecate else plan_materialization
-            degree, slots = self.overlap_degree(context), self.slots(context)
-            placement = planner(
-                context.owner_E, load_DE, context.topology, overlap_degree=degree, slots=slots
-            )
-        plan = self._plan_of(placement, context, "even")
-        if by_seconds and placement.num_replicas:
+        self._without_loads.discard(context.layer)
+        if history.is_empty and self.settings.slots and not (self._is_hecate or context.shares_evenly):
+            self._without_loads.add(context.layer)
+        if not (self._goes_by_seconds and context.profile is not None):
+            # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the mean of the window.
+            load_DE = history.mean_DE() if self._is_hecate else history.forecast_DE()
+            return self._plan_of(self._limited(context, load_DE), context)
+        placement = self._found(context, history.forecast_DE(), history.num_seen)
+        plan = self._plan_of(placement, context)
+        if placement.num_replicas:
             plan = replace(plan, dispatch_policy=self._policy(plan, context, history))
             if self.splits:
                 plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
-        """Whether plans are calibrated (Hecate §4.2), as in the paper: only under planner ``hecate``."""
-        return self._is_hecate
+        """Whether plans are calibrated (planner ``hecate``), or the layer had no loads to plan by."""
+        return self._is_hecate or layer in self._without_loads
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """Add replicas to free slots for the exact counts, if that saves seconds (Hecate §4.2)."""
+        """Calibrate the plan (Hecate §4.2), or plan by the exact counts where no loads were known (ours).
+
+        The first iteration of a run is planned whatever the price says: with all of the imbalance, the most
+        loaded device needs the most memory. Calibration, under planner ``hecate``, adds replicas to free
+        slots if that saves seconds. Candidates are priced as if all micro-batches had these counts. They pay
+        for the gather of their additions, which nothing hides, for the part of the longer reduction that
+        compute does not hide, and for longer gathers of later passes.
+        """
+        if context.layer in self._without_loads:
+            return self._plan_of(self._limited(context, counts_DE), context)
         if context.profile is None or not self._is_hecate:
             return plan
-        placement = calibrated_placement(
-            plan.placement,
-            counts_DE,
-            context.topology,
-            planner=sparse_materialization_by_source,
-            overlap_degree=self.overlap_degree(context),
-            slots=self.slots(context),
-            profile=context.profile,
-            life=plan.life,
-            num_micro_batches=num_micro_batches,
-            dispatch_policy=plan.dispatch_policy,
-            hides=plan.gather_ahead,
-        )
-        return plan if placement is None else self._plan_of(placement, context, plan.dispatch_policy)
+        limits = {"overlap_degree": self.overlap_degree(context), "slots": self.slots(context)}
+        found = calibration_candidates(plan.placement, counts_DE, context.topology, **limits)
+        plans = [plan, *(self._plan_of(placement, context) for placement in found)]
+        times = num_micro_batches
+        seconds = [
+            plan_price(one, times * counts_DE, context, num_micro_batches=times, planned=plan).moe_s
+            for one in plans
+        ]
+        return plans[int(np.argmin(seconds))]
 
-    def _plan_of(
-        self, placement: ExpertPlacement, context: LayerContext, policy: DispatchPolicy
-    ) -> LayerPlan:
-        return LayerPlan(
-            placement,
-            two_level_transfer(placement, context.topology),
-            gather_ahead=self.settings.overlap,
-            rematerialize=self.settings.rematerialize,
-            dispatch_policy=policy,
-        )
+    def _limited(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
+        """The placement by Alg. 1 or by the lowest device load, within overlap degree and slots."""
+        degree, slots = self.overlap_degree(context), self.slots(context)
+        owner_E, topology = context.owner_E, context.topology
+        if self._is_hecate:
+            load_E = load_DE.sum(axis=0)
+            return sparse_materialization(owner_E, load_E, topology, overlap_degree=degree, slots=slots)
+        return plan_materialization(owner_E, load_DE, topology, overlap_degree=degree, slots=slots)
+
+    def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
+        return self.plan_of(placement, context, rematerialize=self.settings.rematerialize)
 
     def _policy(self, plan: LayerPlan, context: LayerContext, history: LoadHistory) -> DispatchPolicy:
         """Whether the device shares tokens out evenly or by exact counts (ours), once for each placement.
@@ -265,109 +264,3 @@ class _Kept:
     def least_s(self, plain_s: float) -> float:
         """Fewest seconds that a search would find: loads that cost less lower the promise in proportion."""
         return self.planned_s * min(1.0, plain_s / max(self.plain_s, 1e-12))
-
-
-class ReshardClock:
-    """Says at which iterations owners are reconsidered, and how long new owners will probably last (ours).
-
-    It is unknown how long the loads will stay as they are. The clock assumes: as long again as the time since
-    owners last moved. Owners are therefore reconsidered at intervals that double while nothing moves, from a
-    shortest one (with fewer iterations the loads are hardly known) to a longest one, and that begin again
-    after a move.
-    """
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest = self._interval = min(shortest, longest)
-        self._longest = longest
-        self._moved_at: int | None = None
-        self._next = self._now = 0
-
-    def is_due(self, iteration: int) -> bool:
-        """Whether owners are reconsidered after so many iterations; the first number asked is the start."""
-        if self._moved_at is None:
-            self._moved_at, self._next = iteration, iteration + self._interval
-        self._now = iteration
-        return iteration >= self._next
-
-    @property
-    def lasting_iterations(self) -> int:
-        """Number of iterations for which new owners will probably last."""
-        return max(self._now - (self._moved_at or 0), self._shortest)
-
-    def reconsidered(self, *, moved: bool) -> None:
-        """Set the next interval, after owners have been reconsidered and an expert moved, or none did."""
-        if moved:
-            self._moved_at = self._now
-        self._interval = self._shortest if moved else min(2 * self._interval, self._longest)
-        self._next = self._now + self._interval
-
-
-def paying_owners(
-    old: OwnerMap,
-    new: OwnerMap,
-    *,
-    layer_s: Callable[[int, np.ndarray], float],
-    moving_s: Callable[[OwnerMap], float],
-    num_iterations: int,
-) -> OwnerMap:
-    """New owners, a part of them, or the present ones: whichever saves most seconds after the move is paid.
-
-    Hecate (§4.3) re-shards at a fixed interval, whatever a move costs; this rule is ours. A part is what
-    remains of the new owners if only layers that become faster take part.
-
-    Args:
-        old: The present owner map.
-        new: An owner map to consider.
-        layer_s: Function of a layer's index and owners ``[E]`` that returns the layer's modelled seconds in
-            an iteration.
-        moving_s: Function of an owner map that returns the seconds to move experts there from ``old``.
-        num_iterations: Number of iterations for which the new owners will last.
-    """
-    changed = np.flatnonzero((old.device_LE != new.device_LE).any(axis=1)).tolist()
-    before_s = {layer: layer_s(layer, old.device_LE[layer]) for layer in changed}
-    saved_s = {layer: before_s[layer] - layer_s(layer, new.device_LE[layer]) for layer in changed}
-    part = closed_part(old, new, [layer for layer in changed if saved_s[layer] > 0])
-
-    def net_s(owners: OwnerMap) -> float:
-        total_s = 0.0
-        for layer in np.flatnonzero((owners.device_LE != old.device_LE).any(axis=1)).tolist():
-            owner_E = owners.device_LE[layer]
-            is_new = np.array_equal(owner_E, new.device_LE[layer])
-            total_s += saved_s[layer] if is_new else before_s[layer] - layer_s(layer, owner_E)
-        return num_iterations * total_s - (moving_s(owners) if old.moves_to(owners) else 0.0)
-
-    return max((old, new, part), key=net_s)
-
-
-def closed_part(old: OwnerMap, new: OwnerMap, layers: Collection[int]) -> OwnerMap:
-    """As many moves of some layers as leave every device as many experts as it has.
-
-    Devices have a fixed number of slots for all layers. A set of moves is possible if it consists of circles:
-    from a device to a second one, from there to a third, and so on back to the first.
-
-    Args:
-        old: The present owner map.
-        new: The owner map whose moves are considered.
-        layers: Indices of the layers that may move.
-    """
-    leaving: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for layer in layers:
-        for expert in np.flatnonzero(old.device_LE[layer] != new.device_LE[layer]).tolist():
-            leaving[int(old.device_LE[layer, expert])].append((layer, expert))
-    device_LE = old.device_LE.copy()
-    for start in sorted(leaving):
-        path: list[tuple[int, int]] = []  # Moves so far, each from the device at which the one before ends.
-        device = start
-        while path or leaving[device]:
-            if not leaving[device]:
-                path.pop()  # No circle goes through this device, so the move that led here is given up.
-                device = int(new.device_LE[path[-1]]) if path else start
-                continue
-            path.append(leaving[device].pop())
-            device = int(new.device_LE[path[-1]])
-            begins = [i for i, place in enumerate(path) if old.device_LE[place] == device]
-            if begins:
-                for place in path[begins[0] :]:
-                    device_LE[place] = new.device_LE[place]
-                del path[begins[0] :]
-    return old.with_owners(device_LE)

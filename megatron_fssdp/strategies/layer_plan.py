@@ -1,10 +1,10 @@
 """What a strategy knows about a layer, and the plan with which it answers.
 
-Shape letters: D devices, E experts, X expert-tensor-parallel peers.
+Shape letters: D devices, E experts.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -30,7 +30,7 @@ class LayerContext:
         profile: Measured costs; ``None`` before they are measured.
         resident: Placement of owners and resident replicas; ``None`` if there are no resident replicas.
         num_since_jump: Number of iterations since the layer's loads jumped; ``None`` if they did not jump
-            lately. Only :meth:`MovesOwners.reshard` may rely on it; elsewhere it may be ``None``. Ranks with
+            lately. Only :meth:`Strategy.reshard` may rely on it; elsewhere it may be ``None``. Ranks with
             copies of the same experts all get the smallest of their numbers.
         shares_evenly: Whether tokens must be shared out evenly among holders, because a CUDA graph contains
             the remap.
@@ -57,17 +57,13 @@ class LayerContext:
     @property
     def placement(self) -> ExpertPlacement:
         """The devices on which each expert has Parameters: its owner and its resident replicas."""
-        return self.resident or self.owners
+        return self.resident or self.owners_only.placement
 
     @cached_property
-    def owners(self) -> ExpertPlacement:
-        """The placement in which every expert is only on its owner."""
-        return ExpertPlacement.owners_only(self.owner_E, self.num_devices)
-
-    @cached_property
-    def plain_plans(self) -> dict[bool, "LayerPlan"]:
-        """What :meth:`LayerPlan.owners_only` has planned so far, by its ``each_micro_batch``."""
-        return {}
+    def owners_only(self) -> "LayerPlan":
+        """The plan without replicas, kept for the next call."""
+        placement = ExpertPlacement.owners_only(self.owner_E, self.num_devices)
+        return LayerPlan(placement, TransferPlan(self.num_devices, np.empty((0, 4), np.int64)))
 
 
 @dataclass(frozen=True)
@@ -153,11 +149,8 @@ class LayerPlan:
     @classmethod
     def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":
         """A plan without replicas. The context keeps it for the next call."""
-        plans = context.plain_plans
-        if each_micro_batch not in plans:
-            transfer = TransferPlan(context.num_devices, np.empty((0, 4), np.int64))
-            plans[each_micro_batch] = cls(context.owners, transfer, each_micro_batch=each_micro_batch)
-        return plans[each_micro_batch]
+        plan = context.owners_only
+        return replace(plan, each_micro_batch=True) if each_micro_batch else plan
 
     def dispatch(
         self, counts_DE: np.ndarray, topology: Topology, num_micro_batches: int = 1

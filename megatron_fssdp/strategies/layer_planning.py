@@ -1,7 +1,9 @@
 """Where every plan is made: what the strategy answers, how its tokens travel, and whether it may.
 
-The runtime and the simulator get all plans from here. How tokens travel (``token_travel.py``) is decided
-before the gate, from the loads of earlier iterations, and all passes of the iteration follow the decision.
+The runtime and the simulator get all plans from here. Whether tokens travel in FasterMoE's steps (§4.2) or by
+the deduplicated exchange is decided before the gate, and all passes of the iteration follow the decision.
+Where price decides, both ways are priced for the plan's replicas under the forecast of the loads. Without
+measured costs or without a forecast, tokens travel in Megatron's way.
 
 Shape letters: D devices, E experts.
 """
@@ -11,11 +13,23 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds
+from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_seconds import plan_seconds, with_exchange
 from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
-from megatron_fssdp.strategies.token_travel import in_steps, is_deduplicated, with_exchange
+
+LEAST_GAIN = 0.08
+"""Share of a layer's modelled seconds that the deduplicated exchange must save.
+
+The second hop adds start-ups and bytes inside nodes, and the price knows neither the host's work for it nor
+the copies of rows. On the testbed, with balanced routing and top-2, 4 and 8, it promises 4, 14 and 29 % of a
+layer's seconds, and -6, 9 and 23 % were measured (docs/decisions.md). Between the first two, the
+exchange breaks even at a promise of 8 %.
+"""
 
 
 def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHistory) -> LayerPlan:
@@ -28,8 +42,12 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
     with mistakes_named(strategy, f"before_gate for layer {context.layer}"):
         plan = strategy.before_gate(context, history)
     _check(strategy, context, plan)
-    layer = (strategy, context, history, plan)
-    return _travelling(plan, in_steps(*layer), is_deduplicated(*layer))
+    exchange = strategy.travel.exchange
+    is_deduplicated = exchange == "deduplicated"
+    if exchange == "by_price" and context.num_devices > 1:
+        seconds = exchange_seconds(context, history, plan)
+        is_deduplicated = seconds is not None and seconds[1] < (1 - LEAST_GAIN) * seconds[0]
+    return _travelling(plan, in_steps(strategy, context, history, plan), is_deduplicated)
 
 
 def plan_after_gate(
@@ -46,6 +64,45 @@ def plan_after_gate(
     if new is not plan:
         _check(strategy, context, new)
     return _travelling(new, plan.in_steps, plan.deduplicated)
+
+
+def exchange_seconds(
+    context: LayerContext, history: LoadHistory, plan: LayerPlan
+) -> tuple[float, float] | None:
+    """Modelled seconds of a layer in an iteration under Megatron's and under the deduplicated exchange.
+
+    ``None`` without measured costs or without a forecast.
+    """
+    if context.profile is None or context.profile.choices is None or not len(history):
+        return None
+    counts_DE, times = _forecast(history), context.profile.num_micro_batches
+    megatron_s, deduplicated_s = (
+        plan_seconds(plan, counts_DE, with_exchange(context, deduplicated), num_micro_batches=times)
+        for deduplicated in (False, True)
+    )
+    return megatron_s, deduplicated_s
+
+
+def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
+    """Whether the layer runs in steps: always, never, or if the price of a micro-batch is lower in steps."""
+    profile, topology, ring = context.profile, context.topology, strategy.ring(0, context.topology)
+    if ring is None or strategy.travel.smart_schedule != "by_price":
+        return ring is not None
+    if profile is None or not len(history):
+        return False
+    steps = SteppedExchange.of(ring, topology, profile.messages.step_host_s)
+    if steps is None:
+        return False
+    times, cluster = profile.num_micro_batches, profile.cluster
+    dispatch = plan.dispatch(_forecast(history), topology, times)
+    tokens = float(dispatch.device_tokens_D.max())
+    experts_s = expert_seconds(tokens, profile.flops_per_token, cluster.expert_flops_per_s, times)
+    links = plain_links(cluster).all_to_all
+    return steps.saves(*exchange_times(links, dispatch.busiest, profile.token_bytes, times), experts_s)
+
+
+def _forecast(history: LoadHistory) -> np.ndarray:
+    return np.rint(history.forecast_DE()).astype(np.int64)
 
 
 def _travelling(plan: LayerPlan, in_steps: bool, deduplicated: bool) -> LayerPlan:

@@ -6,7 +6,6 @@ Shape letters: D devices, E experts, L MoE layers.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -44,16 +43,9 @@ def plan_price(
         context: Data of the layer, with a profile.
         num_micro_batches: Number of micro-batches in the iteration; each has an equal part of the counts.
         planned: Plan before the gate, if ``after_gate`` replaced it by ``plan``.
-
-    Raises:
-        ValueError: The layer has no profile.
     """
     profile, topology = context.profile, context.topology
-    if profile is None:
-        raise ValueError(
-            f"layer {context.layer}: got no profile, wanted measured costs; price plans only after the "
-            "strategy's profile_iterations"
-        )
+    assert profile is not None
     addition, planned = None, planned or plan
     if planned is not plan and not plan.each_micro_batch:
         addition = additional_transfer(planned.placement, plan.placement, topology)
@@ -83,26 +75,38 @@ def plan_price(
     )
 
 
-def plan_seconds(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, **how: Any) -> float:
+def plan_seconds(
+    plan: LayerPlan,
+    counts_DE: np.ndarray,
+    context: LayerContext,
+    *,
+    num_micro_batches: int = 1,
+    planned: LayerPlan | None = None,
+) -> float:
     """Total seconds of :func:`plan_price`: both passes of the layer and the compute before it."""
-    return float(plan_price(plan, counts_DE, context, **how).seconds)
+    price = plan_price(plan, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned)
+    return float(price.seconds)
+
+
+def with_exchange(context: LayerContext, deduplicated: bool) -> LayerContext:
+    """The data of a layer with prices of the deduplicated exchange, or of Megatron's."""
+    profile = context.profile
+    if profile is None or profile.deduplicated == deduplicated:
+        return context
+    return replace(context, profile=replace(profile, deduplicated=deduplicated))
 
 
 def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
     """Seconds to move weights and optimizer states of the experts whose owner changes.
 
-    Args:
-        old_E: Owner of every expert before the move, integers ``[E]``, or of all layers ``[L, E]``.
-        new_E: Owner of every expert after the move, in the same shape.
-        profile: Measured costs of the layer.
-        topology: Nodes of the devices.
+    ``old_E`` and ``new_E`` are owners before and after the move, integers ``[E]``, or of all layers.
     """
     moves = old_E != new_E
     return moving_seconds(old_E[moves], new_E[moves], topology, profile)
 
 
 def split_of(transfer: TransferPlan, num_pairs: float, context: LayerContext) -> TransferSplit:
-    """The split of transfers over the compute before the layer (Pro-Prophet, §V-B); whole without a profile.
+    """The split of transfers over the compute before the layer (Pro-Prophet, §V-B); costs are measured.
 
     Args:
         transfer: Transfer plan of the layer's replicas.
@@ -111,8 +115,7 @@ def split_of(transfer: TransferPlan, num_pairs: float, context: LayerContext) ->
         context: Data of the layer.
     """
     profile = context.profile
-    if profile is None:
-        return WHOLE
+    assert profile is not None
     links, traffic = plain_links(profile.cluster).transfer, transfer_traffic(transfer, context.topology)
     gather_s, reduce_s = (
         transfer_times(links, traffic, num_bytes, profile.messages).seconds

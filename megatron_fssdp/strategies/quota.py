@@ -8,7 +8,6 @@ import numpy as np
 from megatron_fssdp.config.strategy.shipped_settings import QuotaSettings
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.quotas import quota_assignment
-from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import ReplicasAfterGate
 from megatron_fssdp.strategies.plan_seconds import plan_seconds
@@ -26,20 +25,14 @@ class QuotaStrategy(ReplicasAfterGate[QuotaSettings]):
         at the same time and nothing hides it. It also includes the part of the reduction that the compute
         before the layer does not hide in its backward pass.
         """
-        profile, topology = context.profile, context.topology
-        if profile is None:
+        if context.profile is None:
             return plan
-        tokens_ED = quota_assignment(context.owner_E, counts_DE, topology, slots=self.slots(context))
+        slots = self.slots(context)
+        tokens_ED = quota_assignment(context.owner_E, counts_DE, context.topology, slots=slots)
         present_ED = plan.placement.present_ED | (tokens_ED > 0)
         placement = ExpertPlacement(context.owner_E, present_ED)
         if not placement.num_replicas:
             return plan
-        quotas = LayerPlan(
-            placement,
-            two_level_transfer(placement, topology),
-            gather_ahead=self.settings.overlap,
-            each_micro_batch=True,
-            tokens_ED=tokens_ED,
-        )
+        quotas = self.plan_of(placement, context, each_micro_batch=True, tokens_ED=tokens_ED)
         saves = plan_seconds(quotas, counts_DE, context) < plan_seconds(plan, counts_DE, context)
         return quotas if saves else plan

@@ -1,6 +1,6 @@
 """A report of ``auto``: the selected strategies, their predicted saving, and what the last change saved."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,36 +21,7 @@ class IterationSpread:
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "IterationSpread | None":
         """The spread of the given seconds; ``None`` if there are no seconds."""
-        if not seconds:
-            return None
-        low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
-        return cls(len(seconds), low, median, high)
-
-    def is_slower_than(self, other: "IterationSpread") -> bool:
-        """Whether three quarters of these iterations take longer than three quarters of the other ones.
-
-        The answer is False if one side has fewer than :data:`LEAST_SEEN` iterations.
-        """
-        return min(self.num_seen, other.num_seen) >= LEAST_SEEN and self.low_s > other.high_s
-
-
-LEAST_OF_ITERATION = 0.01
-"""Fraction of a measured iteration that all changes together must save; otherwise no change is made."""
-
-
-@dataclass(frozen=True)
-class LayerSelection:
-    """The selected strategy of the layer with this number, the one before, and all candidates' seconds."""
-
-    layer: int
-    strategy: str
-    before: str
-    modelled_s: Mapping[str, float]
-
-    @property
-    def saving_s(self) -> float:
-        """Modelled seconds of an iteration that the change saves."""
-        return self.modelled_s[self.before] - self.modelled_s[self.strategy]
+        return cls(len(seconds), *np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()) if seconds else None
 
 
 @dataclass(frozen=True)
@@ -68,8 +39,8 @@ class SeenSaving:
 
     @property
     def is_slower(self) -> bool:
-        """Whether iterations clearly take longer since the change."""
-        return self.after.is_slower_than(self.before)
+        """Whether three quarters of the iterations since take longer than three quarters of those before."""
+        return self.after.low_s > self.before.high_s
 
 
 @dataclass(frozen=True)
@@ -77,31 +48,25 @@ class SelectionReport:
     """The result of one selection for all layers of a pipeline stage.
 
     Attributes:
-        selections: Selection for every layer.
+        before: Strategy of each layer before the selection, by the layer's number.
+        selected: Strategy of each layer now.
+        saving_s: Modelled seconds that all changes together save in an iteration.
         measured: Times of the iterations since the last change or since the start.
         seen: Predicted and measured saving of the last change; ``None`` if they cannot be compared.
         left_s: Modelled seconds that others would save in an iteration, if that was too little for a change.
     """
 
-    selections: tuple[LayerSelection, ...]
+    before: dict[int, str]
+    selected: dict[int, str]
+    saving_s: float
     measured: IterationSpread | None
     seen: SeenSaving | None
     left_s: float = 0.0
 
     @property
-    def is_too_little(self) -> bool:
-        """Whether all changes together save less than :data:`LEAST_OF_ITERATION` of a measured iteration."""
-        return self.measured is not None and self.saving_s < LEAST_OF_ITERATION * self.measured.median_s
-
-    @property
-    def changes(self) -> tuple[LayerSelection, ...]:
-        """Selections of the layers that change their strategy."""
-        return tuple(one for one in self.selections if one.strategy != one.before)
-
-    @property
-    def saving_s(self) -> float:
-        """Modelled seconds that all changes together save in an iteration."""
-        return sum(change.saving_s for change in self.changes)
+    def changes(self) -> tuple[int, ...]:
+        """Numbers of the layers that change their strategy."""
+        return tuple(layer for layer, name in self.selected.items() if name != self.before[layer])
 
     def describe(self) -> list[str]:
         """Lines for the log: what the last change saved, and which strategies are selected now."""
@@ -115,15 +80,14 @@ class SelectionReport:
                 f"{1e3 * seen.after.median_s:.1f} ms since{verdict}"
             )
         selected = ", ".join(
-            f"{name} in {_numbers([one.layer for one in self.selections if one.strategy == name])}"
-            for name in dict.fromkeys(one.strategy for one in self.selections)
+            f"{name} in {_numbers([layer for layer, one in self.selected.items() if one == name])}"
+            for name in dict.fromkeys(self.selected.values())
         )
         if not self.changes:
             left = f"; others would save {_of(self.left_s, whole_s)} of an iteration" if self.left_s else ""
             return [*lines, f"nothing changes: {selected}{left}"]
-        changed = _numbers([change.layer for change in self.changes])
         gain = f"predicted gain {_of(self.saving_s, whole_s)} of an iteration"
-        return [*lines, f"selected: {selected}; new in {changed}; {gain}"]
+        return [*lines, f"selected: {selected}; new in {_numbers(self.changes)}; {gain}"]
 
 
 def _of(part_s: float, whole_s: float | None) -> str:
@@ -132,7 +96,7 @@ def _of(part_s: float, whole_s: float | None) -> str:
     return part if whole_s is None else f"{100 * part_s / whole_s:.1f} % ({part})"
 
 
-def _numbers(layers: list[int]) -> str:
+def _numbers(layers: Sequence[int]) -> str:
     """Layer numbers as a text, for example ``layer 3`` or ``layers 1-4, 6``."""
     runs: list[list[int]] = []
     for layer in sorted(layers):

@@ -1,15 +1,15 @@
-"""The base class of strategies, which plans layers, and base classes for three more jobs that some do.
+"""The base class of strategies, which plans layers, and base classes for two more jobs that some do.
 
-A strategy derives from :class:`Strategy`, or from :class:`MovesOwners`, :class:`ResidentReplicas` or
-:class:`SelectsStrategies` if it also does that job. The runtime and the simulator look at these classes and
-at the declared abilities, and ask the same questions in the same order. All answers are pure functions of the
-arguments, so that all ranks make the same plans.
+A strategy derives from :class:`Strategy`, or from :class:`MovesOwners` or :class:`ResidentReplicas` if it
+also does that job. The runtime and the simulator look at these classes and at the declared abilities, and ask
+the same questions in the same order. All answers are pure functions of the arguments and of earlier ones, so
+that all ranks make the same plans.
 
-Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
+Shape letters: D devices, E experts, L MoE layers.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -25,7 +25,6 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import GroupRing, Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.selection_report import IterationSpread, SelectionReport
 
 
 class Strategy[Settings: PlacementSettings](ABC):
@@ -44,6 +43,7 @@ class Strategy[Settings: PlacementSettings](ABC):
         splits: Ability: plans may split transfers. A part then travels beside the experts of another layer.
         moves_owners: Ability: experts may change owners; see :class:`MovesOwners`.
         resident_slots: Ability: resident replicas of a layer on a device; see :class:`ResidentReplicas`.
+        selects: Whether layers have other strategies, as under ``auto``.
         package: Package that registered the strategy, which :func:`build_strategy` notes for messages.
     """
 
@@ -54,15 +54,11 @@ class Strategy[Settings: PlacementSettings](ABC):
     splits: bool = False
     moves_owners: bool = False
     resident_slots: int = 0
+    selects: bool = False
     package: str = SHIPPED
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-
-    @property
-    def selects(self) -> bool:
-        """Whether layers have other strategies."""
-        return isinstance(self, SelectsStrategies)
 
     @cached_property
     def travel(self) -> TokenTravel:
@@ -137,7 +133,7 @@ class Strategy[Settings: PlacementSettings](ABC):
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
-        """Whether :meth:`after_gate` may change a plan, so that the host has to wait for the exact counts.
+        """Whether :meth:`after_gate` may change the layer's last plan, so that the host waits for counts.
 
         The default is True for strategies that override :meth:`after_gate`. Plans with ``each_micro_batch``
         ask in any case.
@@ -202,47 +198,6 @@ class ResidentReplicas[Settings: PlacementSettings](Strategy[Settings]):
             context: Data of the layer, with the present placement.
             load_DE: Mean loads of an iteration by source and expert, float ``[D, E]``, as for
                 :class:`MovesOwners`.
-        """
-
-
-class SelectsStrategies[Settings: PlacementSettings](Strategy[Settings]):
-    """Selects another strategy for each layer, among those of ``candidate_names``."""
-
-    replica_life = ReplicaLife.SELECTED
-    candidate_names: tuple[str, ...] = ()
-
-    @abstractmethod
-    def selected(self, layer: int) -> str:
-        """Name of the selected strategy of the layer with this number."""
-
-    @abstractmethod
-    def resume(self, selected: Mapping[int, str]) -> None:
-        """Start with the selection of another run, names by layer number; unknown names are ignored."""
-
-    @abstractmethod
-    def selects_at(self, iteration: int, num_known: int) -> bool:
-        """Whether to reconsider the selection once the model has been trained for ``iteration`` iterations.
-
-        ``num_known`` of them were run by this process; it is 0 until costs are measured.
-        """
-
-    @abstractmethod
-    def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
-        """Modelled seconds of an iteration of each layer under every candidate, float ``[L, C]``.
-
-        The layers have profiles, and histories of at least two iterations.
-        """
-
-    @abstractmethod
-    def select(
-        self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
-    ) -> SelectionReport:
-        """Reconsider the strategies of a pipeline stage's layers, given by their numbers.
-
-        Args:
-            layers: Numbers of the layers.
-            seconds_LC: Results of :meth:`price`, equal on all ranks that share owners, float ``[L, C]``.
-            since_change: Times of the iterations since the last change or since the start.
         """
 
 

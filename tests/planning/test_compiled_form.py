@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning import compiled_form, quotas, search
 from megatron_fssdp.planning.compiled_form import kernel_form, kernels
 from megatron_fssdp.planning.papers import prophet_planner
-from megatron_fssdp.planning.papers.prophet_model import ProphetModel
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer import transfer_plan
 from tests.drawn_examples import examples
@@ -49,14 +48,15 @@ def plans(form: ModuleType, topology: Topology, owner_E: np.ndarray, counts_DE: 
         costs = search.SearchCosts.of_loads(topology, float(counts_DE.sum()))
         layer = search.LayerSearch(owner_E, counts_DE.astype(np.float64), topology, costs)
         placement, seconds = layer.best_placement(slots=2, most_replicated=owner_E.size)
-        model = ProphetModel(topology.num_devices, 1.0, 100, 100, 1.0, 1.0)
-        prophets = prophet_planner.plan_layers(owner_E, counts_DE, model, [0], slots=2)
+        model = prophet_planner.ProphetModel(topology.num_devices, 1.0, 100, 100, 1.0, 1.0)
+        of_layer = (owner_E, counts_DE, model, [0])
+        prophets = prophet_planner.greedy_placements(*of_layer, balance=0.5, slots=2)
         return [
             placement.present_ED.tolist(),
             seconds,
             layer.seconds(placement),
             quotas.quota_assignment(owner_E, counts_DE, topology, slots=2).tolist(),
-            [(found.present_ED.tolist(), found_s) for found, found_s in prophets],
+            [found.present_ED.tolist() for found in prophets],
             transfer_plan._two_level_transfer(placement, topology).table.tolist(),
         ]
 

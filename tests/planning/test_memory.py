@@ -33,6 +33,8 @@ HALF = {
     "dtype_bytes": 2,
     "gradient_bytes": 4,
     "optimizer": ExpertOptimizer(has_master_weights=True),
+    "expert_data_parallel_size": 1,
+    "messages": FixedMessages(10**12),
 }
 SHARED = ExpertOptimizer(has_master_weights=True, is_distributed=True)
 
@@ -56,33 +58,33 @@ RESIDENT = held(ReplicaLife.RESIDENT, 4)
     ("changed", "wanted"),
     [
         # Packed are gradients of replicas; the two experts were sent earlier.
-        ({}, (3 * 4 * 200, 4 * 200, 0, 4 * 200, 3 * 6 * 200 + 2 * 400)),
+        ({}, (3 * 4 * 200, 4 * 200, 0, 4 * 200 + 3 * 6 * 200 + 2 * 400)),
         # Packed are fp32 gradients of two layers, of owned experts and of replicas.
-        ({"held": RESIDENT}, (2400, 800 + 3 * 4 * 400, 3 * 4 * 1200, 2 * 6 * 400, 3 * 6 * 400 + 800)),
+        ({"held": RESIDENT}, (2400, 800 + 3 * 4 * 400, 3 * 4 * 1200, 2 * 6 * 400 + 3 * 6 * 400 + 800)),
         (
             {"held": RESIDENT, "optimizer": SHARED, "expert_data_parallel_size": 2},
-            (2400, 5600, 7200, 4800, 8000),
+            (2400, 5600, 7200, 4800 + 8000),
         ),
         # One layer's experts are gathered again while another layer's gradients travel.
-        ({"held": held(ReplicaLife.LAYER_PASS, 8)}, (4 * 200, 4 * 200, 0, (2 + 4) * 200, 4400)),
-        ({"held": held(ReplicaLife.LAYER_PASS, 8, layers=(1,))}, (4 * 200, 4 * 200, 0, 4 * 200, 4400)),
+        ({"held": held(ReplicaLife.LAYER_PASS, 8)}, (4 * 200, 4 * 200, 0, (2 + 4) * 200 + 4400)),
+        ({"held": held(ReplicaLife.LAYER_PASS, 8, layers=(1,))}, (4 * 200, 4 * 200, 0, 4 * 200 + 4400)),
         # Sums over micro-batches are kept for all layers, sent as they are, and travel in fp32.
-        ({"held": held(num_micro_batches=2)}, (2400, 3 * 4 * 400 + 4 * 200, 0, 2 * 200, 3 * 6 * 400 + 800)),
+        ({"held": held(num_micro_batches=2)}, (2400, 3 * 4 * 400 + 4 * 200, 0, 2 * 200 + 3 * 6 * 400 + 800)),
         # Gradients that are added in the matrix product are in fp32.
-        ({"held": held(fuses=True)}, (2400, 4 * 400, 0, 800, 4400)),
+        ({"held": held(fuses=True)}, (2400, 4 * 400, 0, 800 + 4400)),
         # Several micro-batches have fp32 sums in any case.
-        ({"held": held(num_micro_batches=2, fuses=True)}, (2400, 5600, 0, 400, 8000)),
+        ({"held": held(num_micro_batches=2, fuses=True)}, (2400, 5600, 0, 400 + 8000)),
         # Gradients return to owners with their micro-batch, as in an iteration with a single micro-batch.
-        ({"held": held(ReplicaLife.MICRO_BATCH, 8)}, (2400, 800, 0, 800, 4400)),
+        ({"held": held(ReplicaLife.MICRO_BATCH, 8)}, (2400, 800, 0, 800 + 4400)),
         # Every micro-batch in flight has replicas of its own, but only one is in its backward pass.
-        ({"held": held(ReplicaLife.MICRO_BATCH, 8, num_stages=4)}, (4 * 2400, 800, 0, 800, 4400)),
-        ({"held": held(ReplicaLife.MICRO_BATCH, 8, num_stages=4, stage=3)}, (2400, 800, 0, 800, 4400)),
+        ({"held": held(ReplicaLife.MICRO_BATCH, 8, num_stages=4)}, (4 * 2400, 800, 0, 800 + 4400)),
+        ({"held": held(ReplicaLife.MICRO_BATCH, 8, num_stages=4, stage=3)}, (2400, 800, 0, 800 + 4400)),
         # Replicas of an iteration are gathered once.
-        ({"held": held(num_micro_batches=8, num_stages=4)}, (2400, 5600, 0, 400, 8000)),
+        ({"held": held(num_micro_batches=8, num_stages=4)}, (2400, 5600, 0, 400 + 8000)),
     ],
 )
 def test_bytes_of_replicas_equal_those_worked_out_by_hand(changed, wanted):
-    """Parameters, gradients, optimizer states, packed experts, buffers of the reduction."""
+    """Parameters, gradients, optimizer states; packed experts and buffers of the reduction together."""
     memory = expert_memory(**{**HALF, **changed})
     assert astuple(memory)[3:] == wanted
 
@@ -105,7 +107,8 @@ def test_optimizer_state_bytes_follow_the_optimizer_and_its_sharding(optimizer, 
 
 def test_the_messages_of_each_child_bound_reduction_buffers():
     def buffers(messages):
-        return expert_memory(**HALF, buffered_bytes=messages.buffered_bytes).reduction_buffers_bytes
+        packed_bytes = 4 * 200
+        return expert_memory(**{**HALF, "messages": messages}).transfer_buffers_bytes - packed_bytes
 
     assert buffers(FixedMessages(50)) == 3 * 6 * 50 + 2 * 400
     assert buffers(FixedMessages(50, num_open=2)) == 3 * 6 * 100 + 2 * 400
@@ -129,9 +132,7 @@ def test_the_messages_of_each_child_bound_reduction_buffers():
             "optimizer": st.builds(ExpertOptimizer, st.integers(0, 3), st.booleans(), st.booleans()),
             "expert_data_parallel_size": st.integers(1, 8),
             "num_micro_batches": st.integers(1, 4),
-            "buffered_bytes": st.sampled_from(
-                [None, FixedMessages(5).buffered_bytes, CUDA_MESSAGES.buffered_bytes]
-            ),
+            "messages": st.sampled_from([FixedMessages(5), CUDA_MESSAGES]),
         }
     )
 )
@@ -160,22 +161,23 @@ def test_only_replicas_take_memory_beyond_expert_parallelism(arguments):
 
 def test_the_description_lists_all_bytes():
     mebibyte = 2**20
-    memory = ExpertMemory(100 * mebibyte, 200 * mebibyte, 900 * mebibyte, 3 * 2**29, 512, 0, 1536, 0)
+    memory = ExpertMemory(100 * mebibyte, 200 * mebibyte, 900 * mebibyte, 3 * 2**29, 512, 0, 1536)
     assert memory.describe() == (
         "experts 2.7 GiB: parameters 100.0 MiB, gradients 200.0 MiB, optimizer 900.0 MiB, "
         "replicas at most 1.5 GiB (parameters 1.5 GiB, gradients 512 B, optimizer 0 B, transfers 1.5 KiB)"
     )
-    assert "experts 2.0 TiB" in ExpertMemory(2 * 2**40, 0, 0, 0, 0, 0, 0, 0).describe()
+    assert "experts 2.0 TiB" in ExpertMemory(2 * 2**40, 0, 0, 0, 0, 0, 0).describe()
 
 
 def capacity(
     usable_bytes, life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=3, num_stages=1, **changed
 ):
     arguments = {
-        "expert_bytes": 200,
-        "gradient_bytes_per_expert": 400,
+        "expert_elements": 100,
+        "dtype_bytes": 2,
         "num_experts": 8,
         "held": held(life, num_micro_batches, layers=(layers,), num_stages=num_stages),
+        "messages": None,
     }
     # A fifth of the free bytes is a reserve.
     sizes = count(usable_bytes * 5 // 4 - 5)
@@ -191,24 +193,20 @@ def capacity(
         (1600, {}, 2),
         (10**9, {}, 8),
         (0, {}, 0),
+        (-10, {}, 0),
         # One layer's parameters and gradients: 400 bytes a slot.
         (1600, {"life": ReplicaLife.LAYER_PASS}, 4),
-        (1600, {"life": ReplicaLife.LAYER_PASS, "num_micro_batches": 2}, 4),
         # In addition three layers' fp32 sums: 2000 bytes a slot.
         (1999, {"num_micro_batches": 2}, 0),
         (2000, {"num_micro_batches": 2}, 1),
-        # Buffers for three senders of gradients in the data type of the parameters, 200 bytes.
-        (2 * (800 + 3 * 100), {"buffered_bytes": lambda sent: sent // 2}, 2),
-        (2 * (800 + 3 * 100) - 1, {"buffered_bytes": lambda sent: sent // 2}, 1),
+        # Buffers for three senders of gradients in the data type of the parameters, 100 of 200 bytes each.
+        (2 * (800 + 3 * 100), {"messages": FixedMessages(100)}, 2),
+        (2 * (800 + 3 * 100) - 1, {"messages": FixedMessages(100)}, 1),
         # Several micro-batches send fp32 sums, 400 bytes.
-        (2000 + 3 * 400, {"num_micro_batches": 2, "buffered_bytes": lambda sent: sent}, 1),
-        (2000 + 3 * 400 - 1, {"num_micro_batches": 2, "buffered_bytes": lambda sent: sent}, 0),
-        # Replicas of a micro-batch have no sums, as in an iteration of a single micro-batch.
-        (1600, {"life": ReplicaLife.MICRO_BATCH, "num_micro_batches": 8}, 2),
+        (2000 + 3 * 400, {"num_micro_batches": 2, "messages": FixedMessages(400)}, 1),
+        (2000 + 3 * 400 - 1, {"num_micro_batches": 2, "messages": FixedMessages(400)}, 0),
         # Two micro-batches in flight: twice the parameters, 1400 bytes a slot.
-        (2799, {"life": ReplicaLife.MICRO_BATCH, "num_micro_batches": 8, "num_stages": 2}, 1),
         (2800, {"life": ReplicaLife.MICRO_BATCH, "num_micro_batches": 8, "num_stages": 2}, 2),
-        (1600, {"life": ReplicaLife.MICRO_BATCH, "num_stages": 2}, 2),
     ],
 )
 def test_capacities_equal_those_worked_out_by_hand(usable_bytes, changed, wanted):
@@ -227,7 +225,7 @@ def test_the_memory_capacity_fits_and_one_more_slot_would_not(
 ):
     num_layers, num_stages, num_micro_batches = place
     of = held(life, num_micro_batches, layers=(num_layers,), num_stages=num_stages)
-    sizes = {"expert_bytes": 2 * elements, "gradient_bytes_per_expert": 4 * elements, "held": of}
+    sizes = {"expert_elements": elements, "held": of}
     slots = capacity(usable_bytes, num_experts=num_experts, **sizes)
 
     def replica_bytes(num_replicas):
@@ -241,18 +239,11 @@ def test_the_memory_capacity_fits_and_one_more_slot_would_not(
 
 
 def test_replicas_of_measured_iterations_take_what_they_were_given_room_for():
-    """Layers with 1, 3 and 2 replicas of 10 bytes, whose sums over micro-batches have 40."""
+    """Layers with 1, 3 and 2 replicas of 10 elements in 2 bytes, whose sums over micro-batches have 4."""
     for life, num_micro_batches, wanted in (
-        (ReplicaLife.ITERATION, 1, 6 * 10),
-        (ReplicaLife.ITERATION, 2, 6 * (10 + 40)),
-        (ReplicaLife.LAYER_PASS, 2, 3 * 10),
+        (ReplicaLife.ITERATION, 1, 6 * 20),
+        (ReplicaLife.ITERATION, 2, 6 * (20 + 40)),
+        (ReplicaLife.LAYER_PASS, 2, 3 * 20),
     ):
-        sizes = {"expert_bytes": 10, "gradient_bytes_per_expert": 40, "held": held(life, num_micro_batches)}
-        assert held_replicas_bytes((1, 3, 2), **sizes) == wanted
-
-
-def test_bad_arguments_say_what_was_wanted():
-    with pytest.raises(ValueError, match="free_bytes is -1"):
-        capacity(-1)
-    with pytest.raises(ValueError, match="num_layers is 0: wanted 1 or more"):
-        capacity(1, layers=0)
+        of = held(life, num_micro_batches)
+        assert held_replicas_bytes((1, 3, 2), of, expert_elements=10, dtype_bytes=2) == wanted

@@ -11,10 +11,9 @@ from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
-from megatron_fssdp.planning.papers.calibration import doubling
-from megatron_fssdp.planning.papers.prophet_model import ProphetModel
-from megatron_fssdp.planning.papers.prophet_planner import plan_layers
+from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, greedy_placements
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
+from megatron_fssdp.planning.papers.sparse_materialization import doubling
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -156,7 +155,6 @@ def shadowed(
     costs = ShadowingCosts(
         profile.token_bytes,
         profile.expert_bytes,
-        profile.expert_bytes,
         profile.flops_per_token,
         profile.cluster.expert_flops_per_s,
         1 / profile.cluster.inter.beta_s_per_byte,
@@ -171,25 +169,18 @@ def prophets(
 ) -> list[ExpertPlacement]:
     """Pro-Prophet's choices for every number of devices that are left out."""
     most = len(counts_DE) - 1
-    return [
-        plan_layers(
-            owner_E,
-            counts_DE,
-            ProphetModel(
-                num_devices=most + 1,
-                input_bytes=profile.token_bytes,
-                expert_bytes=profile.expert_bytes,
-                gradient_bytes=profile.reduced_bytes,
-                bytes_per_s=1 / profile.cluster.inter.beta_s_per_byte,
-                inputs_per_s=profile.cluster.expert_flops_per_s / profile.flops_per_token,
-                non_expert_s=profile.non_moe_s,
-                overlaps=True,
-            ),
-            [number],
-            slots=slots,
-        )[0][0]
-        for number in [0, *doubling(most)]
-    ]
+    model = ProphetModel(
+        num_devices=most + 1,
+        input_bytes=profile.token_bytes,
+        expert_bytes=profile.expert_bytes,
+        gradient_bytes=profile.reduced_bytes,
+        bytes_per_s=1 / profile.cluster.inter.beta_s_per_byte,
+        inputs_per_s=profile.cluster.expert_flops_per_s / profile.flops_per_token,
+        non_expert_s=profile.non_moe_s,
+        overlaps=True,
+    )
+    cases = [0, *doubling(most)]
+    return greedy_placements(owner_E, counts_DE, model, cases, balance=0.5, slots=slots)
 
 
 @examples(150)

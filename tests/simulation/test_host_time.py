@@ -42,9 +42,9 @@ def test_an_iterations_plan_is_hidden_until_the_host_is_the_bottleneck() -> None
 def test_messages_of_transfers_are_posted_by_the_host() -> None:
     keys = {"slots": 1, "overlap_degree": 1, "overlap": False, "reshard_interval": 0}
     found = simulate("fssdp", settings_of("fssdp", **keys), COUNTS_ILDE, cluster_of(), job_of(layers=2))
-    # One message each for spAG and spRS of one expert, in the second iteration, in both layers.
-    assert found.of_layers("replicas").tolist() == [[0, 0], [1, 1]]
-    assert found.of_layers("host_s").sum(axis=1) == pytest.approx([0.0, 4 * job_of().messages.batch_host_s])
+    # One message each for spAG and spRS of one expert, in both layers.
+    assert found.of_layers("replicas").tolist() == [[1, 1], [1, 1]]
+    assert found.of_layers("host_s").sum(axis=1) == pytest.approx([4 * job_of().messages.batch_host_s] * 2)
 
 
 def test_measured_times_are_interpolated() -> None:

@@ -11,11 +11,9 @@ from megatron_fssdp.strategies import auto
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 JUMPING = [
-    Case("lpwnv", "gpt-oss-120b", "W6"),
     Case("parm-a", "mixtral-8x7b", "W6"),
     Case("trevor", "mixtral-8x22b", "W6"),
     Case("h200", "hecate-gpt-moe-s", "W7"),
-    Case("h200", "parm-bert-base", "W6"),
 ]
 
 
@@ -30,13 +28,13 @@ def test_quota_is_faster_where_loads_jump(case: Case) -> None:
     assert found.speed < 1
 
 
-@pytest.mark.parametrize("workload", ["W1", "W3", "lognormal-medium"])
+@pytest.mark.parametrize("workload", ["W1", "lognormal-medium"])
 def test_the_best_other_strategy_is_not_faster_where_loads_last(workload: str) -> None:
     found = compared(Case("lpwnv", "gpt-oss-120b", workload), slots=2, iterations=12, with_host=False)
     assert found.speed >= 0.99, f"{found.best} is faster"
 
 
-@pytest.mark.parametrize("case", [*JUMPING[1:3], Case("parm-a", "mixtral-8x7b", "W7")], ids=name_of)
+@pytest.mark.parametrize("case", JUMPING[:2], ids=name_of)
 def test_auto_selects_quota_where_loads_jump(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it compares as many iterations as there are from one jump to the next."""
     monkeypatch.setattr(auto, "COMPARED_ITERATIONS", 5)

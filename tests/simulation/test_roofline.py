@@ -34,16 +34,6 @@ def test_points_lie_on_and_below_the_curves(
     assert uneven.mean_flops_per_s <= semi_ideal_flops_per_s(uneven.ratio, peak) * (1 + 1e-9)
 
 
-def test_even_loads_without_overlap_lie_on_the_semi_ideal_curve() -> None:
-    """Each device computes 8 tokens of 3 FLOPs three times at 10 FLOP/s; 4 cross the link four times."""
-    cluster, job = cluster_of(), job_of()
-    point = roofline_point(simulate("ep", settings_of("ep"), EVEN, cluster, job), job)
-    assert point.compute_s == pytest.approx(3 * 8 * 3 / 10)
-    # Rows with probabilities one way and results the other, in both passes, and two counts of 8 bytes.
-    assert point.communication_s == pytest.approx((2 * 4 * 10 + 2 * 4 * 6) / 1000, rel=0.2)
-    assert point.mean_flops_per_s == pytest.approx(semi_ideal_flops_per_s(point.ratio, 10.0))
-
-
 def test_uneven_loads_lie_below_the_curve_and_shadows_restore_them() -> None:
     cluster = cluster_of(nodes=2, per_node=1)
     job = job_of(expert_elements=1)

@@ -65,9 +65,10 @@ def test_a_fitted_all_to_all_rate_applies_to_the_average_node(
 
 def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
     outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job_of())
-    # From the second iteration on expert 0 is on both devices: 6 + 2 of device 1, 2 sent by device 0.
-    assert outcome.of_layers("replicas").tolist() == [[0], [1]]
-    assert outcome.tokens_ILD[1].tolist() == [[6, 10]]
+    # Expert 0 is on both devices: 6 + 2 of device 1, 2 sent by device 0. At first it comes after the gate.
+    assert outcome.of_layers("replicas").tolist() == [[1], [1]]
+    assert outcome.of_layers("addition_s").tolist() == [[0.1], [0.0]]
+    assert outcome.tokens_ILD.tolist() == [[[6, 10]]] * 2
     assert seconds(outcome, 1) == pytest.approx(
         {
             "other compute": 12,
@@ -172,12 +173,6 @@ def test_compute_outside_moe_layers_and_gradient_synchronization_take_time() -> 
     assert seconds(outcome)["other compute"] == pytest.approx(3 * (20 + 5 + 10) / 5)
     # Half of twice 400 bytes to the other rank.
     assert seconds(outcome)["gradient sync"] == pytest.approx(2 * 0.5 * 400 / 1000)
-
-
-def test_none_is_simulated_as_plain_expert_parallelism() -> None:
-    arguments = (loads(HOT), cluster_of(), job_of())
-    none = simulate("none", settings_of("none"), *arguments)
-    assert none.mean_s == simulate("ep", settings_of("ep"), *arguments).mean_s
 
 
 def test_the_ceiling_is_simulated_with_balanced_routing() -> None:

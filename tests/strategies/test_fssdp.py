@@ -18,8 +18,9 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fssdp import RENEWAL, FssdpStrategy, ReshardClock, closed_part, paying_owners
+from megatron_fssdp.strategies.fssdp import RENEWAL, FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.paying_owners import ReshardClock, closed_part, paying_owners
 from megatron_fssdp.strategies.plan_seconds import plan_price
 
 DEVICES, EXPERTS = 8, 16
@@ -87,14 +88,6 @@ def test_loads_that_break_the_promise_are_searched() -> None:
     assert iterations.last.present_ED[12].sum() > 4
 
 
-def test_many_small_changes_are_compared_with_the_promise_and_not_with_each_other() -> None:
-    iterations, pairs = Iterations(), [3_000 + 20 * i for i in range(RENEWAL - LAYER)]
-    searched = [iterations.searches(hot_counts_DE(3, pairs=number)) for number in pairs]
-    assert searched[0]
-    assert any(searched[1:])
-    assert not all(searched[1:])
-
-
 def test_other_owners_slots_and_costs_are_searched() -> None:
     load_DE = hot_counts_DE(3)
     moved = dataclasses.replace(CONTEXT, owner_E=np.roll(even_owners(EXPERTS, DEVICES), 2))
@@ -138,7 +131,7 @@ SLOW = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, flops_p
 
 
 def plan_with(*replicas: tuple[int, int], policy: str = "even") -> LayerPlan:
-    placement = CONTEXT.owners.with_replicas(replicas)
+    placement = CONTEXT.placement.with_replicas(replicas)
     return LayerPlan(placement, two_level_transfer(placement, CONTEXT.topology), dispatch_policy=policy)  # type: ignore[arg-type]
 
 
@@ -171,27 +164,20 @@ def test_every_micro_batch_pays_for_its_shares() -> None:
     assert difference("all_to_all_s", nothing_DE, (3, 5)) == pytest.approx(times * shares_s)
 
 
-def test_it_is_used_where_it_pays() -> None:
-    assert policy_of(SHARED, SLOW, UNEVEN) == "exact"
-    small = dataclasses.replace(PROFILE, flops_per_token=1.0, token_bytes=1)
-    fast = dataclasses.replace(CONTEXT, profile=small)
-    assert policy_of(SHARED, fast, UNEVEN // 10) == "even", "the shares take longer than they save"
-    assert policy_of(SHARED, SLOW) == "even", "no loads are known"
-
-
-def test_an_expert_on_all_devices_is_shared_if_one_device_has_more_to_compute() -> None:
-    """Evenly, every device would compute its own tokens of the expert."""
-    everywhere = plan_with(*((3, device) for device in range(DEVICES) if device != 1))
-    counts_DE = hot_counts_DE(3)
-    counts_DE[:, 12] += 400  # only on its owner, device 6, which computes its own tokens of expert 3 as well
-    assert policy_of(everywhere, SLOW, counts_DE) == "exact"
-
-
-def test_a_placement_is_decided_once() -> None:
+def test_exact_shares_are_used_where_they_pay_and_decided_once_for_a_placement() -> None:
     strategy = FssdpStrategy(FssdpSettings())
     assert strategy._policy(SHARED, SLOW, history_of(UNEVEN)) == "exact"
     assert strategy._policy(SHARED, SLOW, history_of(np.full_like(UNEVEN, 7))) == "exact"
     assert strategy._policy(plan_with((3, 5)), SLOW, history_of(np.zeros_like(UNEVEN))) == "even"
+    small = dataclasses.replace(PROFILE, flops_per_token=1.0, token_bytes=1)
+    fast = dataclasses.replace(CONTEXT, profile=small)
+    assert policy_of(SHARED, fast, UNEVEN // 10) == "even", "the shares take longer than they save"
+    assert policy_of(SHARED, SLOW) == "even", "no loads are known"
+    # Evenly, every device would compute its own tokens of expert 3, and device 6 those of expert 12 as well.
+    everywhere = plan_with(*((3, device) for device in range(DEVICES) if device != 1))
+    counts_DE = hot_counts_DE(3)
+    counts_DE[:, 12] += 400
+    assert policy_of(everywhere, SLOW, counts_DE) == "exact"
 
 
 def test_price_decides_unless_it_knows_too_little_or_a_graph_has_one_form() -> None:
@@ -215,21 +201,18 @@ def test_price_decides_unless_it_knows_too_little_or_a_graph_has_one_form() -> N
 # --- owners move where that pays, whole or in part, and are reconsidered at intervals that adapt
 
 
-def due_iterations(clock: ReshardClock, moves: dict[int, bool], until: int) -> list[int]:
-    due = []
-    for iteration in range(until):
+@pytest.mark.parametrize(
+    ("longest", "moved_at", "wanted"), [(30, None, [5, 15, 35, 65, 95]), (100, 15, [5, 15, 20, 30, 50, 90])]
+)
+def test_intervals_double_while_nothing_moves_and_begin_again_after_a_move(
+    longest: int, moved_at: int | None, wanted: list[int]
+) -> None:
+    clock, due = ReshardClock(5, longest), []
+    for iteration in range(100):
         if clock.is_due(iteration):
             due.append(iteration)
-            clock.reconsidered(moved=moves.get(iteration, False))
-    return due
-
-
-def test_intervals_double_while_nothing_moves_up_to_the_longest() -> None:
-    assert due_iterations(ReshardClock(5, 30), {}, 100) == [5, 15, 35, 65, 95]
-
-
-def test_intervals_begin_again_after_a_move() -> None:
-    assert due_iterations(ReshardClock(5, 100), {15: True}, 60) == [5, 15, 20, 30, 50]
+            clock.reconsidered(moved=iteration == moved_at)
+    assert due == wanted
 
 
 def test_new_owners_last_as_long_again_as_the_present_ones_did() -> None:

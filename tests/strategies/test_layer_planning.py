@@ -24,7 +24,7 @@ from megatron_fssdp.strategies.strategy import Strategy
 LINK = LinkCost(0.0, 1e-9)
 PROFILE = LayerProfile(1e-3, ClusterCost(LINK, LINK, 1e9), 10_000, 1000, 1e5, 2)
 CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 2), PROFILE)
-PLACEMENT = CONTEXT.owners.with_replicas([(0, 3)])
+PLACEMENT = CONTEXT.placement.with_replicas([(0, 3)])
 PLAN = LayerPlan(PLACEMENT, two_level_transfer(PLACEMENT, CONTEXT.topology))
 COUNTS_DE = np.full((4, 8), 10)
 HISTORY = LoadHistory(1, 4, 8)

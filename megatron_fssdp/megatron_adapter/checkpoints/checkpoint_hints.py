@@ -27,7 +27,8 @@ from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, St
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.strategy import SelectsStrategies, Strategy
+from megatron_fssdp.strategies.auto import AutoStrategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class StrategyHint:
     """The strategy that ``auto`` has selected for every layer."""
 
     key: ClassVar[str] = "megatron_fssdp_choices"
-    strategy: SelectsStrategies
+    strategy: AutoStrategy
     slots: ExpertSlots
 
     def gather(self) -> dict[str, str]:
@@ -144,7 +145,7 @@ CheckpointHint = OwnerHint | StrategyHint | LoadHint
 def hints_of(strategy: Strategy, slots: ExpertSlots, runtime: MoERuntime) -> list[CheckpointHint]:
     """Return hints for what a run with the strategy may change."""
     hints: list[CheckpointHint] = [OwnerHint(slots)] if strategy.moves_owners else []
-    if isinstance(strategy, SelectsStrategies):
+    if isinstance(strategy, AutoStrategy):
         hints.append(StrategyHint(strategy, slots))
     if strategy.may_replicate(1) or hints:
         hints.append(LoadHint(slots, runtime))

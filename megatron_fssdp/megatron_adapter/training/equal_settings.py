@@ -23,7 +23,7 @@ from megatron_fssdp.config.strategy.strategy_settings import (
 )
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.planning.compiled_form import source_digest
-from megatron_fssdp.strategies.strategy import SelectsStrategies
+from megatron_fssdp.strategies.auto import AutoStrategy
 
 _SIZES = ("num_experts", "num_layers", "hidden_size", "seq_length")
 _COMPARED = (*_SIZES, "micro_batch_size", "global_batch_size")
@@ -100,7 +100,7 @@ def _facts(requested: RequestedStrategy, args: Any, to_boards: bool) -> dict[str
     if requested.session is not None:
         strategy = requested.session.strategy
         # A candidate of another package is left out on ranks on which it cannot be built.
-        if isinstance(strategy, SelectsStrategies):
+        if isinstance(strategy, AutoStrategy):
             facts["strategies to select from"] = strategy.candidate_names
         # The schedule that a rank selects follows from the description, not from its path.
         if (cluster := strategy.travel.cluster) is not None:

@@ -27,18 +27,18 @@ from megatron_fssdp.megatron_adapter.training.memory_report import (
     reports_for_stage,
 )
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.memory import FP32_BYTES, held_replicas_bytes
+from megatron_fssdp.planning.memory import held_replicas_bytes
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.selection_report import SelectionReport
 from megatron_fssdp.strategies.strategy import (
     MovesOwners,
     ResidentReplicas,
-    SelectsStrategies,
     mistakes_named,
 )
 
@@ -88,7 +88,7 @@ class IterationDriver:
             resharding = ExpertResharding(owned, devices, copies, model, optimizer)
             resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
             session.slots.resharding = resharding
-        if isinstance(strategy, SelectsStrategies) and session.slots.layers:
+        if isinstance(strategy, AutoStrategy) and session.slots.layers:
             self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
@@ -164,9 +164,9 @@ class IterationDriver:
         layout, device = first.experts.layout(), first.groups.device
         return held_replicas_bytes(
             [int(one.replicas_per_device_D[device]) for load in loads for one in load.placements],
-            expert_bytes=layout.num_bytes,
-            gradient_bytes_per_expert=layout.numel * FP32_BYTES,
-            held=self.held,
+            self.held,
+            expert_elements=layout.numel,
+            dtype_bytes=layout.dtype.itemsize,
         )
 
     def _profile(self, num_micro_batches: int) -> None:

@@ -51,7 +51,7 @@ def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> E
         gradient_bytes=layout.dtype.itemsize if main_grad is None else main_grad.element_size(),
         optimizer=expert_optimizer(args),
         expert_data_parallel_size=parallel_state.get_expert_data_parallel_world_size(),
-        buffered_bytes=message_rule(on_cuda=parameter.device.type == "cuda").buffered_bytes,
+        messages=message_rule(on_cuda=parameter.device.type == "cuda"),
     )
 
 

@@ -202,9 +202,9 @@ def _pass_metrics(seconds: PassSeconds) -> PassMetrics | None:
 
 
 def _selection(stage: int, report: SelectionReport) -> SelectionMetrics:
-    seen, changed = report.seen, tuple(change.layer for change in report.changes)
+    seen = report.seen
     median_s = report.measured.median_s if report.measured else None
     gain = None
     if seen is not None:
         gain = SeenGain(seen.predicted_s, seen.before.median_s, seen.after.median_s, seen.is_slower)
-    return SelectionMetrics(stage, changed, report.saving_s, median_s, gain)
+    return SelectionMetrics(stage, report.changes, report.saving_s, median_s, gain)

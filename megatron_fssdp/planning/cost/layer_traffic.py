@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
-from megatron_fssdp.planning.placement.kept_results import kept_on
-from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.placement.topology import Topology, kept_on
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 UNUSED = BusiestLinks()

@@ -22,12 +22,8 @@ def permuted_owners(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -
 
     Returns:
         New owner of every expert, int64 ``[E]``.
-
-    Raises:
-        ValueError: The experts cannot be exchanged (:func:`check_exchangeable`).
     """
-    per_device = check_exchangeable(owner_E, num_devices)
-    load_D, room_D = np.zeros(num_devices), np.full(num_devices, per_device)
+    load_D, room_D = np.zeros(num_devices), np.full(num_devices, len(owner_E) // num_devices)
     new_E = np.array(owner_E, dtype=np.int64)
     for expert in np.argsort(-np.asarray(load_E, dtype=float), kind="stable").tolist():
         open_load_D, present = np.where(room_D > 0, load_D, np.inf), new_E[expert]
@@ -38,8 +34,8 @@ def permuted_owners(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -
     return new_E
 
 
-def check_exchangeable(owner_E: np.ndarray, num_devices: int) -> int:
-    """Number of experts that each device owns, if an exchange is possible and useful, or on one device.
+def check_exchangeable(owner_E: np.ndarray, num_devices: int) -> None:
+    """Check that an exchange of experts is possible and useful; on one device it need not be.
 
     Args:
         owner_E: Present owner of every expert, integers ``[E]``.
@@ -50,15 +46,9 @@ def check_exchangeable(owner_E: np.ndarray, num_devices: int) -> int:
             case an exchange would not change any device's load, only which device has it.
     """
     owned_D = np.bincount(owner_E, minlength=num_devices)
-    per_device = len(owner_E) // num_devices
-    if len(owned_D) != num_devices or (owned_D != per_device).any():
+    if np.ptp(owned_D) or (owned_D[0] < 2 and num_devices > 1):
         raise ValueError(
-            f"devices own {owned_D.tolist()} experts: wanted {len(owner_E) / num_devices:g} on each of the "
-            f"{num_devices}, because SmartMoE exchanges experts one for one"
+            f"devices own {owned_D.tolist()} experts: wanted two or more on each, equally many, because "
+            "exchanging all experts of two devices balances nothing; use more experts, fewer expert-parallel "
+            "ranks, or another strategy"
         )
-    if per_device < 2 and num_devices > 1:
-        raise ValueError(
-            "every device owns one expert: wanted two or more, because exchanging all experts of two devices "
-            "balances nothing; use more experts, fewer expert-parallel ranks, or another strategy"
-        )
-    return per_device

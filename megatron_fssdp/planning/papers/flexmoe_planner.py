@@ -6,67 +6,40 @@ them. Owners never move; a checkpoint holds only the owners' experts.
 Shape letters: E experts, D devices, N nodes.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import moving_seconds, placement_seconds
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.replica_life import ReplicaLife
 
-
-@dataclass(frozen=True, eq=False)
-class ReplicaPrice:
-    """Modelled seconds of a layer with resident replicas.
-
-    Attributes:
-        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
-        topology: Nodes of the devices.
-        profile: Measured costs of the layer and of the links.
-        num_iterations: Iterations for which a placement is kept.
-        weighs_moves: Whether the seconds of a move count against what it saves.
-    """
-
-    counts_DE: np.ndarray
-    topology: Topology
-    profile: LayerProfile
-    num_iterations: int
-    weighs_moves: bool = True
-
-    def iteration_s(self, placement: ExpertPlacement) -> float:
-        """Seconds of an iteration: all-to-alls, experts, and what is exposed of the gradients' all-reduce."""
-        life = ReplicaLife.RESIDENT
-        return float(placement_seconds(self.counts_DE, placement, self.topology, self.profile, life).moe_s)
-
-    def move_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
-        """Seconds in which owners send parameters, masters and optimizer states to new replicas."""
-        expert_P, device_P = np.nonzero(after.present_ED & ~before.present_ED)
-        return moving_seconds(before.owner_E[expert_P], device_P, self.topology, self.profile)
-
-    def saving_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
-        """Seconds that a placement saves while it is kept, minus those of its move if moves are weighed."""
-        saved_s = self.iteration_s(before) - self.iteration_s(after)
-        return self.num_iterations * saved_s - (self.move_s(before, after) if self.weighs_moves else 0.0)
+TRIED = 4
+"""How many experts an expansion tries, and how many devices for each of them."""
 
 
 def next_resident_placement(
-    placement: ExpertPlacement, price: ReplicaPrice, *, slots: int, threshold: float, most_steps: int
+    placement: ExpertPlacement,
+    counts_DE: np.ndarray,
+    topology: Topology,
+    saving_s: Callable[[ExpertPlacement, ExpertPlacement], float],
+    *,
+    slots: int,
+    threshold: float,
+    most_steps: int,
 ) -> ExpertPlacement:
     """Change the resident replicas step by step, as long as a step saves seconds.
 
     While the most loaded device has more than ``threshold`` times the mean load, the expert with the highest
     load per replica expands to the least loaded device. If that device has no free slot, its replica with the
-    lowest load shrinks first. Then replicas migrate to nodes that already hold their expert. A step is taken
-    if it saves seconds by :meth:`ReplicaPrice.saving_s`.
+    lowest load shrinks first. Then replicas migrate to nodes that already hold their expert.
 
     Args:
         placement: The present placement.
-        price: Modelled seconds of placements and moves.
+        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
+        topology: Nodes of the devices.
+        saving_s: Seconds that a step from one placement to another one saves while the placement is kept.
         slots: Most replicas that a device may hold of the layer.
         threshold: Maximum over mean device load up to which no replica expands.
         most_steps: Most expansions, and most migrations.
@@ -75,24 +48,19 @@ def next_resident_placement(
         A placement with the same owners; ``placement`` itself if nothing pays.
     """
     for steps_of in (
-        lambda present: _expansions(present, price, threshold, slots),
-        lambda present: _migrations(present, price.topology, slots),
+        lambda present: _expansions(present, counts_DE, topology, threshold, slots),
+        lambda present: _migrations(present, topology, slots),
     ):
         for _ in range(most_steps):
-            steps = steps_of(placement)
-            step = next((step for step in steps if price.saving_s(placement, step) > 0), None)
+            step = next((step for step in steps_of(placement) if saving_s(placement, step) > 0), None)
             if step is None:
                 break
             placement = step
     return placement
 
 
-TRIED = 4
-"""How many experts an expansion tries, and how many devices for each of them."""
-
-
 def _expansions(
-    placement: ExpertPlacement, price: ReplicaPrice, threshold: float, slots: int
+    placement: ExpertPlacement, counts_DE: np.ndarray, topology: Topology, threshold: float, slots: int
 ) -> Iterator[ExpertPlacement]:
     """Placements with one more replica: the highest load per replica and the least loaded device first.
 
@@ -100,19 +68,17 @@ def _expansions(
     none if the maximum over the mean of the device loads is at most ``threshold``.
     """
     present_ED, owner_E = placement.present_ED, placement.owner_E
-    load_D = plan_dispatch("even", price.counts_DE, placement, price.topology).device_tokens_D
+    load_D = plan_dispatch("even", counts_DE, placement, topology).device_tokens_D
     if max_over_mean(load_D) <= threshold:
         return
     devices = np.argsort(load_D, kind="stable")
-    each_E = price.counts_DE.sum(axis=0) / np.count_nonzero(present_ED, axis=1)
+    each_E = counts_DE.sum(axis=0) / np.count_nonzero(present_ED, axis=1)
     for expert in np.argsort(-each_E, kind="stable")[:TRIED].tolist():
         for device in devices[~present_ED[expert, devices]][:TRIED].tolist():
             grown_ED = present_ED.copy()
             grown_ED[expert, device] = True
             replicas = np.flatnonzero(present_ED[:, device] & (owner_E != device))
             if len(replicas) >= slots:
-                if not slots:
-                    continue
                 grown_ED[replicas[np.argmin(each_E[replicas])], device] = False
             yield ExpertPlacement(owner_E, grown_ED, slots=slots)
 

@@ -45,96 +45,45 @@ def heterogeneous_sharding(
         The new owner map. An expert whose owner stays the same stays in its slot.
 
     Raises:
-        ValueError: The loads or the topology do not match the owner map, or ``overlap_degree`` is negative.
+        ValueError: The loads do not match the owner map.
     """
     load = checked_load(
         load_LE, "load_LE", owners.device_LE.shape, "one load for every layer and expert of the owner map"
     )
-    if owners.num_devices != topology.num_devices:
-        raise ValueError(
-            f"the owner map has {owners.num_devices} devices and the topology {topology.num_devices}: wanted "
-            "the same devices in both"
-        )
-    if overlap_degree < 0:
-        raise ValueError(
-            f"overlap_degree is {overlap_degree}: wanted to set aside 0 or more experts of a layer"
-        )
+    node_D, size_N = topology.node_of_device_D, np.bincount(topology.node_of_device_D)
+    device_LE = np.full(load.shape, -1)
+    load_LD = np.zeros((len(load), topology.num_devices))
+    free_D = np.full(topology.num_devices, owners.slots_per_device)
+
+    def assign(layer: int, expert: int, device: int) -> None:
+        device_LE[layer, expert] = device
+        load_LD[layer, device] += load[layer, expert]
+        free_D[device] -= 1
+
+    def place(expert_LH: np.ndarray) -> None:
+        """Place those of each layer's experts (in descending load) that have no slot yet (lines 9 to 13)."""
+        first_L = np.take_along_axis(load, expert_LH[:, :1], axis=1).reshape(-1)
+        for layer in np.argsort(-first_L, kind="stable").tolist():
+            for expert in expert_LH[layer][device_LE[layer, expert_LH[layer]] < 0].tolist():
+                owner = owners.device_LE[layer, expert]
+                load_N, free_N = (np.bincount(node_D, of_D) / size_N for of_D in (load_LD[layer], free_D))
+                node = _least_loaded(load_N, free_N, node_D[owner] == np.arange(len(size_N)))
+                here = np.flatnonzero(node_D == node)
+                assign(layer, expert, here[_least_loaded(load_LD[layer, here], free_D[here], here == owner)])
+
     order_LE = np.argsort(-load, axis=1, kind="stable")
-    set_aside_LH, remaining_LH = order_LE[:, :overlap_degree], order_LE[:, overlap_degree:]
-    shards = _Shards(owners, load, topology)
-    shards.place(remaining_LH)
+    set_aside_LH = order_LE[:, :overlap_degree]
+    place(order_LE[:, overlap_degree:])
     layers, experts = np.repeat(np.arange(len(load)), set_aside_LH.shape[1]), set_aside_LH.reshape(-1)
     by_load = np.lexsort((experts, layers, -load[layers, experts]))
     for layer, expert in zip(layers[by_load].tolist(), experts[by_load].tolist(), strict=True):
-        owner = shards.owner_LE[layer][expert]
-        if shards.free_D[owner]:
-            shards.assign(layer, expert, owner)
-    shards.place(set_aside_LH)
-    return owners.with_owners(np.array(shards.device_LE, dtype=np.int64).reshape(load.shape))
+        owner = owners.device_LE[layer, expert]
+        if free_D[owner]:
+            assign(layer, expert, owner)
+    place(set_aside_LH)
+    return owners.with_owners(device_LE)
 
 
-class _Shards:
-    """The experts placed so far (-1: not yet), free slots, and the load of every layer on every device.
-
-    These are plain lists and floats, because every step touches only one device and one node.
-    """
-
-    def __init__(self, owners: OwnerMap, load_LE: np.ndarray, topology: Topology) -> None:
-        self.device_LE: list[list[int]] = np.full(load_LE.shape, -1).tolist()
-        self.owner_LE: list[list[int]] = owners.device_LE.tolist()
-        self.free_D = [owners.slots_per_device] * owners.num_devices
-        self._load_LE: list[list[float]] = load_LE.tolist()
-        self._load_LD = [[0.0] * owners.num_devices for _ in load_LE]
-        self._topology = topology
-
-    def assign(self, layer: int, expert: int, device: int) -> None:
-        """Give an expert of a layer a slot on a device."""
-        self.device_LE[layer][expert] = device
-        self._load_LD[layer][device] += self._load_LE[layer][expert]
-        self.free_D[device] -= 1
-
-    def place(self, expert_LH: np.ndarray) -> None:
-        """Place those of each layer's experts (in descending load) that have no slot yet (lines 9 to 13)."""
-        if expert_LH.shape[1]:
-            first_L = [self._load_LE[layer][expert] for layer, expert in enumerate(expert_LH[:, 0].tolist())]
-            for layer in sorted(range(len(first_L)), key=lambda layer: -first_L[layer]):
-                self._place_layer(layer, expert_LH[layer].tolist())
-
-    def _place_layer(self, layer: int, experts: list[int]) -> None:
-        """Place experts of one layer in the given order, each on the least loaded node and device."""
-        load_D, free_D, members_N = self._load_LD[layer], self.free_D, self._topology.devices_by_node
-        in_node = [_OpenPlaces() for _ in members_N]
-        nodes = _OpenPlaces()
-        node_load = [sum([load_D[device] for device in devices]) for devices in members_N]
-        node_free = [sum([free_D[device] for device in devices]) for devices in members_N]
-        for node, devices in enumerate(members_N):
-            nodes.update_place(node, node_load[node] / len(devices), node_free[node] / len(devices))
-            for device in devices:
-                in_node[node].update_place(device, load_D[device], free_D[device])
-        for expert in experts:
-            if self.device_LE[layer][expert] >= 0:
-                continue
-            owner = self.owner_LE[layer][expert]
-            node = nodes.least_loaded(self._topology.node_of_device[owner])
-            device, size = in_node[node].least_loaded(owner), len(members_N[node])
-            self.assign(layer, expert, device)
-            node_load[node] += self._load_LE[layer][expert]
-            node_free[node] -= 1
-            in_node[node].update_place(device, load_D[device], free_D[device])
-            nodes.update_place(node, node_load[node] / size, node_free[node] / size)
-
-
-class _OpenPlaces(dict[int, tuple[float, float, int]]):
-    """The nodes or devices that have a free slot: number -> (load, free slots, number)."""
-
-    def update_place(self, number: int, load: float, free: float) -> None:
-        """Set the load and the free slots of one place."""
-        if free:
-            self[number] = (load, free, number)
-        else:
-            self.pop(number, None)
-
-    def least_loaded(self, preferred: int) -> int:
-        """The first place by load, then free slots; ``preferred`` if it equals the first one in both."""
-        first = min(self.values())
-        return preferred if self.get(preferred, ())[:2] == first[:2] else first[2]
+def _least_loaded(load: np.ndarray, free: np.ndarray, is_present: np.ndarray) -> int:
+    """The place with a free slot that comes first by load, free slots, present owner, and number."""
+    return int(np.lexsort((~is_present, free, load, free == 0))[0])

@@ -1,30 +1,106 @@
-"""Pro-Prophet's planner: it replicates the most loaded experts on a subset of the devices (Pro-Prophet, §IV).
+"""Pro-Prophet: replicates the most loaded experts on a subset of the devices (Pro-Prophet, §IV).
 
 Shape letters: E experts, D devices.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.planning.arrays import checked_counts
 from megatron_fssdp.planning.compiled_form import kernels
-from megatron_fssdp.planning.papers.prophet_model import ProphetModel
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 ROUNDING = 1e-9
 """More than the relative rounding error of modelled seconds."""
 
 
-def plan_layers(
+@dataclass(frozen=True)
+class ProphetModel:
+    """Pro-Prophet's performance model of one MoE layer (§IV-B, Eq. 1 to 6; §V-C, Eq. 8).
+
+    The methods take numbers or arrays of equal shapes, with one entry for each case.
+
+    Attributes:
+        num_devices: Number of devices, the paper's ``D``.
+        input_bytes: Bytes of one input (one token's hidden state), ``size(input)``.
+        expert_bytes: Bytes of one expert's parameters.
+        gradient_bytes: Bytes of one expert's gradients.
+        bytes_per_s: Mean bandwidth of a device while all devices exchange inputs, ``B̄``.
+        inputs_per_s: Number of inputs for which a device computes the expert's forward pass in a second,
+            ``t``.
+        non_expert_s: Seconds of the forward pass of the computation between two MoE layers, ``FNEC``. Its
+            backward pass takes twice as long.
+        overlaps: Whether Trans and Agg run beside computation. Then Eq. 8 is used in place of Eq. 6.
+        transfer_bytes_per_s: Bandwidth of Trans and Agg. ``None`` means ``B̄``, as in the paper. This field
+            is ours, because a two-level transfer has a node's link for itself.
+        start_s: Start-up seconds of each expert's Trans, and of its Agg. The paper has none.
+    """
+
+    num_devices: int
+    input_bytes: float
+    expert_bytes: float
+    gradient_bytes: float
+    bytes_per_s: float
+    inputs_per_s: float
+    non_expert_s: float = 0.0
+    overlaps: bool = False
+    transfer_bytes_per_s: float | None = None
+    start_s: float = 0.0
+
+    def all_to_all_s(self, most_received: Any) -> Any:
+        """Seconds of one all-to-all, ``T_A2A = max_i R_i · size(input) / B̄`` (Eq. 1).
+
+        ``most_received`` are the most inputs that a device receives from other devices.
+        """
+        return most_received * self.input_bytes / self.bytes_per_s
+
+    def expert_s(self, most_computed: Any) -> Any:
+        """Seconds of the experts' forward pass, ``T_FEC = max_i H_i / t`` (Eq. 2), and half of Eq. 3.
+
+        ``most_computed`` are the most inputs that a device computes.
+        """
+        return most_computed / self.inputs_per_s
+
+    def transfer_s(self, num_selected: Any, num_bytes: float, num_left_out: int) -> Any:
+        """Seconds of ``T_Trans = s · (D − n) · size / (D · B̄)`` (Eq. 4), or of ``T_Agg`` (Eq. 5).
+
+        Args:
+            num_selected: Number of selected experts, ``s``.
+            num_bytes: Bytes of one expert's parameters (Trans) or gradients (Agg), ``size``.
+            num_left_out: Number of devices to which a selected expert is not sent, ``n``.
+        """
+        share = (self.num_devices - num_left_out) / self.num_devices
+        bytes_per_s = self.transfer_bytes_per_s or self.bytes_per_s
+        return num_selected * (self.start_s + share * num_bytes / bytes_per_s)
+
+    def layer_s(self, most_received: Any, most_computed: Any, num_selected: Any, num_left_out: int) -> Any:
+        """Modelled seconds of the layer: Eq. 6, or Eq. 8 if transfers overlap computation.
+
+        The arguments are those of the other methods.
+        """
+        forward_s = self.expert_s(most_computed)
+        trans_s = self.transfer_s(num_selected, self.expert_bytes, num_left_out)
+        agg_s = self.transfer_s(num_selected, self.gradient_bytes, num_left_out)
+        if self.overlaps:
+            trans_s = np.maximum(0.0, trans_s - (forward_s + self.non_expert_s))
+            agg_s = np.maximum(0.0, agg_s - BACKWARD_PER_FORWARD * (forward_s + self.non_expert_s))
+        moved_s = NUM_ALL_TO_ALLS * self.all_to_all_s(most_received)
+        return moved_s + (1 + BACKWARD_PER_FORWARD) * forward_s + trans_s + agg_s
+
+
+def greedy_placements(
     owner_E: np.ndarray,
     counts_DE: np.ndarray,
     model: ProphetModel,
     left_out: Sequence[int],
     *,
-    balance: float = 0.5,
-    slots: int | None = None,
-) -> list[tuple[ExpertPlacement, float]]:
+    balance: float,
+    slots: int,
+) -> list[ExpertPlacement]:
     """Plan one layer by the greedy search, once for each of several numbers ``n`` (Pro-Prophet, Alg. 1).
 
     Each step takes the most loaded device, and of its experts the most loaded one that has not been selected
@@ -37,26 +113,18 @@ def plan_layers(
         owner_E: Owner of every expert, integers ``[E]``.
         counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
         model: The performance model of the layer.
-        left_out: The numbers ``n`` of devices to which a selected expert is not sent.
+        left_out: The numbers ``n`` of devices to which a selected expert is not sent, each from 0 to D - 1.
         balance: ``α`` of Eq. 7. The load is balanced if ``max(H) − min(H) < α · I / E``, with ``I`` inputs in
             all.
-        slots: Most replicas that a device may hold. None means no limit, as in the paper.
+        slots: Most replicas that a device may hold.
 
     Returns:
-        For each number a placement, and its modelled seconds, which are at most those without replicas.
+        A placement for each number.
 
     Raises:
-        ValueError: ``balance`` is negative, a number of ``left_out`` is out of range, or the counts do not
-            match the owners and devices.
+        ValueError: The counts do not match the owners and devices.
     """
     num_experts, num_devices = len(owner_E), model.num_devices
-    if balance < 0:
-        raise ValueError(f"balance is {balance}: wanted 0 or more (Pro-Prophet, Eq. 7)")
-    for number in left_out:
-        if not 0 <= number < num_devices:
-            raise ValueError(
-                f"num_left_out is {number} of {num_devices} devices: wanted 0 up to {num_devices - 1}"
-            )
     plain = ExpertPlacement.owners_only(owner_E, num_devices)
     owner = plain.owner_E
     counts = checked_counts(counts_DE, num_devices, num_experts)
@@ -65,32 +133,28 @@ def plan_layers(
         np.bincount(owner, weights=tokens_E, minlength=num_devices).astype(np.int64)
         for tokens_E in (load_E, counts[owner, np.arange(num_experts)])
     )
-    plain_s = float(model.layer_s(computed_D - own_D, computed_D, 0, 0))
+    plain_s = float(model.layer_s((computed_D - own_D).max(), computed_D.max(), 0, 0))
     fewest_first_ED = np.argsort(inputs_ED, axis=1, kind="stable")
     layer = tuple(memoryview(np.array(array)) for array in (owner, load_E, inputs_ED, fewest_first_ED))
     found = []
     for number in left_out:
         # More steps would take longer than no replicas even if they left no all-to-all and level loads.
         steps = np.arange(1, num_experts + 1)
-        least_s = model.step_s(0.0, load_E.sum() / num_devices, steps, number)
+        least_s = model.layer_s(0.0, load_E.sum() / num_devices, steps, number)
         after, replicas = kernels().greedy_steps(
             layer,
             computed_D,
             computed_D - own_D,
             tolerance=balance * int(load_E.sum()) / num_experts,
             num_left_out=number,
-            slots=num_experts if slots is None else min(slots, num_experts),
+            slots=min(slots, num_experts),
             most_steps=int((least_s * (1 - ROUNDING) < plain_s).sum()),
         )
-        placement, seconds = plain, plain_s
-        if len(after):
-            step_s = model.step_s(after[:, 1], after[:, 2], steps[: len(after)], number)
-            best = int(step_s.argmin())
-            if step_s[best] < plain_s:
-                present_ED = plain.present_ED.copy()
-                expert_P, device_P = replicas[: after[best, 0]].T
-                present_ED[expert_P, device_P] = True
-                placement = ExpertPlacement(owner, present_ED, slots=slots)
-                seconds = float(step_s[best])
-        found.append((placement, seconds))
+        step_s = model.layer_s(after[:, 1], after[:, 2], steps[: len(after)], number)
+        found.append(plain)
+        if len(after) and step_s.min() < plain_s:
+            expert_P, device_P = replicas[: after[step_s.argmin(), 0]].T
+            present_ED = plain.present_ED.copy()
+            present_ED[expert_P, device_P] = True
+            found[-1] = ExpertPlacement(owner, present_ED, slots=slots)
     return found

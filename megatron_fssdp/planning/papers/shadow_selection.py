@@ -17,27 +17,17 @@ class ShadowingCosts:
 
     Attributes:
         token_bytes: Bytes of one token's hidden state, the paper's ``H``.
-        expert_bytes: Bytes of one expert's parameters, the paper's ``2αH²``.
-        gradient_bytes: Bytes of one expert's gradient.
+        expert_bytes: Bytes of one expert's parameters, the paper's ``2αH²``, and of its gradient.
         flops_per_token: Floating-point operations of one expert's forward pass for one token, ``4αH²``.
         flops_per_s: Throughput of one device, ``P``.
         bytes_per_s: Bandwidth of the network, ``W_net``. The model has one bandwidth for all links.
-
-    Raises:
-        ValueError: A throughput is not positive.
     """
 
     token_bytes: float
     expert_bytes: float
-    gradient_bytes: float
     flops_per_token: float
     flops_per_s: float
     bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        for name in ("flops_per_s", "bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: wanted a positive throughput")
 
     def of_the_authors(self, num_devices: int) -> "ShadowingCosts":
         """Costs with which these formulas equal those of the authors' scripts, on D expert-parallel devices.
@@ -46,31 +36,22 @@ class ShadowingCosts:
         system, counts the compute of every token four times (with the bytes of a number) and divides the
         transfers of a shadow by the number of devices.
         """
-        return replace(
-            self,
-            flops_per_token=4 * self.flops_per_token,
-            expert_bytes=self.expert_bytes / num_devices,
-            gradient_bytes=self.gradient_bytes / num_devices,
-        )
+        each = self.expert_bytes / num_devices
+        return replace(self, flops_per_token=4 * self.flops_per_token, expert_bytes=each)
 
-    # ``num_tokens`` is the paper's ``B``, the tokens of the most loaded device.
+    def latency_s(self, num_tokens: float, num_shadowed: int, num_exchanged: float) -> float:
+        """Seconds of a layer, forward and backward: Eq. 7 without shadows, Eq. 8 without an exchange.
 
-    def compute_s(self, num_tokens: float) -> float:
-        """Seconds of expert compute, forward and backward: ``3 · 4·B·αH² / P`` (Eq. 7, 8)."""
-        return (1 + BACKWARD_PER_FORWARD) * num_tokens * self.flops_per_token / self.flops_per_s
-
-    def exchange_s(self, num_tokens: float) -> float:
-        """Seconds of the four all-to-alls: ``4 · B·H / W_net`` (Eq. 7)."""
-        return NUM_ALL_TO_ALLS * num_tokens * self.token_bytes / self.bytes_per_s
-
-    def imbalanced_s(self, num_tokens: float) -> float:
-        """Seconds of a layer without shadows: compute and all-to-alls (Eq. 7)."""
-        return self.compute_s(num_tokens) + self.exchange_s(num_tokens)
-
-    def shadowed_s(self, num_shadowed: int, num_tokens: float) -> float:
-        """Seconds with shadows: compute, and for each shadow a broadcast and a reduction (Eq. 8)."""
-        moved_bytes = num_shadowed * (self.expert_bytes + self.gradient_bytes)
-        return self.compute_s(num_tokens) + moved_bytes / self.bytes_per_s
+        Args:
+            num_tokens: Tokens that the most loaded device computes, ``B``, in ``3 · 4·B·αH² / P`` seconds.
+            num_shadowed: Number of shadows; each has a broadcast and a reduction of ``2αH² / W_net`` seconds.
+            num_exchanged: Tokens that the most loaded device receives in each of four all-to-alls, which take
+                ``4 · B·H / W_net`` seconds.
+        """
+        compute_s = (1 + BACKWARD_PER_FORWARD) * num_tokens * self.flops_per_token / self.flops_per_s
+        moved_bytes = num_shadowed * (self.expert_bytes + self.expert_bytes)
+        exchange_s = NUM_ALL_TO_ALLS * num_exchanged * self.token_bytes / self.bytes_per_s
+        return compute_s + moved_bytes / self.bytes_per_s + exchange_s
 
 
 def select_shadows(
@@ -78,7 +59,7 @@ def select_shadows(
     counts_DE: np.ndarray,
     costs: ShadowingCosts,
     *,
-    most: int | None = None,
+    most: int,
     remaining_exchange: bool = False,
 ) -> tuple[int, ...]:
     """Select the experts to replicate on all devices (FasterMoE, Alg. 1).
@@ -91,7 +72,7 @@ def select_shadows(
         owner_E: Owner of every expert, integers ``[E]``.
         counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
         costs: The quantities from which latencies are computed.
-        most: Most experts to select. None means no limit, as in the paper.
+        most: Most experts to select. The paper has no limit.
         remaining_exchange: Whether to add to Eq. 8 the all-to-alls of the tokens that still go to owners,
             computed as in Eq. 7. The published Eq. 8 omits them, so its first shadow seems to save the whole
             dispatch.
@@ -106,15 +87,14 @@ def select_shadows(
     load_E = counts.sum(axis=0)
     tokens_D = np.bincount(owner_E, weights=load_E, minlength=len(counts))
     exchanged_D = tokens_D.copy()
-    least_s = costs.imbalanced_s(float(tokens_D.max()))
+    least_s = costs.latency_s(float(tokens_D.max()), 0, float(tokens_D.max()))
     shadowed: list[int] = []
     for expert in np.argsort(-load_E, kind="stable").tolist()[:most]:
         tokens_D[owner_E[expert]] -= load_E[expert]
         tokens_D += counts[:, expert]
         exchanged_D[owner_E[expert]] -= load_E[expert]
-        seconds = costs.shadowed_s(len(shadowed) + 1, float(tokens_D.max()))
-        if remaining_exchange:
-            seconds += costs.exchange_s(float(exchanged_D.max()))
+        exchanged = float(exchanged_D.max()) if remaining_exchange else 0.0
+        seconds = costs.latency_s(float(tokens_D.max()), len(shadowed) + 1, exchanged)
         if not seconds < least_s:
             break
         least_s = seconds

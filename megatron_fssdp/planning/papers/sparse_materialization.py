@@ -1,11 +1,11 @@
-"""Sparse materialization: which experts to replicate, and where (Hecate, Alg. 1).
+"""Sparse materialization and its calibration: which experts to replicate, and where (Hecate, Alg. 1, §4.2).
 
 Shape letters: E experts, D devices.
 """
 
 import numpy as np
 
-from megatron_fssdp.planning.arrays import checked_load
+from megatron_fssdp.planning.arrays import checked_counts, checked_load
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -40,15 +40,10 @@ def sparse_materialization(
         A placement with at most ``slots`` replicas on every device.
 
     Raises:
-        ValueError: The loads do not match the owners, or a limit is negative.
+        ValueError: The loads do not match the owners.
     """
     placement = ExpertPlacement.owners_only(owner_E, topology.num_devices)
     load = checked_load(load_E, "load_E", (placement.num_experts,), "one load an expert")
-    if overlap_degree < 0 or slots < 0:
-        raise ValueError(
-            f"overlap_degree is {overlap_degree} and slots is {slots}: wanted 0 or more of each; "
-            "0 of either means no replicas"
-        )
     num_top = min(overlap_degree, placement.num_experts)
     num_slots, num_devices = min(slots, num_top), topology.num_devices
     top = np.argsort(-load, kind="stable")[:num_top]
@@ -121,3 +116,44 @@ def _best_devices(owner: int, free_D: np.ndarray, topology: Topology) -> np.ndar
     has_expert = (nodes == node_D[owner]) | (taken_before > 0)
     order = np.lexsort((devices, -free_D[devices], taken_before - node_free_N[nodes], has_expert))
     return devices[order]
+
+
+def calibration_candidates(
+    planned: ExpertPlacement, counts_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
+) -> list[ExpertPlacement]:
+    """Placements with more replicas, for the gate's exact counts (calibration, Hecate, §4.2).
+
+    Alg. 1 runs again with the exact counts and the same limits, so at most t more experts get replicas. Those
+    that ``planned`` lacks go into the free slots, the most loaded experts first. Replicas that are there
+    stay, because their transfer is already paid. The candidates have the additions of the most loaded 1, 2,
+    4, ... experts and of all: one expert's may pay off when those of all do not.
+
+    Args:
+        planned: The placement whose replicas are on their devices or are being gathered.
+        counts_DE: (token, k) pairs that every device routes to every expert, integers ``[D, E]``.
+        topology: Nodes of the devices.
+        overlap_degree: Most experts that may get more replicas, t.
+        slots: Most replicas that a device may hold, with those of ``planned``, m.
+
+    Raises:
+        ValueError: The counts do not match the placement.
+    """
+    load_E = checked_counts(counts_DE, planned.num_devices, planned.num_experts).sum(axis=0)
+    wanted = sparse_materialization(
+        planned.owner_E, load_E, topology, overlap_degree=overlap_degree, slots=slots
+    )
+    missing_ED = wanted.present_ED & ~planned.present_ED
+    left_D = slots - planned.replicas_per_device_D
+    present_ED, found = planned.present_ED.copy(), []
+    for expert in np.argsort(-load_E, kind="stable").tolist():
+        devices = np.flatnonzero(missing_ED[expert] & (left_D > 0))
+        if devices.size:
+            left_D[devices] -= 1
+            present_ED[expert, devices] = True
+            found.append(ExpertPlacement(planned.owner_E, present_ED, slots=slots))
+    return [found[number - 1] for number in doubling(len(found))]
+
+
+def doubling(most: int) -> list[int]:
+    """The numbers 1, 2, 4, ... that are below ``most``, then ``most``. The list is empty for 0."""
+    return [*(1 << i for i in range(max(most - 1, 0).bit_length())), most] if most else []

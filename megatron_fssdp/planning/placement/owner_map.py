@@ -8,12 +8,11 @@ device owns none of most layers. ``S`` is then rounded up, and some slots may be
 Resident replicas (FlexMoE) outlive iterations and have Parameters and optimizer states of their own. Every
 device has W resident slots for each layer. They are numbered after its owned slots, layer by layer.
 
-Shape letters: L MoE layers of a pipeline stage, E experts, D devices, W slots, P pairs of expert and device.
+Shape letters: L MoE layers of a pipeline stage, E experts, D devices, W slots.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -57,21 +56,20 @@ class OwnerMap:
         for name in ("device_LE", "slot_LE"):
             object.__setattr__(self, name, frozen_array(getattr(self, name), np.int64))
         device_LE, slot_LE = self.device_LE, self.slot_LE
-        if device_LE.ndim != 2 or device_LE.shape != slot_LE.shape:
-            raise ValueError(
-                f"owner map: got devices of shape {device_LE.shape} and slots of shape {slot_LE.shape}, "
-                "wanted [layers, experts] of both"
-            )
         may_be_free = device_LE.shape[1] < self.num_devices
-        if self.num_devices < 1 or (device_LE.size % self.num_devices and not may_be_free):
+        if device_LE.shape != slot_LE.shape or (device_LE.size % self.num_devices and not may_be_free):
             raise ValueError(
-                f"owner map: got {device_LE.size} experts on {self.num_devices} devices, wanted the same "
-                "number of slots on every device; use a number of experts that the devices can share evenly"
+                f"owner map: got {device_LE.size} experts in {slot_LE.size} slots of {self.num_devices} "
+                "devices, wanted the same number of slots on every device; use a number of experts that the "
+                "devices can share evenly"
             )
-        in_range = ((slot_LE >= 0) & (slot_LE < self.slots_per_device)).all()
-        in_range &= ((device_LE >= 0) & (device_LE < self.num_devices)).all()
+        in_range = (slot_LE >= 0) & (slot_LE < self.slots_per_device)
+        in_range &= (device_LE >= 0) & (device_LE < self.num_devices)
         # As many experts as slots that use no slot twice fill all of them.
-        if not in_range or len(np.unique(self._places)) != device_LE.size:
+        if (
+            not in_range.all()
+            or len(np.unique(device_LE * self.slots_per_device + slot_LE)) != device_LE.size
+        ):
             raise ValueError(
                 f"owner map: got slots that are missing or used twice, wanted every one of the "
                 f"{self.slots_per_device} slots of all {self.num_devices} devices used once"
@@ -92,8 +90,11 @@ class OwnerMap:
         device_LE = np.tile(even_owners(num_experts, num_devices), (num_layers, 1))
         if num_experts < num_devices:
             device_LE = (device_LE + np.arange(num_layers)[:, None]) % num_devices
-        slots = _rank_among_equal(device_LE.reshape(-1))
-        return cls(device_LE, slots.reshape(device_LE.shape), num_devices)
+        slot_LE = np.empty_like(device_LE)
+        for device in range(num_devices):
+            owned_LE = device_LE == device
+            slot_LE[owned_LE] = np.arange(np.count_nonzero(owned_LE))
+        return cls(device_LE, slot_LE, num_devices)
 
     @property
     def num_layers(self) -> int:
@@ -109,11 +110,6 @@ class OwnerMap:
     def slots_per_device(self) -> int:
         """Number of slots of a device, S."""
         return -(-self.device_LE.size // self.num_devices)
-
-    @cached_property
-    def _places(self) -> np.ndarray:
-        """Number of every expert's slot among the slots of all devices, int64 ``[L * E]``."""
-        return (self.device_LE * max(self.slots_per_device, 1) + self.slot_LE).reshape(-1)
 
     @property
     def is_even(self) -> bool:
@@ -137,33 +133,24 @@ class OwnerMap:
         ascending order. ``device_LE`` has the new owner of every expert, integers ``[L, E]``.
 
         Raises:
-            ValueError: The shape is not that of this map, or a device gets more experts than it has slots
-                for.
+            ValueError: A device does not exist, or gets more experts than it has slots for.
         """
         device_LE = np.asarray(device_LE, dtype=np.int64)
-        if device_LE.shape != self.device_LE.shape:
-            raise ValueError(
-                f"device_LE has shape {device_LE.shape}, wanted {self.device_LE.shape}, the shape of the map"
-            )
-        if ((device_LE < 0) | (device_LE >= self.num_devices)).any():
-            raise ValueError(f"device_LE has a device outside 0 to {self.num_devices - 1}: wanted only those")
-        slots, moves = self.slot_LE.reshape(-1).copy(), (device_LE != self.device_LE).reshape(-1)
-        is_open = np.ones(self.num_devices * self.slots_per_device, bool)
-        is_open[self._places[~moves]] = False
-        room_D = is_open.reshape(self.num_devices, -1).sum(axis=1)
-        comes = np.flatnonzero(moves)
-        comes = comes[np.argsort(device_LE.reshape(-1)[comes], kind="stable")]
-        to = device_LE.reshape(-1)[comes]
-        got_D = np.bincount(to, minlength=self.num_devices)
-        if (got_D > room_D).any():
-            device = int((got_D > room_D).argmax())
-            raise ValueError(
-                f"device {device} gets {int(got_D[device])} experts and has {int(room_D[device])} slots for "
-                "them: wanted at most as many experts as slots, of which every device keeps its number"
-            )
-        place = np.flatnonzero(is_open)[(np.cumsum(room_D) - room_D)[to] + _rank_among_equal(to)]
-        slots[comes] = place % max(self.slots_per_device, 1)
-        return OwnerMap(device_LE, slots.reshape(device_LE.shape), self.num_devices)
+        slot_LE, stays_LE = self.slot_LE.copy(), device_LE == self.device_LE
+        for device in np.unique(device_LE[~stays_LE]).tolist():
+            is_here_LE = device_LE == device
+            comes_LE = is_here_LE & ~stays_LE
+            is_open = np.ones(self.slots_per_device, bool)
+            is_open[slot_LE[is_here_LE & stays_LE]] = False
+            open_slots, number = np.flatnonzero(is_open), np.count_nonzero(comes_LE)
+            if number > len(open_slots) or not 0 <= device < self.num_devices:
+                raise ValueError(
+                    f"device {device} gets {number} experts and has {len(open_slots)} slots for them: wanted "
+                    f"a device from 0 to {self.num_devices - 1}, and at most as many experts as slots, of "
+                    "which every device keeps its number"
+                )
+            slot_LE[comes_LE] = open_slots[:number]
+        return OwnerMap(device_LE, slot_LE, self.num_devices)
 
     def moves_to(self, target: "OwnerMap") -> tuple[SlotMove, ...]:
         """The moves that turn this map into another one of the same experts, by layer, then expert."""
@@ -190,41 +177,19 @@ class OwnerMap:
         return cls(lists["device_LE"], lists["slot_LE"], int(lists["num_devices"]))
 
 
-def _rank_among_equal(values: np.ndarray) -> np.ndarray:
-    """How many equal values come before each one, int64, for a one-dimensional array of integers >= 0."""
-    order = np.argsort(values, kind="stable")
-    number = np.bincount(values)
-    rank = np.empty(len(values), np.int64)
-    rank[order] = np.arange(len(values)) - (np.cumsum(number) - number)[values[order]]
-    return rank
-
-
 EMPTY = -1
 """Stands for an expert's number in a resident slot that holds no expert."""
 
 
 @dataclass(frozen=True, eq=False)
 class ResidentMap:
-    """Map from (layer, device, resident slot) to an expert.
+    """Map from (layer, device, resident slot) to an expert; a device holds an expert of a layer once.
 
     Attributes:
-        expert_LDW: Expert in every resident slot, or :data:`EMPTY`; int64 ``[L, D, W]``, read-only.
-
-    Raises:
-        ValueError: A device holds the same expert of a layer twice.
+        expert_LDW: Expert in every resident slot, or :data:`EMPTY`; int64 ``[L, D, W]``.
     """
 
     expert_LDW: np.ndarray
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "expert_LDW", frozen_array(self.expert_LDW, np.int64))
-        for layer, device in np.ndindex(self.expert_LDW.shape[:2]):
-            held = [expert for expert in self.expert_LDW[layer, device].tolist() if expert != EMPTY]
-            if len(set(held)) < len(held):
-                raise ValueError(
-                    f"layer {layer}, device {device}: got experts {held} in its resident slots, wanted each "
-                    "once"
-                )
 
     @classmethod
     def empty(cls, num_layers: int, num_devices: int, slots: int) -> "ResidentMap":
@@ -235,13 +200,6 @@ class ResidentMap:
     def slots(self) -> int:
         """Number of resident slots of a device for each layer, W."""
         return self.expert_LDW.shape[2]
-
-    def placement(self, layer: int, owner_E: np.ndarray) -> ExpertPlacement:
-        """The placement of one layer: its owners (integers ``[E]``), and its replicas in resident slots."""
-        expert_DW = self.expert_LDW[layer]
-        device_P, slot_P = np.nonzero(expert_DW != EMPTY)
-        replicas = zip(expert_DW[device_P, slot_P].tolist(), device_P.tolist(), strict=True)
-        return ExpertPlacement.owners_only(owner_E, len(expert_DW)).with_replicas(replicas, slots=self.slots)
 
     def held_by(self, device: int, layer: int) -> dict[int, int]:
         """Resident replicas of a device in one layer: expert -> resident slot (from 0), sorted by expert."""

@@ -38,45 +38,37 @@ class ExpertPlacement:
 
     def __post_init__(self) -> None:
         owner, present = np.asarray(self.owner_E), np.asarray(self.present_ED)
-        if owner.ndim != 1 or owner.size == 0 or owner.dtype.kind not in "iu":
+        is_wrong = owner.ndim != 1 or present.ndim != 2 or len(owner) != len(present) or not present.size
+        if is_wrong or owner.dtype.kind not in "iu" or present.dtype.kind not in "biu":
             raise ValueError(
-                f"owner_E has shape {owner.shape} and dtype {owner.dtype}: wanted one integer device number "
-                "for each expert, shape (E,) with at least one expert"
+                f"placement: got owner_E of shape {owner.shape} and dtype {owner.dtype}, and present_ED of "
+                f"shape {present.shape} and dtype {present.dtype}: wanted one integer device number for each "
+                "of at least one expert, (E,), and bool (E, D)"
             )
-        if present.ndim != 2 or present.shape[0] != owner.shape[0] or present.shape[1] == 0:
-            raise ValueError(
-                f"present_ED has shape {present.shape}: wanted ({owner.shape[0]}, D), one row for each of "
-                f"the {owner.shape[0]} experts of owner_E and one column for each device"
-            )
-        if present.dtype.kind not in "biu":
-            raise ValueError(f"present_ED has dtype {present.dtype}: wanted bool")
         object.__setattr__(self, "owner_E", frozen_array(owner, np.int64))
         object.__setattr__(self, "present_ED", frozen_array(present, np.bool_))
-        num_experts, num_devices = present.shape
         # A negative device number, viewed as unsigned, is larger than any device number.
-        if int(self.owner_E.view(np.uint64).max()) >= num_devices:
-            expert = int(np.flatnonzero((self.owner_E < 0) | (self.owner_E >= num_devices))[0])
+        if int(self.owner_E.view(np.uint64).max()) >= self.num_devices:
+            expert = int(np.flatnonzero((self.owner_E < 0) | (self.owner_E >= self.num_devices))[0])
             raise ValueError(
                 f"expert {expert} is owned by device {int(self.owner_E[expert])}: wanted a device from 0 to "
-                f"{num_devices - 1}"
+                f"{self.num_devices - 1}"
             )
-        at_owner_E = self.present_ED[np.arange(num_experts), self.owner_E]
+        at_owner_E = self.present_ED[np.arange(self.num_experts), self.owner_E]
         if not at_owner_E.all():
-            expert = int(np.flatnonzero(~at_owner_E)[0])
+            expert = int(at_owner_E.argmin())
             raise ValueError(
                 f"expert {expert} is not present on its owner, device {int(self.owner_E[expert])}: wanted "
                 "present_ED[e, owner_E[e]] to be true for every expert"
             )
-        if self.slots is None:
-            return
-        if self.slots < 0:
-            raise ValueError(f"slots is {self.slots}: wanted a limit of 0 or more replicas on each device")
         # The first comparison is cheap. If all devices together are within the limit, every device is.
-        if self.num_replicas > self.slots and int(self.replicas_per_device_D.max()) > self.slots:
-            device = int(np.flatnonzero(self.replicas_per_device_D > self.slots)[0])
+        if self.slots is None or (0 <= self.num_replicas <= self.slots):
+            return
+        device = int(self.replicas_per_device_D.argmax())
+        if self.slots < 0 or self.replicas_per_device_D[device] > self.slots:
             raise ValueError(
                 f"device {device} holds {int(self.replicas_per_device_D[device])} replicas: wanted at most "
-                f"slots = {self.slots}; plan fewer replicas or raise slots"
+                f"slots = {self.slots}, and 0 or more slots; plan fewer replicas or raise slots"
             )
 
     @classmethod
@@ -138,8 +130,8 @@ class ExpertPlacement:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ExpertPlacement):
             return NotImplemented
-        names = ("owner_E", "present_ED")
-        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
+        same_owners = np.array_equal(self.owner_E, other.owner_E)
+        return same_owners and np.array_equal(self.present_ED, other.present_ED)
 
     def __hash__(self) -> int:
         return hash(self.digest())

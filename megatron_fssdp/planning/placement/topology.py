@@ -3,7 +3,7 @@
 Shape letters: E experts, D devices, N nodes.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,15 +29,11 @@ class Topology:
     def __post_init__(self) -> None:
         nodes = tuple(int(node) for node in self.node_of_device)
         object.__setattr__(self, "node_of_device", nodes)
-        if not nodes:
-            raise ValueError(
-                "node_of_device is empty: got 0 devices, wanted at least 1; give the node of every device"
-            )
         used = sorted(set(nodes))
-        if used != list(range(len(used))):
+        if not nodes or used != list(range(len(used))):
             raise ValueError(
-                f"node_of_device uses the node numbers {used}, wanted every number from 0 to "
-                f"{len(used) - 1}; Topology.from_labels makes such numbers from arbitrary labels"
+                f"topology: got {len(nodes)} devices with the node numbers {used}, wanted one device or "
+                "more, and every number from 0 on; Topology.from_labels makes such numbers from any labels"
             )
 
     @classmethod
@@ -47,18 +43,12 @@ class Topology:
         Raises:
             ValueError: A number is not positive, or the nodes cannot be of equal size.
         """
-        if num_devices < 1 or num_nodes < 1:
+        if num_devices < 1 or num_nodes < 1 or num_devices % num_nodes:
             raise ValueError(
-                f"a topology needs at least one device and one node: got {num_devices} devices and "
-                f"{num_nodes} nodes"
+                f"{num_devices} devices cannot form {num_nodes} equal nodes: wanted one node or more, "
+                "in a number that divides the devices; use Topology.from_labels for nodes of different sizes"
             )
-        if num_devices % num_nodes:
-            raise ValueError(
-                f"{num_devices} devices cannot form {num_nodes} equal nodes: wanted a number of nodes that "
-                f"divides {num_devices}; use Topology.from_labels for nodes of different sizes"
-            )
-        devices_per_node = num_devices // num_nodes
-        return cls(tuple(device // devices_per_node for device in range(num_devices)))
+        return cls(tuple(device * num_nodes // num_devices for device in range(num_devices)))
 
     @classmethod
     def from_labels(cls, labels: Sequence[Hashable]) -> "Topology":
@@ -66,8 +56,8 @@ class Topology:
 
         Nodes are numbered in the order in which their labels first appear.
         """
-        number_of: dict[Hashable, int] = {}
-        return cls(tuple(number_of.setdefault(label, len(number_of)) for label in labels))
+        number_of = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        return cls(tuple(number_of[label] for label in labels))
 
     @property
     def num_devices(self) -> int:
@@ -80,30 +70,26 @@ class Topology:
         return max(self.node_of_device) + 1
 
     @cached_property
-    def devices_by_node(self) -> tuple[tuple[int, ...], ...]:
-        """For each node, its devices in ascending order."""
-        nodes = range(self.num_nodes)
-        return tuple(tuple(np.flatnonzero(self.node_of_device_D == node).tolist()) for node in nodes)
-
-    @cached_property
     def node_of_device_D(self) -> np.ndarray:
         """Node number of every device, int64 ``[D]``, read-only."""
         return frozen_array(self.node_of_device, np.int64)
 
     @cached_property
-    def by_node_D(self) -> np.ndarray:
-        """The devices by node, then number, int64 ``[D]``, read-only."""
-        return frozen_array(np.argsort(self.node_of_device_D, kind="stable"), np.int64)
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Three int64 arrays, as kernels take them.
+
+        They are ``node_of_device_D``, the devices by node and then number ``[D]``, and where the devices of
+        each node begin there, then D, ``[N + 1]``.
+        """
+        by_node_D = np.argsort(self.node_of_device_D, kind="stable")
+        first_N = [0, *np.cumsum(np.bincount(self.node_of_device_D))]
+        return self.node_of_device_D, frozen_array(by_node_D, np.int64), frozen_array(first_N, np.int64)
 
     @cached_property
-    def first_N(self) -> np.ndarray:
-        """Where the devices of each node begin in ``by_node_D``, then D; int64 ``[N + 1]``, read-only."""
-        return frozen_array([0, *np.cumsum(np.bincount(self.node_of_device_D))], np.int64)
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``node_of_device_D``, ``by_node_D`` and ``first_N``, as kernels take them."""
-        return self.node_of_device_D, self.by_node_D, self.first_N
+    def devices_by_node(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, its devices in ascending order."""
+        _, by_node_D, first_N = self.arrays
+        return tuple(tuple(devices.tolist()) for devices in np.split(by_node_D, first_N[1:-1]))
 
     @cached_property
     def smallest_and_largest_node(self) -> tuple[int, int]:
@@ -114,16 +100,30 @@ class Topology:
     @cached_property
     def _is_uniform(self) -> bool:
         """Whether nodes are equal and contiguous in rank order."""
-        size = self.num_devices // self.num_nodes
-        return np.array_equal(self.node_of_device_D, np.arange(self.num_devices) // size)
+        return self.node_of_device == tuple(
+            np.repeat(range(self.num_nodes), self.num_devices // self.num_nodes)
+        )
 
     def sum_over_nodes(self, values_DE: np.ndarray) -> np.ndarray:
         """Sums of the rows of each node's devices, in ascending device order: ``[D, E]`` to ``[N, E]``."""
         if not self._is_uniform:
             return np.stack([values_DE[list(devices)].sum(axis=0) for devices in self.devices_by_node])
         # numpy adds row after row in C order. In another order it may add in pairs, and sums would differ.
-        shape = (self.num_nodes, self.num_devices // self.num_nodes, values_DE.shape[1])
-        return np.ascontiguousarray(values_DE).reshape(shape).sum(axis=1)
+        rows = np.ascontiguousarray(values_DE).reshape(self.num_nodes, -1, values_DE.shape[1])
+        return rows.sum(axis=1)
+
+
+def kept_on[Keeper, Result](
+    keeper: Keeper, topology: Topology, build: Callable[[Keeper, Topology], Result]
+) -> Result:
+    """Result of ``build(keeper, topology)``, kept on a frozen object such as a placement for the next call.
+
+    One result is kept for each function ``build``. A call with another topology object replaces it.
+    """
+    kept: tuple[Topology, Result] | None = keeper.__dict__.get(build.__qualname__)
+    if kept is None or kept[0] is not topology:
+        kept = keeper.__dict__[build.__qualname__] = (topology, build(keeper, topology))
+    return kept[1]
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,12 @@ class GroupRing:
 
     def receivers(self, step: int) -> range:
         """The ranks to which this rank sends rows: group ``own − k``, k steps after that of the own group."""
-        return self._group(self.rank // self.group_size - step - self.own_last)
+        return self._group(-step - self.own_last)
 
     def senders(self, step: int) -> range:
         """The ranks whose rows this rank computes: group ``own + k``, k steps after that of the own group."""
-        return self._group(self.rank // self.group_size + step + self.own_last)
+        return self._group(step + self.own_last)
 
-    def _group(self, number: int) -> range:
-        """Ranks of a group. The number is taken modulo the number of groups."""
-        first = number % self.num_steps * self.group_size
+    def _group(self, distance: int) -> range:
+        first = (self.rank // self.group_size + distance) % self.num_steps * self.group_size
         return range(first, first + self.group_size)

@@ -11,9 +11,8 @@ import numpy as np
 
 from megatron_fssdp.planning.arrays import frozen_array
 from megatron_fssdp.planning.compiled_form import kernels
-from megatron_fssdp.planning.placement.kept_results import kept_on
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.placement.topology import Topology, kept_on
 
 
 class TransferEdge(NamedTuple):

@@ -91,12 +91,12 @@ def profile_layers(
         flops_per_token=flops_per_token,
         memory_capacity=memory_capacity(
             int(-free),
-            expert_bytes=layout.num_bytes,
-            gradient_bytes_per_expert=layout.numel * FP32_BYTES,
+            held,
+            expert_elements=layout.numel,
+            dtype_bytes=layout.dtype.itemsize,
             num_experts=first.context.num_experts,
-            held=held,
             # Between CPUs, messages are so small that the reserve covers them.
-            buffered_bytes=messages.buffered_bytes if device.type == "cuda" else None,
+            messages=messages if device.type == "cuda" else None,
         ),
         gradient_bytes=layout.numel * FP32_BYTES if held.sends_fp32 else layout.num_bytes,
         num_micro_batches=num_micro_batches,

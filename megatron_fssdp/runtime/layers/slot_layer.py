@@ -44,8 +44,8 @@ from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_backward
 from megatron_fssdp.runtime.slots.exact_shares import remap_exactly
 from megatron_fssdp.runtime.slots.remap import remap_by_table
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerPlan
-from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 
 class SlotLayer(PlannedLayer):
@@ -385,7 +385,7 @@ class SlotLayer(PlannedLayer):
 
     def _take_load(self) -> LayerLoad:
         load, self.load = self.load, LayerLoad.empty(self.context)
-        if self.shared is not None and isinstance(self.strategy, SelectsStrategies):
+        if self.shared is not None and isinstance(self.strategy, AutoStrategy):
             load.strategy = self.strategy.selected(self.context.layer)
         for timer in self.journal:
             load.add(timer)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.selection_report import IterationSpread, SelectionReport
-from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 LATEST = 200
 """Most iterations whose seconds are kept."""
@@ -26,7 +26,7 @@ class StrategySelector:
     """
 
     def __init__(
-        self, strategy: SelectsStrategies, groups: Sequence[dist.ProcessGroup], device: torch.device
+        self, strategy: AutoStrategy, groups: Sequence[dist.ProcessGroup], device: torch.device
     ) -> None:
         self._strategy = strategy
         self._groups = groups

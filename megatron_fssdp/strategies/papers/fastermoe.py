@@ -5,7 +5,6 @@ import numpy as np
 from megatron_fssdp.config.strategy.shipped_settings import FastermoeSettings
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import ReplicasAfterGate
 
@@ -26,7 +25,6 @@ class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):
         costs = ShadowingCosts(
             token_bytes=profile.token_bytes,
             expert_bytes=profile.expert_bytes,
-            gradient_bytes=profile.expert_bytes,
             flops_per_token=profile.flops_per_token,
             flops_per_s=profile.cluster.expert_flops_per_s,
             bytes_per_s=1 / profile.slowest_link(context.topology).beta_s_per_byte,
@@ -45,9 +43,4 @@ class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):
         present_ED = plan.placement.present_ED.copy()
         present_ED[list(shadowed)] = True
         placement = ExpertPlacement(context.owner_E, present_ED)
-        return LayerPlan(
-            placement,
-            two_level_transfer(placement, context.topology),
-            gather_ahead=self.settings.overlap,
-            each_micro_batch=True,
-        )
+        return self.plan_of(placement, context, each_micro_batch=True)

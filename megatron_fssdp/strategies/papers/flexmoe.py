@@ -4,8 +4,9 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
+from megatron_fssdp.planning.cost.layer_seconds import moving_seconds, placement_seconds
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.flexmoe_planner import ReplicaPrice, next_resident_placement
+from megatron_fssdp.planning.papers.flexmoe_planner import next_resident_placement
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -30,41 +31,45 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
         """Largest number of replicas of a layer on a device."""
         return self.resident_slots
 
-    def limits(self, context: LayerContext) -> str:
-        """The slots and the interval at which replicas are reconsidered, as a text for the log."""
-        return (
-            f"slots m = {self.settings.slots}, replicas are reconsidered every "
-            f"{self.settings.placement_interval} iterations"
-        )
-
     def replicates_at(self, iteration: int) -> bool:
         """Whether ``iteration`` is a multiple of ``placement_interval`` and not 0."""
         return iteration > 0 and iteration % self.settings.placement_interval == 0
 
     def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
-        """The present placement, changed in steps that save seconds (:meth:`ReplicaPrice.saving_s`)."""
-        present = context.placement
-        if context.profile is None or not load_DE.any():
+        """The present placement, changed in steps that save seconds until replicas are reconsidered.
+
+        The seconds of a layer are those of all-to-alls, experts, and what is exposed of the gradients'
+        all-reduce.
+        """
+        present, profile, topology = context.placement, context.profile, context.topology
+        if profile is None or not load_DE.any():
             return present
-        price = ReplicaPrice(
-            np.rint(load_DE).astype(np.int64),
-            context.topology,
-            context.profile,
-            self.settings.placement_interval,
-        )
-        slots = self.settings.slots
+        counts_DE = np.rint(load_DE).astype(np.int64)
+
+        def layer_s(placement: ExpertPlacement) -> float:
+            return float(placement_seconds(counts_DE, placement, topology, profile, self.replica_life).moe_s)
+
+        def saving_s(before: ExpertPlacement, after: ExpertPlacement) -> float:
+            saved_s = layer_s(before) - layer_s(after)
+            return self.settings.placement_interval * saved_s - self.moving_s(context, before, after)
+
         return next_resident_placement(
-            present, price, slots=slots, threshold=THRESHOLD, most_steps=MOST_STEPS
+            *(present, counts_DE, topology, saving_s),
+            slots=self.settings.slots,
+            threshold=THRESHOLD,
+            most_steps=MOST_STEPS,
         )
+
+    def moving_s(self, context: LayerContext, before: ExpertPlacement, after: ExpertPlacement) -> float:
+        """Seconds in which owners send parameters, masters and optimizer states to new replicas."""
+        assert context.profile is not None
+        expert_P, device_P = np.nonzero(after.present_ED & ~before.present_ED)
+        return moving_seconds(before.owner_E[expert_P], device_P, context.topology, context.profile)
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """A plan with the present resident replicas."""
         placement = context.placement
         if not placement.num_replicas:
             return LayerPlan.owners_only(context)
-        return LayerPlan(
-            placement,
-            two_level_transfer(placement, context.topology),
-            gather_ahead=self.settings.overlap,
-            resident=True,
-        )
+        transfer = two_level_transfer(placement, context.topology)
+        return LayerPlan(placement, transfer, gather_ahead=self.settings.overlap, resident=True)

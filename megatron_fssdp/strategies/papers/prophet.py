@@ -1,17 +1,16 @@
 """Pro-Prophet: replicates experts on a subset of the devices, planned from an earlier iteration (§IV, §V)."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import ProphetSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.calibration import doubling
-from megatron_fssdp.planning.papers.prophet_model import ProphetModel
-from megatron_fssdp.planning.papers.prophet_planner import plan_layers
+from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, greedy_placements
+from megatron_fssdp.planning.papers.sparse_materialization import doubling
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
 from megatron_fssdp.strategies.plan_seconds import plan_seconds, split_of
@@ -38,7 +37,7 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         profile, counts_DE = context.profile, history.counts_DE(0)
         most, left_out = context.num_devices - 1, self.settings.left_out
         cases = [0, *doubling(most)] if left_out is None else [min(left_out, most)]
-        found = plan_layers(
+        found = greedy_placements(
             context.owner_E,
             counts_DE,
             _model(profile, context.topology, overlaps=self.settings.overlap),
@@ -46,7 +45,7 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
             balance=BALANCE,
             slots=self.slots(context),
         )
-        plans = [self._plan_of(placement, counts_DE, context) for placement, _ in found]
+        plans = [self._plan_of(placement, counts_DE, context) for placement in found]
         if left_out is not None:
             return plans[0]
         # By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once.
@@ -57,14 +56,10 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
     def _plan_of(self, placement: ExpertPlacement, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
         if not placement.num_replicas:
             return LayerPlan.owners_only(context)
-        transfer = two_level_transfer(placement, context.topology)
-        return LayerPlan(
-            placement,
-            transfer,
-            gather_ahead=self.settings.overlap,
-            dispatch_policy="owner",
-            split=split_of(transfer, float(counts_DE.sum()), context) if self.splits else WHOLE,
-        )
+        plan = self.plan_of(placement, context, dispatch_policy="owner")
+        if self.splits:
+            plan = replace(plan, split=split_of(plan.transfer, float(counts_DE.sum()), context))
+        return plan
 
 
 def _model(profile: LayerProfile, topology: Topology, *, overlaps: bool) -> ProphetModel:

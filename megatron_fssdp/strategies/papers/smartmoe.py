@@ -8,32 +8,26 @@ from megatron_fssdp.config.strategy.shipped_settings import SmartmoeSettings
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.ep import EpStrategy
+from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.plan_seconds import exchange_s
 from megatron_fssdp.strategies.strategy import MovesOwners
 
 
-class SmartmoeStrategy(MovesOwners[SmartmoeSettings]):
+class SmartmoeStrategy(EpStrategy[SmartmoeSettings], MovesOwners[SmartmoeSettings]):
     """``smartmoe``: permutes owners, without replicas (Hecate §2.3, §5.1).
 
     Every device keeps its number of experts.
     """
 
-    overlaps = False  # The strategy has no transfers.
-
     def __init__(self, settings: SmartmoeSettings) -> None:
         super().__init__(settings)
         self.window, self.profile_iterations = settings.window, profile_iterations()
-
-    def may_replicate(self, layer: int) -> bool:
-        """False: no layer has replicas."""
-        return False
 
     def check(self, context: LayerContext) -> None:
         """Refuse layers that exchanges of owners cannot balance.
@@ -42,14 +36,6 @@ class SmartmoeStrategy(MovesOwners[SmartmoeSettings]):
             ValueError: The devices own different numbers of experts, or every device owns only one.
         """
         check_exchangeable(context.owner_E, context.num_devices)
-
-    def slots(self, context: LayerContext) -> int:
-        """Zero, because the strategy has no replicas."""
-        return 0
-
-    def limits(self, context: LayerContext) -> str:
-        """The interval at which owners are reconsidered, as a text for the log."""
-        return f"exchanges of owners are reconsidered every {self.settings.reshard_interval} iterations"
 
     def reshards_at(self, iteration: int) -> bool:
         """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
@@ -80,10 +66,6 @@ class SmartmoeStrategy(MovesOwners[SmartmoeSettings]):
             _layer_s(old_E, load_E, profile, topology) - _layer_s(new_E, load_E, profile, topology)
         )
         return new_E if saved_s > exchange_s(old_E, new_E, profile, topology) else old_E
-
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """A plan without replicas."""
-        return LayerPlan.owners_only(context)
 
 
 def _layer_s(owner_E: np.ndarray, load_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:

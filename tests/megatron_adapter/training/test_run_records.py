@@ -18,7 +18,7 @@ from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.records.recorded_run import load
 from megatron_fssdp.records.run_settings import run_config_of
 
-from ..training_run import note, relative_difference, train
+from ..training_run import assert_close, note, relative_difference, train
 
 STAGES, PEERS = "{PP2} {BATCH16}", "{TP2} {NO_BIAS}"
 
@@ -183,17 +183,21 @@ def force_hot_expert() -> None:
 def test_fssdp_balances_a_forced_hot_expert(
     settings: str, slots: int, bound: float, text_data: Path, tmp_path: Path
 ) -> None:
-    """Under plain expert parallelism, its device has 0.4 + 0.6 / 7 of all, 1.94 times the mean."""
+    """Under plain expert parallelism, its device has 0.4 + 0.6 / 7 of all, 1.94 times the mean.
+
+    The first iteration, which is planned by its own counts, is balanced as well.
+    """
     arguments = "{EP4} --train-iters 5 --seq-length 256 --max-position-embeddings 256"
+    stock = train(4, arguments, text_data, before=force_hot_expert)
     strategy = f"fssdp {settings} record_dir={tmp_path}"
-    train(4, arguments, text_data, strategy=strategy, before=force_hot_expert)
+    run = train(4, arguments, text_data, strategy=strategy, before=force_hot_expert)
+    assert_close(run, stock, 1e-5, 1e-4)
     metrics, counts_ILDE = read_metrics(tmp_path), read_loads(tmp_path).counts_ILDE
-    for number, entry in enumerate(metrics):
+    for entry in metrics:
         for layer in entry.layers:
             assert layer.ep_load_max_over_mean == pytest.approx(1.94, abs=0.05)
-            assert number == 0 or layer.load_max_over_mean <= bound
-            assert number == 0 or 0 < layer.num_replicas <= 4 * slots
-    assert metrics[0].layers[0].load_max_over_mean == metrics[0].layers[0].ep_load_max_over_mean
+            assert layer.load_max_over_mean <= bound
+            assert 0 < layer.num_replicas <= 4 * slots
     tokens = 8 * 256 * 2  # global batch · sequence · k
     assert (counts_ILDE.sum(axis=(2, 3)) == tokens).all()
     np.testing.assert_allclose(counts_ILDE[..., 5].sum(axis=2) / tokens, 0.4, atol=0.01)

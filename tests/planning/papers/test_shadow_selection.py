@@ -9,26 +9,24 @@ from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, sele
 from megatron_fssdp.planning.placement.placement import even_owners
 
 # A token takes a second on the network and a third of a second in each of three passes; an expert 2 s.
-COSTS = ShadowingCosts(
-    token_bytes=1, expert_bytes=2, gradient_bytes=2, flops_per_token=1, flops_per_s=3, bytes_per_s=1
-)
+COSTS = ShadowingCosts(token_bytes=1, expert_bytes=2, flops_per_token=1, flops_per_s=3, bytes_per_s=1)
 # FasterMoE's Fig. 6 in numbers: three workers, and most tokens select worker 1's expert.
 FIGURE_6 = np.array([[1, 4, 1], [1, 4, 1], [0, 5, 1]])
 
 
 def test_latencies_equal_those_worked_out_by_hand() -> None:
-    assert COSTS.imbalanced_s(13) == 13 + 4 * 13  # Eq. 7
-    assert COSTS.shadowed_s(1, 6) == 6 + 2 * 2  # Eq. 8
+    assert COSTS.latency_s(13, 0, 13) == 13 + 4 * 13  # Eq. 7
+    assert COSTS.latency_s(6, 1, 0) == 6 + 2 * 2  # Eq. 8
 
 
 def test_the_shadows_of_figure_6() -> None:
-    owners, heavy = even_owners(3, 3), ShadowingCosts(1, 100, 100, 1, 3, 1)
+    owners, heavy = even_owners(3, 3), ShadowingCosts(1, 100, 1, 3, 1)
     # Worker 1 has 13 tokens; with its expert everywhere, workers have 6, 4 and 8. More gains nothing.
-    assert select_shadows(owners, FIGURE_6, COSTS) == (1,)
-    assert select_shadows(owners, FIGURE_6, heavy) == ()
+    assert select_shadows(owners, FIGURE_6, COSTS, most=3) == (1,)
+    assert select_shadows(owners, FIGURE_6, heavy, most=3) == ()
     assert select_shadows(owners, FIGURE_6, COSTS, most=0) == ()
     # Without shadows 13 + 52 s; with expert 1 8 + 4 + 4·3 = 24 s, then 7 + 8 + 4·2 = 23 s, then 6 + 12 s.
-    assert select_shadows(owners, FIGURE_6, COSTS, remaining_exchange=True) == (1, 2, 0)
+    assert select_shadows(owners, FIGURE_6, COSTS, most=3, remaining_exchange=True) == (1, 2, 0)
 
 
 @given(seed=st.integers(0, 10_000), expert_bytes=st.integers(1, 500))
@@ -40,7 +38,7 @@ def test_the_first_shadow_follows_equations_9_and_10(seed: int, expert_bytes: in
     # The paper's expert has 2αH² numbers and 4αH² operations a token; a token has H numbers.
     hidden = 4.0
     alpha = expert_bytes / (2 * hidden**2)
-    costs = ShadowingCosts(hidden, expert_bytes, expert_bytes, 4 * alpha * hidden**2, flops_per_s, 1.0)
+    costs = ShadowingCosts(hidden, expert_bytes, 4 * alpha * hidden**2, flops_per_s, 1.0)
     load_E = counts_DE.sum(axis=0)
     first = int(np.argmax(load_E))
     after_D = load_E + counts_DE[:, first]
@@ -58,9 +56,9 @@ def test_the_first_shadow_follows_equations_9_and_10(seed: int, expert_bytes: in
 def test_balanced_loads_get_no_shadows_when_remaining_exchanges_count() -> None:
     """One shadow of eight experts lowers no load, but Eq. 8 assumes that the whole dispatch disappears."""
     counts_DE = np.full((4, 8), 10)
-    costs = ShadowingCosts(1, 20, 20, 1, 3, 1)
-    assert select_shadows(even_owners(8, 4), counts_DE, costs) == (0,)
-    assert select_shadows(even_owners(8, 4), counts_DE, costs, remaining_exchange=True) == ()
+    costs = ShadowingCosts(1, 20, 1, 3, 1)
+    assert select_shadows(even_owners(8, 4), counts_DE, costs, most=8) == (0,)
+    assert select_shadows(even_owners(8, 4), counts_DE, costs, most=8, remaining_exchange=True) == ()
 
 
 @given(
@@ -76,8 +74,8 @@ def test_the_search_stops_where_the_latency_no_longer_falls(
     num_experts = 4 * per_device
     owners = even_owners(num_experts, 4)
     counts_DE = rng.poisson(rng.gamma(0.4, 40, num_experts), (4, num_experts))
-    costs = ShadowingCosts(2.0, expert_bytes, expert_bytes, 3.0, 5.0, 7.0)
-    taken = select_shadows(owners, counts_DE, costs, remaining_exchange=complete)
+    costs = ShadowingCosts(2.0, expert_bytes, 3.0, 5.0, 7.0)
+    taken = select_shadows(owners, counts_DE, costs, most=num_experts, remaining_exchange=complete)
     order = np.argsort(-counts_DE.sum(axis=0), kind="stable").tolist()
     assert list(taken) == order[: len(taken)]
 
@@ -90,8 +88,8 @@ def test_the_search_stops_where_the_latency_no_longer_falls(
                 tokens_D[owners[expert]] += counts_DE[:, expert].sum()
                 received_D[owners[expert]] += counts_DE[:, expert].sum()
         most = tokens_D.max()
-        exchange_s = costs.exchange_s(received_D.max()) if complete else 0
-        return costs.shadowed_s(number, most) + exchange_s if number else costs.imbalanced_s(most)
+        exchanged = received_D.max() if complete or not number else 0
+        return costs.latency_s(most, number, exchanged)
 
     seconds = [latency_s(number) for number in range(num_experts + 1)]
     assert all(later < earlier for earlier, later in pairwise(seconds[: len(taken) + 1]))
@@ -101,7 +99,7 @@ def test_the_search_stops_where_the_latency_no_longer_falls(
 
 def test_counts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"counts_DE has shape \(3, 3\).*wanted integers \(3, 4\)"):
-        select_shadows(even_owners(4, 2), FIGURE_6, COSTS)
+        select_shadows(even_owners(4, 2), FIGURE_6, COSTS, most=3)
 
 
 def test_the_authors_formula_divides_transfers_by_the_devices_and_counts_compute_four_times() -> None:
@@ -111,7 +109,6 @@ def test_the_authors_formula_divides_transfers_by_the_devices_and_counts_compute
     costs = ShadowingCosts(
         token_bytes=hidden * data_size,
         expert_bytes=2 * alpha * hidden**2 * data_size,
-        gradient_bytes=2 * alpha * hidden**2 * data_size,
         flops_per_token=4 * alpha * hidden**2,
         flops_per_s=flops_per_s,
         bytes_per_s=bytes_per_s,
@@ -119,7 +116,7 @@ def test_the_authors_formula_divides_transfers_by_the_devices_and_counts_compute
     sized = alpha * hidden**2 * data_size
     without = 3 * 4 * tokens * sized / flops_per_s + 4 * tokens * hidden * data_size / bytes_per_s
     model_s = 2 * sized / bytes_per_s * 2 / devices
-    assert costs.imbalanced_s(tokens) == pytest.approx(without)
-    assert costs.shadowed_s(shadows, tokens) == pytest.approx(
+    assert costs.latency_s(tokens, 0, tokens) == pytest.approx(without)
+    assert costs.latency_s(tokens, shadows, 0) == pytest.approx(
         tokens * 12 * sized / flops_per_s + shadows * model_s
     )

@@ -118,5 +118,3 @@ def test_bad_arguments_say_what_was_wanted():
     topology = Topology.uniform(2, 1)
     with pytest.raises(ValueError, match=r"load_E\[1\] is nan"):
         sparse_materialization(np.array([0, 1]), np.array([1, np.nan]), topology, overlap_degree=1, slots=1)
-    with pytest.raises(ValueError, match="slots is -1"):
-        sparse_materialization(np.array([0, 1]), np.ones(2), topology, overlap_degree=1, slots=-1)

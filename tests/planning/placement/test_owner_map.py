@@ -68,8 +68,6 @@ def test_maps_without_some_expert_are_refused() -> None:
         even.with_owners(np.array([[0, 0, 0, 1]]))
     with pytest.raises(ValueError, match="multiple"):
         OwnerMap.even(1, 5, 2)
-    with pytest.raises(ValueError, match="shape"):
-        even.with_owners(np.zeros((2, 4)))
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 6))
@@ -131,10 +129,10 @@ def test_copies_turn_the_old_map_into_the_new_one(
         appearing = 0
         for layer, placement in enumerate(placements):
             owner_E = owners.device_LE[layer]
-            assert new.placement(layer, owner_E) == placement
-            before = residents.placement(layer, owner_E)
-            appearing += int((placement.present_ED & ~before.present_ED).sum())
             for device in range(num_devices):
+                replicas = {e for e in placement.experts_on(device) if owner_E[e] != device}
+                assert new.held_by(device, layer).keys() == replicas
+                appearing += len(replicas - residents.held_by(device, layer).keys())
                 for expert, slot in new.held_by(device, layer).items():
                     place = (device, owners.slots_per_device + layer * slots + slot)
                     assert held[place] == (layer, expert)
@@ -149,8 +147,3 @@ def test_a_device_without_room_is_refused() -> None:
     placement = ExpertPlacement(owner_E, np.ones((4, 2), bool))
     with pytest.raises(ValueError, match=r"layer 0, device 0: got 2 replicas, wanted at most 1"):
         ResidentMap.empty(1, 2, 1).holding([placement])
-
-
-def test_two_replicas_of_an_expert_on_one_device_are_refused() -> None:
-    with pytest.raises(ValueError, match="wanted each once"):
-        ResidentMap(np.array([[[2, 2]]]))

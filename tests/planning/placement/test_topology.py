@@ -20,9 +20,9 @@ def test_values_are_summed_over_the_devices_of_each_node(topology):
 
 
 def test_bad_topologies_say_what_was_wanted():
-    with pytest.raises(ValueError, match="got 0 devices, wanted at least 1"):
+    with pytest.raises(ValueError, match=r"got 0 devices .* wanted one device or more"):
         Topology(())
-    with pytest.raises(ValueError, match=r"\[0, 2\], wanted every number from 0 to 1"):
+    with pytest.raises(ValueError, match=r"\[0, 2\], wanted .* every number from 0 on"):
         Topology((0, 2))
     with pytest.raises(ValueError, match="7 devices cannot form 2 equal nodes"):
         Topology.uniform(7, 2)

@@ -88,14 +88,6 @@ def test_with_an_exact_forecast_it_never_costs_more(key: str, name: str, seed: i
     assert (by_price <= best + 1e-9).all()
 
 
-@both
-def test_layers_differ_and_change(key: str) -> None:
-    counts = drawn_loads(key, 1, 12, 2)
-    used_IL = is_used(key, outcomes_of(key, "ep", counts, counts[:1])[2])
-    assert (used_IL[:, 0] != used_IL[:, 1]).any()
-    assert (used_IL[1:] != used_IL[:-1]).any()
-
-
 def test_the_deduplicated_exchange_is_not_used_where_it_cannot_pay() -> None:
     """With top-1 routing, or with links between nodes that are as fast as 1,000 devices."""
     counts = np.full((2, 1, 4, 8), 100, np.int32)

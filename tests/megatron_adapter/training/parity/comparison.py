@@ -90,7 +90,8 @@ def against_stock(
     if "fssdp" in layout.settings:
         replicas = replicas_of(read_metrics(folder))
         assert any(replicas) == layout.replicates
-        assert replicas[0] == 0
+        # A given number of slots lets the first iteration be planned by its own counts.
+        assert replicas[0] == 0 or "slots=" in layout.settings
     assert any("re-sharded" in message for message in run.messages) or not moves
     # Tokens are sent as pairs until costs are measured, and once from then on.
     told = [text for text in run.messages if "exchange by price" in text]

@@ -20,7 +20,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args
 
-from megatron_fssdp.strategies import fssdp, token_travel
+from megatron_fssdp.strategies import fssdp, layer_planning
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
 from ...grouped_linear import grouped_experts
@@ -141,7 +141,7 @@ def skew_gates() -> None:
 
 def at_any_price() -> None:
     """Between CPU ranks the exchange would hardly ever pay, so it is used here whatever it costs."""
-    token_travel.LEAST_GAIN = -1e9
+    layer_planning.LEAST_GAIN = -1e9
 
 
 def combined(layout: Layout) -> Layout:

@@ -7,25 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES, placement_seconds
 from megatron_fssdp.planning.cost.link_seconds import plain_links
-from megatron_fssdp.planning.papers.calibration import (
-    calibrated_placement,
-    sparse_materialization_by_source,
-)
+from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.search import plan_materialization
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
+from megatron_fssdp.strategies.fssdp import FssdpStrategy
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from tests.drawn_examples import examples
 from tests.planning.cost.dense_traffic import pairs_traffic
 from tests.planning.cost.transfer_cost import transfer_seconds
-
-from ..placement_cases import brute_force_dispatch_DED, owned_layers, random_counts_DE
+from tests.planning.placement_cases import brute_force_dispatch_DED, owned_layers, random_counts_DE
 
 MEGA = 10**6
 # A second a megabyte inside a node and ten across, a second a flop. Probabilities and router counts, some
@@ -36,22 +34,33 @@ PROFILE = LayerProfile(
 )
 
 
-def calibrate(
-    planned, counts_DE, topology, *, megabytes=1, gradient_megabytes=None, non_moe_s=0.0, **changed
-):
+def calibrated(planned, counts_DE, topology, profile, *, times=1, hides=True, rematerialize=False, **limits):
+    """The placement after the gate, or None if the plan stays."""
+    keys = {"slots": 1, "overlap_degree": 1, **limits}
+    if 0 in keys.values():  # the settings allow neither alone
+        keys = {"slots": 0, "overlap_degree": 0}
+    elif not hides or rematerialize:
+        keys |= {"overlap": hides, "rematerialize": rematerialize}
+    strategy = FssdpStrategy(FssdpSettings(planner="hecate", **keys))
+    plan = LayerPlan(
+        planned,
+        two_level_transfer(planned, topology),
+        gather_ahead=hides,
+        rematerialize=rematerialize,
+    )
+    context = LayerContext(1, planned.owner_E, topology, profile)
+    found = strategy.after_gate(context, np.array(counts_DE), plan, times)
+    return None if found is plan else found.placement
+
+
+def calibrate(planned, counts_DE, topology, *, megabytes, gradient_megabytes=None, non_moe_s=0.0, **changed):
     profile = replace(
         PROFILE,
         non_moe_s=non_moe_s,
         expert_bytes=megabytes * MEGA,
         gradient_bytes=None if gradient_megabytes is None else gradient_megabytes * MEGA,
     )
-    arguments = {
-        "overlap_degree": 1,
-        "slots": 1,
-        "planner": sparse_materialization_by_source,
-        "profile": profile,
-    }
-    return calibrated_placement(planned, np.array(counts_DE), topology, **{**arguments, **changed})
+    return calibrated(planned, counts_DE, topology, profile, **changed)
 
 
 def test_gains_of_a_layer_equal_those_worked_out_by_hand():
@@ -66,8 +75,8 @@ def test_gains_of_a_layer_equal_those_worked_out_by_hand():
     # The expert travels to device 1 and its gradient back.
     assert calibrate(planned, counts_DE, topology, megabytes=34) == everywhere
     assert calibrate(planned, counts_DE, topology, megabytes=36) is None
-    assert calibrate(planned, counts_DE, topology, megabytes=36, num_micro_batches=2) == everywhere
-    assert calibrate(planned, counts_DE, topology, megabytes=71, num_micro_batches=2) is None
+    assert calibrate(planned, counts_DE, topology, megabytes=36, times=2) == everywhere
+    assert calibrate(planned, counts_DE, topology, megabytes=71, times=2) is None
     # A gradient of twice the bytes; a reduction that hides under the backward pass of the compute before.
     assert calibrate(planned, counts_DE, topology, megabytes=23, gradient_megabytes=46) == everywhere
     assert calibrate(planned, counts_DE, topology, megabytes=24, gradient_megabytes=48) is None
@@ -80,22 +89,9 @@ def test_rematerialized_additions_travel_with_every_pass():
     """Two micro-batches save 140 s. Each gathers twice, the first time of all as an addition, and reduces."""
     planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
     counts_DE, topology = [[10, 0], [10, 0]], Topology.uniform(2, 1)
-    keys = {"num_micro_batches": 2, "life": ReplicaLife.LAYER_PASS}
+    keys = {"times": 2, "rematerialize": True}
     assert calibrate(planned, counts_DE, topology, megabytes=23, **keys) is not None
     assert calibrate(planned, counts_DE, topology, megabytes=24, **keys) is None
-
-
-def test_the_planner_is_not_called_where_no_replica_can_pay():
-    def planner(*_, **__):
-        raise AssertionError("planned although nothing can pay")
-
-    planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
-    topology = Topology.uniform(2, 1)
-    assert calibrate(planned, [[10, 0], [0, 10]], topology, planner=planner) is None
-    assert calibrate(planned, [[0, 0], [0, 0]], topology, planner=planner) is None
-    assert calibrate(planned, [[10, 0], [10, 0]], topology, planner=planner, megabytes=71) is None
-    with pytest.raises(AssertionError):
-        calibrate(planned, [[10, 0], [10, 0]], topology, planner=planner, megabytes=69)
 
 
 @st.composite
@@ -103,16 +99,14 @@ def calibrations(draw):
     """(planned, counts_DE, topology, arguments) of a layer planned from other counts."""
     topology, owner_E = draw(owned_layers())
     num_devices, num_experts = topology.num_devices, owner_E.size
-    planner = draw(st.sampled_from([plan_materialization, sparse_materialization_by_source]))
     before_DE, counts_DE = (
         random_counts_DE(draw(st.integers(0, 2**32 - 1)), num_devices, num_experts) for _ in range(2)
     )
     limits = {"overlap_degree": draw(st.integers(0, num_experts)), "slots": draw(st.integers(0, 4))}
     fewer = {**limits, "slots": draw(st.integers(0, limits["slots"]))}
-    planned = planner(owner_E, before_DE, topology, **fewer)
+    planned = sparse_materialization(owner_E, before_DE.sum(axis=0), topology, **fewer)
     arguments = {
         **limits,
-        "planner": planner,
         "profile": LayerProfile(
             non_moe_s=draw(st.sampled_from([0.0, 30.0])),
             cluster=ClusterCost(LinkCost(2.0, 1.0), LinkCost(5.0, 3.0), expert_flops_per_s=1.0),
@@ -122,14 +116,14 @@ def calibrations(draw):
             memory_capacity=8,
             messages=FixedMessages(20),
         ),
-        "num_micro_batches": draw(st.integers(1, 3)),
+        "times": draw(st.integers(1, 3)),
     }
     return planned, counts_DE, topology, arguments
 
 
 def gain_s(planned, placement, counts_DE, topology, arguments):
     """Seconds that the placement saves, computed from the dispatch token by token."""
-    profile, times = arguments["profile"], arguments["num_micro_batches"]
+    profile, times = arguments["profile"], arguments["times"]
     cluster = profile.cluster
 
     def layer_s(of):
@@ -156,9 +150,9 @@ def gain_s(planned, placement, counts_DE, topology, arguments):
 def test_calibration_keeps_its_limits_and_always_gains(case):
     planned, counts_DE, topology, arguments = case
     overlap_degree, slots = arguments["overlap_degree"], arguments["slots"]
-    got = calibrated_placement(planned, counts_DE, topology, **arguments)
-    wanted = arguments["planner"](
-        planned.owner_E, counts_DE, topology, overlap_degree=overlap_degree, slots=slots
+    got = calibrated(planned, counts_DE, topology, **arguments)
+    wanted = sparse_materialization(
+        planned.owner_E, counts_DE.sum(axis=0), topology, overlap_degree=overlap_degree, slots=slots
     )
     union_ED = planned.present_ED | wanted.present_ED
     full_gain_s = 0.0
@@ -176,15 +170,4 @@ def test_calibration_keeps_its_limits_and_always_gains(case):
     gained_s = gain_s(planned, got, counts_DE, topology, arguments)
     assert gained_s > 0
     assert gained_s >= full_gain_s - 1e-9
-    assert calibrated_placement(planned, counts_DE.copy(), topology, **arguments) == got
-
-
-def test_bad_arguments_say_what_was_wanted():
-    planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
-    counts_DE, topology = [[10, 0], [10, 0]], Topology.uniform(2, 1)
-    with pytest.raises(ValueError, match=r"counts_DE\[1, 0\] is -1"):
-        calibrate(planned, [[10, 0], [-1, 0]], topology)
-    with pytest.raises(ValueError, match="num_micro_batches is 0"):
-        calibrate(planned, counts_DE, topology, num_micro_batches=0)
-    with pytest.raises(ValueError, match="wanted at most slots = 0"):
-        calibrate(planned.with_replicas([(0, 1)]), counts_DE, topology, slots=0)
+    assert calibrated(planned, counts_DE.copy(), topology, **arguments) == got
