@@ -17,7 +17,7 @@ from megatron_fssdp.planning.cost.layer_seconds import (
     expert_seconds,
     layer_seconds,
 )
-from megatron_fssdp.planning.cost.layer_traffic import (
+from megatron_fssdp.planning.cost.link_seconds import (
     NO_TRANSFER,
     TransferTraffic,
     transfer_traffic,

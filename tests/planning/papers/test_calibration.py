@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.planning.cost.transfer_cost import transfer_seconds
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -23,7 +24,6 @@ from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 from tests.drawn_examples import examples
 from tests.planning.cost.dense_traffic import pairs_traffic
-from tests.planning.cost.transfer_cost import transfer_seconds
 
 from ..placement_cases import brute_force_dispatch_DED, owned_layers, random_counts_DE
 
