@@ -1,6 +1,6 @@
 """Traffic on the busiest links, and the seconds that it takes.
 
-Shape letters: P pairs of expert and device.
+Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
 from dataclasses import dataclass

@@ -15,9 +15,8 @@ from megatron_fssdp.planning.cost.layer_seconds import (
     exchange_times,
     layer_seconds,
     moving_seconds,
-    transfer_times,
 )
-from megatron_fssdp.planning.cost.link_seconds import TransferTraffic, plain_links, transfer_traffic
+from megatron_fssdp.planning.cost.link_seconds import TransferTraffic, plain_links
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -25,6 +24,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from tests.planning.cost.dense_traffic import pairs_traffic
+from tests.planning.cost.transfer_cost import transfer_seconds
 from tests.support.random_placement import plain_transfer
 
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
@@ -49,16 +49,13 @@ def test_a_transfer_takes_as_long_as_its_busiest_link():
     placement = ExpertPlacement(np.array([0]), np.ones((1, 4), dtype=bool))
     star, tree = plain_transfer(placement), two_level_transfer(placement, topology)
 
-    def seconds(plan, profile):
-        links, traffic = plain_links(profile.cluster).transfer, transfer_traffic(plan, topology)
-        return transfer_times(links, traffic, 3, profile.messages).seconds
-
-    assert seconds(star, PROFILE) == 60.0  # crosses twice
+    seconds = partial(transfer_seconds, expert_bytes=3, topology=topology)
+    assert seconds(star, profile=PROFILE) == 60.0  # crosses twice
     # Crosses once; one hop between nodes comes before the last one, and its first message is 3 or 1 bytes.
-    assert seconds(tree, PROFILE) == 30.0 + 30.0
+    assert seconds(tree, profile=PROFILE) == 30.0 + 30.0
     slow_start = replace(PROFILE, cluster=ClusterCost(LinkCost(1.0, 1.0), LinkCost(2.0, 10.0), 1.0))
-    assert seconds(tree, replace(slow_start, messages=FixedMessages(1))) == 32.0 + 12.0
-    assert seconds(plain_transfer(ExpertPlacement.owners_only(np.array([0]), 4)), slow_start) == 0.0
+    assert seconds(tree, profile=replace(slow_start, messages=FixedMessages(1))) == 32.0 + 12.0
+    assert seconds(plain_transfer(ExpertPlacement.owners_only(np.array([0]), 4)), profile=slow_start) == 0.0
 
 
 def test_every_micro_batch_starts_its_own_all_to_alls():
