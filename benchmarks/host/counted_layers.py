@@ -15,28 +15,19 @@ from benchmarks.testbed.measurement import make_groups
 from benchmarks.testbed.slot_stack import SlotStack
 from benchmarks.testbed.stack_inputs import IterationInput, LayerInput, StackSize
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
+from tests.support.measured_profile import CHEAP_TO_MOVE
 from tests.support.virtual_cuda import VirtualDevice, virtual_cuda
 
 RANKS, NUM_ITERATIONS = 4, 4
 SIZE = StackSize(2, 16, 2, 8, 16, 32)
 MEGATRON = "Megatron's dispatcher"
-# Experts are cheap to move, so that every strategy that compares costs moves some.
-PROFILE = LayerProfile(
-    non_moe_s=1.0,
-    cluster=ClusterCost(LinkCost(0.0, 1e-3), LinkCost(0.0, 2e-3), expert_flops_per_s=1e3),
-    expert_bytes=1,
-    token_bytes=8,
-    flops_per_token=1e3,
-    memory_capacity=4,
-)
+PROFILE = replace(CHEAP_TO_MOVE, memory_capacity=4)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
     ScheduleCosts,
     ScheduledLayer,
     best_schedule,
-    rows_of_device,
     schedule_seconds,
 )
 
@@ -118,7 +117,10 @@ def scheduled_seconds(
         flops_per_row: Operations of the forward pass of one row in a device's part of an expert.
         flops_per_s: Throughput of a device on experts, in operations per second.
     """
-    forward_s = rows_of_device(schedule, layer) * flops_per_row / flops_per_s
+    # Only the baseline computes every row once for each MP rank (Parm, §III-A).
+    repeats = schedule == "baseline" and not layer.is_split
+    rows = layer.num_rows * layer.n_esp / (1 if repeats else layer.n_mp)
+    forward_s = rows * flops_per_row / flops_per_s
     return ScheduledSeconds(
         communication_s=2 * schedule_seconds(schedule, layer, costs),
         compute_s=(1 + BACKWARD_PER_FORWARD) * forward_s,

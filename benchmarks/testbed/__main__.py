@@ -160,9 +160,9 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         third_of_balanced_iteration_s,
     )
     from megatron_fssdp.config.cluster_files import load_cluster
-    from megatron_fssdp.planning.cost.cluster_cost import cluster_cost
     from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
     from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+    from megatron_fssdp.planning.cost.link_seconds import cluster_cost
     from megatron_fssdp.planning.placement.topology import Topology
     from megatron_fssdp.planning.transfer.message_size import message_rule
 

@@ -15,7 +15,7 @@ from benchmarks.testbed.expert_moves import ExpertMoves
 from benchmarks.testbed.layer_stack import IterationResult, LayerStack
 from benchmarks.testbed.stack_inputs import Pace, StackSize
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_traffic import transfer_traffic
+from megatron_fssdp.planning.cost.link_seconds import transfer_traffic
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups

@@ -21,13 +21,9 @@ def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
 
 
 def checked_load(load: np.ndarray, name: str, shape: tuple[int, ...], meaning: str) -> np.ndarray:
-    """Check loads and return them as a contiguous float64 array of the same shape.
+    """Check loads and return them as a contiguous float64 array of the wanted shape.
 
-    Args:
-        load: The loads, of any numeric data type.
-        name: Name of the array, for error messages.
-        shape: The wanted shape.
-        meaning: What the entries and axes mean, for error messages.
+    Errors name the array and the meaning of its entries and axes.
 
     Raises:
         ValueError: The shape is wrong, or a load is negative or not finite.

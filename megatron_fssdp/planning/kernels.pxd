@@ -2,72 +2,40 @@
 
 import cython
 
-cdef double _HIGHEST_LEVEL
-cdef double _LEVEL_STEP
-cdef Py_ssize_t _NUM_LEVELS
-cdef Py_ssize_t _WIDTH
-cdef Py_ssize_t _KICK_PRICES
-cdef double _ROUNDING
-cdef Py_ssize_t _MOST_FREE
-cdef double _NO_PAIRS
-cdef Py_ssize_t _HOP_BITS
-cdef Py_ssize_t _WORK
-cdef Py_ssize_t _IN
-cdef Py_ssize_t _OUT
-cdef Py_ssize_t _GETS
-cdef Py_ssize_t _SENDS
+cdef double _HIGHEST_LEVEL, _LEVEL_STEP, _ROUNDING, _NO_PAIRS
+cdef Py_ssize_t _NUM_LEVELS, _WIDTH, _KICK_PRICES, _MOST_FREE, _HOP_BITS
+cdef Py_ssize_t _WORK, _IN, _OUT, _GETS, _SENDS
 
 cdef class Trees:
-    cdef Py_ssize_t num_experts
-    cdef Py_ssize_t num_devices
-    cdef Py_ssize_t num_nodes
-    cdef Py_ssize_t[::1] owner_E
-    cdef Py_ssize_t[::1] node_D
-    cdef Py_ssize_t[::1] first_N
-    cdef Py_ssize_t[::1] member_D
-    cdef Py_ssize_t[::1] place_D
-    cdef Py_ssize_t[::1] start_E
+    cdef Py_ssize_t num_experts, num_devices, num_nodes
+    cdef Py_ssize_t[::1] owner_E, node_D, first_N, member_D, place_D, start_E, line_D
     cdef unsigned char[:, ::1] has_ED
-    cdef Py_ssize_t[::1] line_D
     cdef Py_ssize_t leader_at(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
     cdef Py_ssize_t line_up(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
     cdef Py_ssize_t write_edges(self, Py_ssize_t[:, ::1] edges) noexcept nogil
     cdef void write_edge(self, Py_ssize_t[:, ::1] edges, Py_ssize_t row, Py_ssize_t expert, Py_ssize_t source, Py_ssize_t to, Py_ssize_t depth) noexcept nogil
 
+cdef class Price:
+    cdef double[:, ::1] dispatch, combine, moves, of_hops
+    cdef double per_token, times, counts, hidden, hidden_back, early, late, first, added
+    cdef double all_to_all, experts, waits, waits_back
+    cdef bint is_resident, is_pass, is_micro_batch, in_turn, is_far
+    cdef double gather_of(self, tuple traffic)
+    cdef double exchange(self, double[:, ::1] lines, double near, double far) noexcept nogil
+    @cython.locals(first=Py_ssize_t)
+    cdef double transfer(self, Py_ssize_t column, double near, double far, Py_ssize_t hops, Py_ssize_t fill) noexcept nogil
+    @cython.locals(again_is_far=bint, combine_is_far=bint)
+    cdef double seconds(self, double tokens, double near, double far, double moved_near, double moved_far, Py_ssize_t hops, Py_ssize_t fill) noexcept nogil
+
 cdef class Layer(Trees):
-    cdef double[:, ::1] load_ED
-    cdef double[:, ::1] load_EN
+    cdef Price costs
+    cdef double[:, ::1] load_ED, load_EN, rest_EN, busy, own, most
     cdef double[::1] total_E
     cdef double all_pairs
-    cdef Py_ssize_t slots
-    cdef Py_ssize_t[::1] used_D
-    cdef Py_ssize_t[::1] holders_E
+    cdef Py_ssize_t slots, own_hops, own_fill, hops, fill, num_prices
+    cdef Py_ssize_t[::1] used_D, holders_E, hops_E, fill_E
     cdef Py_ssize_t[:, ::1] holders_EN
-    cdef double[:, ::1] busy
-    cdef double[:, ::1] rest_EN
-    cdef double[:, ::1] own
-    cdef double[:, ::1] most
-    cdef Py_ssize_t[::1] hops_E
-    cdef Py_ssize_t[::1] fill_E
-    cdef Py_ssize_t own_hops
-    cdef Py_ssize_t own_fill
-    cdef Py_ssize_t hops
-    cdef Py_ssize_t fill
-    cdef Py_ssize_t num_prices
     cdef bint is_smooth
-    cdef double[::1] dispatch_near
-    cdef double[::1] dispatch_far
-    cdef double[::1] combine_near
-    cdef double[::1] combine_far
-    cdef double per_token
-    cdef double times
-    cdef double[::1] start
-    cdef double[::1] gather
-    cdef double[::1] reduce
-    cdef double hidden
-    cdef double hidden_back
-    cdef bint each_pass
-    cdef double[:, ::1] of_hops
     cdef void count_all(self) noexcept nogil
     @cython.locals(pairs=double)
     cdef double unserved(self, Py_ssize_t expert) noexcept nogil
@@ -83,37 +51,21 @@ cdef class Layer(Trees):
     cdef void look_at(self, Py_ssize_t node, Py_ssize_t row, double weight) noexcept nogil
     @cython.locals(tokens=double, near=double, far=double, moved_near=double, moved_far=double, hops=Py_ssize_t, fill=Py_ssize_t, is_held=bint, is_smooth=bint, weight=double, row=Py_ssize_t)
     cdef double price_with(self, Py_ssize_t expert, Py_ssize_t beside) noexcept nogil
-    cdef double on_link(self, double[::1] line, double pairs) noexcept nogil
-    cdef double moving(self, Py_ssize_t is_far, double experts, Py_ssize_t fill, Py_ssize_t hops, Py_ssize_t first, double[::1] per_expert) noexcept nogil
-    cdef double seconds(self, double tokens, double near, double far, double moved_near, double moved_far, Py_ssize_t hops, Py_ssize_t fill) noexcept nogil
 
 cdef class Search(Layer):
-    cdef double best
-    cdef double trial_s
-    cdef double kept_s
-    cdef double plain_s
-    cdef unsigned char[:, ::1] kept_ED
-    cdef unsigned char[:, ::1] owners_ED
-    cdef unsigned char[:, ::1] start_ED
-    cdef Py_ssize_t most_replicated
-    cdef Py_ssize_t most_prices
-    cdef double[::1] part_E
-    cdef Py_ssize_t[::1] is_tired_E
-    cdef Py_ssize_t[::1] ranked
-    cdef unsigned char[:, ::1] tried_D
-    cdef Py_ssize_t[::1] want_E
-    cdef double[::1] plan_D
-    cdef Py_ssize_t[::1] by_owner_E
-    cdef Py_ssize_t[::1] first_D
-    cdef Py_ssize_t[::1] hottest_E
+    cdef double best, trial_s, kept_s, plain_s
+    cdef unsigned char[:, ::1] kept_ED, owners_ED, start_ED, tried_D
+    cdef Py_ssize_t most_replicated, most_prices
+    cdef double[::1] part_E, plan_D
+    cdef Py_ssize_t[::1] is_tired_E, want_E, by_owner_E, first_D, hottest_E
     cdef void keep(self, double seconds) noexcept nogil
     cdef void hold(self, Py_ssize_t expert, unsigned char[:, ::1] table, Py_ssize_t row) noexcept nogil
     cdef void spread(self, Py_ssize_t expert, Py_ssize_t kind) noexcept nogil
     cdef void become(self, unsigned char[:, ::1] to_ED) noexcept nogil
     @cython.locals(num=Py_ssize_t)
     cdef bint may_grow(self, Py_ssize_t expert) noexcept nogil
-    @cython.locals(num=Py_ssize_t, at=Py_ssize_t, column=Py_ssize_t, most=double)
-    cdef Py_ssize_t rank(self, bint of_links) noexcept nogil
+    @cython.locals(at=Py_ssize_t, column=Py_ssize_t, kind=Py_ssize_t, most=double)
+    cdef void rank(self, bint of_links) noexcept nogil
     cdef Py_ssize_t least_loaded(self, Py_ssize_t expert, Py_ssize_t node, bint is_full) noexcept nogil
     cdef double note(self, Py_ssize_t expert) noexcept nogil
     cdef void try_put(self, Py_ssize_t expert, Py_ssize_t device, Py_ssize_t sign) noexcept nogil
@@ -141,43 +93,11 @@ cdef class Search(Layer):
     cdef void prune(self) noexcept nogil
     cdef void run(self) noexcept nogil
 
-cdef class Spilling:
-    cdef Py_ssize_t[::1] load_E
-    cdef Py_ssize_t[::1] load_D
-    cdef Py_ssize_t[::1] by_owner_E
-    cdef Py_ssize_t[::1] first_D
-    cdef Py_ssize_t[::1] busiest_first_D
-    cdef Py_ssize_t[:, ::1] nearest_ED
-    cdef Py_ssize_t slots
-    cdef Py_ssize_t[::1] room_D
-    cdef Py_ssize_t[::1] left_D
-    cdef Py_ssize_t[:, ::1] spilled
-    cdef Py_ssize_t num_spilled
-    cdef Py_ssize_t total
-    cdef double tolerance
-    cdef bint fits_below(self, Py_ssize_t ceiling) noexcept nogil
-    @cython.locals(left=Py_ssize_t, wanted=Py_ssize_t, taken=Py_ssize_t)
-    cdef Py_ssize_t spill_expert(self, Py_ssize_t expert, Py_ssize_t over) noexcept nogil
-    cdef void run(self) noexcept nogil
+@cython.locals(over=Py_ssize_t, left=Py_ssize_t, taken=Py_ssize_t, num=Py_ssize_t)
+cpdef Py_ssize_t spill_below(Py_ssize_t[::1] load_E, Py_ssize_t[::1] by_owner_E, Py_ssize_t[::1] first_D, Py_ssize_t[::1] busiest_first_D, Py_ssize_t[:, ::1] nearest_ED, Py_ssize_t[::1] room_D, Py_ssize_t[::1] left_D, Py_ssize_t[:, ::1] spilled) noexcept nogil
 
-cdef class GreedySteps:
-    cdef Py_ssize_t[::1] owner_E
-    cdef Py_ssize_t[::1] load_E
-    cdef Py_ssize_t[:, ::1] inputs_ED
-    cdef Py_ssize_t[:, ::1] fewest_first_ED
-    cdef Py_ssize_t[::1] computed_D
-    cdef Py_ssize_t[::1] received_D
-    cdef Py_ssize_t[::1] left_D
-    cdef Py_ssize_t[::1] is_selected_E
-    cdef Py_ssize_t[:, ::1] replicas
-    cdef Py_ssize_t[:, ::1] after
-    cdef Py_ssize_t num_replicas
-    cdef Py_ssize_t num_steps
-    cdef Py_ssize_t num_left_out
-    cdef Py_ssize_t most_steps
-    cdef double tolerance
-    @cython.locals(has_room=bint)
-    cdef Py_ssize_t run(self) noexcept nogil
+@cython.locals(has_room=bint)
+cdef Py_ssize_t _greedy_steps(Py_ssize_t[::1] owner_E, Py_ssize_t[::1] load_E, Py_ssize_t[:, ::1] inputs_ED, Py_ssize_t[:, ::1] fewest_first_ED, Py_ssize_t[::1] computed_D, Py_ssize_t[::1] received_D, Py_ssize_t[::1] left_D, Py_ssize_t[::1] is_selected_E, Py_ssize_t[:, ::1] replicas, Py_ssize_t[:, ::1] after, double tolerance, Py_ssize_t num_left_out) noexcept nogil
 
 cdef void _copy(unsigned char[:, ::1] source_ED, unsigned char[:, ::1] to_ED) noexcept nogil
 cdef double _raised(bint is_smooth, double value) noexcept nogil

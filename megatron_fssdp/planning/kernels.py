@@ -156,6 +156,132 @@ def two_level_edges(owner_E: object, nodes: object, present_ED: object, edges: o
     return trees.write_edges(edges)
 
 
+class Price:
+    """Seconds of a layer in an iteration; ``cost/layer_seconds.py`` says what they contain.
+
+    Attributes:
+        dispatch: For links inside nodes and between nodes, start-up of a dispatch, and what each pair takes;
+            ``[2, 2]``. ``combine`` is the same of a combine.
+        moves: For both kinds of links, start-up of a transfer, what an expert takes and what its gradient
+            takes; ``[2, 3]``.
+        of_hops: For each number of hops of a gather, the seconds of a message inside nodes and between nodes,
+            and the least seconds of the whole; then the same for a reduction; ``[H, 6]``.
+        per_token: What the experts take for a pair in both passes.
+        times: Number of micro-batches.
+        counts: Seconds between gate and dispatch in a micro-batch.
+        hidden: Compute that hides a gather, and ``hidden_back`` a reduction.
+        is_resident: Whether replicas are resident, or live for a pass of the layer (``is_pass``) or for a
+            micro-batch (``is_micro_batch``); otherwise for an iteration.
+        in_turn: Whether links inside nodes work after those between nodes in an exchange.
+        early: Part of a gather beside the experts of the layer before, and ``late`` of a reduction.
+        first: Seconds of the gather before the gate if it is not that of all replicas; otherwise -1.
+        added: Seconds of the gather after the gate.
+        all_to_all, experts, waits, waits_back: The seconds by their cause, after a call of ``seconds``.
+        is_far: Whether links between nodes took longest in the last exchange or transfer.
+    """
+
+    def __init__(
+        self,
+        dispatch: object,
+        combine: object,
+        moves: object,
+        of_hops: object,
+        per_token: float,
+        times: float,
+        counts: float,
+        hidden: float,
+        hidden_back: float,
+        life: str = "ITERATION",
+        in_turn: bool = False,
+        early: float = 0.0,
+        late: float = 0.0,
+    ) -> None:
+        """Set the attributes; ``life`` is a name of ``ReplicaLife``."""
+        self.dispatch, self.combine, self.moves, self.of_hops = dispatch, combine, moves, of_hops
+        self.per_token, self.times, self.counts = per_token, times, counts
+        self.hidden, self.hidden_back = hidden, hidden_back
+        self.is_resident, self.is_pass = life == "RESIDENT", life == "LAYER_PASS"
+        self.is_micro_batch, self.in_turn = life == "MICRO_BATCH", in_turn
+        self.early, self.late, self.first, self.added = early, late, -1.0, 0.0
+
+    def parts(
+        self, tokens: float, near: float, far: float, replicas: tuple, gather: tuple, addition: tuple
+    ) -> tuple:
+        """Seconds of all-to-alls, of experts, and for which compute waits for gathers and for reductions.
+
+        The numbers are the pairs of the device that computes most, those on the busiest links inside nodes
+        and between nodes, and three gathers: of all replicas, before the gate and after it. A gather has
+        experts on the busiest links inside and between nodes, hops, and hops inside and between nodes before
+        the last one of the longest path.
+        """
+        self.first, self.added = self.gather_of(gather), self.gather_of(addition)
+        moved_near, moved_far, hops, near_hops, far_hops = replicas
+        self.seconds(tokens, near, far, moved_near, moved_far, hops, (far_hops << _HOP_BITS) + near_hops)
+        return self.all_to_all, self.experts, self.waits, self.waits_back
+
+    def gather_of(self, traffic: tuple) -> float:
+        """Seconds of a gather; :meth:`parts` says what the numbers are."""
+        near, far, hops, near_hops, far_hops = traffic
+        return self.transfer(1, near, far, hops, (far_hops << _HOP_BITS) + near_hops)
+
+    def exchange(self, lines: memoryview, near: float, far: float) -> float:
+        """Seconds of an all-to-all with pairs on the busiest links inside nodes and between nodes."""
+        near = lines[0, 0] + near * lines[0, 1] if near > 0.0 else 0.0
+        far = lines[1, 0] + far * lines[1, 1] if far > 0.0 else 0.0
+        self.is_far = far >= near
+        return near + far if self.in_turn else max(near, far)
+
+    def transfer(self, column: int, near: float, far: float, hops: int, fill: int) -> float:
+        """Seconds of a gather (column 1) or of a reduction (2); ``layer_seconds.transfer_times`` explains."""
+        if hops == 0:
+            return 0.0
+        first = 3 * (column - 1)
+        filling = (fill & ((1 << _HOP_BITS) - 1)) * self.of_hops[hops, first]
+        filling += (fill >> _HOP_BITS) * self.of_hops[hops, first + 1]
+        least = self.of_hops[hops, first + 2]
+        if near > 0.0:
+            near = self.moves[0, 0] + near * self.moves[0, column]
+            near = max(near + filling, least) if near > 0.0 else 0.0
+        if far > 0.0:
+            far = self.moves[1, 0] + far * self.moves[1, column]
+            far = max(far + filling, least) if far > 0.0 else 0.0
+        self.is_far = far >= near
+        return max(near, far)
+
+    def seconds(
+        self, tokens: float, near: float, far: float, moved_near: int, moved_far: int, hops: int, fill: int
+    ) -> float:
+        """Seconds of the layer from what its busiest devices and links do.
+
+        ``fill`` are the hops of the longest path before its last one: those between nodes, shifted, and those
+        inside.
+        """
+        dispatch = self.exchange(self.dispatch, near, far)
+        combine = self.exchange(self.combine, near, far)
+        combine_is_far = self.is_far
+        self.all_to_all = self.times * (self.counts + 2.0 * (dispatch + combine))
+        self.experts = self.per_token * tokens
+        again = self.transfer(1, moved_near, moved_far, hops, fill)
+        again_is_far = self.is_far
+        gather = again if self.first < 0.0 else self.first
+        reduce = (1.0 - self.late) * self.transfer(2, moved_near, moved_far, hops, fill)
+        if self.is_resident:
+            self.waits, self.waits_back = 0.0, max(0.0, 2.0 * reduce - self.hidden_back)
+        else:
+            self.waits = max(0.0, (1.0 - self.early) * gather - self.hidden) + self.added
+            self.waits_back = max(0.0, reduce - self.hidden_back)
+        if self.is_micro_batch:
+            self.waits = self.times * again
+            self.waits_back *= self.times
+        if self.is_pass and hops > 0:
+            left = max(0.0, again - max(0.0, self.hidden_back - reduce))
+            if again_is_far != combine_is_far:
+                left = max(0.0, left - combine)
+            self.waits += (self.times - 1.0) * max(0.0, again - self.hidden) + self.times * left
+            self.waits_back *= self.times
+        return self.all_to_all + self.experts + self.waits + self.waits_back
+
+
 class Layer(Trees):
     """One layer with a placement that changes, the traffic of the placement, and its price.
 
@@ -175,7 +301,7 @@ class Layer(Trees):
         own: What the expert that was last walked adds to ``busy``.
         hops_E: Hops of each expert's longest path; 0 while it is out.
         fill_E: Hops before the last one of that path: those between nodes, shifted, plus those inside.
-        costs: What a pair, an expert and a hop cost; see ``SearchCosts``.
+        costs: The price.
         num_prices: Prices so far.
         is_smooth: Whether prices have norms of the eighth power in place of the highest numbers of pairs.
             Every device and link then counts a little, and not only the busiest one.
@@ -200,18 +326,13 @@ class Layer(Trees):
             load_EN: Pairs by expert and source node, float64 ``[E, N]``.
             owner_E: As in :class:`Trees`, and so are ``nodes`` and ``present_ED``.
             nodes: Nodes.
-            costs: The layer's ``SearchCosts``.
+            costs: The arguments of :class:`Price`.
             slots: Most replicas that a device may hold.
             present_ED: Replicas.
         """
         Trees.__init__(self, owner_E, nodes, present_ED)
         self.load_ED, self.load_EN, self.slots = load_ED, load_EN, slots
-        self.dispatch_near, self.dispatch_far = costs.dispatch_near, costs.dispatch_far
-        self.combine_near, self.combine_far = costs.combine_near, costs.combine_far
-        self.per_token, self.times = costs.per_token, costs.times
-        self.start, self.gather, self.reduce = costs.start, costs.gather, costs.reduce
-        self.hidden, self.hidden_back = costs.hidden, costs.hidden_back
-        self.each_pass, self.of_hops = costs.each_pass, costs.of_hops
+        self.costs = Price(*costs)
         devices, num_nodes, experts = self.num_devices, self.num_nodes, self.num_experts
         self.total_E, self.all_pairs, self.num_prices = _reals(experts), 0.0, 0
         self.is_smooth = False
@@ -383,49 +504,11 @@ class Layer(Trees):
         if is_smooth:
             tokens, near, far = _eighth_root(tokens), _eighth_root(near), _eighth_root(far)
             moved_near, moved_far = _eighth_root(moved_near), _eighth_root(moved_far)
-        return self.seconds(tokens, near, far, moved_near, moved_far, hops, fill)
-
-    def on_link(self, line: memoryview, pairs: float) -> float:
-        """Seconds of an all-to-all on one kind of link: start-up, then seconds for each pair."""
-        return 0.0 if pairs <= _NO_PAIRS * self.all_pairs else line[0] + pairs * line[1]
-
-    def moving(
-        self, is_far: int, experts: int, fill: int, hops: int, first: int, per_expert: memoryview
-    ) -> float:
-        """Seconds of a transfer on one kind of link; ``layer_seconds.transfer_times`` has the formula."""
-        if experts == 0:
-            return 0.0
-        near_hops = fill & ((1 << _HOP_BITS) - 1)
-        far_hops = fill >> _HOP_BITS
-        filling = near_hops * self.of_hops[hops, first] + far_hops * self.of_hops[hops, first + 1]
-        seconds = self.start[is_far] + filling + experts * per_expert[is_far]
-        return max(seconds, self.of_hops[hops, first + 2]) if seconds > 0.0 else 0.0
-
-    def seconds(
-        self, tokens: float, near: float, far: float, moved_near: int, moved_far: int, hops: int, fill: int
-    ) -> float:
-        """The price of ``layer_seconds`` from the highest values, without router counts."""
         self.num_prices += 1
-        dispatch = max(self.on_link(self.dispatch_near, near), self.on_link(self.dispatch_far, far))
-        combine_near = self.on_link(self.combine_near, near)
-        combine_far = self.on_link(self.combine_far, far)
-        combine = max(combine_near, combine_far)
-        seconds = self.times * 2.0 * (dispatch + combine) + self.per_token * tokens
-        if hops == 0:
-            return seconds
-        gather_near = self.moving(0, moved_near, fill, hops, 0, self.gather)
-        gather_far = self.moving(1, moved_far, fill, hops, 0, self.gather)
-        gather = max(gather_near, gather_far)
-        reduce = self.moving(0, moved_near, fill, hops, 3, self.reduce)
-        reduce = max(reduce, self.moving(1, moved_far, fill, hops, 3, self.reduce))
-        waits = max(0.0, gather - self.hidden)
-        waits_back = max(0.0, reduce - self.hidden_back)
-        if not self.each_pass:
-            return seconds + waits + waits_back
-        left = max(0.0, gather - max(0.0, self.hidden_back - reduce))
-        if (gather_far >= gather_near) != (combine_far >= combine_near):
-            left = max(0.0, left - combine)
-        return seconds + self.times * (waits + waits_back + left)
+        # Less is the rounding error of a difference.
+        near = near if near > _NO_PAIRS * self.all_pairs else 0.0
+        far = far if far > _NO_PAIRS * self.all_pairs else 0.0
+        return self.costs.seconds(tokens, near, far, moved_near, moved_far, hops, fill)
 
 
 class Search(Layer):
@@ -438,7 +521,6 @@ class Search(Layer):
         most_replicated: Most experts that may have replicas.
         most_prices: Number of prices after which a descent ends.
         part_E: Parts of the experts in what :meth:`rank` looks at.
-        ranked: The experts with the largest parts.
         hottest_E: The experts by their pairs, descending.
         tried_D: Holders of an expert before :meth:`improve`, and in its best trial of ``trial_s`` seconds.
         is_tired_E: 1 for the experts that saved nothing during the present descent.
@@ -452,7 +534,7 @@ class Search(Layer):
         self.most_replicated, self.most_prices = most_replicated, most_prices
         self.owners_ED, self.start_ED = memoryview(np.array(self.has_ED)), start_ED
         self.kept_ED = memoryview(np.array(self.has_ED))
-        self.part_E, self.ranked, self.want_E = _reals(experts), _ints(_WIDTH), _ints(experts)
+        self.part_E, self.want_E = _reals(experts), _ints(experts)
         self.hottest_E = memoryview(np.argsort(-np.asarray(self.total_E), kind="stable"))
         self.tried_D = memoryview(np.zeros((2, devices), np.uint8))
         self.is_tired_E = _ints(experts)
@@ -512,40 +594,23 @@ class Search(Layer):
             num += self.holders_E[other] > 1
         return self.holders_E[expert] > 1 or num < self.most_replicated
 
-    def rank(self, of_links: bool) -> int:
-        """Find the experts with the largest parts of the busiest device, or of the busiest link.
-
-        Args:
-            of_links: Whether to look at links: those whose pairs take longest.
-
-        Returns:
-            The number of experts in ``ranked``.
-        """
+    def rank(self, of_links: bool) -> None:
+        """Write to ``part_E`` the parts of the busiest device, or of the link whose pairs take longest."""
         at = 0
         column = _WORK
         most = -1.0
-        near_s = self.dispatch_near[1] + self.combine_near[1]
-        far_s = self.dispatch_far[1] + self.combine_far[1]
         for place in range(self.num_devices + (self.num_nodes if of_links else 0)):
             if not of_links:
                 if self.busy[place, _WORK] > most:
                     most, at = self.busy[place, _WORK], place
                 continue
-            seconds = near_s if place < self.num_devices else far_s
+            kind = 0 if place < self.num_devices else 1
+            seconds = self.costs.dispatch[kind, 1] + self.costs.combine[kind, 1]
             for side in range(_IN, _OUT + 1):
                 if seconds * self.busy[place, side] > most:
                     most, at, column = seconds * self.busy[place, side], place, side
         for expert in range(self.num_experts):
             self.part_E[expert] = 0.0 if self.is_tired_E[expert] else self.part_of(expert, at, column)
-        num = 0
-        while num < _WIDTH:
-            largest = self.largest_part()
-            if self.part_E[largest] <= 0.0:
-                break
-            self.part_E[largest] = 0.0
-            self.ranked[num] = largest
-            num += 1
-        return num
 
     def part_of(self, expert: int, place: int, column: int) -> float:
         """The part of an expert in one number of ``busy``."""
@@ -715,10 +780,13 @@ class Search(Layer):
             num_free: Experts that each link carries in addition to those that compute hides, and that cost
                 nothing during the descent.
         """
-        hidden, hidden_back = self.hidden, self.hidden_back
+        hidden, hidden_back = self.costs.hidden, self.costs.hidden_back
         if num_free > 0:
-            self.hidden += self.start[1] + num_free * max(self.gather[0], self.gather[1])
-            self.hidden_back += self.start[1] + num_free * max(self.reduce[0], self.reduce[1])
+            start = self.costs.moves[1, 0]
+            expert_s = max(self.costs.moves[0, 1], self.costs.moves[1, 1])
+            self.costs.hidden += start + num_free * expert_s
+            expert_s = max(self.costs.moves[0, 2], self.costs.moves[1, 2])
+            self.costs.hidden_back += start + num_free * expert_s
         for expert in range(self.num_experts):
             self.is_tired_E[expert] = 0
         last = self.num_prices + self.most_prices
@@ -727,15 +795,18 @@ class Search(Layer):
         while self.step() and self.num_prices < last:
             pass
         self.is_smooth = False
-        self.hidden, self.hidden_back = hidden, hidden_back
+        self.costs.hidden, self.costs.hidden_back = hidden, hidden_back
         self.keep(self.price())
 
     def step(self) -> bool:
         """Change one expert of the busiest device or link; False if nothing saves seconds."""
         for of_links in range(2):
-            num = self.rank(of_links == 1)
-            for i in range(num):
-                expert = self.ranked[i]
+            self.rank(of_links == 1)
+            for _ in range(_WIDTH):
+                expert = self.largest_part()
+                if self.part_E[expert] <= 0.0:
+                    break
+                self.part_E[expert] = 0.0
                 # Swaps take most of the time and gain only where the exact price counts.
                 if self.improve(expert) or (not self.is_smooth and self.swap(expert)):
                     return True
@@ -942,182 +1013,58 @@ def price_replicas(layer: tuple) -> float:
     return found.price()
 
 
-class Spilling:
-    """Which tokens spill from owners to which devices, so that no device computes more than a ceiling.
-
-    Attributes:
-        load_E: Tokens of each expert.
-        load_D: Tokens of each device if nothing spills.
-        by_owner_E: The experts by owner, then by tokens, descending; those of a device begin at ``first_D``.
-        busiest_first_D: The devices by load, descending.
-        nearest_ED: The devices in the order in which an expert's tokens spill to them.
-        slots: Most experts of other owners that a device may compute.
-        tolerance: Precision of the ceiling, in tokens.
-        total: Tokens of all experts.
-        room_D: Tokens that each device may still take, and ``left_D`` experts.
-        spilled: Expert, device and number of the tokens that spill; a row for each, ``num_spilled`` in all.
-    """
-
-    def __init__(
-        self,
-        load_E: object,
-        load_D: object,
-        by_owner_E: object,
-        first_D: object,
-        busiest_first_D: object,
-        nearest_ED: object,
-        slots: int,
-        tolerance: float,
-    ) -> None:
-        """Prepare; the arguments are the attributes."""
-        self.load_E, self.load_D, self.by_owner_E, self.first_D = load_E, load_D, by_owner_E, first_D
-        self.busiest_first_D, self.nearest_ED, self.slots = busiest_first_D, nearest_ED, slots
-        num_devices = len(self.load_D)
-        self.total, self.tolerance = sum(load_E), tolerance
-        self.room_D, self.left_D = _ints(num_devices), _ints(num_devices)
-        rows = max(num_devices * min(slots, len(self.load_E)), 1)
-        self.spilled = memoryview(np.zeros((rows, 3), np.int64))
-        self.num_spilled = 0
-
-    def fits_below(self, ceiling: int) -> bool:
-        """Spill all tokens above a ceiling; False if they find no room."""
-        self.num_spilled = 0
-        for i in range(self.load_D.shape[0]):
-            self.room_D[i] = ceiling - self.load_D[i]
-            self.left_D[i] = self.slots
-        for i in range(self.load_D.shape[0]):
-            busy = self.busiest_first_D[i]
-            over = -self.room_D[busy]
-            if over <= 0:
-                break
-            for j in range(self.first_D[busy], self.first_D[busy + 1]):
-                if over == 0:
-                    break
-                over -= self.spill_expert(self.by_owner_E[j], over)
-            if over > 0:
-                return False
-        return True
-
-    def spill_expert(self, expert: int, over: int) -> int:
-        """Spill up to ``over`` tokens of an expert to the nearest devices with room; return how many."""
-        wanted = min(over, self.load_E[expert])
-        left = wanted
-        for i in range(self.load_D.shape[0]):
-            if left == 0:
-                break
-            device = self.nearest_ED[expert, i]
-            taken = min(left, self.room_D[device])
-            if taken > 0 and self.left_D[device] > 0:
-                self.spilled[self.num_spilled, 0] = expert
-                self.spilled[self.num_spilled, 1] = device
-                self.spilled[self.num_spilled, 2] = taken
-                self.num_spilled += 1
-                self.room_D[device] -= taken
-                self.left_D[device] -= 1
-                left -= taken
-        return wanted - left
-
-    def run(self) -> None:
-        """Spill under the lowest ceiling that is possible, found by a binary search."""
-        num_devices = self.load_D.shape[0]
-        low = (self.total + num_devices - 1) // num_devices
-        high = self.load_D[self.busiest_first_D[0]]
-        ceiling = low
-        while low < high:
-            if self.fits_below(ceiling):
-                high = ceiling
-            else:
-                low = ceiling + 1
-            if high - low <= self.tolerance:
-                break
-            ceiling = (low + high) // 2
-        self.fits_below(high)
-
-
-def spill(*arguments: object) -> np.ndarray:
-    """Spill tokens from their owners to other devices, so that the highest load of a device becomes lowest.
+def spill_below(
+    load_E: memoryview,
+    by_owner_E: memoryview,
+    first_D: memoryview,
+    busiest_first_D: memoryview,
+    nearest_ED: memoryview,
+    room_D: memoryview,
+    left_D: memoryview,
+    spilled: memoryview,
+) -> int:
+    """Spill the tokens of devices above a ceiling to the nearest devices with room.
 
     Args:
-        arguments: The arguments of :class:`Spilling`.
+        load_E: Tokens of each expert.
+        by_owner_E: The experts by owner, then by tokens, descending; those of a device begin at ``first_D``.
+        first_D: Where the experts of each device begin.
+        busiest_first_D: The devices by load, descending.
+        nearest_ED: The devices in the order in which an expert's tokens spill to them.
+        room_D: Tokens that each device may still take, negative above the ceiling; changed.
+        left_D: Experts of others that each device may still take; changed.
+        spilled: Gets expert, device and number of the tokens that spill, a row for each.
 
     Returns:
-        Expert, device and number of the tokens that spill, int64 ``[P, 3]``.
+        The number of rows, or -1 if tokens find no room.
     """
-    search = Spilling(*arguments)
-    with cython.nogil:
-        search.run()
-    return np.asarray(search.spilled)[: search.num_spilled]
-
-
-class GreedySteps:
-    """The steps of Pro-Prophet's greedy search for one number of devices that are left out (Alg. 1).
-
-    Attributes:
-        owner_E: Owner of each expert.
-        load_E: Inputs of each expert.
-        inputs_ED: Inputs by expert and source device.
-        fewest_first_ED: The devices in the order of their inputs for an expert, ascending.
-        computed_D: Inputs that each device computes, and ``received_D`` those from other devices.
-        left_D: Replicas for which each device has room.
-        is_selected_E: 1 for experts that were selected.
-        replicas: Expert and device of each replica, in the order of the steps.
-        after: For each step the number of replicas so far, most inputs received, most inputs computed.
-    """
-
-    def __init__(self, owner_E: object, load_E: object, inputs_ED: object, fewest_first_ED: object) -> None:
-        """Prepare; the arguments are the attributes of these names."""
-        self.owner_E, self.load_E = owner_E, load_E
-        self.inputs_ED, self.fewest_first_ED = inputs_ED, fewest_first_ED
-
-    def run(self) -> int:
-        """Send experts until the load is balanced; return the number of steps."""
-        num_devices = self.computed_D.shape[0]
-        for step in range(self.most_steps):
-            owner = 0
-            lowest = 0
-            for device in range(num_devices):
-                if self.computed_D[device] > self.computed_D[owner]:
-                    owner = device
-                if self.computed_D[device] < self.computed_D[lowest]:
-                    lowest = device
-            if self.computed_D[owner] - self.computed_D[lowest] < self.tolerance:
-                return step
-            selected = -1
-            for expert in range(self.owner_E.shape[0]):
-                if self.owner_E[expert] != owner or self.is_selected_E[expert] or self.load_E[expert] == 0:
-                    continue
-                if selected < 0 or self.load_E[expert] > self.load_E[selected]:
-                    selected = expert
-            if selected < 0:
-                return step
-            self.is_selected_E[selected] = 1
-            num_passed = 0
-            before = self.num_replicas
-            for i in range(num_devices):
-                device = self.fewest_first_ED[selected, i]
-                if device == owner:
-                    continue
-                num_passed += 1
-                if num_passed > self.num_left_out and self.left_D[device] > 0:
-                    tokens = self.inputs_ED[selected, device]
-                    self.computed_D[device] += tokens
-                    self.computed_D[owner] -= tokens
-                    self.received_D[owner] -= tokens
-                    self.left_D[device] -= 1
-                    self.replicas[self.num_replicas, 0] = selected
-                    self.replicas[self.num_replicas, 1] = device
-                    self.num_replicas += 1
-            # Without room, further steps would change nothing but the number of selected experts.
-            has_room = self.num_replicas > before
-            for device in range(num_devices):
-                has_room = has_room or self.left_D[device] > 0
-            if not has_room:
-                return step
-            self.after[step, 0] = self.num_replicas
-            for device in range(num_devices):
-                self.after[step, 1] = max(self.after[step, 1], self.received_D[device])
-                self.after[step, 2] = max(self.after[step, 2], self.computed_D[device])
-        return self.most_steps
+    num = 0
+    for i in range(room_D.shape[0]):
+        busy = busiest_first_D[i]
+        over = -room_D[busy]
+        if over <= 0:
+            break
+        for j in range(first_D[busy], first_D[busy + 1]):
+            expert = by_owner_E[j]
+            left = min(over, load_E[expert])
+            over -= left
+            for k in range(room_D.shape[0]):
+                if left == 0:
+                    break
+                device = nearest_ED[expert, k]
+                taken = min(left, room_D[device])
+                if taken > 0 and left_D[device] > 0:
+                    spilled[num, 0] = expert
+                    spilled[num, 1] = device
+                    spilled[num, 2] = taken
+                    num += 1
+                    room_D[device] -= taken
+                    left_D[device] -= 1
+                    left -= taken
+            over += left
+        if over > 0:
+            return -1
+    return num
 
 
 def greedy_steps(
@@ -1132,8 +1079,11 @@ def greedy_steps(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Send the most loaded experts of the most loaded devices to others, until the load is balanced.
 
+    This is Pro-Prophet's greedy search for one number of devices that are left out (Alg. 1).
+
     Args:
-        layer: The arguments of :class:`GreedySteps`.
+        layer: Owner of each expert, inputs of each expert, inputs by expert and source device, and for each
+            expert the devices in the order of their inputs, ascending.
         computed_D: Inputs that each device computes before the first step, int64 ``[D]``.
         received_D: Inputs that each device receives before the first step, int64 ``[D]``.
         tolerance: The load is balanced if the highest and the lowest load of a device differ by less.
@@ -1145,20 +1095,89 @@ def greedy_steps(
         For each step the number of replicas so far, the most inputs that a device receives and the most that
         one computes, int64 ``[S, 3]``; and expert and device of each replica in that order, int64 ``[P, 2]``.
     """
-    search = GreedySteps(*layer)
     num_devices = len(computed_D)
-    search.computed_D, search.received_D = memoryview(computed_D.copy()), memoryview(received_D.copy())
-    search.tolerance, search.num_left_out = tolerance, num_left_out
-    search.most_steps = most_steps if slots > 0 else 0
-    search.left_D = memoryview(np.full(num_devices, slots, np.int64))
-    search.is_selected_E = _ints(len(search.owner_E))
-    room = max(min(slots * num_devices, most_steps * (num_devices - 1)), 1)
-    search.replicas = memoryview(np.zeros((room, 2), np.int64))
-    search.after = memoryview(np.zeros((max(most_steps, 1), 3), np.int64))
-    search.num_replicas = 0
-    with cython.nogil:
-        search.num_steps = search.run()
-    return np.asarray(search.after)[: search.num_steps], np.asarray(search.replicas)[: search.num_replicas]
+    after = np.zeros((most_steps if slots > 0 else 0, 3), np.int64)
+    replicas = np.zeros((max(min(slots * num_devices, most_steps * (num_devices - 1)), 1), 2), np.int64)
+    left_D, is_selected_E = np.full(num_devices, slots, np.int64), _ints(len(layer[0]))
+    owner_E, load_E, inputs_ED, fewest_first_ED = layer
+    computed_D, received_D = memoryview(computed_D.copy()), memoryview(received_D.copy())
+    num_steps = _greedy_steps(
+        owner_E,
+        load_E,
+        inputs_ED,
+        fewest_first_ED,
+        computed_D,
+        received_D,
+        left_D,
+        is_selected_E,
+        replicas,
+        after,
+        tolerance,
+        num_left_out,
+    )
+    return after[:num_steps], replicas[: after[num_steps - 1, 0] if num_steps else 0]
+
+
+def _greedy_steps(
+    owner_E: memoryview,
+    load_E: memoryview,
+    inputs_ED: memoryview,
+    fewest_first_ED: memoryview,
+    computed_D: memoryview,
+    received_D: memoryview,
+    left_D: memoryview,
+    is_selected_E: memoryview,
+    replicas: memoryview,
+    after: memoryview,
+    tolerance: float,
+    num_left_out: int,
+) -> int:
+    """Write the steps of :func:`greedy_steps`; return their number."""
+    num_replicas = 0
+    for step in range(after.shape[0]):
+        owner = 0
+        lowest = 0
+        for device in range(computed_D.shape[0]):
+            if computed_D[device] > computed_D[owner]:
+                owner = device
+            if computed_D[device] < computed_D[lowest]:
+                lowest = device
+        if computed_D[owner] - computed_D[lowest] < tolerance:
+            return step
+        selected = -1
+        for expert in range(owner_E.shape[0]):
+            if owner_E[expert] != owner or is_selected_E[expert] or load_E[expert] == 0:
+                continue
+            if selected < 0 or load_E[expert] > load_E[selected]:
+                selected = expert
+        if selected < 0:
+            return step
+        is_selected_E[selected] = 1
+        num_passed = 0
+        before = num_replicas
+        for i in range(computed_D.shape[0]):
+            device = fewest_first_ED[selected, i]
+            if device == owner:
+                continue
+            num_passed += 1
+            if num_passed > num_left_out and left_D[device] > 0:
+                computed_D[device] += inputs_ED[selected, device]
+                computed_D[owner] -= inputs_ED[selected, device]
+                received_D[owner] -= inputs_ED[selected, device]
+                left_D[device] -= 1
+                replicas[num_replicas, 0] = selected
+                replicas[num_replicas, 1] = device
+                num_replicas += 1
+        # Without room, further steps would change nothing but the number of selected experts.
+        has_room = num_replicas > before
+        for device in range(computed_D.shape[0]):
+            has_room = has_room or left_D[device] > 0
+            after[step, 1] = max(after[step, 1], received_D[device])
+            after[step, 2] = max(after[step, 2], computed_D[device])
+        if not has_room:
+            return step
+        after[step, 0] = num_replicas
+    return after.shape[0]
 
 
 def _copy(source_ED: memoryview, to_ED: memoryview) -> None:

@@ -68,15 +68,7 @@ class LoadHistory:
         self.num_seen += 1
 
     def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
-        """The history that would exist with a shorter window, or ``without_latest`` iterations earlier.
-
-        Raises:
-            ValueError: ``without_latest`` is negative or more than the number of iterations kept.
-        """
-        if not 0 <= without_latest <= len(self._latest):
-            raise ValueError(
-                f"without_latest is {without_latest}: wanted 0 to {len(self._latest)}, the iterations kept"
-            )
+        """The history that would exist with a shorter window, or ``without_latest`` iterations earlier."""
         shorter = LoadHistory(window, self.num_devices, self.num_experts)
         known = list(self._latest)[: len(self._latest) - without_latest]
         # Iterations before the window only tell since when the loads have not jumped, and which forecast
@@ -128,19 +120,15 @@ class LoadHistory:
         return self._num_settled if self._num_settled < len(self._latest) else None
 
     def mean_DE(self) -> np.ndarray:
-        """Mean counts over the window, float64 ``[D, E]``; Hecate's prediction (§4.2).
-
-        Zeros if no iteration was appended.
-        """
+        """Mean counts over the window, float64 ``[D, E]``, zeros at first; Hecate's prediction (§4.2)."""
         return self._sum_DE / max(len(self._latest), 1)
 
     def forecast_DE(self) -> np.ndarray:
-        """Counts that the next iteration will probably have, float64 ``[D, E]``.
+        """Counts that the next iteration will probably have, float64 ``[D, E]``, zeros at first (ours).
 
         The forecast is the mean or the last counts: the one that would have been closest to the loads of the
         last ``window`` iterations. The mean evens out small batches, and the last counts follow a gate that
-        wanders. Counts from before a jump say nothing about the next iteration and are left out of the mean.
-        Both rules are ours and go beyond Hecate §4.2. The result is zeros if no iteration was appended.
+        wanders. Counts from before a jump are left out of the mean.
         """
         mean, last = np.sum(self._errors, axis=0) if self._errors else (0.0, 0.0)
         if last < mean:
@@ -158,13 +146,7 @@ class LoadHistory:
         return self._sum_DE.copy()
 
     def counts_DE(self, age: int) -> np.ndarray:
-        """Counts of the iteration ``age`` iterations before the latest one, int64 ``[D, E]``, read-only.
-
-        Raises:
-            ValueError: That iteration is not kept.
-        """
-        if not 0 <= age < len(self._latest):
-            raise ValueError(f"age is {age}: wanted 0 up to {len(self._latest) - 1}, the iterations kept")
+        """Counts of the iteration ``age`` iterations before the latest one, int64 ``[D, E]``, read-only."""
         return self._latest[-1 - age]
 
 
@@ -175,10 +157,10 @@ def max_over_mean(load_D: np.ndarray) -> float:
 
 
 def load_similarity(load_E: np.ndarray, before_E: np.ndarray) -> float | None:
-    """Share of the load that is on the same experts as before: ``Σ_e min(p_e, q_e)``, from 0 to 1.
+    """Share of the load on the same experts as before, ``Σ_e min(p_e, q_e)``; ``None`` if a load is empty.
 
     Pro-Prophet (§II, Fig. 4) calls this the locality of adjacent iterations. The loads are (token, k) pairs
-    by expert, ``[E]``, of any two batch sizes. The result is ``None`` if one of them is empty.
+    by expert, ``[E]``, of any two batch sizes.
     """
     total, total_before = float(load_E.sum()), float(before_E.sum())
     if not total or not total_before:
@@ -189,9 +171,8 @@ def load_similarity(load_E: np.ndarray, before_E: np.ndarray) -> float | None:
 def has_jumped(load_E: np.ndarray, before_E: np.ndarray) -> bool:
     """Whether more of the load has moved to other experts than slow drift and random sampling explain.
 
-    This test is ours. In recorded trainings, 5 to 9 % of a layer's load moves to other experts from one
-    iteration to the next, and at most 25 %. The random sampling of tokens explains a third of that. The loads
-    are (token, k) pairs by expert, ``[E]``, and may be sums over different numbers of iterations.
+    This test is ours. In recorded trainings, 5 to 9 % of a layer's load moves from one iteration to the next,
+    at most 25 %, and sampling explains a third of that. Loads ``[E]`` may be sums over several iterations.
     """
     similarity = load_similarity(load_E, before_E)
     if similarity is None:
@@ -204,10 +185,9 @@ def has_jumped(load_E: np.ndarray, before_E: np.ndarray) -> bool:
 
 
 def balance_ratio(before_D: np.ndarray, after_D: np.ndarray) -> float | None:
-    """How much balancing evens out device loads: the ratio RB of Pro-Prophet (§VI).
+    """Ratio RB of Pro-Prophet (§VI): spread of device loads ``[D]`` before over after balancing.
 
-    It is the standard deviation of device loads (``[D]``) without replicas, divided by the one under the
-    placement that was used: ``None`` if that made them exactly even, 1 if they were so before and after.
+    The spread is the standard deviation. ``None`` means exactly even after, 1 even before and after.
     """
     before, after = float(np.std(before_D)), float(np.std(after_D))
     if after == 0.0:

@@ -23,9 +23,8 @@ def quota_assignment(
     """Plan how many tokens of each expert each device computes.
 
     A binary search finds the lowest ceiling of device loads that is possible with at most ``slots`` experts
-    of other owners on a device. An owner above the ceiling spills tokens of its most loaded experts first.
-    They go to devices with room, first to those in the nodes from which most of the expert's tokens come,
-    then to the device with the lowest number.
+    of other owners on a device. An owner above the ceiling spills tokens of its most loaded experts first, to
+    devices with room in the nodes from which most of the expert's tokens come, then with the lowest number.
 
     Args:
         owner_E: Owner of every expert, integers ``[E]``.
@@ -50,19 +49,28 @@ def quota_assignment(
     tokens_ED[np.arange(num_experts), owner] = load_E
     from_node_ED = topology.sum_over_nodes(counts).T[:, topology.node_of_device_D]
     first_D = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_devices))])
-    arrays = (
+    layer = (
         load_E,
-        load_D,
         np.lexsort((-load_E, owner)),
         first_D,
         np.argsort(-load_D, kind="stable"),
         np.argsort(-from_node_ED, axis=1, kind="stable"),
     )
-    tolerance = CEILING_TOLERANCE * float(load_E.sum()) / num_devices
-    spilled = kernels().spill(
-        *(memoryview(np.ascontiguousarray(array)) for array in arrays), slots, tolerance
-    )
-    expert_P, device_P, number_P = spilled.T
+    spilled = np.zeros((max(num_devices * min(slots, num_experts), 1), 3), np.int64)
+
+    def spill(ceiling: int) -> int:
+        """Spill all tokens above a ceiling; the number of rows of ``spilled``, or -1 if there is no room."""
+        left_D = np.full(num_devices, slots, np.int64)
+        return int(kernels().spill_below(*layer, ceiling - load_D, left_D, spilled))
+
+    low, high = -(-int(load_E.sum()) // num_devices), int(load_D.max())
+    ceiling = low
+    while low < high:
+        low, high = (ceiling + 1, high) if spill(ceiling) < 0 else (low, ceiling)
+        if high - low <= CEILING_TOLERANCE * float(load_E.sum()) / num_devices:
+            break
+        ceiling = (low + high) // 2
+    expert_P, device_P, number_P = spilled[: spill(high)].T
     np.add.at(tokens_ED, (expert_P, device_P), number_P)
     np.subtract.at(tokens_ED, (expert_P, owner[expert_P]), number_P)
     return tokens_ED

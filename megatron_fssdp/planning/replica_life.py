@@ -26,8 +26,7 @@ class ReplicaLife(Enum):
     def sums_gradients(self, num_micro_batches: int) -> bool:
         """Whether replicas sum gradients over micro-batches and send them to the owners once an iteration.
 
-        Otherwise each micro-batch sends its gradients to the owners, in the parameters' data type. Then no
-        gradient is kept after its layer's backward pass.
+        Otherwise each micro-batch sends its gradients, in the parameters' data type, and keeps none.
         """
         return num_micro_batches > 1 and self not in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
 
@@ -41,9 +40,8 @@ class PipelineStage:
             interleaved pipeline.
         num_stages: Number of pipeline stages; 1 without pipelining.
         stage: Number of this stage, from 0.
-        group_size: Number of micro-batches that a chunk runs one after another before the next chunk starts
-            (``--microbatch-group-size-per-virtual-pipeline-stage``). ``None`` is Megatron's default: the
-            number of stages.
+        group_size: Micro-batches that a chunk runs before the next chunk starts
+            (``--microbatch-group-size-per-virtual-pipeline-stage``); ``None`` means the number of stages.
     """
 
     layers_of_chunk: tuple[int, ...]
@@ -59,9 +57,7 @@ class PipelineStage:
     def layers_in_flight(self, num_micro_batches: int) -> int:
         """Largest number of (layer, micro-batch) pairs that have run forward and not yet backward.
 
-        With one model chunk, they are the layers of ``min(num_micro_batches, num_stages - stage)``
-        micro-batches. The order of passes is that of Megatron's ``get_schedule_table`` and
-        ``get_pp_rank_microbatches``.
+        The order of passes is that of Megatron's ``get_schedule_table`` and ``get_pp_rank_microbatches``.
         """
         layers_V, group = np.array(self.layers_of_chunk), self.group_size or self.num_stages
         starts = range(0, num_micro_batches, group)
@@ -88,9 +84,8 @@ class HeldReplicas:
         stage: The rank's pipeline stage: its layers and the order of their passes.
         num_micro_batches: Number of micro-batches in an iteration. If the number changes during training, the
             largest number that is still to come.
-        fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums,
-            as Transformer Engine's ``fuse_wgrad_accumulation`` does. Otherwise autograd makes gradients in
-            the parameters' data type.
+        fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums
+            (Transformer Engine's ``fuse_wgrad_accumulation``), and not autograd.
     """
 
     life: ReplicaLife
@@ -118,9 +113,8 @@ class HeldReplicas:
         """Largest number of layers whose replicas' weights are on the device at the same time.
 
         If replicas live for a micro-batch, a layer counts once for each micro-batch that waits for its
-        backward pass. The number is an upper bound: if layers are recomputed, only the layer whose backward
-        pass is running holds such replicas. If each layer has its own life of replicas, most memory is used
-        when replicas of all layers live for a micro-batch.
+        backward pass. With recomputation, this is an upper bound. If each layer has its own life of
+        replicas, most memory is used when all live for a micro-batch.
         """
         if self.life is ReplicaLife.LAYER_PASS:
             return min(self.num_layers, 1)

@@ -1,9 +1,8 @@
 """Plans one layer's replicas by one search for the fewest modelled seconds.
 
-This planner is ours and goes beyond the papers. Hecate (§4.2) replicates as many experts as can be
-transferred during the compute before the layer, and Alg. 1 sets numbers of replicas by load. But one more
-expert may save more seconds than its transfer exposes, and where a replica goes decides which links carry
-tokens.
+This planner is ours. Hecate (§4.2, Alg. 1) replicates by load as many experts as can be transferred during
+the compute before the layer. But one more expert may save more seconds than its transfer exposes, and where a
+replica goes decides which links carry tokens.
 
 The search (``Search`` in ``kernels.py``) compares all placements by one price, the seconds of
 ``layer_seconds``:
@@ -30,20 +29,19 @@ Shape letters: D devices, E experts, N nodes.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.planning.arrays import checked_load
 from megatron_fssdp.planning.compiled_form import kernels
-from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, LinkCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import tokens_per_pair
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import DISPATCH_STARTS, PROB_BYTES, counts_seconds
-from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.cost.layer_seconds import counts_seconds, price_arguments
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.message_size import gather_stages, num_batches, reduction_stages
+from megatron_fssdp.planning.replica_life import ReplicaLife
 
 LEAST_SAVING = 0.01
 """Smallest saving of all replicas together, as a part of the seconds without replicas.
@@ -52,122 +50,13 @@ Smaller savings are within the error of the model.
 """
 
 PRICES_PER_SIZE = 12
-"""Most prices of the descent, divided by the number of experts and devices together.
-
-It bounds the time of unusual layers.
-"""
+"""Most prices of a descent, over experts and devices together; it bounds the time of unusual layers."""
 
 TRANSFER_OVER_LOAD = 5e-4
-"""Cost of one more expert on a link where no costs are measured, as a part of the mean device load.
+"""Cost of one more expert on a link, over the mean device load, if no costs are measured.
 
-The search then lowers the highest device load. This small cost leaves out replicas that hardly lower it.
+It leaves out replicas that hardly lower the highest device load.
 """
-
-
-@dataclass(frozen=True, eq=False)
-class SearchCosts:
-    """Costs of one layer, in which every formula of ``layer_seconds`` is worked out as far as possible.
-
-    Pairs of numbers are float64 ``[2]``. All are seconds.
-
-    Attributes:
-        dispatch_near: Start-up of a dispatch inside nodes, and what each pair takes there.
-        dispatch_far: The same between nodes, and so on for the combine.
-        combine_near: Start-up and pair.
-        combine_far: Start-up and pair.
-        per_token: What the experts take for a pair in both passes of an iteration.
-        times: Number of micro-batches.
-        start: Start-up of a transfer inside nodes and between nodes.
-        gather: What one expert takes on a link inside nodes and between nodes.
-        reduce: The same for its gradient.
-        hidden: Compute that hides a gather.
-        hidden_back: Compute that hides a reduction.
-        each_pass: Whether every micro-batch gathers replicas twice and reduces their gradients once.
-        of_hops: For each number of hops of a gather the seconds of a message inside nodes and between nodes,
-            and the least seconds of the whole; then the same for a reduction. Float64 ``[H, 6]``.
-        counts_s: Router counts of an iteration, which every placement pays.
-    """
-
-    dispatch_near: np.ndarray
-    dispatch_far: np.ndarray
-    combine_near: np.ndarray
-    combine_far: np.ndarray
-    per_token: float
-    times: float
-    start: np.ndarray
-    gather: np.ndarray
-    reduce: np.ndarray
-    hidden: float
-    hidden_back: float
-    each_pass: bool
-    of_hops: np.ndarray
-    counts_s: float
-
-    @classmethod
-    def of_loads(cls, topology: Topology, mean_load: float) -> "SearchCosts":
-        """Costs with which a layer takes as long as the highest device load says.
-
-        Args:
-            topology: Nodes of the devices.
-            mean_load: Mean load of a device.
-        """
-        free, experts = np.zeros(2), np.full(2, TRANSFER_OVER_LOAD * mean_load)
-        of_hops = np.zeros((_most_hops(topology) + 1, 6))
-        return cls(free, free, free, free, 1.0, 1.0, free, experts, free, 0.0, 0.0, False, of_hops, 0.0)
-
-    @classmethod
-    def of_profile(
-        cls,
-        profile: LayerProfile,
-        topology: Topology,
-        num_experts: int,
-        *,
-        rematerialize: bool,
-        hides: bool,
-    ) -> "SearchCosts":
-        """Measured costs, with which a layer takes the seconds of :func:`layer_seconds`.
-
-        Args:
-            profile: Measured costs of the layer and the links.
-            topology: Nodes of the devices.
-            num_experts: Number of experts, E.
-            rematerialize: Whether every micro-batch gathers replicas twice and reduces their gradients once.
-            hides: Whether transfers run beside compute.
-        """
-        cluster, times, links = profile.cluster, profile.num_micro_batches, plain_links(profile.cluster)
-        rows, (near, far) = links.all_to_all, (links.transfer.near, links.transfer.far_of_node)
-        counts_s = counts_seconds(profile, topology, num_experts)
-        sent_bytes = (profile.token_bytes + PROB_BYTES) / times
-        of_near, of_far = 1.0, 1.0
-        if (choices := profile.sent_choices) is not None:
-            of_near, of_far = tokens_per_pair(topology, num_experts, choices)
-        reduced_bytes = profile.expert_bytes if rematerialize else profile.reduced_bytes
-        betas = np.array([near.beta_s_per_byte, far.beta_s_per_byte], np.float64)
-        of_hops = np.zeros((_most_hops(topology) + 1, 6))
-        for hops in range(1, len(of_hops)):
-            for first, num_bytes, stages in (
-                (0, profile.expert_bytes, gather_stages(hops)),
-                (3, reduced_bytes, reduction_stages(hops)),
-            ):
-                message = profile.messages.message_bytes(num_bytes, stages)
-                host_s = profile.messages.batch_host_s * num_batches(num_bytes, message, hops)
-                of_hops[hops, first : first + 3] = near.time_s(message), far.time_s(message), host_s
-        return cls(
-            dispatch_near=_line(rows.near, DISPATCH_STARTS, of_near * sent_bytes),
-            dispatch_far=_line(rows.far_of_node, DISPATCH_STARTS, of_far * sent_bytes),
-            combine_near=_line(rows.near, 1, of_near * profile.token_bytes / times),
-            combine_far=_line(rows.far_of_node, 1, of_far * profile.token_bytes / times),
-            per_token=(1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
-            times=float(times),
-            start=np.array([near.alpha_s, far.alpha_s], np.float64),
-            gather=float(profile.expert_bytes) * betas,
-            reduce=float(reduced_bytes) * betas,
-            hidden=profile.non_moe_s + counts_s if hides else 0.0,
-            hidden_back=BACKWARD_PER_FORWARD * profile.non_moe_s if hides else 0.0,
-            each_pass=rematerialize,
-            of_hops=of_hops,
-            counts_s=times * counts_s,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,18 +67,17 @@ class LayerSearch:
         owner_E: Owner of every expert, int64 ``[E]``.
         load_DE: (token, k) pairs by source device and expert, float64 ``[D, E]``.
         topology: Nodes of the devices.
-        costs: Costs of the layer.
+        costs: The arguments of ``kernels.Price``.
     """
 
     owner_E: np.ndarray
     load_DE: np.ndarray
     topology: Topology
-    costs: SearchCosts
+    costs: tuple[Any, ...]
 
     def seconds(self, placement: ExpertPlacement) -> float:
         """Seconds of the layer under a placement, as the search counts them."""
-        arguments = self._arguments(0, placement.present_ED)
-        return float(kernels().price_replicas(arguments)) + self.costs.counts_s
+        return float(kernels().price_replicas(self._arguments(0, placement.present_ED)))
 
     @cached_property
     def plain_s(self) -> float:
@@ -210,7 +98,7 @@ class LayerSearch:
         Args:
             slots: Most replicas that a device may hold, m.
             most_replicated: Most experts that may have replicas, t.
-            start: Placement within these limits, which serves as one more seed; with equal owners.
+            start: Placement within these limits, which serves as one more seed.
 
         Raises:
             ValueError: ``start`` has other owners, or a device with more than ``slots`` replicas.
@@ -232,10 +120,9 @@ class LayerSearch:
             PRICES_PER_SIZE * (num_experts + num_devices),
             memoryview((start or plain).present_ED.astype(np.uint8)),
         )
-        fixed_s = self.costs.counts_s
-        if found_s + fixed_s > (1 - LEAST_SAVING) * (plain_s + fixed_s):
-            return plain, plain_s + fixed_s
-        return ExpertPlacement(self.owner_E, present_ED.astype(np.bool_), slots=slots), found_s + fixed_s
+        if found_s > (1 - LEAST_SAVING) * plain_s:
+            return plain, plain_s
+        return ExpertPlacement(self.owner_E, present_ED.astype(np.bool_), slots=slots), found_s
 
     def _arguments(self, slots: int, present_ED: np.ndarray) -> tuple[object, ...]:
         """The arguments of ``kernels.Layer``."""
@@ -251,8 +138,8 @@ def plan_materialization(
 ) -> ExpertPlacement:
     """Plan the placement with the lowest highest device load that the search finds.
 
-    It serves where no costs are measured: transfers of ``overlap_degree`` experts count as hidden, so they
-    cost nothing.
+    It serves where no costs are measured: transfers of ``overlap_degree`` experts count as hidden. The
+    placement has no replicas if they would lower the load by less than :data:`LEAST_SAVING`.
 
     Args:
         owner_E: Owner of every expert, integers ``[E]``.
@@ -260,10 +147,6 @@ def plan_materialization(
         topology: Nodes of the devices.
         overlap_degree: Most experts that may be replicated, t.
         slots: Most replicas that a device may hold, m.
-
-    Returns:
-        A placement whose highest device load is at most the one without replicas. It has no replicas if they
-        would lower it by less than :data:`LEAST_SAVING`.
 
     Raises:
         ValueError: The loads do not match the owners and devices, or a limit is negative.
@@ -280,7 +163,10 @@ def plan_materialization(
             f"overlap_degree is {overlap_degree} and slots is {slots}: wanted 0 or more of each; "
             "0 of either means no replicas"
         )
-    costs = SearchCosts.of_loads(topology, float(load.sum()) / topology.num_devices)
+    # Only the highest device load counts, and a little each transfer.
+    expert = TRANSFER_OVER_LOAD * float(load.sum()) / topology.num_devices
+    moves, of_hops = np.array([[0.0, expert, expert]] * 2), np.zeros((_most_hops(topology) + 1, 6))
+    costs = (np.zeros((2, 2)), np.zeros((2, 2)), moves, of_hops, 1.0, 1.0, 0.0, 0.0, 0.0)
     layer = LayerSearch(owner, load, topology, costs)
     return layer.best_placement(slots=slots, most_replicated=overlap_degree)[0]
 
@@ -296,29 +182,20 @@ def layer_search(
 ) -> LayerSearch:
     """One layer with measured costs.
 
-    Args:
-        owner_E: Owner of every expert, int64 ``[E]``.
-        load_DE: (token, k) pairs of an iteration by source device and expert, ``[D, E]``.
-        topology: Nodes of the devices.
-        profile: Measured costs of the layer and the links.
-        rematerialize: Whether replicas are gathered and reduced with every micro-batch.
-        hides: Whether transfers run beside compute.
+    ``rematerialize`` says whether replicas are gathered and reduced with every micro-batch, ``hides`` whether
+    transfers run beside compute. Owners are int64 ``[E]``, loads those of an iteration, ``[D, E]``.
     """
-    costs = _measured_costs(profile, topology, len(owner_E), rematerialize, hides)
+    num_experts, choices = len(owner_E), profile.sent_choices
+    costs = price_arguments(
+        profile,
+        ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION,
+        counts_seconds(profile, topology, num_experts),
+        _most_hops(topology),
+        num_micro_batches=profile.num_micro_batches,
+        hides=hides,
+        units_per_pair=(1.0, 1.0) if choices is None else tokens_per_pair(topology, num_experts, choices),
+    )
     return LayerSearch(owner_E, np.asarray(load_DE, np.float64), topology, costs)
-
-
-@lru_cache(maxsize=16)
-def _measured_costs(
-    profile: LayerProfile, topology: Topology, num_experts: int, rematerialize: bool, hides: bool
-) -> SearchCosts:
-    """The costs of a search. All layers of a model have equal ones, and they take longer than a price."""
-    return SearchCosts.of_profile(profile, topology, num_experts, rematerialize=rematerialize, hides=hides)
-
-
-def _line(link: LinkCost, starts: int, num_bytes: float) -> np.ndarray:
-    """Start-up seconds of a collective, and its seconds for each pair of ``num_bytes``."""
-    return np.array([starts * link.alpha_s, num_bytes * link.beta_s_per_byte], np.float64)
 
 
 def _most_hops(topology: Topology) -> int:

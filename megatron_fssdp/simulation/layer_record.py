@@ -16,13 +16,14 @@ from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expe
 from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import EXACT_SHARES_S
 from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds, transfer_times
-from megatron_fssdp.planning.cost.layer_traffic import (
+from megatron_fssdp.planning.cost.link_seconds import (
     NO_TRANSFER,
+    ClusterLinks,
+    LinkTimes,
     TransferTraffic,
     moves_traffic,
     transfer_traffic,
 )
-from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.memory import FP32_BYTES

@@ -19,8 +19,7 @@ from megatron_fssdp.planning.cost.layer_seconds import (
     moving_seconds,
     transfer_times,
 )
-from megatron_fssdp.planning.cost.layer_traffic import transfer_traffic
-from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.cost.link_seconds import plain_links, transfer_traffic
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit, split_transfers
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer

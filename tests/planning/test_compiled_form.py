@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning import compiled_form, quotas, search
 from megatron_fssdp.planning.compiled_form import kernel_form, kernels
+from megatron_fssdp.planning.cost import layer_seconds
 from megatron_fssdp.planning.papers import prophet_planner
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer import transfer_plan
 from tests.drawn_examples import examples
+from tests.support.measured_profile import CHEAP_TO_MOVE as PROFILE
 
 from .placement_cases import owned_layers, random_counts_DE
 
-USERS = (quotas, search, prophet_planner, transfer_plan)
+USERS = (layer_seconds, quotas, search, prophet_planner, transfer_plan)
 needs_compiled = pytest.mark.skipif(
     kernel_form() != "compiled", reason=f"planning kernels: {kernel_form()}; nothing to compare with"
 )
@@ -45,16 +48,21 @@ def plans(form: ModuleType, topology: Topology, owner_E: np.ndarray, counts_DE: 
     with pytest.MonkeyPatch.context() as patch:
         for user in USERS:
             patch.setattr(user, "kernels", lambda: form)
-        costs = search.SearchCosts.of_loads(topology, float(counts_DE.sum()))
-        layer = search.LayerSearch(owner_E, counts_DE.astype(np.float64), topology, costs)
+        layer = search.layer_search(owner_E, counts_DE, topology, PROFILE, rematerialize=True, hides=True)
         placement, seconds = layer.best_placement(slots=2, most_replicated=owner_E.size)
+        by_load = search.plan_materialization(owner_E, counts_DE, topology, overlap_degree=3, slots=2)
+        price = layer_seconds.placement_seconds(
+            counts_DE, placement, topology, PROFILE, ReplicaLife.LAYER_PASS
+        )
         model = prophet_planner.ProphetModel(topology.num_devices, 1.0, 100, 100, 1.0, 1.0)
         of_layer = (owner_E, counts_DE, model, [0])
         prophets = prophet_planner.greedy_placements(*of_layer, balance=0.5, slots=2)
         return [
             placement.present_ED.tolist(),
+            by_load.present_ED.tolist(),
             seconds,
             layer.seconds(placement),
+            price.seconds,
             quotas.quota_assignment(owner_E, counts_DE, topology, slots=2).tolist(),
             [found.present_ED.tolist() for found in prophets],
             transfer_plan._two_level_transfer(placement, topology).table.tolist(),

@@ -66,8 +66,6 @@ def test_bad_counts_say_what_was_wanted():
         history.append(np.array([[0, 0], [-3, 0]]))
     with pytest.raises(ValueError, match="window is 0"):
         LoadHistory(0, 1, 1)
-    with pytest.raises(ValueError, match="age is 0"):
-        history.counts_DE(0)
 
 
 def test_loads_before_a_jump_are_forgotten() -> None:

@@ -11,9 +11,7 @@ from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
-from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, greedy_placements
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
-from megatron_fssdp.planning.papers.sparse_materialization import doubling
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -140,12 +138,9 @@ def test_only_experts_that_pay_are_replicated() -> None:
     assert replicated(expert_bytes=8 * MEGA)[0] == 0
     assert replicated(expert_bytes=100 * MEGA) == []
     assert 0 in replicated(expert_bytes=100 * MEGA, non_moe_s=1e6)
-
-
-def test_balanced_loads_change_nothing() -> None:
-    profile = dataclasses.replace(PROFILE, expert_bytes=100 * MEGA)
+    dear = dataclasses.replace(PROFILE, expert_bytes=100 * MEGA)
     for load_DE in (np.ones((4, 8)), np.zeros((4, 8))):
-        assert plan_replicas(OWNERS, load_DE, TOPOLOGY, slots=2, profile=profile) == PLAIN
+        assert plan_replicas(OWNERS, load_DE, TOPOLOGY, slots=2, profile=dear) == PLAIN
 
 
 def shadowed(
@@ -164,31 +159,12 @@ def shadowed(
     return plain.with_replicas([(e, d) for e in experts for d in range(len(counts_DE))])
 
 
-def prophets(
-    counts_DE: np.ndarray, owner_E: np.ndarray, profile: LayerProfile, slots: int
-) -> list[ExpertPlacement]:
-    """Pro-Prophet's choices for every number of devices that are left out."""
-    most = len(counts_DE) - 1
-    model = ProphetModel(
-        num_devices=most + 1,
-        input_bytes=profile.token_bytes,
-        expert_bytes=profile.expert_bytes,
-        gradient_bytes=profile.reduced_bytes,
-        bytes_per_s=1 / profile.cluster.inter.beta_s_per_byte,
-        inputs_per_s=profile.cluster.expert_flops_per_s / profile.flops_per_token,
-        non_expert_s=profile.non_moe_s,
-        overlaps=True,
-    )
-    cases = [0, *doubling(most)]
-    return greedy_placements(owner_E, counts_DE, model, cases, balance=0.5, slots=slots)
-
-
 @examples(150)
 @given(owned_layers(), SEEDS, profiles(), st.integers(0, 3), st.booleans())
 def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
     case: tuple[Topology, np.ndarray], seed: int, profile: LayerProfile, slots: int, rematerialize: bool
 ) -> None:
-    """Owners only, FasterMoE's and Pro-Prophet's placements. Less than LEAST_SAVING counts as no saving."""
+    """Owners only, and FasterMoE's placement. Less than LEAST_SAVING counts as no saving."""
     topology, owner_E = case
     counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
     found = plan_replicas(
@@ -203,9 +179,8 @@ def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
     found_s = seconds_of(found)
     if found.num_replicas:
         assert found_s <= (1 - LEAST_SAVING) * seconds_of(plain)
-    others = [shadowed(counts_DE, owner_E, profile, slots), *prophets(counts_DE, owner_E, profile, slots)]
     least = 0.0 if found.num_replicas else LEAST_SAVING
-    assert (1 - least) * found_s <= min(map(seconds_of, others)) * (1 + 1e-9)
+    assert (1 - least) * found_s <= seconds_of(shadowed(counts_DE, owner_E, profile, slots)) * (1 + 1e-9)
 
 
 @examples(60)
@@ -244,19 +219,6 @@ def test_without_costs_the_highest_load_falls(
         assert plan_materialization(owner_E, same_counts, topology, **limits) == plan
 
 
-@pytest.mark.parametrize("num_tokens", [256, 10_000])
-def test_one_hot_expert_is_balanced(num_tokens: int) -> None:
-    """40 % of the load is on one expert, the rest is uniform, with sampling noise in every cell."""
-    owner_E, topology = even_owners(8, 4), Topology.uniform(4, 1)
-    for seed in range(20):
-        popularity_E = np.full(8, 0.6 / 7)
-        popularity_E[seed % 8] = 0.4
-        cells = np.random.default_rng(seed).multinomial(num_tokens, np.tile(popularity_E, 4) / 4)
-        counts_DE = cells.reshape(4, 8)
-        plan = plan_materialization(owner_E, counts_DE, topology, overlap_degree=8, slots=2)
-        assert max_load(counts_DE, plan, topology) <= 1.10 * num_tokens / 4, seed
-
-
 @pytest.mark.parametrize(("num_experts", "num_devices", "most"), [(16, 8, 1.12), (64, 32, 1.12)])
 def test_skewed_loads_end_near_balance(num_experts: int, num_devices: int, most: float) -> None:
     topology, owner_E = Topology.uniform(num_devices, num_devices // 8), even_owners(num_experts, num_devices)
@@ -284,34 +246,8 @@ def test_bad_arguments_say_what_was_wanted() -> None:
     topology = Topology.uniform(2, 1)
     with pytest.raises(ValueError, match=r"shape \(2, 3\): wanted \(2, 2\)"):
         plan_materialization(np.array([0, 0]), np.ones((2, 3)), topology, overlap_degree=1, slots=1)
+    negative_DE = np.array([[1, -1], [1, 1]])
     with pytest.raises(ValueError, match=r"load_DE\[0, 1\] is -1.0"):
-        plan_materialization(
-            np.array([0, 0]), np.array([[1, -1], [1, 1]]), topology, overlap_degree=1, slots=1
-        )
+        plan_materialization(np.array([0, 0]), negative_DE, topology, overlap_degree=1, slots=1)
     with pytest.raises(ValueError, match="slots is -1: wanted 0 or more"):
         plan_materialization(np.array([0]), np.ones((2, 1)), topology, overlap_degree=1, slots=-1)
-
-
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
-def test_hot_experts_come_to_every_node_if_links_between_nodes_decide(sigma: float) -> None:
-    """Transfers hide completely, so the plan costs at most as much as the hottest experts in every node."""
-    topology, owner_E = Topology.uniform(32, 4), even_owners(64, 32)
-    profile = dataclasses.replace(
-        PROFILE,
-        non_moe_s=1e9,
-        cluster=ClusterCost(LinkCost(0.0, 1e-8), LinkCost(0.0, 1e-6), expert_flops_per_s=10.0),
-    )
-    rng = np.random.default_rng(int(10 * sigma))
-    popularity_E = rng.lognormal(0, sigma, 64)
-    load_DE = rng.multinomial(2000, popularity_E / popularity_E.sum(), size=32)
-    in_every_node = ExpertPlacement.owners_only(owner_E, 32)
-    for expert in np.argsort(-popularity_E)[:16].tolist():
-        for devices in topology.devices_by_node:
-            if not in_every_node.present_ED[expert, list(devices)].any():
-                free = [d for d in devices if in_every_node.replicas_per_device_D[d] < 2]
-                load_D = plan_dispatch("even", load_DE, in_every_node, topology).device_tokens_D
-                device = min(free, key=lambda d: load_D[d])
-                in_every_node = in_every_node.with_replicas([(expert, device)], slots=2)
-    found = plan_replicas(owner_E, load_DE, topology, slots=2, profile=profile)
-    price, wanted = (modelled_seconds(one, load_DE, topology, profile) for one in (found, in_every_node))
-    assert price <= wanted

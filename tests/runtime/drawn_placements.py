@@ -10,8 +10,6 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads import LoadHistory
@@ -25,15 +23,6 @@ from tests.support.random_placement import plain_transfer
 
 from .layer_case import LayerCase
 
-# Experts are cheap to move, so that every strategy that compares costs moves some.
-PROFILE = LayerProfile(
-    non_moe_s=1.0,
-    cluster=ClusterCost(LinkCost(0.0, 1e-3), LinkCost(0.0, 2e-3), expert_flops_per_s=1e3),
-    expert_bytes=1,
-    token_bytes=8,
-    flops_per_token=1e3,
-    memory_capacity=8,
-)
 POLICIES = tuple(dict.fromkeys((*get_args(DispatchPolicy), "exact")))
 
 

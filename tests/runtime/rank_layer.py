@@ -29,10 +29,11 @@ from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, run_ranks
+from tests.support.measured_profile import CHEAP_TO_MOVE as PROFILE
 from tests.support.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
 from tests.support.virtual_cuda.programs.known_findings import explained
 
-from .drawn_placements import PROFILE, DrawnPlacements, strategy_of
+from .drawn_placements import DrawnPlacements, strategy_of
 from .layer_case import FFN_DIM, MODEL_DIM, Inputs, LayerCase, draw_inputs
 from .reference_layer import draw_weights, reference_forward
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
-from megatron_fssdp.planning.cost.cluster_cost import ClusterCost
-from megatron_fssdp.planning.cost.cost_model import LinkCost
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import counts_seconds
 from megatron_fssdp.planning.loads import LoadHistory

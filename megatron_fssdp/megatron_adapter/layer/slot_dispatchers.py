@@ -17,8 +17,7 @@ from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatch
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.support.limits import Facts, check_slots
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
-from megatron_fssdp.planning.cost.cluster_cost import schedule_costs
-from megatron_fssdp.planning.cost.tensor_schedules import ScheduleCosts, ScheduledLayer
+from megatron_fssdp.planning.cost.tensor_schedules import ScheduleCosts, ScheduledLayer, schedule_costs
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 

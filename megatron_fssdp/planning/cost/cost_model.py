@@ -46,12 +46,7 @@ class LinkCost:
 
 
 def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkCost:
-    """Fit ``alpha + beta * bytes`` to measured seconds by least squares of relative errors (Parm §V, Eq. 12).
-
-    Args:
-        num_bytes: Bytes of each measured message.
-        seconds: Measured seconds of each message, positive.
-    """
+    """Fit ``alpha + beta * bytes`` to positive seconds by least relative squares (Parm §V, Eq. 12)."""
     sizes, times = np.asarray(num_bytes, float), np.asarray(seconds, float)
     columns = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
     (alpha_s, beta_s_per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(times), rcond=None)
@@ -81,12 +76,7 @@ class LinkFit:
 
     @classmethod
     def of(cls, num_bytes: Sequence[float], seconds: Sequence[float]) -> "LinkFit":
-        """Fit a cost by :func:`fit_link_cost` and compute its errors.
-
-        Args:
-            num_bytes: Bytes of each measured message.
-            seconds: Measured seconds of each message, positive.
-        """
+        """Fit a cost by :func:`fit_link_cost` and compute its errors."""
         cost = fit_link_cost(num_bytes, seconds)
         times = np.asarray(seconds, float)
         errors = np.array([cost.time_s(size) for size in num_bytes]) - times
@@ -120,15 +110,9 @@ class ClusterCost:
 
 
 def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes: int) -> int:
-    """Number of experts whose transfer hides under the compute before the layer (Hecate, §4.2).
+    """Experts whose transfer hides under the compute before the layer: ``t = ⌊T_nonMoE · bw / size⌋``.
 
-    It is ``t = T_nonMoE * bw / size``, rounded down.
-
-    Args:
-        non_moe_s: Seconds of the compute before the layer, such as attention, ``T_nonMoE``.
-        bandwidth_bytes_per_s: Bandwidth ``bw`` of the slowest link: between nodes if there are several and
-            these links are slower, otherwise between devices of a node.
-        expert_bytes: Bytes of the parameters of one expert, ``size``.
+    That is Hecate, §4.2, with the bandwidth of the slowest link.
 
     Raises:
         ValueError: A number is out of range.
@@ -141,8 +125,3 @@ def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes:
             "numbers of 0 or more; measure them again"
         )
     return int(non_moe_s * bandwidth_bytes_per_s / expert_bytes)
-
-
-def exposed_s(busy_s: float, hidden_under_s: float) -> float:
-    """Seconds of a transfer that the compute beside it does not hide (Pro-Prophet, Eq. 8)."""
-    return max(0.0, busy_s - hidden_under_s)

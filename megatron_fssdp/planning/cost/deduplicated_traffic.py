@@ -1,18 +1,14 @@
 """Traffic of the deduplicated exchange, estimated from loads.
 
 Loads say how many pairs of token and expert go to a place, but not how many *different* tokens. The estimate
-assumes that tokens select K different experts and nothing else in common: expert e is selected by a share
-s_e of the source's tokens. Let a place have the experts 1, 2, … A token that has missed the first j − 1 of
-them has its K choices among the others, so it selects expert j more often, with the probability
+assumes only that tokens select K different experts, and expert e is selected by a share s_e of the source's
+tokens. Let a place have the experts 1, 2, … A token that has missed the first j − 1 of them has its K choices
+among the others, so it selects expert j more often, with the probability
 ``s_j K / (K − s_1 − … − s_(j−1))``. The product of the opposite probabilities is the share of tokens that
 miss the place. With equal shares this is the exact hypergeometric number. For tokens that draw experts one
 after another by log-normal popularity (sigma up to 1.5, top-2 to top-8), the estimate differs by less than
-1 % on average and 6 % at worst.
-
-Replicas send parts of an expert's tokens to several places; the parts count as experts.
-
-A recorded run knows how many different nodes and devices its tokens really went to. The estimate is then
-multiplied by what was recorded over what it says for the same loads (:class:`TokenChoices`).
+1 % on average and 6 % at worst. Replicas get parts of an expert's tokens, which count as experts. What a run
+recorded about its tokens' different nodes and devices scales the estimate (:class:`TokenChoices`).
 
 Shape letters: E experts, D devices, N nodes.
 """
@@ -49,11 +45,7 @@ def expected_hops(
 ) -> TwoHops:
     """Expected numbers of different tokens in both hops under even dispatch.
 
-    Args:
-        load_DE: (token, k) pairs by source device and expert, ``[D, E]``. The numbers may be fractions.
-        placement: Owners and replicas of the experts.
-        topology: Nodes of the devices.
-        choices: What is known about the experts of the tokens.
+    The loads are (token, k) pairs by source device and expert, ``[D, E]``, and may be fractions.
     """
     dispatch = plan_dispatch("even", load_DE, placement, topology)
     most_D = load_DE.sum(axis=1) / choices.top_k
@@ -72,23 +64,14 @@ def expected_hops(
 
 
 def _reached(shares: np.ndarray, top_k: int) -> np.ndarray:
-    """Share of the tokens that go to each place, which is a device or a node, at least once.
-
-    Args:
-        shares: Share of the tokens that select each expert at each place, by expert and place.
-        top_k: Number of experts that a token selects, K.
-    """
+    """Share of the tokens that go to each place at least once, from shares by expert and place."""
     left = top_k - (np.cumsum(shares, axis=0) - shares)
     chances = np.minimum(shares * top_k / np.maximum(left, 1e-300), 1.0)
     return np.asarray(1.0 - np.prod(1.0 - chances, axis=0))
 
 
 def hops_traffic(hops: TwoHops) -> BusiestLinks:
-    """Tokens on the busiest links: between nodes in the first hop, inside nodes in the second one.
-
-    Args:
-        hops: Numbers of tokens in both hops.
-    """
+    """Tokens on the busiest links: between nodes in the first hop, inside nodes in the second one."""
     topology = hops.topology
     node_D, num_nodes = topology.node_of_device_D, topology.num_nodes
     far_DN = np.where(node_D[:, None] == np.arange(num_nodes), 0, hops.tokens_DN)
@@ -115,14 +98,8 @@ def hops_traffic(hops: TwoHops) -> BusiestLinks:
 def tokens_per_pair(topology: Topology, num_experts: int, choices: TokenChoices) -> tuple[float, float]:
     """Tokens that the deduplicated exchange sends for one pair of the usual one, inside and between nodes.
 
-    The numbers are those of the busiest links under equal loads and even owners. The search for replicas
-    prices pairs, and multiplies their bytes by these numbers. A search that knew which copies a replica saves
-    would have to recompute the tokens of whole nodes for each of its moves.
-
-    Args:
-        topology: Nodes of the devices.
-        num_experts: Number of experts, E.
-        choices: What is known about the experts of the tokens.
+    The numbers are those of the busiest links under equal loads and even owners. The replica search
+    multiplies the bytes of pairs by them, because to count tokens it would look at whole nodes at each move.
     """
     devices = topology.num_devices
     placement = ExpertPlacement.owners_only(np.arange(num_experts) * devices // num_experts, devices)

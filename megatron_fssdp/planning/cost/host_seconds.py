@@ -1,9 +1,8 @@
 """Seconds that the host of a rank takes to plan a layer, from a table of measurements.
 
-``python -m benchmarks.host.host_table`` asks every strategy at several sizes, as the runtime does, and prints
-the tables at the end of this file. Between two sizes, the logarithm of the seconds is interpolated along the
-logarithm of ``E * D``, because kernels go through tables of experts and devices. Beyond the largest size, the
-slope of the last two sizes goes on. Below the smallest size, the seconds are those of the smallest size.
+``python -m benchmarks.host.host_table`` prints the tables at the end of this file. Between two sizes, the
+logarithm of the seconds is interpolated along the logarithm of ``E * D``. Beyond the largest size, the slope
+of the last two goes on. Below the smallest size, the seconds are those of the smallest size.
 
 Shape letters: E experts, D devices.
 """
@@ -22,8 +21,8 @@ class HostWork:
     """What the host of a rank does for one layer, in seconds.
 
     Attributes:
-        before_gate_s: Plan of an iteration. On a GPU, the host makes it while it would wait for the device.
-        after_gate_s: Plan with the exact counts of a micro-batch. The device waits for it.
+        before_gate_s: Plan of an iteration, which on a GPU is made while the host would wait.
+        after_gate_s: Plan with the exact counts of a micro-batch, for which the device waits.
         dispatch_s: A rank's own part of a micro-batch's dispatch, for which the device waits.
     """
 
@@ -34,14 +33,9 @@ class HostWork:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Measured milliseconds at each of :data:`SIZES`, by name of the strategy.
+    """Measured milliseconds of :class:`HostWork` at each of :data:`SIZES`, by name of the strategy.
 
     A strategy that is not named costs nothing.
-
-    Attributes:
-        before_gate_ms: An iteration's plan.
-        after_gate_ms: A plan with exact counts.
-        dispatch_ms: A rank's part of the dispatch.
     """
 
     before_gate_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -49,13 +43,7 @@ class HostCosts:
     dispatch_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def of_layer(self, strategy: str, num_experts: int, num_devices: int) -> HostWork:
-        """Work for one layer under a strategy with its default settings.
-
-        Args:
-            strategy: Name of the strategy.
-            num_experts: Number of experts, E.
-            num_devices: Number of devices, D.
-        """
+        """Work for one layer under a strategy with its default settings."""
         return HostWork(
             *(
                 _interpolated_s(table[strategy], num_experts * num_devices) if strategy in table else 0.0

@@ -8,18 +8,13 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, MessageRule
 
 STATE_OVER_PARAMETERS = 7
-"""Bytes that move with an expert when its owner changes, divided by the bytes of its parameters.
+"""Bytes that move with an expert to a new owner, over those of its parameters, if they are not known.
 
-The number is used if the true number of bytes is not known. It counts the parameters, and six times as many
-bytes of optimizer states and master weights, which Adam keeps in mixed precision (Hecate, §2.3).
+Optimizer states and master weights of Adam in mixed precision have six times the bytes (Hecate, §2.3).
 """
-
 
 EXACT_SHARES_S = 4e-4
-"""Seconds of exact shares on a GPU that was not measured: about 135 small kernels, one after the other.
-
-This is an estimate with 3 µs for each kernel.
-"""
+"""Seconds of exact shares on a GPU that was not measured: about 135 small kernels of 3 µs."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +70,7 @@ class LayerProfile:
         return self.owned_bytes or STATE_OVER_PARAMETERS * self.expert_bytes
 
     def slowest_link(self, topology: Topology) -> LinkCost:
-        """Cost of the slowest link of a group.
-
-        It is the link between nodes if there are several nodes and this link has less bandwidth. Otherwise it
-        is the link inside a node.
-        """
+        """Cost of the link between nodes if there are several and it has less bandwidth; or inside a node."""
         intra, inter = self.cluster.intra, self.cluster.inter
         between = topology.num_nodes > 1 and inter.beta_s_per_byte > intra.beta_s_per_byte
         return inter if between else intra

@@ -1,48 +1,51 @@
 """The price of a layer, which all planners compare: its modelled seconds in an iteration, in both passes.
 
-The simulator puts the same pieces on a timeline: :func:`exchange_times`, :func:`expert_seconds` and
-:func:`transfer_times`. A test compares the two (``tests/simulation/test_layer_price.py``).
+The formula is ``Price`` in ``kernels.py``. The search asks it directly, all others by :func:`layer_seconds`.
+The simulator puts the pieces :func:`exchange_times`, :func:`expert_seconds` and :func:`transfer_times` on a
+timeline; ``tests/simulation/test_layer_price.py`` compares the two. The price follows what the runtime does:
 
-The price follows what the runtime does:
-
-* **Start-ups.** Every micro-batch starts its own collectives. Rows and their probabilities are two
-  all-to-alls, in both passes; results are one. So an iteration of n micro-batches pays 6 n start-ups.
-* **All-to-alls** last until the busiest device's link inside its node and the busiest node's NICs are both
-  done. The devices of a node share its NICs.
-* **Transfers** travel in messages, whose size follows one rule (``planning/transfer/message_size.py``). Each
-  hop before the last one of a path adds the time of one message, with its start-up and its bytes. A transfer
-  takes at least as long as the host needs to post its batches of messages.
-* **Gathers** hide under the compute before the layer and under the router counts. The runtime waits for
-  replicas later, just before the experts. Time beside the dispatch is not counted, because the rows use the
-  same links. What calibration adds, and the replicas of a plan for a single micro-batch, start when the
-  counts are known, so that nothing hides them.
-* **Reductions** hide under the backward pass of the compute before the layer. Their bytes follow from the
-  life of the replicas: sums of several micro-batches and gradients of resident replicas travel in fp32,
-  all others in the data type of the parameters.
+* **All-to-alls** last until the busiest device's link inside its node and the busiest node's NICs, which its
+  devices share, are both done. Every micro-batch starts its own: in each pass, two for rows and their
+  probabilities and one for results.
+* **Transfers** travel in messages (``planning/transfer/message_size.py``). Each hop before the last one of a
+  path adds the time of one message. A transfer takes at least as long as the host needs to post it.
+* **Gathers** hide under the compute before the layer and under the router counts, not under the dispatch,
+  whose rows use the same links. Nothing hides what calibration adds, nor the replicas of a plan for a single
+  micro-batch, because they start when the counts are known.
+* **Reductions** hide under the backward pass of the compute before the layer. Sums of several micro-batches
+  and gradients of resident replicas travel in fp32, all others in the data type of the parameters. Resident
+  replicas also return the sums, under the same compute.
+* **Re-materialization.** The second gather of a micro-batch hides under the same compute as the reduction of
+  the layer above, and runs after it. The rest of that gather meets combine's backward pass. If both take
+  longest on the same kind of link, the rest adds its seconds. Otherwise it runs beside combine.
 * **Exact dispatch** adds, before the dispatch, a gather of the counts and the time to compute the shares.
 * **Experts** take as long as on the device with the most tokens, three times: forward once, backward twice.
 
-The papers' own formulas (FasterMoE Eq. 8, Pro-Prophet Eq. 1 to 8) are elsewhere, as published.
+The papers' own formulas (FasterMoE Eq. 8, Pro-Prophet Eq. 1 to 8) are in ``planning/papers``, as published.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, exposed_s
+from megatron_fssdp.planning.compiled_form import kernels
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_traffic import (
+from megatron_fssdp.planning.cost.link_seconds import (
     NO_TRANSFER,
+    LinkSet,
+    LinkTimes,
     TransferTraffic,
     moves_traffic,
+    plain_links,
     transfer_traffic,
 )
-from megatron_fssdp.planning.cost.link_seconds import ClusterLinks, LinkSet, LinkTimes, plain_links
 from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.dispatch.token_dispatch import (
     BusiestLinks,
-    DispatchPolicy,
     TokenDispatch,
     plan_dispatch,
 )
@@ -50,7 +53,6 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import (
-    FixedMessages,
     MessageRule,
     gather_stages,
     num_batches,
@@ -62,17 +64,22 @@ PROB_BYTES = 4
 """Bytes of one routing probability. Each row has one, and a separate all-to-all sends them."""
 
 DISPATCH_STARTS = 2
-"""Number of all-to-alls of a dispatch: one for rows and one for probabilities.
-
-The backward pass has the same number for the gradients of both.
-"""
+"""Number of all-to-alls of a dispatch, for rows and for probabilities. Their gradients have as many."""
 
 CHOICE_BYTES = 8
 """Bytes of one choice that travels with a token of the deduplicated exchange: expert and probability."""
 
 HOP_STARTS = 3
-"""Number of all-to-alls of each hop of the deduplicated exchange's dispatch: tokens, devices and experts,
-probabilities."""
+"""All-to-alls of each hop of the deduplicated dispatch: tokens, devices and experts, probabilities."""
+
+
+def _exchanges(token_bytes: float, num_micro_batches: int, num_choices: int) -> Iterator[tuple[float, int]]:
+    """Bytes of a unit and number of all-to-alls, of a dispatch and of a combine of one micro-batch."""
+    more_bytes, starts = PROB_BYTES, DISPATCH_STARTS
+    if num_choices:
+        more_bytes, starts = num_choices * CHOICE_BYTES, HOP_STARTS
+    yield (token_bytes + more_bytes) / num_micro_batches, starts
+    yield token_bytes / num_micro_batches, 1
 
 
 def exchange_times(
@@ -86,20 +93,16 @@ def exchange_times(
 
     Args:
         links: Costs of all-to-alls.
-        pairs: (token, k) pairs of an iteration on the busiest links. For the deduplicated exchange, tokens in
-            both hops.
+        pairs: (token, k) pairs of an iteration on the busiest links, or tokens of both deduplicated hops.
         token_bytes: Bytes of one token's hidden state.
-        num_micro_batches: Number of micro-batches in the iteration. Each has an equal part of the pairs.
-        num_choices: Number of choices that travel with a token of the deduplicated exchange; 0 for the usual
-            exchange.
+        num_micro_batches: Number of micro-batches, which have equal parts of the pairs.
+        num_choices: Choices that travel with a token of the deduplicated exchange; otherwise 0.
     """
-    parts, in_turn = 1 / num_micro_batches, num_choices > 0
-    more_bytes = num_choices * CHOICE_BYTES if in_turn else PROB_BYTES
-    starts = HOP_STARTS if in_turn else DISPATCH_STARTS
-    return (
-        links.times(pairs, (token_bytes + more_bytes) * parts, starts, in_turn=in_turn),
-        links.times(pairs, token_bytes * parts, in_turn=in_turn),
+    dispatch, combine = (
+        links.times(pairs, unit_bytes, starts, in_turn=num_choices > 0)
+        for unit_bytes, starts in _exchanges(token_bytes, num_micro_batches, num_choices)
     )
+    return dispatch, combine
 
 
 def expert_seconds(
@@ -107,16 +110,21 @@ def expert_seconds(
 ) -> float:
     """Seconds of the experts' forward pass in a micro-batch: ``max_d tokens_d / P`` (FasterMoE, Eq. 1).
 
-    Args:
-        most_tokens: (token, k) pairs of an iteration on the device that computes most.
-        flops_per_token: FLOPs of one expert's forward pass for one token.
-        flops_per_s: Throughput of a device.
-        num_micro_batches: Number of micro-batches in the iteration.
+    ``most_tokens`` are the pairs of an iteration on the device that computes most.
     """
     return most_tokens * (flops_per_token / flops_per_s / num_micro_batches)
 
 
-@lru_cache(maxsize=1024)  # prices and splits of a plan ask the same question
+@lru_cache(maxsize=1024)
+def _message_seconds(
+    links: LinkSet, num_bytes: int, messages: MessageRule, num_hops: int, adds: bool
+) -> tuple[float, float, float]:
+    """Seconds of one message inside nodes and between nodes, and the host's for all batches of messages."""
+    message = messages.message_bytes(num_bytes, (reduction_stages if adds else gather_stages)(num_hops))
+    host_s = messages.batch_host_s * num_batches(num_bytes, message, num_hops)
+    return links.near.time_s(message), links.far_of_node.time_s(message), host_s
+
+
 def transfer_times(
     links: LinkSet,
     traffic: TransferTraffic,
@@ -127,41 +135,27 @@ def transfer_times(
 ) -> LinkTimes:
     """Seconds of one SparseAllGather: the busiest links, and one message for each hop before the last.
 
-    This is the volume bound of Hecate, Eq. 1, applied to every link of the plan. SparseReduceScatter is the
-    transpose: it uses the same links in the other direction. The size of its messages can differ.
-
-    Args:
-        links: Costs of transfers from device to device.
-        traffic: Number of experts on the busiest links, and number of hops.
-        expert_bytes: Bytes of an expert, or of its gradient.
-        messages: How a transfer divides an expert into messages.
-        adds: Whether the transfer is a SparseReduceScatter, which adds what arrives.
+    This is the volume bound of Hecate, Eq. 1, applied to every link of the plan. SparseReduceScatter
+    (``adds``) is the transpose. ``expert_bytes`` are those of an expert, or of its gradient.
     """
-    num_hops = traffic.num_hops
-    num_stages = reduction_stages(num_hops) if adds else gather_stages(num_hops)
-    message = messages.message_bytes(expert_bytes, num_stages)
-    near_hops, far_hops = traffic.fill_hops
-    first_s = near_hops * links.near.time_s(message) + far_hops * links.far_of_node.time_s(message)
-    times = links.times(traffic.busiest, expert_bytes, first_s=first_s)
-    return times.at_least(messages.batch_host_s * num_batches(expert_bytes, message, num_hops))
+    near_s, far_s, host_s = _message_seconds(links, expert_bytes, messages, traffic.num_hops, adds)
+    first_s = traffic.fill_hops[0] * near_s + traffic.fill_hops[1] * far_s
+    times = links.times(traffic.busiest, expert_bytes)
+    return LinkTimes(
+        *(max(first_s + busy_s, host_s) if busy_s else 0.0 for busy_s in (times.near_s, times.far_s))
+    )
 
 
 def moving_seconds(
     sources_P: np.ndarray, devices_P: np.ndarray, topology: Topology, profile: LayerProfile
 ) -> float:
-    """Seconds to move experts with all their states between iterations. Nothing hides these seconds.
+    """Seconds to move experts with all their states between iterations, which nothing hides.
 
-    The runtime exchanges slots from device to device, so no path has a second hop.
-
-    Args:
-        sources_P: Device that each moved expert leaves, integers ``[P]``.
-        devices_P: Device that gets each moved expert, integers ``[P]``.
-        topology: Nodes of the devices.
-        profile: Measured costs.
+    ``sources_P`` and ``devices_P`` are the devices that each moved expert leaves and reaches, integers
+    ``[P]``. The runtime exchanges slots from device to device, so no path has a second hop.
     """
     links = plain_links(profile.cluster).transfer
-    traffic = moves_traffic(sources_P, devices_P, topology)
-    return links.times(traffic, profile.moved_bytes).seconds
+    return links.times(moves_traffic(sources_P, devices_P, topology), profile.moved_bytes).seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +168,7 @@ class LayerWork:
         gather: Traffic of the SparseAllGather that was planned before the gate.
         replicas: Traffic of a SparseAllGather of all final replicas. SparseReduceScatter is its transpose.
         addition: Traffic of the replicas that calibration gathers after the gate.
-        num_choices: Number of experts of each token, if ``pairs`` are tokens of the deduplicated exchange;
-            otherwise 0.
+        num_choices: Experts of each token, if ``pairs`` are tokens of the deduplicated exchange; otherwise 0.
     """
 
     most_tokens: float
@@ -195,17 +188,11 @@ class LayerWork:
         planned: TransferPlan | None = None,
         addition: TransferPlan | None = None,
     ) -> "LayerWork":
-        """The work of one plan.
+        """The work of all dispatches of an iteration, and of the SparseAllGathers named in the class.
 
-        Args:
-            dispatch: All dispatches of the iteration together.
-            transfer: SparseAllGather of all final replicas.
-            topology: Nodes of the devices.
-            planned: SparseAllGather that was planned before the gate, if it is not ``transfer``.
-            addition: SparseAllGather of the replicas that calibration adds after the gate.
+        ``planned`` is the one before the gate, if it is not ``transfer``.
         """
-        replicas = transfer_traffic(transfer, topology)
-        gather = replicas if planned is None or planned is transfer else transfer_traffic(planned, topology)
+        replicas, gather = (transfer_traffic(plan, topology) for plan in (transfer, planned or transfer))
         added = NO_TRANSFER if addition is None else transfer_traffic(addition, topology)
         return cls(float(dispatch.device_tokens_D.max()), dispatch.busiest, gather, replicas, added)
 
@@ -251,83 +238,83 @@ def layer_seconds(
 ) -> LayerPrice:
     """Price one layer in an iteration. The top of this file tells what the price contains.
 
-    With re-materialization, the second gather of a micro-batch runs after the reduction of the layer above,
-    and both hide under the same compute. The rest of that gather meets combine's backward pass. If both take
-    longest on the same kind of link, the rest adds its seconds. Otherwise it runs beside combine. Resident
-    replicas have two transfers, the reduction of gradients and the return of the sums, which hide under the
-    same compute.
-
     Args:
         work: Work of the layer in the iteration.
         profile: Measured costs.
         life: How long replicas stay on their devices.
-        counts_s: Seconds to gather the router counts of a micro-batch, see :func:`counts_seconds`; with
-            exact dispatch those of another gather and of the shares as well.
+        counts_s: Seconds between gate and dispatch in a micro-batch: :func:`counts_seconds`, and with exact
+            dispatch those of another gather and of the shares.
         num_micro_batches: Number of micro-batches in the iteration. By default it is the profile's.
         hides: Whether transfers run beside compute.
         split: Shares of the transfers that run beside the experts of the layer before, which hide them.
     """
     times = profile.num_micro_batches if num_micro_batches is None else num_micro_batches
-    cluster = profile.cluster
-    links = plain_links(cluster)
-    dispatch, combine = exchange_times(
-        links.all_to_all, work.pairs, profile.token_bytes, times, work.num_choices
+    transfers = (work.replicas, work.gather, work.addition)
+    costs = price_arguments(
+        profile,
+        life,
+        counts_s,
+        max(traffic.num_hops for traffic in transfers),
+        num_micro_batches=times,
+        hides=hides,
+        split=split,
+        num_choices=work.num_choices,
     )
-    experts_s = expert_seconds(work.most_tokens, profile.flops_per_token, cluster.expert_flops_per_s, times)
-    both = 1 + BACKWARD_PER_FORWARD
-    gather_s, reduce_s = _exposed_seconds(
-        work, profile, life, links, times, counts_s if hides else None, split, combine
+    numbers = ((one.busiest.near, one.busiest.far_of_node, one.num_hops, *one.fill_hops) for one in transfers)
+    parts_s = (
+        kernels().Price(*costs).parts(work.most_tokens, work.pairs.near, work.pairs.far_of_node, *numbers)
     )
-    return LayerPrice(
-        before_s=times * both * profile.non_moe_s,
-        all_to_all_s=times * (counts_s + 2 * (dispatch.seconds + combine.seconds)),
-        experts_s=times * both * experts_s,
-        gather_s=gather_s,
-        reduce_s=reduce_s,
-    )
+    return LayerPrice(times * (1 + BACKWARD_PER_FORWARD) * profile.non_moe_s, *parts_s)
 
 
-def _exposed_seconds(
-    work: LayerWork,
+@lru_cache(maxsize=64)  # all layers of a model have equal costs
+def price_arguments(
     profile: LayerProfile,
     life: ReplicaLife,
-    links: ClusterLinks,
-    times: int,
-    counts_s: float | None,
-    split: TransferSplit,
-    combine: LinkTimes,
-) -> tuple[float, float]:
-    """Seconds for which compute waits for spAG and for spRS. Nothing hides them if ``counts_s`` is None."""
-    if work.replicas is NO_TRANSFER and work.gather is NO_TRANSFER:
-        return 0.0, 0.0
+    counts_s: float,
+    most_hops: int,
+    *,
+    num_micro_batches: int,
+    hides: bool = True,
+    split: TransferSplit = WHOLE,
+    num_choices: int = 0,
+    units_per_pair: tuple[float, float] = (1.0, 1.0),
+) -> tuple[Any, ...]:
+    """The arguments of ``kernels.Price``, from those of :func:`layer_seconds`.
 
-    def times_of(traffic: TransferTraffic, expert_bytes: int, *, adds: bool = False) -> LinkTimes:
-        """Seconds of a transfer of experts, or of gradients, with ``expert_bytes`` each."""
-        return transfer_times(links.transfer, traffic, expert_bytes, profile.messages, adds=adds)
-
-    hidden_s = 0.0 if counts_s is None else profile.non_moe_s + counts_s
-    hidden_back_s = 0.0 if counts_s is None else BACKWARD_PER_FORWARD * profile.non_moe_s
-    is_iteration = life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
-    reduced_bytes = profile.reduced_bytes if is_iteration else profile.expert_bytes
-    again = times_of(work.replicas, profile.expert_bytes)
-    is_equal = reduced_bytes == profile.expert_bytes and isinstance(profile.messages, FixedMessages)
-    reduce = again if is_equal else times_of(work.replicas, reduced_bytes, adds=True)
-    reduce_s = (1 - split.reduce) * reduce.seconds
-    if life is ReplicaLife.RESIDENT:
-        return 0.0, exposed_s(2 * reduce_s, hidden_back_s)
-    if life is ReplicaLife.MICRO_BATCH:
-        return times * again.seconds, times * exposed_s(reduce_s, hidden_back_s)
-    gather = again if work.gather is work.replicas else times_of(work.gather, profile.expert_bytes)
-    gather_s = exposed_s((1 - split.gather) * gather.seconds, hidden_s)
-    if work.addition is not NO_TRANSFER:
-        gather_s = gather_s + times_of(work.addition, profile.expert_bytes).seconds
-    if life is ReplicaLife.ITERATION:
-        return gather_s, exposed_s(reduce_s, hidden_back_s)
-    left_s = exposed_s(again.seconds, max(0.0, hidden_back_s - reduce_s))
-    beside_s = combine.seconds if again.is_far != combine.is_far else 0.0
-    gather_s = gather_s + (times - 1) * exposed_s(again.seconds, hidden_s)
-    gather_s = gather_s + times * exposed_s(left_s, beside_s)
-    return gather_s, times * exposed_s(reduce_s, hidden_back_s)
+    ``most_hops`` are the most hops of a path, ``num_choices`` those of :class:`LayerWork`, and
+    ``units_per_pair`` the rows that travel for a pair, inside nodes and between nodes.
+    """
+    cluster, links = profile.cluster, plain_links(profile.cluster).transfer
+    both, is_summed = (cluster.intra, cluster.inter), life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
+    sizes = (profile.expert_bytes, profile.reduced_bytes if is_summed else profile.expert_bytes)
+    exchanges = (
+        [
+            (starts * link.alpha_s, units * unit_bytes * link.beta_s_per_byte)
+            for link, units in zip(both, units_per_pair, strict=True)
+        ]
+        for unit_bytes, starts in _exchanges(profile.token_bytes, num_micro_batches, num_choices)
+    )
+    moves = [(link.alpha_s, *(size * link.beta_s_per_byte for size in sizes)) for link in both]
+    of_hops = [(0.0,) * 6]
+    for hops in range(1, most_hops + 1):
+        gather, reduction = (
+            _message_seconds(links, size, profile.messages, hops, adds)
+            for size, adds in zip(sizes, (False, True), strict=True)
+        )
+        of_hops.append(gather + reduction)
+    return (
+        *(np.array(table) for table in (*exchanges, moves, of_hops)),
+        (1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
+        float(num_micro_batches),
+        counts_s,
+        profile.non_moe_s + counts_s if hides else 0.0,
+        BACKWARD_PER_FORWARD * profile.non_moe_s if hides else 0.0,
+        life.name,
+        num_choices > 0,
+        split.gather,
+        split.reduce,
+    )
 
 
 def counts_seconds(profile: LayerProfile, topology: Topology, num_experts: int) -> float:
@@ -341,20 +328,9 @@ def placement_seconds(
     topology: Topology,
     profile: LayerProfile,
     life: ReplicaLife,
-    *,
-    dispatch_policy: DispatchPolicy = "even",
 ) -> LayerPrice:
-    """Price a placement under an iteration's counts.
-
-    Args:
-        counts_DE: (token, k) pairs of the iteration by source device and expert, int64 ``[D, E]``.
-        placement: Owners and replicas of the experts.
-        topology: Nodes of the devices.
-        profile: Measured costs.
-        life: How long replicas stay on their devices.
-        dispatch_policy: How the tokens of an expert are split among its holders.
-    """
-    dispatch = plan_dispatch(dispatch_policy, counts_DE, placement, topology)
+    """Price a placement under even dispatch of an iteration's counts, int64 ``[D, E]``."""
+    dispatch = plan_dispatch("even", counts_DE, placement, topology)
     work = LayerWork.of(dispatch, two_level_transfer(placement, topology), topology)
     return layer_seconds(
         work, profile, life, counts_s=counts_seconds(profile, topology, placement.num_experts)

@@ -1,18 +1,98 @@
-"""Computes the seconds of a transfer from the bytes on the busiest links of a cluster."""
+"""Traffic on the busiest links, and the seconds that it takes.
+
+Shape letters: E experts, D devices, P pairs of expert and device.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName
-from megatron_fssdp.planning.cost.cluster_cost import collective_link, link_cost
+import numpy as np
+
+from megatron_fssdp.config.cluster_description import (
+    ClusterDescription,
+    CollectiveName,
+    LinkClass,
+    LinkDescription,
+)
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
-from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.placement.topology import Topology, kept_on
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 COUNT_BYTES = 8
 """Bytes of one entry of the router counts that all devices gather."""
 
 FREE = LinkCost(0.0, 0.0)
+UNUSED = BusiestLinks()
+
+
+@dataclass(frozen=True)
+class TransferTraffic:
+    """Traffic of one SparseAllGather. SparseReduceScatter has the same traffic in the other direction.
+
+    Attributes:
+        busiest: Number of experts on the busiest links.
+        fill_hops: (hops inside a node, hops between nodes) before the last hop of the path on which these
+            take longest. A pipelined transfer takes this much longer than its busiest link.
+        num_hops: Hops of the longest path; the number of messages depends on it.
+        num_experts: Number of experts that are moved, one for each replica.
+        num_between_nodes: How many of these moves go from one node to another.
+    """
+
+    busiest: BusiestLinks = UNUSED
+    fill_hops: tuple[int, int] = (0, 0)
+    num_hops: int = 0
+    num_experts: int = 0
+    num_between_nodes: int = 0
+
+
+NO_TRANSFER = TransferTraffic()
+
+
+def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
+    """Traffic of a transfer plan. The plan keeps it for the next call."""
+    return kept_on(plan, topology, _transfer_traffic)
+
+
+def _transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
+    """Compute :func:`transfer_traffic`."""
+    if not len(plan.table):
+        return NO_TRANSFER
+    expert_P, source_P, device_P, depth_P = plan.table.T
+    node_D = topology.node_of_device_D
+    is_far_P = node_D[source_P] != node_D[device_P]
+    # Hops between nodes take longer than those inside, so they count first.
+    path_ED = np.zeros((int(expert_P.max()) + 1, plan.num_devices, 2), np.int64)
+    longest = (0, 0)
+    for depth in range(plan.max_depth + 1):
+        at = depth_P == depth
+        before = path_ED[expert_P[at], source_P[at]]
+        longest = max(longest, max(map(tuple, before.tolist())))
+        path_ED[expert_P[at], device_P[at]] = before + np.stack([is_far_P[at], ~is_far_P[at]], axis=1)
+    return TransferTraffic(
+        moves_traffic(source_P, device_P, topology),
+        (longest[1], longest[0]),
+        plan.max_depth + 1,
+        len(plan.table),
+        int(is_far_P.sum()),
+    )
+
+
+def moves_traffic(source_P: np.ndarray, device_P: np.ndarray, topology: Topology) -> BusiestLinks:
+    """Units on the busiest links, if one unit travels from each source to its device, integers ``[P]``.
+
+    Units that stay on their device are not counted.
+    """
+    node_D = topology.node_of_device_D
+    is_far_P = node_D[source_P] != node_D[device_P]
+
+    def most(counted_P: np.ndarray, of_node: bool = False) -> int:
+        sides = (node_D[side_P] if of_node else side_P for side_P in (source_P, device_P))
+        return max(int(np.bincount(side_P[counted_P], minlength=1).max()) for side_P in sides)
+
+    near_P = ~is_far_P & (source_P != device_P)
+    far_of_mean_node = int(is_far_P.sum()) / topology.num_nodes
+    return BusiestLinks(most(near_P), most(is_far_P), most(is_far_P, of_node=True), far_of_mean_node)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,10 +100,10 @@ class LinkTimes:
     """Seconds of a transfer on links inside nodes and between nodes, which work at the same time.
 
     Attributes:
-        near_s: Seconds on the link of the busiest device inside its node.
-        far_s: Seconds on the NICs of the busiest node.
-        near_start_s: Start-up seconds that ``near_s`` contains where the links are used.
-        far_start_s: Start-up seconds that ``far_s`` contains where the NICs are used.
+        near_s: Seconds on the link of the busiest device inside its node, with ``near_start_s`` of start-up.
+        far_s: Seconds on the NICs of the busiest node, with ``far_start_s`` of start-up.
+        near_start_s: Start-up where the links are used.
+        far_start_s: Start-up where the NICs are used.
         in_turn: Whether the links inside nodes work after those between nodes, and not at the same time.
     """
 
@@ -37,11 +117,6 @@ class LinkTimes:
     def seconds(self) -> float:
         """Seconds until the transfers on both kinds of links have ended."""
         return self.near_s + self.far_s if self.in_turn else max(self.near_s, self.far_s)
-
-    def at_least(self, least_s: float) -> "LinkTimes":
-        """The same times, but no link that is used at all takes less than ``least_s``."""
-        near_s, far_s = (max(busy_s, least_s) if busy_s else 0.0 for busy_s in (self.near_s, self.far_s))
-        return LinkTimes(near_s, far_s)
 
     @property
     def is_far(self) -> bool:
@@ -66,37 +141,24 @@ class LinkSet:
     far_of_all: LinkCost = FREE
 
     def times(
-        self,
-        busiest: BusiestLinks,
-        bytes_per_unit: float,
-        starts: int = 1,
-        first_s: float = 0.0,
-        in_turn: bool = False,
+        self, busiest: BusiestLinks, bytes_per_unit: float, starts: int = 1, in_turn: bool = False
     ) -> LinkTimes:
-        """Compute start-up plus transfer seconds of the busiest links (FasterMoE, Eq. 2; Parm, Eq. 12).
+        """Start-up plus transfer seconds of units (rows or experts) (FasterMoE, Eq. 2; Parm, Eq. 12).
 
         Between nodes, the largest of three bounds counts: the bytes of the busiest node's NICs, the bytes of
         the busiest device, and the bytes of an average node at the bandwidth that remains when all NICs are
-        busy.
-
-        Args:
-            busiest: Number of units (rows or experts) on the busiest links.
-            bytes_per_unit: Bytes of one unit.
-            starts: Number of collectives that share the bytes. Each one adds a start-up time.
-            first_s: Seconds until the first bytes arrive at the busiest links. They count only where these
-                links have bytes.
-            in_turn: Whether the links inside nodes work after those between nodes.
+        busy. ``starts`` is the number of collectives that share the bytes; each has a start-up.
         """
-        near, of_node = busiest.near * bytes_per_unit, busiest.far_of_node * bytes_per_unit
-        far_s = max(
-            of_node * self.far_of_node.beta_s_per_byte,
-            busiest.far_of_device * bytes_per_unit * self.far_of_device.beta_s_per_byte,
-            busiest.far_of_mean_node * bytes_per_unit * self.far_of_all.beta_s_per_byte,
+        near_s = busiest.near * bytes_per_unit * self.near.beta_s_per_byte
+        far_s = bytes_per_unit * max(
+            busiest.far_of_node * self.far_of_node.beta_s_per_byte,
+            busiest.far_of_device * self.far_of_device.beta_s_per_byte,
+            busiest.far_of_mean_node * self.far_of_all.beta_s_per_byte,
         )
         near_start_s, far_start_s = starts * self.near.alpha_s, starts * self.far_of_node.alpha_s
         return LinkTimes(
-            near_start_s + first_s + near * self.near.beta_s_per_byte if near > 0 else 0.0,
-            far_start_s + first_s + far_s if of_node > 0 else 0.0,
+            near_start_s + near_s if busiest.near > 0 else 0.0,
+            far_start_s + far_s if busiest.far_of_node > 0 else 0.0,
             near_start_s,
             far_start_s,
             in_turn,
@@ -129,13 +191,27 @@ class ClusterLinks:
 
 @lru_cache
 def plain_links(cluster: ClusterCost) -> ClusterLinks:
-    """Return the links of a cluster, with the same costs for every kind of transfer.
-
-    Args:
-        cluster: Link costs of the cluster, from a profile or a description.
-    """
+    """Return the links of a cluster, with the same costs for every kind of transfer."""
     links = LinkSet(cluster.intra, cluster.inter)
     return ClusterLinks(links, links, links)
+
+
+def link_cost(link: LinkDescription, num_sharing: int = 1) -> LinkCost:
+    """Cost of transfers over a link that ``num_sharing`` devices fill together, each with its bandwidth."""
+    return LinkCost(link.alpha_s, 1 / (link.bandwidth_bytes_per_s * num_sharing))
+
+
+def cluster_cost(cluster: ClusterDescription) -> ClusterCost:
+    """Costs of a cluster's links and its throughput on experts, as strategies get them."""
+    intra, inter = link_cost(cluster.intra_node), link_cost(cluster.inter_node)
+    return ClusterCost(intra, inter, cluster.expert_flops_per_s)
+
+
+def collective_link(
+    cluster: ClusterDescription, collective: CollectiveName, link_class: LinkClass
+) -> LinkDescription | None:
+    """Measured costs of a collective in a node or between nodes; ``None`` if it was not measured."""
+    return cluster.collectives.get(collective, {}).get(link_class)
 
 
 def cluster_links(
@@ -143,53 +219,39 @@ def cluster_links(
 ) -> ClusterLinks:
     """Return the links of a cluster. Measured costs of single collectives replace the general link costs.
 
-    Megatron's dispatcher calls torch's collectives. This package does the same on CUDA devices. Between CPUs,
-    it exchanges rows and counts as point-to-point messages.
+    Between CPUs, this package exchanges rows and counts as point-to-point messages, and otherwise by torch's
+    collectives, as Megatron does.
 
     A fitted all-to-all or all-gather gives the bandwidth of each device while all devices of all nodes use
-    their NICs. A node therefore has this bandwidth times its number of devices. In an uneven all-to-all most
-    NICs are idle, and the busiest node has the whole bandwidth ``inter_node`` of the description. A fitted
-    point-to-point transfer limits one device. The limit of a node is ``inter_node`` here, too.
-
-    Args:
-        cluster: Description of the cluster.
-        is_megatrons: Whether Megatron's own dispatcher moves the tokens.
-        on_cuda: Whether the devices are CUDA devices.
+    their NICs. In an uneven all-to-all most NICs are idle, and the busiest node has the whole bandwidth
+    ``inter_node`` of the description. A fitted point-to-point transfer limits one device. The limit of a node
+    is ``inter_node`` here, too. ``is_megatrons`` says whether Megatron's own dispatcher moves the tokens.
     """
-    near, far = link_cost(cluster.intra_node), link_cost(cluster.inter_node)
-
+    far = link_cost(cluster.inter_node)
     all_to_all: CollectiveName = "all_to_all"
     if not is_megatrons and "row_exchange" in cluster.collectives:
         all_to_all = "row_exchange"
     counts: CollectiveName = "all_gather" if is_megatrons or on_cuda else all_to_all
 
-    def shared(name: CollectiveName) -> LinkSet:
-        """Costs of a collective that all devices of the group take part in."""
+    def links_of(name: CollectiveName, num_sharing: int) -> tuple[LinkCost, LinkCost, LinkCost]:
+        """Costs inside a node, of a node's NICs, and of what was measured there, zero if nothing was."""
         intra = collective_link(cluster, name, "intra_node")
         inter = collective_link(cluster, name, "inter_node")
-        near_of = near if intra is None else link_cost(intra)
+        near = link_cost(intra or cluster.intra_node)
         if inter is None:
-            return LinkSet(near_of, far)
-        of_all = link_cost(inter, cluster.devices_per_node)
-        return LinkSet(near_of, LinkCost(inter.alpha_s, far.beta_s_per_byte), FREE, of_all)
+            return near, far, FREE
+        return near, LinkCost(inter.alpha_s, far.beta_s_per_byte), link_cost(inter, num_sharing)
 
-    intra = collective_link(cluster, "point_to_point", "intra_node")
-    inter = collective_link(cluster, "point_to_point", "inter_node")
-    alone = FREE if inter is None else link_cost(inter)
-    transfer = LinkSet(
-        near if intra is None else link_cost(intra),
-        far if inter is None else LinkCost(inter.alpha_s, far.beta_s_per_byte),
-        alone,
-    )
-    return ClusterLinks(shared(all_to_all), transfer, shared(counts))
+    def shared(name: CollectiveName) -> LinkSet:
+        """Costs of a collective that all devices of the group take part in."""
+        near, of_node, of_all = links_of(name, cluster.devices_per_node)
+        return LinkSet(near, of_node, far_of_all=of_all)
+
+    return ClusterLinks(shared(all_to_all), LinkSet(*links_of("point_to_point", 1)), shared(counts))
 
 
 def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
     """Return the nodes of an expert-parallel group whose devices fill one node after the other.
-
-    Args:
-        cluster: Description of the cluster.
-        num_devices: Number of devices of the group.
 
     Raises:
         ValueError: The group does not fit the nodes.

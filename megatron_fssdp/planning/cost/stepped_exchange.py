@@ -4,12 +4,8 @@ The runtime's exchange is ``dispatchers/smart_schedule.py``. Here, messages run 
 ``S_0 … S_{n−1}, R_0 … R_{n−1}``, and compute in the order ``C_0 … C_{n−1}``. Step 0 uses the links inside a
 group. The other steps share the links between groups in equal parts. Compute is divided evenly.
 
-* **Start-ups.** Each step starts its own messages, so it pays the start-up seconds of the whole exchange.
-* **Host.** Each step costs the host some seconds on each lane. Before it posts the next messages, it notices
-  that the messages of a step have arrived, and ranks that do so at different times leave links idle. Before
-  and after a step's compute, it brings rows into order by expert and back.
-
-The price does not know that smaller GEMMs are slower, and that weight gradients are written in every step.
+Each step pays the start-up seconds of the whole exchange, and some seconds of the host on each lane. The
+price does not know that smaller GEMMs are slower, and that weight gradients are written in every step.
 """
 
 from dataclasses import dataclass
@@ -35,13 +31,7 @@ class SteppedExchange:
 
     @classmethod
     def of(cls, ring: GroupRing, topology: Topology, host_s: float = 0.0) -> "SteppedExchange | None":
-        """The steps of a ring of groups; ``None`` if all devices form one group.
-
-        Args:
-            ring: Groups of devices that exchange rows.
-            topology: Nodes of the devices.
-            host_s: Seconds of the host for each step.
-        """
+        """The steps of a ring of groups; ``None`` if all devices form one group."""
         return cls(ring.num_steps, topology.num_nodes > 1, host_s) if ring.num_steps > 1 else None
 
     def seconds(self, first: LinkTimes, second: LinkTimes, experts_s: float) -> float:
@@ -65,12 +55,9 @@ class SteppedExchange:
         return returned_s
 
     def saves(self, dispatch: LinkTimes, combine: LinkTimes, experts_s: float) -> bool:
-        """Whether the forward and the backward pass together take fewer seconds in steps than at once.
+        """Whether both passes together take fewer seconds in steps than at once.
 
-        Args:
-            dispatch: Seconds of the dispatch, all groups at once.
-            combine: Seconds of the combine, all groups at once.
-            experts_s: Seconds of the experts' forward pass on the slowest device.
+        The times are those of all groups at once; ``experts_s`` is that of the forward pass.
         """
         backward_s = BACKWARD_PER_FORWARD * experts_s
         at_once_s = 2 * (dispatch.seconds + combine.seconds) + experts_s + backward_s
@@ -78,12 +65,7 @@ class SteppedExchange:
         return forward_s + self.seconds(combine, dispatch, backward_s) < at_once_s
 
     def step_s(self, exchange: LinkTimes, step: int) -> float:
-        """Seconds of one step's messages in one direction.
-
-        Args:
-            exchange: Seconds of the exchange, all groups at once.
-            step: Number of the step; 0 is the exchange within the own group.
-        """
+        """Seconds of one step's messages in one direction; step 0 is the exchange within the own group."""
         if not step:
             return exchange.near_s if self.between_nodes else 0.0
         whole_s = exchange.far_s if self.between_nodes else exchange.near_s

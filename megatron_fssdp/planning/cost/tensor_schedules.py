@@ -1,12 +1,8 @@
 """The collectives of an MoE layer under tensor and expert tensor parallelism, and their costs (Parm).
 
-Such a layer has three kinds of groups:
-
-* MP: the N_MP tensor-parallel ranks. Without sequence parallelism they all have the same tokens.
-* ESP: the N_ESP ranks that share each expert (expert tensor parallelism).
-* EP: the N_EP ranks over which the experts are distributed.
-
-EP&ESP is the group of all ranks of EP and ESP together.
+Such a layer has three kinds of groups: MP, the N_MP tensor-parallel ranks, which have the same tokens without
+sequence parallelism; ESP, the N_ESP ranks that share each expert; and EP, the N_EP ranks over which the
+experts are distributed. EP&ESP is the group of all ranks of EP and ESP together.
 
 Sizes are those of the paper, the length of the whole tensor: after a gather, before a scatter, and in an
 all-to-all everything that one rank sends, with its own part.
@@ -17,31 +13,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName
 from megatron_fssdp.planning.cost.cost_model import LinkCost
+from megatron_fssdp.planning.cost.link_seconds import collective_link
 
 Schedule = Literal["baseline", "megatron", "s1", "s2"]
-"""Order of a layer's collectives: DeepSpeed-MoE's (``baseline``), Parm's (``s1``, ``s2``) or ours.
+"""Order of collectives: DeepSpeed-MoE's (``baseline``), Parm's (``s1``, ``s2``) or ours (``megatron``).
 
-Ours, ``megatron``, divides tokens as ``s1`` does, and runs the collectives that Megatron runs under sequence
-parallelism.
+Ours divides tokens as ``s1`` does and runs the collectives of Megatron's sequence parallelism.
 """
 
 LEAST_SLICE_BYTES = 1 << 19
-"""Smallest slice for which SAA takes a step of its own.
-
-Each slice costs all ranks one step. A smaller slice has almost nothing to hide (docs/decisions.md).
-"""
+"""Smallest slice for which SAA takes a step; a smaller one has little to hide (docs/decisions.md)."""
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 Group = Literal["mp", "esp", "ep", "ep_esp"]
 
 Kind = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "overlapped_all_to_all"]
-"""Kind of a collective.
-
-``overlapped_all_to_all`` is what an all-to-all adds to an MP-AllGather that runs at the same time (Parm's
-SAA).
-"""
+"""``overlapped_all_to_all`` is what an all-to-all adds to a simultaneous MP-AllGather (Parm's SAA)."""
 
 
 class Collective(NamedTuple):
@@ -84,13 +74,8 @@ class ScheduledLayer:
 
     @property
     def rows_bytes(self) -> float:
-        """Bytes of all rows that are sent, E·T·M."""
+        """Bytes of all rows that are sent, E·T·M; Parm's y is this times N_ESP, a copy for each part."""
         return self.num_rows * self.hidden_size * self.element_bytes
-
-    @property
-    def dumped_bytes(self) -> float:
-        """Bytes of one copy of every row for each part of its expert, Parm's y = E·T·M·N_ESP."""
-        return self.rows_bytes * self.n_esp
 
     @property
     def slices_pay(self) -> bool:
@@ -104,14 +89,15 @@ def collectives_of(schedule: Schedule, layer: ScheduledLayer) -> tuple[Collectiv
     A backward pass has their transposes with the same sizes: it gathers where the forward pass splits, and
     the reverse.
     """
-    own, rows_bytes = layer.dumped_bytes / layer.n_mp, layer.rows_bytes
+    rows_bytes, dumped_bytes = layer.rows_bytes, layer.rows_bytes * layer.n_esp
+    own = dumped_bytes / layer.n_mp
     leaving = () if layer.is_split else (Collective("all_gather", "mp", layer.tokens_bytes),)
     if schedule == "baseline":
         # Parm, Eq. 1. Under sequence parallelism each rank has only 1 / N_MP of the tokens.
         share = layer.n_mp if layer.is_split else 1
-        exchange = Collective("all_to_all", "ep", layer.dumped_bytes / share)
+        exchange = Collective("all_to_all", "ep", dumped_bytes / share)
         entering = Collective("all_gather", "esp", layer.tokens_bytes * layer.n_esp / share)
-        summing = Collective("all_reduce", "esp", layer.dumped_bytes / share)
+        summing = Collective("all_reduce", "esp", dumped_bytes / share)
         found: tuple[Collective, ...] = (entering, exchange, summing, exchange)
     elif schedule == "megatron":
         exchange = Collective("all_to_all", "ep", rows_bytes / layer.n_mp)
@@ -130,17 +116,40 @@ def collectives_of(schedule: Schedule, layer: ScheduledLayer) -> tuple[Collectiv
     return tuple(collective for collective in found if sizes[collective.over] > 1)
 
 
-def rows_of_device(schedule: Schedule, layer: ScheduledLayer) -> float:
-    """Number of rows for which a device computes its part of an expert, if loads are even.
-
-    Only ``baseline`` computes every row N_MP times if the MP ranks have the same tokens (Parm, §III-A).
-    """
-    is_repeated = schedule == "baseline" and not layer.is_split
-    return layer.num_rows * layer.n_esp / (1 if is_repeated else layer.n_mp)
-
-
 ScheduleCosts = Mapping[tuple[Kind, Group], LinkCost]
 """Cost of each collective in each kind of group: ``alpha + beta * num_bytes`` (Parm, §V-A, Eq. 12)."""
+
+
+def schedule_costs(cluster: ClusterDescription, ranks: Mapping[Group, tuple[int, int]]) -> ScheduleCosts:
+    """Costs of the collectives of Parm's schedules on a cluster, as functions of Parm's sizes.
+
+    No part of an all-to-all is hidden beside a gather, which is Parm's upper bound (Eq. 7). ``ranks`` has for
+    each kind of group its number of ranks, and how many other ranks of it are in a rank's own node.
+    """
+    kinds: dict[Kind, tuple[CollectiveName, tuple[Group, ...]]] = {
+        "all_to_all": ("row_exchange", ("ep", "ep_esp")),
+        "overlapped_all_to_all": ("row_exchange", ("ep_esp",)),
+        "all_gather": ("all_gather", ("esp", "mp")),
+        "reduce_scatter": ("reduce_scatter", ("esp",)),
+    }
+
+    def cost_of(collective: CollectiveName, num_ranks: int, num_near: int) -> LinkCost:
+        """Cost as a function of the whole tensor's bytes, of which a rank sends a part to each other rank."""
+        num_far = num_ranks - 1 - num_near
+        link = collective_link(cluster, collective, "inter_node" if num_far else "intra_node")
+        sharers = 1
+        if link is None:
+            link = cluster.inter_node if num_far else cluster.intra_node
+            sharers = cluster.devices_per_node if num_far else 1
+        sent_share = (num_far or num_ranks - 1) / num_ranks
+        return LinkCost(link.alpha_s, sent_share * sharers / link.bandwidth_bytes_per_s)
+
+    return {
+        (kind, group): cost_of(collective, *ranks[group])
+        for kind, (collective, groups) in kinds.items()
+        for group in groups
+        if group in ranks and ranks[group][0] > 1
+    }
 
 
 def schedule_seconds(schedule: Schedule, layer: ScheduledLayer, costs: ScheduleCosts) -> float:
@@ -164,8 +173,5 @@ def predicted_seconds(
 
 
 def best_schedule(predicted: Mapping[Schedule, float]) -> Schedule:
-    """The schedule with the fewest of the predicted seconds, of which there is at least one.
-
-    Of schedules with equal seconds it is the first one (Parm, Alg. 1, prefers S1 to S2).
-    """
+    """The schedule with the fewest predicted seconds; of equal ones the first (Parm, Alg. 1: S1)."""
     return min(predicted, key=lambda schedule: predicted[schedule])

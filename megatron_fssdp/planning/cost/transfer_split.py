@@ -1,9 +1,8 @@
 """Pro-Prophet's sub-operators: transfers in two parts under two pieces of compute (Pro-Prophet, §V-B).
 
 The weights of a layer travel while the experts of the layer before compute, and during the compute between
-the two layers. The gradients travel at the same places in the backward pass, in the opposite order. The
-compute between the layers, such as attention, takes a time that is known before training. So as much as fits
-travels there, and the rest travels beside the experts.
+the two layers; the gradients at the same places in the backward pass. As much as fits travels beside the
+compute between the layers, such as attention, and the rest beside the experts.
 """
 
 from dataclasses import dataclass

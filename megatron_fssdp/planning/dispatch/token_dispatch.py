@@ -25,8 +25,8 @@ so that device loads become even. ``owner``: all tokens go to the owner, except 
 """
 
 EXPONENTS = (3, 1) * 4
-"""Exponent of the correction in each round of levelling. 1 is Sinkhorn's iteration, stable but slow: it
-leaves a part s of an error, 0 ≤ s < 1. The exponents 3 and 1 together leave s·(3s - 2)."""
+"""Exponents of the corrections in rounds of levelling. 1 is Sinkhorn's iteration, which leaves a part s of an
+error, 0 ≤ s < 1. The exponents 3 and 1 together leave s·(3s - 2)."""
 
 ENOUGH = 1.005
 """Even dispatch stays if its highest device load divided by that of the exact shares is at most this."""
@@ -53,15 +53,6 @@ class BusiestLinks:
     far_of_device: float = 0.0
     far_of_node: float = 0.0
     far_of_mean_node: float = 0.0
-
-    def times(self, number: int) -> "BusiestLinks":
-        """A copy with all fields multiplied by ``number``."""
-        return BusiestLinks(
-            number * self.near,
-            number * self.far_of_device,
-            number * self.far_of_node,
-            number * self.far_of_mean_node,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +84,9 @@ class TokenDispatch:
     def _near_parts(self) -> tuple[np.ndarray, np.ndarray]:
         """Parts of what is wanted from other devices, and of what leaves a device, that stay in the node."""
         wanted_EN, leaving_EN = (_over_nodes(moving_ED, self.topology) for moving_ED in self._moving_ED)
-        near_EN = np.minimum(wanted_EN, leaving_EN)
-        node_D = self.topology.node_of_device_D
-        return (
-            (near_EN / np.maximum(wanted_EN, 1e-300))[:, node_D],
-            (near_EN / np.maximum(leaving_EN, 1e-300))[:, node_D],
-        )
+        near_EN, node_D = np.minimum(wanted_EN, leaving_EN), self.topology.node_of_device_D
+        got, sent = ((near_EN / np.maximum(all_EN, 1e-300))[:, node_D] for all_EN in (wanted_EN, leaving_EN))
+        return got, sent
 
     @cached_property
     def device_tokens_D(self) -> np.ndarray:
@@ -140,12 +128,10 @@ class TokenDispatch:
 
     def sent_ED(self, source: int) -> np.ndarray:
         """Pairs of one source by expert and receiving device, float64 ``[E, D]``."""
-        topology = self.topology
-        wanted_ED = self.tokens_ED - self._own_ED
-        got, sent = self._near_parts
-        leaving_E = np.asarray(self.counts_DE)[source] - self._own_ED[:, source]
+        (got, sent), (wanted_ED, leaving_ED) = self._near_parts, self._moving_ED
+        leaving_E = leaving_ED[:, source]
         near_E = leaving_E * sent[:, source]
-        in_node_D = topology.node_of_device_D == topology.node_of_device[source]
+        in_node_D = self.topology.node_of_device_D == self.topology.node_of_device[source]
         sent_ED = np.zeros(wanted_ED.shape)
         for pairs_E, taken_ED in (
             (near_E, wanted_ED * got * in_node_D),
@@ -159,13 +145,9 @@ class TokenDispatch:
 def plan_dispatch(
     policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
 ) -> TokenDispatch:
-    """Plan the dispatch of exact or expected counts under one of three policies.
+    """Plan the dispatch of exact or expected counts ``[D, E]``, which may be fractions, under a policy.
 
-    Args:
-        policy: Without replicas all three give the same dispatch.
-        counts_DE: (token, k) pairs by source device and expert, ``[D, E]``. The numbers may be fractions.
-        placement: Owners and replicas of the experts.
-        topology: Nodes of the devices.
+    Without replicas all policies give the same dispatch.
 
     Raises:
         ValueError: The counts do not match the placement, or the placement the topology.
@@ -211,13 +193,10 @@ def _exact(
 ) -> np.ndarray:
     """Tokens by expert and device that level the loads of devices, or the even ones where that gains little.
 
-    ``runtime/slots/exact_shares.py`` computes them on the device. This function does the same on the host,
-    for simulations and prices.
+    This is for prices what ``runtime/slots/exact_shares.py`` computes on the device.
     """
-    present_ED = placement.present_ED
-    total_E = counts_DE.sum(axis=0).astype(np.float64)
-    holders_E = present_ED.sum(axis=1)
-    prior_ED = even_ED + present_ED * ((total_E + 1) * ANY_HOLDER / holders_E)[:, None]
+    present_ED, total_E = placement.present_ED, counts_DE.sum(axis=0).astype(np.float64)
+    prior_ED = even_ED + present_ED * ((total_E + 1) * ANY_HOLDER / present_ED.sum(axis=1))[:, None]
     weight_D = np.ones(placement.num_devices)
 
     def parts_ED(load_E: np.ndarray) -> np.ndarray:

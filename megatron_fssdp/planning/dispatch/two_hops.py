@@ -27,8 +27,8 @@ class TwoHops:
 
     Attributes:
         topology: Nodes of the devices.
-        tokens_DN: Tokens of each source device that go to each node, int64 ``[D, N]``. A token counts once
-            for a node, however many of its experts are there.
+        tokens_DN: Tokens of each source device that go to each node, however many of their experts are
+            there; int64 ``[D, N]``.
         tokens_DD: Tokens of each source device (first axis) that go to each device, int64 ``[D, D]``.
     """
 

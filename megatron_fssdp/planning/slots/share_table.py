@@ -1,8 +1,7 @@
 """Share tables: to which slot each of a source device's tokens of an expert goes.
 
 A share table belongs to one source. It is int64 ``[J, E]``, with J = ``ROWS``: the n-th token, from 0, that
-the source routes to expert e goes to slot ``table_JE[n % J, e]``. The slots of an expert get shares in 1/J. A
-policy of dispatch is nothing but another table.
+the source routes to expert e goes to slot ``table_JE[n % J, e]``. A policy of dispatch is another table.
 
 Rows are interleaved: the first tokens of a source are divided nearly as all of them. If a column divides J
 into parts for c slots and a slot's share is p, then among the first n tokens, n ≤ J, the slot gets n·p tokens
@@ -30,12 +29,6 @@ def even_table(slots: SlotTable, placement: ExpertPlacement, topology: Topology,
     A source that has the expert keeps its tokens. Otherwise the expert's holders in the source's node take
     turns, and if there are none, all its holders. Sources begin with different holders.
 
-    Args:
-        slots: Slots of the placement.
-        placement: Owners and replicas of the experts.
-        topology: Nodes of the devices.
-        source: Number of the source device.
-
     Returns:
         int64 ``[J, E]``.
     """
@@ -57,10 +50,9 @@ def even_table(slots: SlotTable, placement: ExpertPlacement, topology: Topology,
 
 
 def owner_table(slots: SlotTable, placement: ExpertPlacement, source: int) -> np.ndarray:
-    """The table under which replicas serve only their own device (FasterMoE, §4.1; Pro-Prophet, §IV-A).
+    """The table ``[J, E]`` under which replicas serve only their own device, and owners all others.
 
-    A source that has the expert keeps its tokens. All other tokens go to the expert's owner.
-    The arguments and the result are those of :func:`even_table`.
+    That is the rule of FasterMoE, §4.1, and Pro-Prophet, §IV-A.
     """
     device_E = np.where(placement.present_ED[:, source], source, placement.owner_E)
     slot_E = slots.slot_ED[np.arange(placement.num_experts), device_E]
@@ -77,10 +69,9 @@ def dispatch_table(
 
     Args:
         slots: Slots of the placement of the dispatch.
-        dispatch: Tokens by source, expert and device.
+        dispatch: Tokens by expert and device.
         source: Number of the source device.
-        otherwise_JE: Table for the experts to which the dispatch sends none of the source's tokens, such as
-            :func:`even_table`; int64 ``[J, E]``.
+        otherwise_JE: Table for the experts of which the source has no tokens; int64 ``[J, E]``.
 
     Returns:
         int64 ``[J, E]``.
@@ -97,8 +88,7 @@ def dispatch_table(
         wrong = int(np.argmin(slot_P))
         raise ValueError(
             f"the dispatch sends tokens of expert {int(expert_P[wrong])} to device {int(device_P[wrong])}, "
-            "which has no slot with this expert: wanted tokens only for slots that hold their expert; give "
-            "the slot table of the dispatch's placement"
+            "which has no slot with this expert: wanted the slot table of the dispatch's placement"
         )
     table_JE = otherwise_JE.copy()
     num_E = np.bincount(expert_P, minlength=slots.num_experts)

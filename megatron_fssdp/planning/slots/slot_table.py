@@ -33,10 +33,7 @@ class SlotTable:
     def of(cls, placement: ExpertPlacement, num_replica_slots: int, multiple: int = 1) -> "SlotTable":
         """The slots of a placement. U is the most experts that a device owns plus the replica slots.
 
-        Args:
-            placement: Owners and replicas of the experts.
-            num_replica_slots: Slots of each device for replicas.
-            multiple: U is rounded up to a multiple of this number by empty slots.
+        Empty slots round U up to a multiple of ``multiple``.
 
         Raises:
             ValueError: A device holds more replicas than it has replica slots.

@@ -30,19 +30,12 @@ class FixedMessages:
         batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
         step_host_s: Seconds of the host for each step of the smart schedule, which delay the next messages
             and the step's results.
-
-    Raises:
-        ValueError: ``num_bytes`` is less than 1.
     """
 
     num_bytes: int
     num_open: int = 1
     batch_host_s: float = 0.0
     step_host_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.num_bytes < 1:
-            raise ValueError(f"num_bytes is {self.num_bytes}: wanted 1 or more")
 
     def message_bytes(self, expert_bytes: int, num_stages: int) -> int:
         """Bytes of a message of an expert or of its gradient: the fixed size, or all if they are fewer."""
@@ -62,10 +55,7 @@ class PipelinedMessages:
             smaller.
         fewest: Fewest messages of an expert with several stages, if they have ``least_bytes`` each.
         most: Most messages of an expert.
-        num_open: Most messages of one sender that a receiving device keeps at the same time.
-        batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
-        step_host_s: Seconds of the host for each step of the smart schedule, which delay the next messages
-            and the step's results.
+        num_open: As in :class:`FixedMessages`, and so are ``batch_host_s`` and ``step_host_s``.
     """
 
     least_bytes: int
@@ -95,35 +85,24 @@ MessageRule = FixedMessages | PipelinedMessages
 HOST_MESSAGES = FixedMessages(1 << 17, num_open=6, step_host_s=1.7e-3)
 """Between CPUs: 128 KiB, small enough that node leaders forward the first message early.
 
-It is also large enough that the host's work for each message does not take most of the time. Of 32, 64, 128
-and 256 KiB this was the best size for experts of 2 to 16 MiB on links of 400 Mbit/s (docs/decisions.md).
-Receives are posted four steps early, and the messages of one more step are added meanwhile. The host's time
-for these messages is not priced here: a thread posts them, and the measured bandwidth of a link contains its
-time.
-
-Steps of the smart schedule wait for each other, and this wait is priced: on the testbed (8 ranks on 2 cores),
-4 steps took 5.8 ms (rows) and 7.7 ms (results) longer than their bytes and start-ups. Ranks with a core each
-need less.
+Of 32, 64, 128 and 256 KiB this was the best size for experts of 2 to 16 MiB on links of 400 Mbit/s
+(docs/decisions.md). Receives are posted four steps early, and the messages of one more step are added
+meanwhile. A link's measured bandwidth contains the host's time for messages. Steps of the smart schedule wait
+for each other: on the testbed (8 ranks on 2 cores), 4 steps took 5.8 ms (rows) and 7.7 ms (results) longer
+than their bytes and start-ups.
 """
 
 CUDA_MESSAGES = PipelinedMessages(1 << 20, fewest=8, most=16, batch_host_s=30e-6)
 """Between CUDA devices: the whole expert over one hop, 8 to 16 messages where stages pipeline.
 
-The host's time for one batch of NCCL messages in torch is taken as 30 µs, in which a link of 35 GB/s carries
-1 MiB. Both numbers are assumptions until a GPU has measured them. With messages of 1 MiB, an expert of
-Mixtral 8x7B (336 MiB) would take 336 batches that depend on each other.
-
-The host's time for a step of the smart schedule is taken as 0, because a stream orders the steps and the host
-runs ahead of it. No GPU has measured it.
+No GPU has measured these numbers. The host is assumed to take 30 µs for a batch of NCCL messages, in which a
+link of 35 GB/s carries 1 MiB, and no time for a step of the smart schedule, because a stream orders the steps
+and the host runs ahead of it.
 """
 
 
 def message_rule(*, on_cuda: bool) -> MessageRule:
-    """The rule for transfers between devices of one kind.
-
-    Args:
-        on_cuda: Whether the tensors are on CUDA devices.
-    """
+    """The rule for transfers between CUDA devices, or between CPUs."""
     return CUDA_MESSAGES if on_cuda else HOST_MESSAGES
 
 

@@ -35,8 +35,7 @@ class TransferEdge(NamedTuple):
 class TransferPlan:
     """The transfers of one layer, parents before children.
 
-    The edges of every expert form one tree. The root (the owner) is never a destination. Every other device
-    receives the expert once. No device sends the expert before it has it. Depths count hops from the root.
+    The edges of every expert form one tree with the owner as its root.
 
     Attributes:
         num_devices: Number of devices, D.
@@ -57,9 +56,6 @@ class TransferPlan:
 
     def check_serves(self, placement: ExpertPlacement) -> None:
         """Check that the edges bring every expert from its owner to all its holders, and to no other device.
-
-        Args:
-            placement: The placement that the plan must bring about.
 
         Raises:
             ValueError: An edge starts on a wrong device, or an expert reaches a wrong set of devices.
@@ -90,19 +86,10 @@ class TransferPlan:
         """Depth of the deepest edge; -1 if the plan has no edges."""
         return int(self.table[:, 3].max(initial=-1))
 
-    @cached_property
-    def _edges_by_device(self) -> dict[int, tuple[list[TransferEdge], list[TransferEdge]]]:
-        """For each device, the edges that end there and the edges that start there."""
-        by_device: dict[int, tuple[list[TransferEdge], list[TransferEdge]]] = {}
-        for edge in self.edges:
-            by_device.setdefault(edge.destination, ([], []))[0].append(edge)
-            by_device.setdefault(edge.source, ([], []))[1].append(edge)
-        return by_device
-
     def edges_of(self, device: int) -> tuple[tuple[TransferEdge, ...], tuple[TransferEdge, ...]]:
         """Edges that bring experts to a device, and edges by which it sends experts, in the plan's order."""
-        incoming, outgoing = self._edges_by_device.get(device, ((), ()))
-        return tuple(incoming), tuple(outgoing)
+        incoming, outgoing = (self.table[self.table[:, column] == device].tolist() for column in (2, 1))
+        return tuple(map(TransferEdge._make, incoming)), tuple(map(TransferEdge._make, outgoing))
 
     def total_bytes(self, expert_bytes: int) -> int:
         """Bytes that all transfers move together."""
@@ -123,17 +110,15 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
           +-0-> 2                    +-1-> 6                     +-2-> 10
 
     Between nodes, the edges form a chain over one leader for each node. The chain starts at the owner and
-    visits the other nodes in cyclic order of their numbers. In a chain, the NIC of a node carries each expert
-    at most once in and once out. The leader of a node is its first holder from a certain place in the node
-    on, in cyclic order. That place is the owner's place in its own node for the first expert of an owner, the
-    next place for the second one, and so on. This rule spreads the traffic over the devices of a node. The
-    leaders of an expert do not depend on other replicas, so the replica search can price each expert alone.
+    visits the other nodes in cyclic order, so that the NIC of a node carries each expert at most once in and
+    once out. The leader of a node is its first holder from a certain place in the node on, in cyclic order:
+    the owner's place in its own node for the first expert of an owner, the next place for the second one, and
+    so on. This spreads the traffic, and the replica search can price each expert alone.
 
     Inside a node, the edges form a binary tree over the holders in cyclic order of their numbers, from the
-    leader on. Every holder sends the expert to at most two others. In a star, the leader's link would carry
-    the expert more often, which is slow when many experts share a leader. In a chain, the depth would grow
-    with the size of the node instead of its logarithm. Among edges of equal depth, those between nodes come
-    first, so that a leader sends to the next node before it sends inside its own node.
+    leader on. In a star, the leader's link would carry the expert more often; in a chain, the depth would
+    grow with the size of the node instead of its logarithm. Among edges of equal depth, those between nodes
+    come first, so that a leader sends to the next node before it sends inside its own node.
 
     Raises:
         ValueError: The placement and the topology have different numbers of devices.
@@ -162,15 +147,9 @@ def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Trans
 def additional_transfer(
     planned: ExpertPlacement, corrected: ExpertPlacement, topology: Topology
 ) -> TransferPlan:
-    """The transfers that bring the replicas which ``corrected`` has and ``planned`` lacks, from the owners.
+    """The gathers from owners of the replicas that ``corrected`` has and ``planned`` lacks.
 
-    These transfers only gather parameters. Gradients go to the owners along :func:`two_level_transfer` of
-    ``corrected``.
-
-    Args:
-        planned: The placement whose replicas are there before.
-        corrected: A placement with the same owners.
-        topology: Nodes of the devices.
+    Gradients go to the owners along :func:`two_level_transfer` of ``corrected``.
 
     Raises:
         ValueError: The placements have different owners, or the topology has a different number of devices.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks
+from megatron_fssdp.planning.cost.link_seconds import BusiestLinks
 from megatron_fssdp.planning.placement.topology import Topology
 
 

@@ -14,12 +14,6 @@ from megatron_fssdp.planning.cost.cost_model import (
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
 
 
-def test_link_time_is_alpha_plus_beta_times_bytes():
-    link = LinkCost(alpha_s=2.0, beta_s_per_byte=0.5)
-    assert link.time_s(8) == 6.0
-    assert link.time_s(0) == 0.0
-
-
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 
 

@@ -30,14 +30,6 @@ def test_equal_loads_give_the_hypergeometric_number(top_k: int) -> None:
         np.testing.assert_allclose(numbers, tokens * (1 - missed))
 
 
-def test_an_expert_of_all_tokens_brings_all_tokens_to_its_node() -> None:
-    load = np.full((DEVICES, EXPERTS), 100 / 15)
-    load[:, 3] = 100.0  # every one of 100 tokens
-    hops = expected_hops(load, OWNERS, TOPOLOGY, TokenChoices(2))
-    np.testing.assert_allclose(hops.tokens_DN[:, 0], 100.0)
-    np.testing.assert_allclose(hops.tokens_DD[:, 1], 100.0)
-
-
 @pytest.mark.parametrize("replicates", [False, True])
 @pytest.mark.parametrize("top_k", [2, 4, 8])
 def test_the_estimate_is_near_drawn_tokens(top_k: int, replicates: bool) -> None:

@@ -27,7 +27,3 @@ def test_the_slowest_link_in_use_sets_the_bandwidth(
 ) -> None:
     topology = Topology.uniform(4, num_nodes)
     assert profile(intra_beta, inter_beta).overlap_degree(topology) == wanted
-
-
-def test_no_compute_hides_no_transfer() -> None:
-    assert profile(1e-9, 1e-9, non_moe_s=0.0).overlap_degree(Topology.uniform(2, 1)) == 0

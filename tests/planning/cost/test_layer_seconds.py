@@ -13,12 +13,11 @@ from megatron_fssdp.planning.cost.layer_seconds import (
     LayerWork,
     counts_seconds,
     exchange_times,
-    expert_seconds,
     layer_seconds,
     moving_seconds,
 )
-from megatron_fssdp.planning.cost.layer_traffic import BusiestLinks, TransferTraffic
-from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.cost.link_seconds import TransferTraffic, plain_links
+from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -45,24 +44,18 @@ def test_an_all_to_all_takes_as_long_as_its_busiest_link():
     assert links.times(pairs_traffic(tokens_DD, Topology.uniform(4, 1)), 2).seconds == 12.0
 
 
-def test_expert_compute_time_follows_from_tokens_and_flops():
-    assert expert_seconds(7, 50.0, FAST.expert_flops_per_s, 1) == 3.5
-    assert expert_seconds(7, 50.0, FAST.expert_flops_per_s, 2) == 1.75
-
-
 def test_a_transfer_takes_as_long_as_its_busiest_link():
     topology = Topology.uniform(4, 2)
     placement = ExpertPlacement(np.array([0]), np.ones((1, 4), dtype=bool))
     star, tree = plain_transfer(placement), two_level_transfer(placement, topology)
+
     seconds = partial(transfer_seconds, expert_bytes=3, topology=topology)
-    fast = LayerProfile(0.0, FAST, expert_bytes=3, token_bytes=1, flops_per_token=1.0, memory_capacity=1)
-    assert seconds(star, profile=fast) == 60.0  # crosses twice
+    assert seconds(star, profile=PROFILE) == 60.0  # crosses twice
     # Crosses once; one hop between nodes comes before the last one, and its first message is 3 or 1 bytes.
-    assert seconds(tree, profile=fast) == 30.0 + 30.0
-    slow_start = replace(fast, cluster=ClusterCost(LinkCost(1.0, 1.0), LinkCost(2.0, 10.0), 1.0))
+    assert seconds(tree, profile=PROFILE) == 30.0 + 30.0
+    slow_start = replace(PROFILE, cluster=ClusterCost(LinkCost(1.0, 1.0), LinkCost(2.0, 10.0), 1.0))
     assert seconds(tree, profile=replace(slow_start, messages=FixedMessages(1))) == 32.0 + 12.0
-    owners = plain_transfer(ExpertPlacement.owners_only(np.array([0]), 4))
-    assert seconds(owners, profile=slow_start) == 0.0
+    assert seconds(plain_transfer(ExpertPlacement.owners_only(np.array([0]), 4)), profile=slow_start) == 0.0
 
 
 def test_every_micro_batch_starts_its_own_all_to_alls():
@@ -94,7 +87,7 @@ def test_every_micro_batch_starts_its_own_all_to_alls():
     ],
 )
 def test_what_is_waited_for_by_life(life: ReplicaLife, gather_s: float, reduce_s: float):
-    replicas = TransferTraffic(BusiestLinks(near=1.0))
+    replicas = TransferTraffic(BusiestLinks(near=1.0), num_hops=1)
     profile = replace(PROFILE, non_moe_s=3.0, expert_bytes=10, gradient_bytes=20, num_micro_batches=2)
     work = LayerWork(0.0, BusiestLinks(near=1e-9), gather=replicas, replicas=replicas)
     price = layer_seconds(work, profile, life, counts_s=1.0)

@@ -5,21 +5,20 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit, split_transfers
 
 
-def test_split_shares_equal_those_worked_out_by_hand() -> None:
-    """Weights travel for 10 s: 6 s fit under attention and the other 4 s under 5 s of experts, so 40 %.
-
-    Gradients travel for 20 s: 12 s fit under attention and 8 s under 10 s of experts, so 40 % as well.
-    """
-    assert split_transfers(10.0, 20.0, non_expert_s=6.0, expert_s=5.0) == TransferSplit(0.4, 0.4)
-
-
-def test_transfers_that_fit_under_other_compute_are_not_split() -> None:
-    assert split_transfers(6.0, 12.0, non_expert_s=6.0, expert_s=5.0) == TransferSplit()
-    assert split_transfers(0.0, 0.0, non_expert_s=0.0, expert_s=0.0) == TransferSplit()
-
-
-def test_the_part_that_no_compute_hides_stays_with_the_other_compute() -> None:
-    assert split_transfers(100.0, 0.0, non_expert_s=6.0, expert_s=5.0) == TransferSplit(0.05, 0.0)
+@pytest.mark.parametrize(
+    ("seconds", "wanted"),
+    [
+        # Weights travel for 10 s: 6 s fit under attention and the other 4 s under 5 s of experts. Gradients
+        # travel for 20 s: 12 s fit under attention and 8 s under 10 s of experts.
+        ((10.0, 20.0), TransferSplit(0.4, 0.4)),
+        ((6.0, 12.0), TransferSplit()),
+        ((0.0, 0.0), TransferSplit()),
+        # What no compute hides stays with attention.
+        ((100.0, 0.0), TransferSplit(0.05, 0.0)),
+    ],
+)
+def test_split_shares_equal_those_worked_out_by_hand(seconds, wanted) -> None:
+    assert split_transfers(*seconds, non_expert_s=6.0, expert_s=5.0) == wanted
 
 
 @given(

@@ -2,8 +2,7 @@
 
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import transfer_times
-from megatron_fssdp.planning.cost.layer_traffic import transfer_traffic
-from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.cost.link_seconds import plain_links, transfer_traffic
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 

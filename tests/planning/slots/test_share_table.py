@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch, plan_dispatch
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slots.share_table import ROWS, dispatch_table, even_table, owner_table
@@ -91,15 +91,6 @@ def test_dispatch_table_has_the_shares_of_the_dispatch(case, seed, policy, scale
         num_E1 = (rows_ED > 0).sum(axis=1, keepdims=True)
         bound_ED = np.where((rows_ED > 0) & (num_E1 > 1), (1 + part_ED * (num_E1 - 2)) / 2, 0)
         assert (np.abs(prefix_JED) <= bound_ED + 1e-9).all()
-
-
-def test_rows_are_interleaved():
-    placement = ExpertPlacement(np.array([0]), np.array([[1, 1, 0]], bool))
-    dispatch = TokenDispatch(np.array([[0], [4], [8]]), np.array([[6.0, 6, 0]]), Topology.uniform(3, 1))
-    assert dispatch.sent_ED(2).tolist() == [[6, 2, 0]]
-    slots = slots_of(placement)
-    column_J = dispatch_table(slots, dispatch, 2, np.zeros((ROWS, 1), np.int64))[:, 0]
-    assert (column_J.reshape(-1, 4) == slots.slot_ED[0, 1]).sum(axis=1).tolist() == [1] * (ROWS // 4)
 
 
 def test_a_dispatch_of_another_placement_is_refused():

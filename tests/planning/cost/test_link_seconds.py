@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.cost.layer_traffic import moves_traffic, transfer_traffic
+from megatron_fssdp.planning.cost.link_seconds import moves_traffic, transfer_traffic
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
