@@ -27,7 +27,7 @@ _OF_DATA = {
 def problems(run: "RunConfig") -> Iterator[str]:
     """Yield a text of one line for everything in a run that contradicts something else."""
     shown = {**shown_keys(run), "strategy": f"strategy '{run.strategy.name}'"}
-    for rules in (_ranks, _model, _experts, _bert, _training, _data):
+    for rules in (_bert, _ranks, _model, _experts, _training, _data):
         yield from (text.format_map(shown) for text in rules(run))
 
 
