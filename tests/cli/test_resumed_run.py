@@ -1,6 +1,5 @@
 """`megatron-fssdp train` in a folder that has a run: refused, resumed, overwritten."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -80,11 +79,9 @@ def test_a_live_run_is_left_alone(command, tmp_path):
     code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(120)"
     with subprocess.Popen([sys.executable, "-c", code, out], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        (out / "metrics.jsonl").write_text(json.dumps({"iteration": 7}) + "\n")
         for flag in ((), ("--overwrite",), ("--resume",)):
             code, _, err = command("train", TINY, "--set", f"data.path={data}", "--out", out, *flag)
             assert code == 2
             assert f"a run is in progress here (process {other.pid} on" in err
-            assert "iteration 7)" in err
         other.kill()
     assert "already holds a run" in command("train", TINY, "--set", f"data.path={data}", "--out", out)[2]
