@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from megatron_fssdp.records.evaluations import Evaluation, append_evaluation
+
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.records.metrics import IterationMetrics, SeenGain, SelectionMetrics
 from megatron_fssdp.records.metrics_file import MetricsWriter, read_metrics

@@ -38,7 +38,8 @@ from megatron_fssdp.megatron_adapter.training.stage_records import gather
 from megatron_fssdp.megatron_adapter.training.stopped_training import reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.compiled_form import kernel_form
-from megatron_fssdp.records.evaluations import Evaluation, append_evaluation
+from megatron_fssdp.records.metrics import Evaluation
+from megatron_fssdp.records.metrics_file import append_evaluation
 from megatron_fssdp.records.run_settings import write_recorded_settings
 
 logger = logging.getLogger(__name__)
