@@ -1,4 +1,4 @@
-"""Writes a page: title, result in one sentence, large numbers, sections. One HTML file without a network."""
+"""Writes a page: title, result in one sentence, sections. One HTML file without a network."""
 
 import re
 from collections.abc import Sequence
@@ -18,15 +18,6 @@ type Part = go.Figure | Table | str
 """What a section shows: a figure, a table or a small note."""
 
 _PACKAGE = "megatron_fssdp.report"
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One large number at the top of a page with its unit, and a number or words to compare it with."""
-
-    label: str
-    value: str
-    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,6 @@ class Page:
         kind: What the page is, such as ``report``.
         title: Title of the page.
         sentence: The result in one sentence.
-        tiles: The most important numbers.
         subjects: Runs or strategies with their colours.
         sections: Sections, from top to bottom.
     """
@@ -84,7 +74,6 @@ class Page:
     kind: str
     title: str
     sentence: str
-    tiles: Sequence[Tile]
     subjects: Sequence[Subject]
     sections: Sequence[Section]
 

@@ -15,6 +15,12 @@ _STILL_RUNNING_S = 120.0
 """A run whose last record is younger counts as still training: most iterations take less than two minutes."""
 
 
+NO_LAYERS = (
+    "No loads of MoE layers were recorded, because Megatron's own layer (strategy none) does not report "
+    "them. To see the loads of plain expert parallelism, run again with --moe-strategy ep."
+)
+
+
 @dataclass(frozen=True, eq=False)
 class ShownRun:
     """A recorded run with its name and the colour of its lines and bars, ``#RRGGBB``, on a page."""
