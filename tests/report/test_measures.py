@@ -64,20 +64,10 @@ def test_layers_of_pipeline_stages_that_work_at_the_same_time_share_the_passes(t
     np.testing.assert_allclose(sum(found.values()), 10.0)
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "cores", "flops", "text"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 0, 3.2e15, "200 TFLOP/s (MFU 20.2% of 989 TFLOP/s in bf16)"),
-        ("NVIDIA H100 PCIe", "fp16", 0, 3.2e15, "200 TFLOP/s (MFU 26.5% of 756 TFLOP/s in bf16)"),
-        ("NVIDIA H100 80GB HBM3", "fp32", 0, 3.2e15, "200 TFLOP/s (unknown peak)"),
-        ("", "fp32", 2, 2.4e9, "150 MFLOP/s (4 ranks share 2 cores)"),
-    ],
-)
-def test_operations_per_second_are_of_one_device(
-    device: str, precision: str, cores: int, flops: float, text: str, tmp_path: Path
-) -> None:
-    session = RunSession("fssdp", 2, 4, cores, devices=8, device=device, precision=precision)
-    run = recorded(tmp_path, IterationMetrics(1, 5.0, None, 2.0, 1.0, flops=flops, session=session))
+@pytest.mark.parametrize(("cores", "text"), [(0, "200 TFLOP/s"), (2, "200 TFLOP/s (4 ranks share 2 cores)")])
+def test_operations_per_second_are_of_one_device(cores: int, text: str, tmp_path: Path) -> None:
+    session = RunSession("fssdp", 2, 4, cores, devices=8)
+    run = recorded(tmp_path, IterationMetrics(1, 5.0, None, 2.0, 1.0, flops=3.2e15, session=session))
     assert {one.key: one.text for one in measures_of(run)}["flops_per_s_per_device"] == text
 
 
@@ -127,8 +117,7 @@ def test_a_resumed_run_has_parts(tmp_path: Path) -> None:
         ("ep", "2.0000 → 2.0000", "2.00"),
         ("fssdp", "2.0000 → 2.0000", "1.00"),
     ]
-    rows = dict(comparison_table(runs).rows)
-    assert rows["parts"] == "1–3 ep, 4–10 fssdp"
+    assert [row[0].rpartition(", ")[2] for row in table.rows] == ["iterations 1 to 3", "iterations 4 to 10"]
 
 
 @pytest.mark.parametrize("cores", [0, 2, 4])

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 import plotly.graph_objects as go
 
-from megatron_fssdp.config.cluster_description import ClusterDescription, LinkDescription
+from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE
 from megatron_fssdp.records.loads import RecordedLoads
+from megatron_fssdp.records.run_settings import flat_settings
 from megatron_fssdp.report.colours import distinct_colours
 from megatron_fssdp.report.figures import (
     DASHES,
@@ -26,7 +27,7 @@ from megatron_fssdp.report.figures import (
 from megatron_fssdp.report.page import Page, Section, Subject
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.units import format_bytes, format_flops, format_memory, format_seconds
+from megatron_fssdp.report.units import format_memory, format_seconds
 from megatron_fssdp.simulation.break_even import LEAST_GAIN
 from megatron_fssdp.simulation.moe_job import MoeJob
 
@@ -53,7 +54,7 @@ def simulation_page(
         _course_section(report, job, colour_of),
         Section("Expert load over iterations", expert_load, [heat_maps]),
         _memory_section(report),
-        _assumptions_section(report, cluster, job),
+        _assumptions_section(cluster),
     ]
     subjects = [Subject(label, colour) for label, colour in colour_of.items()]
     return Page("simulation", report.title, simulation_headline(report), subjects, sections)
@@ -165,41 +166,17 @@ def _memory_section(report: SimulationReport) -> Section:
     return Section("Memory", sentence, [Table(header, tuple(rows))])
 
 
-def _assumptions_section(report: SimulationReport, cluster: ClusterDescription, job: MoeJob) -> Section:
-    memory = "unknown" if cluster.memory_bytes is None else format_memory(cluster.memory_bytes)
-    figures = {
-        "num_nodes": ("nodes", f"{cluster.num_nodes}"),
-        "devices_per_node": ("devices of a node", f"{cluster.devices_per_node}"),
-        "intra_node": ("link of a device inside its node", _link(cluster.intra_node)),
-        "inter_node": ("all network links of a node together", _link(cluster.inter_node)),
-        "expert_flops_per_s": ("compute of experts", format_flops(cluster.expert_flops_per_s)),
-        "non_expert_flops_per_s": ("compute of attention", format_flops(cluster.non_expert_flops_per_s)),
-        "memory_bytes": ("memory of a device", memory),
-    }
-    rows = [(*words, cluster.sources.get(key, cluster.name)) for key, words in figures.items()]
-    rows += [
-        (f"{name}, {link_class}", _link(link), f"measured, {cluster.name}")
-        for name, classes in cluster.collectives.items()
-        for link_class, link in classes.items()
+def _assumptions_section(cluster: ClusterDescription) -> Section:
+    data = flat_settings(cluster.model_dump(exclude={"name", "sources"}, exclude_none=True))
+    rows = [
+        (key, f"{value:,.6g}", cluster.sources.get(key.partition(".")[0], cluster.name))
+        for key, value in data.items()
     ]
-    batches = f"{job.num_micro_batches} micro-batch{'es' if job.num_micro_batches > 1 else ''}"
-    sizes = {
-        "devices of an expert-parallel group": f"{job.num_devices}",
-        "MoE layers": f"{job.num_layers}",
-        "experts of a layer": f"{job.num_experts}, {job.top_k} for each token",
-        "weights of an expert": format_bytes(job.expert_bytes),
-        "tokens of a device": f"{job.tokens_per_micro_batch:,.0f} in each of {batches}",
-        "hidden state of a token": format_bytes(job.token_bytes),
-    }
-    rows += [(name, value, "the run's settings") for name, value in sizes.items()]
     sentence = (
-        "The results are as good as these figures. The source of a cluster's figure is the paper, the data "
-        "sheet or the assumption that its description names; “megatron-fssdp profile” measures a cluster "
-        "instead."
+        "The results are as good as these figures of the cluster. Their source is the paper, the data sheet "
+        "or the assumption that the cluster's description names; “megatron-fssdp profile” measures a cluster "
+        "instead. The sizes of the model are those of the run's settings."
     )
-    table = Table(("", "value", "source"), tuple(rows), frozenset(("value", "source")))
-    return Section("What is assumed", sentence, [table])
-
-
-def _link(link: LinkDescription) -> str:
-    return f"{link.bandwidth_bytes_per_s / 1e9:,.3g} GB/s, {1e6 * link.alpha_s:,.3g} µs to start"
+    return Section(
+        "What is assumed", sentence, [Table(("", "value", "source"), tuple(rows), frozenset(["source"]))]
+    )

@@ -9,20 +9,9 @@ from megatron_fssdp.records.recorded_run import RecordedRun
 from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, parts_of, progress_of
+from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, progress_of
 from megatron_fssdp.report.trainings.time_parts import has_layer_parts, mean_parts_s
 from megatron_fssdp.report.units import format_bytes, format_flops
-
-# Dense bf16 TFLOP/s of the tensor cores; that of fp16 is the same on all these GPUs. Data sheets that state
-# it with sparsity state twice as much. The first name that fits counts, so longer names come first.
-GPU_PEAKS = {
-    "H100 PCIe": 756,  # NVIDIA H100 data sheet, 2022, H100 PCIe: 1,513 with sparsity
-    "H100 NVL": 835,  # NVIDIA H100 data sheet, 2024, H100 NVL: 1,671 with sparsity
-    "H100": 989,  # NVIDIA H100 data sheet, 2022, H100 SXM: 1,979 with sparsity
-    "H200": 989,  # NVIDIA H200 data sheet, 2023, H200 SXM: 1,979 with sparsity
-    "A100": 312,  # NVIDIA A100 data sheet, 2021, all forms: 312, 624 with sparsity
-    "L40S": 362,  # NVIDIA L40S data sheet, 2023: 362, 733 with sparsity
-}
 
 
 class Measure(NamedTuple):
@@ -80,12 +69,8 @@ def comparison_table(
 
 def measures_of(run: RecordedRun, what_if: SimulationReport | None = None) -> list[Measure]:
     """Return the figures of one run. What it did not record is left out."""
-    count = Measure("iterations", "iterations", len(run.metrics), progress_of(run).replace(" iterations", ""))
-    found = [count]
-    parts = parts_of(run)
-    if len(parts) > 1:
-        texts = [f"{p.records[0].iteration}–{p.records[-1].iteration} {p.strategy}" for p in parts]
-        found.append(Measure("parts", "parts", texts, ", ".join(texts)))
+    iterations = progress_of(run).replace(" iterations", "")
+    found = [Measure("iterations", "iterations", len(run.metrics), iterations)]
     found += [*_losses(run), *(_loads(run) if run.layers else ()), *_speeds(run), *_transfers(run)]
     for row in what_if.rows if what_if is not None else ():
         if what_if is not None and row.label == run.strategy:
@@ -147,13 +132,8 @@ def _speeds(run: RecordedRun) -> list[Measure]:
     known_I = (flops_I > 0) & (seconds_I > 0)
     if session is not None and session.devices and known_I.any():
         rate = float(np.median(flops_I[known_I] / seconds_I[known_I])) / session.devices
-        peak = next((tflops for name, tflops in GPU_PEAKS.items() if name in session.device), None)
-        if peak is not None and session.precision in ("bf16", "fp16"):  # the peaks of these types alone
-            # Model FLOPs utilization: PaLM (Chowdhery et al., 2022), appendix B.
-            why = f"MFU {rate / (1e12 * peak):.1%} of {peak:,.0f} TFLOP/s in bf16"
-        else:
-            why = session.shared_cores or "unknown peak"
-        text = f"{format_flops(rate)} ({why})"
+        shared = f" ({session.shared_cores})" if session.shared_cores else ""
+        text = f"{format_flops(rate)}{shared}"
         found.append(Measure("flops_per_s_per_device", "compute of a device: median", rate, text))
     if has_layer_parts(run):
         for part, seconds in mean_parts_s(run).items():

@@ -70,7 +70,8 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     np.testing.assert_allclose(times["ep"][1:].mean(), rows["ep"]["iteration_s"], rtol=1e-6)
     assert [unpacked(trace["y"]).any() for trace in moved["data"]] == [True, False]
     assert all(format_memory(row["memory"]["peak_bytes"]) in page.texts["memory"] for row in rows.values())
-    assert "12 GB/s, 5 µs to start" in page.texts["what-is-assumed"]
+    assert "intra_node.bandwidth_bytes_per_s" in page.texts["what-is-assumed"]
+    assert "1.2e+10" in page.texts["what-is-assumed"]
     assert "Pro-Prophet" in page.texts["what-is-assumed"]  # the source of the cluster's figures
     trace = json.loads((tmp_path / "trace_fssdp.json").read_text())
     names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
