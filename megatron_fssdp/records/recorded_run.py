@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import load_yaml
 from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
 from megatron_fssdp.records.metrics import (
     Evaluation,
@@ -25,7 +26,7 @@ from megatron_fssdp.records.metrics import (
 from megatron_fssdp.records.metrics_file import read_evaluations, read_metrics
 from megatron_fssdp.records.placements import PLACEMENTS_FILE, RecordedPlacements, read_placements
 from megatron_fssdp.records.run_log import RunLog, read_log
-from megatron_fssdp.records.run_settings import SETTINGS_FILE, settings_of_folder
+from megatron_fssdp.records.run_settings import SETTINGS_FILE, flat_settings
 
 _OF_ITERATIONS = (
     *("lm_loss", "grad_norm", "iteration_s", "tokens_per_s", "passes_s", "flops"),
@@ -150,13 +151,13 @@ def load(run: Path | str) -> RecordedRun:
             "different models; record the run again"
         )
     session = next((record.session for record in reversed(metrics) if record.session is not None), None)
-    settings = settings_of_folder(path)
+    config = path / SETTINGS_FILE
+    settings = flat_settings(load_yaml(config)) if config.exists() else {}
     name = settings.get("strategy.name")
     if not isinstance(name, str):
-        if settings or (path / SETTINGS_FILE).exists():
+        if config.exists():
             raise ConfigurationError(
-                f"{path / SETTINGS_FILE}: names no strategy, so the file is damaged or incomplete; record "
-                "the run again"
+                f"{config}: names no strategy, so the file is damaged or incomplete; record the run again"
             )
         # The command line did not start this run's script.
         name = path.resolve().name if session is None else session.strategy

@@ -108,7 +108,7 @@ def test_a_resumed_run_has_parts(tmp_path: Path) -> None:
     write(tmp_path, range(4, 11), RunSession("fssdp", 10), load_ratio=1.0)
     runs = shown_runs([tmp_path])
     assert runs[0].run.strategy == "fssdp"  # there is no config.yaml, so the last start names it
-    assert [part.strategy for part in parts_of(runs[0].run)] == ["ep", "fssdp"]
+    assert [strategy for strategy, _ in parts_of(runs[0].run)] == ["ep", "fssdp"]
     section = parts_section(runs)
     assert section is not None
     table = section.parts[0]

@@ -57,13 +57,13 @@ def parts_section(runs: Sequence[ShownRun]) -> Section | None:
     rows = []
     for one in runs:
         parts = parts_of(one.run)
-        for part in parts if len(parts) > 1 or one.run.log.stops else ():
-            first, last = part.records[0], part.records[-1]
-            loads = [layer.load_max_over_mean for record in part.records for layer in record.layers]
+        for strategy, records in parts if len(parts) > 1 or one.run.log.stops else ():
+            first, last = records[0], records[-1]
+            loads = [layer.load_max_over_mean for record in records for layer in record.layers]
             rows.append(
                 (
                     f"{one.name}, iterations {first.iteration:,} to {last.iteration:,}",
-                    part.strategy,
+                    strategy,
                     f"{first.lm_loss:.4f} → {last.lm_loss:.4f}",
                     f"{sum(loads) / len(loads):.2f}" if loads else "–",
                 )
