@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.records import load
-from megatron_fssdp.report.trainings.measures import Spread
 from megatron_fssdp.report.trainings.repeated_runs import (
     LOADS,
     SPEEDS,
@@ -34,11 +33,6 @@ def groups(tmp_path: Path) -> list[RunGroup]:
         )
         for strategy in ("ep", "fssdp")
     ]
-
-
-def test_spreads_overlap_where_their_quartiles_do() -> None:
-    assert Spread(1.5, 2.0, 3.0).overlaps(Spread(2.0, 3.0, 4.0))
-    assert not Spread(1.5, 2.0, 3.0).overlaps(Spread(7.0, 7.5, 8.0))
 
 
 def test_groups_are_compared_seed_by_seed(groups: list[RunGroup]) -> None:
