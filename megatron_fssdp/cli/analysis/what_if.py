@@ -17,7 +17,7 @@ from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable
 from megatron_fssdp.simulation.moe_job import job_of_run
 
 WHAT_IF_ITERATIONS = slice(-60, None)
-"""Iterations on which strategies are ranked: the last ones, because an untrained router's loads say little."""
+"""Iterations on which strategies are ranked: the last ones; an untrained router says little."""
 
 _CLUSTER = "h200"
 _LARGE_MODEL = ("models/mixtral-8x7b", "parallelism/h200", "training/measure")

@@ -176,7 +176,8 @@ def device_load_section(runs: Sequence[ShownRun]) -> Section:
     recorded = [one for one in runs if one.run.layers]
     if not recorded:
         return Section(title, NO_LAYERS)
-    lines, strips = [], []
+    lines: list[Line] = []
+    strips: list[Part] = []
     for one in recorded:
         before_IL, load_IL, x = (
             one.run.arrays["ep_load_max_over_mean_IL"],
@@ -241,14 +242,14 @@ def memory_section(runs: Sequence[ShownRun]) -> Section:
     """Make the section with the peak memory of all ranks and the log's statement on the memory of experts."""
     title = "Memory of every rank"
     notes = [f"{one.name}, from its log: {one.run.log.accounted}." for one in runs if one.run.log.accounted]
-    peaks = {one: found for one in runs if (found := peak_memory(one.run))[0]}
+    peaks = {one: peak for one in runs if (peak := peak_memory(one.run))[0]}
     if not peaks:
         return Section(title, "No memory was recorded yet.", notes)
     size, word = unit_of(max(max(found) for found, _ in peaks.values()), MEMORY)
     figure = new_figure("", "global rank", f"peak, {word}", 300, barmode="group", bargap=0.35)
-    for one, (found, _) in peaks.items():
+    for one, (found_bytes, _) in peaks.items():
         form = f"rank %{{x}}: %{{y:.4g}} {word}<extra>{one.name}</extra>"
-        y = [peak / size for peak in found]
+        y = [number / size for number in found_bytes]
         figure.add_bar(y=y, name=one.name, marker_color=one.colour, hovertemplate=form)
         figure.update_xaxes(ticks(len(y), 16))
     kinds = sorted({_MEMORY_KINDS.get(kind, kind) for _, kind in peaks.values()})
