@@ -95,13 +95,11 @@ def curves(
             y=y,
             name=line.name,
             mode="lines+markers" if len(x) < 3 else "lines",  # a line through one point is not seen
-            line={"color": line.colour, "width": 2.2, "dash": line.dash},
+            line={"color": line.colour, "width": 0.5 if stacked else 2.2, "dash": line.dash},
+            stackgroup="all" if stacked else None,
             showlegend=not stacked,  # the bars above have the legend
             hovertemplate=f"%{{y:{form}}}<extra>{line.name}</extra>",
         )
-    if stacked:
-        figure.update_traces(stackgroup="all", line={"width": 0, "shape": "hvh"})
-        figure.for_each_trace(lambda trace: trace.update(fillcolor=trace.line.color))
     return figure
 
 
