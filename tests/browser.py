@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -46,13 +45,9 @@ _READY = """new Promise((resolve) => {
 
 @dataclass
 class Browser:
-    """A running Chromium with one tab.
+    """A running Chromium with one tab, and pipes of messages that end with a zero byte.
 
-    Attributes:
-        process: Process of the browser.
-        commands: Pipe to the browser, which reads messages that end with a zero byte.
-        answers: Pipe from the browser.
-        console: Warnings, errors and exceptions of the open page since it was opened.
+    ``console`` has the warnings, errors and exceptions of the open page since it was opened.
     """
 
     process: subprocess.Popen[bytes]
@@ -72,24 +67,20 @@ class Browser:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and return its result."""
         self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
-        if self._session is not None:
-            message["sessionId"] = self._session
-        os.write(self.commands, json.dumps(message).encode() + b"\0")
+        session = {} if self._session is None else {"sessionId": self._session}
+        command = {"id": self._number, "method": method, "params": parameters, **session}
+        os.write(self.commands, json.dumps(command).encode() + b"\0")
         while True:
-            answer = self._read()
+            while b"\0" not in self._unread:
+                more = os.read(self.answers, 1 << 20)
+                assert more, f"the browser ended with exit code {self.process.wait()}"
+                self._unread += more
+            message, _, self._unread = self._unread.partition(b"\0")
+            answer = json.loads(message)
             if answer.get("id") == self._number:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return dict(answer["result"])
             self._note(answer.get("method", ""), answer.get("params", {}))
-
-    def _read(self) -> dict[str, Any]:
-        while b"\0" not in self._unread:
-            more = os.read(self.answers, 1 << 20)
-            assert more, f"the browser ended with exit code {self.process.wait()}"
-            self._unread += more
-        message, _, self._unread = self._unread.partition(b"\0")
-        return dict(json.loads(message))
 
     def _note(self, event: str, found: dict[str, Any]) -> None:
         if event == "Runtime.consoleAPICalled" and found["type"] in ("warning", "error", "assert"):
@@ -102,13 +93,9 @@ class Browser:
             self.console.append(f"{found['entry']['level']}: {found['entry']['text']}")
 
     def open(self, page: Path | str, width: int = 1400, scheme: str = "light", height: int = 1000) -> Self:
-        """Open a page in a window of ``width`` × ``height`` CSS pixels and wait until it is drawn.
+        """Open a file, or an address that a test serves itself, and wait until it is drawn.
 
-        Args:
-            page: File, or address that a test serves itself.
-            width: Width of the window.
-            scheme: The reader's colour scheme, ``light`` or ``dark``.
-            height: Height of the window.
+        ``width`` and ``height`` of the window are CSS pixels; ``scheme`` is ``light`` or ``dark``.
         """
         self.call("Page.navigate", url="about:blank")
         self.console.clear()
@@ -136,13 +123,6 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait_for(self, condition: str, most_s: float = 30.0) -> None:
-        """Wait until a script's value is true; fail after ``most_s`` seconds."""
-        end = time.monotonic() + most_s
-        while not self.evaluate(f"Boolean({condition})"):
-            assert time.monotonic() < end, f"not seen within {most_s} s: {condition}"
-            time.sleep(0.05)
-
     def faults(self) -> list[str]:
         """Return what is wrong with the open page: overlapping or cut texts, sideways scrolling, errors."""
         return [*self.evaluate(_MEASURE), *(f"console: {line}" for line in self.console)]
@@ -169,20 +149,10 @@ def opened_browser() -> Iterator[Browser]:
             "--remote-debugging-pipe",
         ]
 
-        def connect() -> None:
-            """Give the browser the ends of the pipes: it reads descriptor 3 and writes descriptor 4."""
-            for own, wanted in ((to_read, 3), (to_write, 4)):
-                os.dup2(own, wanted)
-                os.set_inheritable(wanted, True)
-
-        process = subprocess.Popen(
-            arguments,
-            preexec_fn=connect,
-            close_fds=False,  # Python opens its files so that other programs do not inherit them
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        # The browser reads commands from descriptor 3 and writes answers to descriptor 4.
+        redirected = ["bash", "-c", f'exec "$@" 3<&{to_read} 4>&{to_write}', "bash", *arguments]
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(redirected, pass_fds=(to_read, to_write), **quiet)
         for descriptor in (to_read, to_write):
             os.close(descriptor)
         try:

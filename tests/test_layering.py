@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "dispatchers": ({"collectives", "planning", "config"}, {"torch", "numpy", "megatron"}),
     "runtime": ({"collectives", "strategies", "planning"}, {"torch", "numpy"}),
     # Files of a run folder, which the adapter writes. pandas is imported only when a frame is asked for.
-    "records": ({"config"}, {"numpy", "pydantic", "pandas"}),
+    "records": ({"config"}, {"numpy", "pydantic"}),
     "report": (
         {"records", "planning", "simulation", "config"},
         {"numpy", "rich", "jinja2", "markupsafe", "plotly"},

@@ -26,8 +26,13 @@ from megatron_fssdp.launch.train_request import TrainRequest
 from megatron_fssdp.launch.training import check_startable, train
 from megatron_fssdp.records.recorded_run import RecordedRun, load
 from megatron_fssdp.report.tables import terminal_table
-from megatron_fssdp.report.trainings.run_groups import RunGroup, group_records, group_table
-from megatron_fssdp.report.trainings.sweep_page import detailed_runs, sweep_page
+from megatron_fssdp.report.trainings.repeated_runs import (
+    RunGroup,
+    detailed_runs,
+    group_records,
+    group_table,
+    sweep_page,
+)
 
 PAGE_FILE, RESULTS_FILE = "sweep.html", "sweep.json"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.records.metrics import IterationMetrics
-from megatron_fssdp.records.metrics_file import parse_metrics_line
 
 _RECENT = 20
 _PLAIN_INTERVAL_S = 10.0
@@ -38,7 +38,7 @@ class MetricsTail:
             with suppress(
                 ValueError
             ):  # only the display misses this line; commands that read the file report it
-                records.append(parse_metrics_line(line))
+                records.append(parse_record(IterationMetrics, line))
         return records
 
 

@@ -1,7 +1,6 @@
 """The files of a run folder: what a training writes down, and the readers.
 
-``load(folder)`` reads everything. ``load(folder).arrays`` has all numbers as NumPy arrays by name, and
-``load(folder).frame()`` one row for each iteration and MoE layer, if pandas is installed.
+``load(folder)`` reads everything. ``load(folder).arrays`` has all numbers as NumPy arrays by name.
 """
 
 from megatron_fssdp.records.recorded_run import RecordedRun, load

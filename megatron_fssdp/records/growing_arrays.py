@@ -1,4 +1,4 @@
-"""Records arrays with one entry per iteration in a ``.npy`` file that grows with its run.
+"""Arrays with one entry per iteration, in a ``.npy`` file that grows with its run.
 
 The file is a NumPy array of rows, one row per iteration. A row has the number of its iteration, the numbers
 of the layers, and one field for each array. ``np.load(file)["counts_ILDE"]`` is therefore that array of all
@@ -12,9 +12,9 @@ while it grows. NumPy leaves space in the header for this (``numpy.lib.format.GR
 import io
 import os
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -22,57 +22,57 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import cannot_write, written_file
-from megatron_fssdp.records.array_files import ITERATIONS, LAYERS
+from megatron_fssdp.records.json_lines import unreadable, write_at_end
 
-_ASKED_BY = "record_dir"
+_ITERATIONS, _LAYERS = "iterations", "layers"
 
 
 class GrowingArrays:
-    """Appends entries to the file. Each one can be read at once.
-
-    The first entry of a resumed run writes the whole file anew. Each later entry only adds its row.
+    """Appends rows to the file, which can be read after each one. A resumed run continues the file.
 
     Args:
         path: Path of the ``.npy`` file.
-        layers: Megatron's number of each recorded layer, in order: int64 ``[L]``.
-        found: Arrays of an existing file, as ``read_arrays`` returns them, or None if there is no file.
+        layers: Megatron's number of each recorded layer, in order.
 
     Raises:
-        ConfigurationError: The existing file holds other layers.
+        ConfigurationError: The existing file is damaged, or holds other layers.
     """
 
-    def __init__(
-        self, path: Path, layers: NDArray[np.int64], found: Mapping[str, NDArray[Any]] | None
-    ) -> None:
-        self._path, self._layers = path, layers
-        self._file: BinaryIO | None = None
-        self._row_type: np.dtype[Any] | None = None
-        self._found = dict(found or {ITERATIONS: np.zeros(0, np.int64), LAYERS: layers})
-        self._iterations: list[int] = self._found.pop(ITERATIONS).tolist()
-        found_layers = self._found.pop(LAYERS)
-        self._shapes = {name: array.shape[1:] for name, array in self._found.items()}
-        if not np.array_equal(found_layers, layers):
-            raise ConfigurationError(
-                f"{path}: holds layers {found_layers.tolist()}, but this run records "
-                f"{layers.tolist()}; choose another output folder"
-            )
+    def __init__(self, path: Path, layers: Sequence[int]) -> None:
+        self._path, self._layers = path, np.asarray(layers, np.int64)
+        self._file: io.FileIO | None = None
+        self._found: NDArray[Any] | None = None  # rows of an earlier start
+        self._iterations: list[int] = []
+        if path.exists():
+            found = read_arrays(path, {})
+            self._found, self._iterations = np.load(path, mmap_mode="r"), found[_ITERATIONS].tolist()
+            if not np.array_equal(found[_LAYERS], self._layers):
+                raise ConfigurationError(
+                    f"{path}: holds layers {found[_LAYERS].tolist()}, but this run records "
+                    f"{self._layers.tolist()}; choose another output folder"
+                )
+        self._row_type = None if self._found is None else self._found.dtype
 
-    def append(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
-        """Add one iteration. Existing entries from this iteration on are dropped first.
+    def append_row(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
+        """Add one iteration. Existing rows from this iteration on are dropped first.
 
         Args:
             iteration: Number of the iteration.
             entry: Arrays of the iteration, by name. Names, shapes and data types must be the same in every
-                iteration. An array that an existing file lacks has zeros in its iterations.
+                iteration.
 
         Raises:
-            ConfigurationError: Shapes differ from those of earlier iterations, an array is missing, or the
-                file cannot be written. The entries of earlier iterations are unchanged.
-            ValueError: The names or data types differ from those of this writer's first entry.
+            ConfigurationError: The arrays differ from those of earlier iterations, or the file cannot be
+                written. The rows of earlier iterations are unchanged.
         """
-        row = self._row(iteration, entry)
-        if self._file is not None and row.dtype != self._row_type:
-            raise ValueError(f"got an entry of {row.dtype}, wanted {self._row_type} as before")
+        fields = {_ITERATIONS: np.array(iteration, np.int64), _LAYERS: self._layers, **entry}
+        row_type = np.dtype([(name, array.dtype, array.shape) for name, array in fields.items()])
+        if self._row_type not in (None, row_type):
+            raise ConfigurationError(
+                f"{self._path}: holds arrays {self._row_type}, but this run records {row_type}; choose "
+                "another output folder"
+            )
+        row = np.array([tuple(fields.values())], row_type)
         num_kept = bisect_left(self._iterations, iteration)
         try:
             if self._file is None or num_kept == 0:
@@ -80,58 +80,32 @@ class GrowingArrays:
             else:
                 self._add(self._file, row, num_kept)
         except OSError as error:
-            raise cannot_write(self._path, _ASKED_BY, error) from None
+            raise cannot_write(self._path, "record_dir", error) from None
         self._iterations[num_kept:] = [iteration]
-        self._row_type = row.dtype
+        self._row_type = row_type
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
 
-    def _row(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-        """Return the row of an iteration: an array of one row."""
-        shapes = {name: array.shape for name, array in entry.items()}
-        for name, shape in self._shapes.items():
-            if shapes.get(name) != shape:
-                records = f"records {shapes[name]}" if name in shapes else "does not record it"
-                raise ConfigurationError(
-                    f"{self._path}: holds {name} of shape {shape}, but this run {records}; choose another "
-                    "output folder"
-                )
-        self._shapes = shapes
-        fields = {ITERATIONS: np.array(iteration, np.int64), LAYERS: self._layers, **entry}
-        row = np.zeros(1, [(name, array.dtype, array.shape) for name, array in fields.items()])
-        for name, array in fields.items():
-            row[name] = array
-        return row
-
-    def _started(self, row: NDArray[Any], num_kept: int) -> BinaryIO:
-        """Write the file anew, with the found iterations that are kept and one row after them."""
-        kept = np.zeros(num_kept, row.dtype)
-        kept[ITERATIONS], kept[LAYERS] = self._iterations[:num_kept], self._layers
-        for name, array in self._found.items():
-            kept[name] = array[:num_kept]
-        with written_file(self._path, _ASKED_BY) as partial:
-            partial.write_bytes(_header(row.dtype, num_kept + 1) + kept.tobytes() + row.tobytes())
+    def _started(self, row: NDArray[Any], num_kept: int) -> io.FileIO:
+        """Write the file anew, with the found rows that are kept and one row after them."""
+        kept = b"" if self._found is None else self._found[:num_kept].tobytes()
+        with written_file(self._path, "record_dir") as partial:
+            partial.write_bytes(_header(row.dtype, num_kept + 1) + kept + row.tobytes())
         self.close()
-        self._found.clear()
-        return self._path.open("r+b", buffering=0)
+        self._found = None
+        return io.FileIO(self._path, "r+b")
 
-    def _add(self, file: BinaryIO, row: NDArray[Any], num_kept: int) -> None:
+    def _add(self, file: io.FileIO, row: NDArray[Any], num_kept: int) -> None:
         """Write a row after the kept ones. The header counts a row only while it is complete."""
         end = len(_header(row.dtype, num_kept)) + num_kept * row.nbytes
         if num_kept < len(self._iterations):
             os.pwrite(file.fileno(), _header(row.dtype, num_kept), 0)
             file.truncate(end)
         file.seek(end)
-        content = memoryview(row.tobytes())
-        try:
-            while content:
-                content = content[file.write(content) :]
-        except OSError:
-            file.truncate(end)
-            raise
+        write_at_end(file, end, row.tobytes())
         os.pwrite(file.fileno(), _header(row.dtype, num_kept + 1), 0)
 
 
@@ -141,3 +115,57 @@ def _header(row_type: np.dtype[Any], num_rows: int) -> bytes:
     described = {"descr": npy_format.dtype_to_descr(row_type), "fortran_order": False, "shape": (num_rows,)}
     npy_format.write_array_header_1_0(header, described)
     return header.getvalue()
+
+
+def read_arrays(
+    path: Path, num_dimensions: Mapping[str, int], optional: Collection[str] = ()
+) -> dict[str, NDArray[Any]]:
+    """Read arrays of a file of rows, without pickle, also while the file grows.
+
+    Args:
+        path: Path of the ``.npy`` file.
+        num_dimensions: Number of dimensions of each array that is read, with iterations and layers.
+        optional: Names of arrays that can be missing.
+
+    Returns:
+        The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. The numbers in
+        both are ascending. No number is negative.
+
+    Raises:
+        ConfigurationError: The file is missing, damaged or holds something else.
+    """
+    try:
+        rows = npy_format.open_memmap(path, mode="r")
+        if rows.dtype.names is None or rows.ndim != 1:
+            raise ValueError("the file has no rows of named arrays of numbers")
+        wanted = {_ITERATIONS: 1, _LAYERS: 2, **num_dimensions}
+        for name in wanted.keys() - rows.dtype.names - set(optional):
+            raise ValueError(f"got no array {name}; found: {', '.join(rows.dtype.names)}")
+        found = {
+            name: _checked(name, rows[name], wanted[name]) for name in wanted if name in rows.dtype.names
+        }
+        if np.any(found[_LAYERS] != found[_LAYERS][0]):
+            raise ValueError("the layers differ between iterations")
+        found[_LAYERS] = found[_LAYERS][0]
+        for name in (_ITERATIONS, _LAYERS):
+            if np.any(np.diff(found[name]) <= 0):
+                raise ValueError(f"{name} are not ascending")
+        for name, array in found.items():
+            if array.ndim > 1 and array.shape[1] != len(found[_LAYERS]):
+                raise ValueError(f"{name} has shape {array.shape}, wanted {len(found[_LAYERS])} layers")
+        return found
+    except Exception as error:  # damaged files raise many kinds of errors in numpy
+        raise unreadable(path, error) from None
+
+
+def _checked(name: str, array: NDArray[Any], num_dimensions: int) -> NDArray[Any]:
+    """Return one array of a file in memory of its own."""
+    if array.ndim != num_dimensions or 0 in array.shape:
+        raise ValueError(
+            f"{name} has shape {array.shape}, wanted {num_dimensions} dimensions, none of them empty"
+        )
+    if array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64):
+        raise ValueError(f"{name} has data type {array.dtype}, wanted int64 or smaller")
+    if array.min() < 0:
+        raise ValueError(f"{name} has negative numbers")
+    return np.array(array)

@@ -3,13 +3,14 @@
 import json
 import math
 import os
+from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.config.written_files import cannot_write
-from megatron_fssdp.records.array_files import unreadable
 
 
 class JsonLinesWriter:
@@ -28,29 +29,37 @@ class JsonLinesWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
                 os.truncate(path, content.rfind(b"\n") + 1)
-            self._file = path.open("ab", buffering=0)
+            self._file = FileIO(path, "ab")
         except OSError as error:
             raise cannot_write(path, "record_dir", error) from None
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Write one line.
+    def append(self, record: Any) -> None:
+        """Write a dataclass as one line. Numbers that JSON does not have (NaN, infinity) become null.
 
         Raises:
             ConfigurationError: The file cannot be written, for example because the disk is full. The file is
                 unchanged.
         """
-        line = memoryview((json.dumps(without_nan(record), allow_nan=False) + "\n").encode())
-        end = self._file.seek(0, os.SEEK_END)
+        line = json.dumps(without_nan(asdict(record)), allow_nan=False) + "\n"
         try:
-            while line:
-                line = line[self._file.write(line) :]
+            write_at_end(self._file, self._file.seek(0, os.SEEK_END), line.encode())
         except OSError as error:
-            self._file.truncate(end)
             raise cannot_write(self._path, "record_dir", error) from None
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def write_at_end(file: FileIO, end: int, content: bytes) -> None:
+    """Write all bytes at the end of a file. If that raises an OSError, the file is cut to its old length."""
+    left = memoryview(content)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def read_json_lines[RecordT](path: Path, record_cls: type[RecordT]) -> list[RecordT]:
@@ -60,10 +69,10 @@ def read_json_lines[RecordT](path: Path, record_cls: type[RecordT]) -> list[Reco
         ConfigurationError: The file is missing or cannot be read, or a line is damaged.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(path, error) from None
-    records, lines = [], text.splitlines(keepends=True)
+    records = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(parse_record(record_cls, line))
@@ -75,6 +84,18 @@ def read_json_lines[RecordT](path: Path, record_cls: type[RecordT]) -> list[Reco
                 "run again"
             ) from None
     return records
+
+
+def unreadable(path: Path, error: Exception) -> ConfigurationError:
+    """Return the error for a record that cannot be read, after the error that reading it raised."""
+    if isinstance(error, FileNotFoundError):
+        return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
+    if isinstance(error, NotADirectoryError):
+        return ConfigurationError(f"{path.parent}: is a file, wanted the folder of a run")
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigurationError(
+        f"{path}: damaged, incomplete or not a record of a run ({reason}); record the run again"
+    )
 
 
 def without_nan(value: Any) -> Any:

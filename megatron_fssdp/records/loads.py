@@ -11,17 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fssdp.records.array_files import ArrayFormat, read_arrays, unreadable
-from megatron_fssdp.records.growing_arrays import GrowingArrays
+from megatron_fssdp.records.growing_arrays import GrowingArrays, read_arrays
 
 LOADS_FILE = "loads.npy"
 
 _COUNTS, _BY_NODES, _BY_DEVICES = "counts_ILDE", "by_nodes_ILN", "by_devices_ILD"
-_FORMATS = {
-    _COUNTS: ArrayFormat(np.int32, 4),
-    _BY_NODES: ArrayFormat(np.int64, 3),
-    _BY_DEVICES: ArrayFormat(np.int64, 3),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,20 +39,6 @@ class RecordedLoads:
     by_nodes_ILN: NDArray[np.int64] | None = None
     by_devices_ILD: NDArray[np.int64] | None = None
 
-    def __post_init__(self) -> None:
-        wanted = (len(self.iterations), len(self.layers))
-        for name, num_dimensions in ((_COUNTS, 4), (_BY_NODES, 3), (_BY_DEVICES, 3)):
-            array = getattr(self, name)
-            if array is None and name != _COUNTS:
-                continue
-            if array.ndim != num_dimensions or array.shape[:2] != wanted or 0 in array.shape:
-                raise ValueError(
-                    f"{name} has shape {array.shape}, wanted {num_dimensions} dimensions that begin with "
-                    f"{wanted}, as iterations and layers say, and none of them empty"
-                )
-            if np.any(array < 0):
-                raise ValueError(f"{name} has negative numbers of tokens")
-
     def of_iterations(self, chosen: slice) -> "RecordedLoads":
         """Return the loads of some iterations. Every array that has iterations is sliced here and only here.
 
@@ -73,24 +53,19 @@ class RecordedLoads:
         return replace(self, **found)
 
 
-class LoadsWriter:
-    """Adds router counts to ``loads.npy``, one iteration at a time. A resumed run continues the file.
+class LoadsWriter(GrowingArrays):
+    """Adds router counts to ``loads.npy``, one iteration at a time.
 
     Args:
         record_dir: Folder of the run.
         layers: Megatron's number of each recorded layer, in order.
-
-    Raises:
-        ConfigurationError: The existing file is damaged, or holds other layers.
     """
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
         path = Path(record_dir) / LOADS_FILE
-        found = None
         if path.exists():
-            found = {name: array for name, array in vars(read_loads(record_dir)).items() if array is not None}
-        self._num_layers = len(layers)
-        self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
+            read_loads(record_dir)  # refuses a damaged file before the training
+        super().__init__(path, layers)
 
     def append(
         self,
@@ -100,28 +75,19 @@ class LoadsWriter:
         by_devices_LD: NDArray[np.int64] | None = None,
     ) -> None:
         """Add one iteration (:class:`RecordedLoads`). Entries from this iteration on are dropped first."""
-        counts = np.array(counts_LDE, dtype=np.int32)
-        if counts.ndim != 3 or counts.shape[0] != self._num_layers:
-            raise ValueError(f"counts_LDE has shape {counts.shape}, wanted ({self._num_layers}, D, E)")
-        entry: dict[str, NDArray[Any]] = {_COUNTS: counts}
+        entry: dict[str, NDArray[Any]] = {_COUNTS: np.array(counts_LDE, dtype=np.int32)}
         if by_nodes_LN is not None and by_devices_LD is not None:
             entry |= {_BY_NODES: by_nodes_LN, _BY_DEVICES: by_devices_LD}
-        self._arrays.append(iteration, entry)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._arrays.close()
+        self.append_row(iteration, entry)
 
 
 def read_loads(record_dir: Path | str) -> RecordedLoads:
-    """Read the router counts of a run, without pickle, also while the run continues.
+    """Read the router counts of a run, also while the run continues.
 
     Raises:
         ConfigurationError: The file is missing or damaged, or does not hold loads.
     """
-    path = Path(record_dir) / LOADS_FILE
-    arrays = read_arrays(path, _FORMATS, optional=(_BY_NODES, _BY_DEVICES))
-    try:
-        return RecordedLoads(**arrays)
-    except ValueError as error:
-        raise unreadable(path, error) from None
+    wanted = {_COUNTS: 4, _BY_NODES: 3, _BY_DEVICES: 3}
+    return RecordedLoads(
+        **read_arrays(Path(record_dir) / LOADS_FILE, wanted, optional=(_BY_NODES, _BY_DEVICES))
+    )

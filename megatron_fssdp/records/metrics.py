@@ -1,4 +1,4 @@
-"""What ``metrics.jsonl`` says about an iteration."""
+"""What ``metrics.jsonl`` says about an iteration, and ``evaluations.jsonl`` about an evaluation."""
 
 import math
 from dataclasses import dataclass
@@ -209,3 +209,23 @@ class IterationMetrics:
     flops: _Figure = 0.0
     session: RunSession | None = None
     selections: tuple[SelectionMetrics, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of one evaluation.
+
+    Attributes:
+        iteration: Number of iterations for which the model had been trained.
+        data: The evaluated data: ``validation`` or ``test``, with the name of the set if there are several.
+        losses: Mean of each loss by Megatron's name for it, such as ``lm loss``.
+    """
+
+    iteration: Count
+    data: str
+    losses: dict[str, Loss]
+
+    @property
+    def loss(self) -> float:
+        """The first loss, which is the language model's."""
+        return next(iter(self.losses.values()), math.nan)

@@ -1,43 +1,29 @@
-"""Reads and writes ``metrics.jsonl`` of a run: one line of metrics for each iteration."""
+"""Reads and writes ``metrics.jsonl`` and ``evaluations.jsonl`` of a run.
 
-from dataclasses import asdict
+Both have one line of JSON for each entry. A resumed run repeats what came after its checkpoint, and only the
+repetition counts.
+"""
+
+from contextlib import closing
 from pathlib import Path
 
-from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.records.json_lines import JsonLinesWriter, read_json_lines
-from megatron_fssdp.records.metrics import IterationMetrics
+from megatron_fssdp.records.metrics import Evaluation, IterationMetrics
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
 
 
-class MetricsWriter:
-    """Appends one line for each iteration. A resumed run continues the file."""
+class MetricsWriter(JsonLinesWriter):
+    """Appends one :class:`IterationMetrics` for each iteration. A resumed run continues the file."""
 
     def __init__(self, record_dir: Path | str) -> None:
-        self._lines = JsonLinesWriter(Path(record_dir) / METRICS_FILE)
-
-    def append(self, metrics: IterationMetrics) -> None:
-        """Write the line of one iteration. If that fails, the file is unchanged."""
-        self._lines.append(asdict(metrics))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
-
-
-def parse_metrics_line(line: str) -> IterationMetrics:
-    """Read one line. Unknown keys are ignored, and missing keys get their default values.
-
-    Raises:
-        ValueError: The line is not the record of an iteration.
-    """
-    return parse_record(IterationMetrics, line)
+        super().__init__(Path(record_dir) / METRICS_FILE)
 
 
 def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
-    """Read ``metrics.jsonl`` of a run, in the order of iterations.
+    """Read the metrics of a run, in the order of iterations.
 
-    A resumed run repeats the iterations after its checkpoint. Only the repetition counts.
+    Unknown keys are ignored, and missing keys get their default values.
 
     Raises:
         ConfigurationError: The file is missing or a line is damaged.
@@ -48,3 +34,31 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
             found.pop()
         found.append(record)
     return found
+
+
+def append_evaluation(record_dir: Path, evaluation: Evaluation) -> None:
+    """Add an evaluation to the file of a run.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+    """
+    with closing(JsonLinesWriter(record_dir / EVALUATIONS_FILE)) as lines:
+        lines.append(evaluation)
+
+
+def read_evaluations(record_dir: Path) -> tuple[Evaluation, ...]:
+    """Read the evaluations of a run in the order of iterations; none if the run has no such file.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or a line is damaged.
+    """
+    path = record_dir / EVALUATIONS_FILE
+    found: list[Evaluation] = []
+    for new in read_json_lines(path, Evaluation) if path.exists() else ():
+        found = [
+            old
+            for old in found
+            if old.iteration < new.iteration or (old.iteration == new.iteration and old.data != new.data)
+        ]
+        found.append(new)
+    return tuple(found)

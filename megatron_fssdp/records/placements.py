@@ -1,7 +1,6 @@
 """Reads and writes ``placements.npy`` of a run: the placement of experts and the tokens of each device.
 
-Shape letters: I iterations, L MoE layers, E experts, D devices of all expert-parallel groups
-together.
+Shape letters: I iterations, L MoE layers, E experts, D devices of all expert-parallel groups together.
 """
 
 from collections.abc import Sequence
@@ -12,19 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fssdp.records.array_files import ArrayFormat, read_arrays, unreadable
-from megatron_fssdp.records.growing_arrays import GrowingArrays
+from megatron_fssdp.records.growing_arrays import GrowingArrays, read_arrays
+from megatron_fssdp.records.json_lines import unreadable
 
 PLACEMENTS_FILE = "placements.npy"
 
 _OWNED, _PRESENT = "owned_bits", "present_bits"
 _EP_TOKENS, _TOKENS = "ep_tokens_ILD", "tokens_ILD"
-_FORMATS = {
-    _OWNED: ArrayFormat(np.uint8, 4),
-    _PRESENT: ArrayFormat(np.uint8, 4),
-    _EP_TOKENS: ArrayFormat(np.int64, 3),
-    _TOKENS: ArrayFormat(np.int64, 3),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,21 +42,6 @@ class RecordedPlacements:
     iterations: NDArray[np.int64]
     layers: NDArray[np.int64]
 
-    def __post_init__(self) -> None:
-        lead, shape = (len(self.iterations), len(self.layers)), self.present_ILED.shape
-        if len(shape) != 4 or shape[:2] != lead or self.owned_ILED.shape != shape:
-            raise ValueError(
-                f"owned_ILED has shape {self.owned_ILED.shape} and present_ILED {shape}, "
-                f"wanted {lead} + (E, D) for both, as iterations and layers say"
-            )
-        for name, tokens_ILD in ((_EP_TOKENS, self.ep_tokens_ILD), (_TOKENS, self.tokens_ILD)):
-            if tokens_ILD.shape != (*lead, shape[3]) or np.any(tokens_ILD < 0):
-                raise ValueError(
-                    f"{name} has shape {tokens_ILD.shape} or negative numbers, wanted {(*lead, shape[3])}"
-                )
-        if np.any(self.owned_ILED & ~self.present_ILED):
-            raise ValueError("an expert is not present on its owner")
-
     @property
     def most_replicas(self) -> int:
         """Number of replicas of a layer if every device had every expert."""
@@ -71,18 +49,19 @@ class RecordedPlacements:
         return int(num_experts * num_devices - self.owned_ILED[0, 0].sum())
 
 
-class PlacementsWriter:
+class PlacementsWriter(GrowingArrays):
     """Adds placements to ``placements.npy``, with one bit for each expert and device.
 
     Args:
-        record_dir: Folder of the run. A resumed run continues the file.
+        record_dir: Folder of the run.
         layers: Megatron's number of each recorded layer, in order.
     """
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
         path = Path(record_dir) / PLACEMENTS_FILE
-        found = _read_checked(path)[0] if path.exists() else None
-        self._arrays = GrowingArrays(path, np.asarray(layers, dtype=np.int64), found)
+        if path.exists():
+            read_placements(record_dir)  # refuses a damaged file before the training
+        super().__init__(path, layers)
 
     def append(
         self,
@@ -99,39 +78,29 @@ class PlacementsWriter:
             _EP_TOKENS: np.array(ep_tokens_LD, dtype=np.int64),
             _TOKENS: np.array(tokens_LD, dtype=np.int64),
         }
-        self._arrays.append(iteration, entry)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._arrays.close()
+        self.append_row(iteration, entry)
 
 
 def read_placements(record_dir: Path | str) -> RecordedPlacements:
-    """Read the placements of a run, without pickle, also while the run continues.
+    """Read the placements of a run, also while the run continues.
 
     Raises:
         ConfigurationError: The file is missing or damaged, or does not hold placements.
     """
-    return _read_checked(Path(record_dir) / PLACEMENTS_FILE)[1]
-
-
-def _read_checked(path: Path) -> tuple[dict[str, NDArray[Any]], RecordedPlacements]:
-    """Return the arrays of the file as they are stored, and the placements that they describe."""
-    arrays = read_arrays(path, _FORMATS)
+    path = Path(record_dir) / PLACEMENTS_FILE
+    arrays = read_arrays(path, {_OWNED: 4, _PRESENT: 4, _EP_TOKENS: 3, _TOKENS: 3})
+    bits = arrays.pop(_OWNED), arrays.pop(_PRESENT)
     num_devices = arrays[_TOKENS].shape[-1]
     try:
-        bits = {name: arrays[name] for name in (_OWNED, _PRESENT)}
-        for name, array in bits.items():
-            if array.shape[-1] != -(-num_devices // 8):
-                raise ValueError(f"{name} has {array.shape[-1]} bytes for {num_devices} devices")
-        owned_ILED, present_ILED = (
-            np.unpackbits(one, axis=-1, count=num_devices).astype(np.bool_) for one in bits.values()
-        )
-        placements = RecordedPlacements(
-            owned_ILED,
-            present_ILED,
-            **{name: array for name, array in arrays.items() if name not in bits},
-        )
+        if bits[0].shape != bits[1].shape or bits[0].shape[-1] != -(-num_devices // 8):
+            raise ValueError(
+                f"{_OWNED} has shape {bits[0].shape} and {_PRESENT} {bits[1].shape} for {num_devices} devices"
+            )
+        if arrays[_EP_TOKENS].shape != arrays[_TOKENS].shape:
+            raise ValueError(f"{_EP_TOKENS} and {_TOKENS} have different shapes")
+        owned, present = (np.unpackbits(one, axis=-1, count=num_devices).astype(np.bool_) for one in bits)
+        if np.any(owned & ~present):
+            raise ValueError("an expert is not present on its owner")
     except ValueError as error:
         raise unreadable(path, error) from None
-    return arrays, placements
+    return RecordedPlacements(owned, present, **arrays)

@@ -14,13 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.records.evaluations import Evaluation, read_evaluations
+from megatron_fssdp.config.loading import load_yaml
 from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
-from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import (
+    Evaluation,
+    IterationMetrics,
+    LayerMetrics,
+    PassMetrics,
+    RunSession,
+)
+from megatron_fssdp.records.metrics_file import read_evaluations, read_metrics
 from megatron_fssdp.records.placements import PLACEMENTS_FILE, RecordedPlacements, read_placements
 from megatron_fssdp.records.run_log import RunLog, read_log
-from megatron_fssdp.records.run_settings import SETTINGS_FILE, settings_of_folder
+from megatron_fssdp.records.run_settings import SETTINGS_FILE, flat_settings
 
 _OF_ITERATIONS = (
     *("lm_loss", "grad_norm", "iteration_s", "tokens_per_s", "passes_s", "flops"),
@@ -41,6 +47,7 @@ class RecordedRun:
         path: Folder of the run.
         strategy: Name of the run's strategy, or the folder's name if the strategy is unknown.
         metrics: Metrics of at least one iteration, in order.
+        session: The last start of the training that recorded itself, or None.
         asked_iterations: Number of the last iteration that the run was asked to train, or None if unknown.
         evaluations: Losses on validation and test data, in the order of iterations.
         settings: Content of ``config.yaml`` by dotted key. Empty without this file.
@@ -53,6 +60,7 @@ class RecordedRun:
     path: Path
     strategy: str
     metrics: tuple[IterationMetrics, ...]
+    session: RunSession | None
     asked_iterations: int | None
     evaluations: tuple[Evaluation, ...]
     settings: dict[str, Any]
@@ -97,30 +105,6 @@ class RecordedRun:
 
         return np.array([[known(layer) for layer in record.layers] for record in self.metrics], float)
 
-    def frame(self) -> Any:
-        """Return a pandas DataFrame with one row for each iteration and MoE layer, and all fields of both.
-
-        Raises:
-            ConfigurationError: pandas is not installed.
-        """
-        try:
-            import pandas  # type: ignore[import-untyped, unused-ignore]
-        except ImportError:
-            raise ConfigurationError(
-                "frame() needs pandas; install it with `pip install pandas`, or use `.arrays`"
-            ) from None
-        layers = self.arrays["layers"] if len(self.layers) else np.array([np.nan])
-        columns = {
-            "iteration": np.repeat(self.iterations, len(layers)),
-            "layer": np.tile(layers, len(self.iterations)),
-        }
-        for name, values in self.arrays.items():
-            if name.endswith("_I"):
-                columns[name[:-2]] = np.repeat(values, len(layers))
-            elif name.endswith("_IL") and len(self.layers):
-                columns[name[:-3]] = values.ravel()
-        return pandas.DataFrame(columns)
-
     @property
     def iterations(self) -> NDArray[np.int64]:
         """Iteration numbers, int64 ``[I]``."""
@@ -145,11 +129,6 @@ class RecordedRun:
         """Return the sum of a field of ``LayerMetrics`` over layers and iterations."""
         return float(self.arrays[f"{name}_IL"].sum())
 
-    @property
-    def session(self) -> RunSession | None:
-        """The last start of the training that recorded itself."""
-        return next((one.session for one in reversed(self.metrics) if one.session is not None), None)
-
 
 def load(run: Path | str) -> RecordedRun:
     """Read the records of a run. A damaged ``loads.npy`` or ``placements.npy`` is left out and named.
@@ -172,13 +151,13 @@ def load(run: Path | str) -> RecordedRun:
             "different models; record the run again"
         )
     session = next((record.session for record in reversed(metrics) if record.session is not None), None)
-    settings = settings_of_folder(path)
+    config = path / SETTINGS_FILE
+    settings = flat_settings(load_yaml(config)) if config.exists() else {}
     name = settings.get("strategy.name")
     if not isinstance(name, str):
-        if settings or (path / SETTINGS_FILE).exists():
+        if config.exists():
             raise ConfigurationError(
-                f"{path / SETTINGS_FILE}: names no strategy, so the file is damaged or incomplete; record "
-                "the run again"
+                f"{config}: names no strategy, so the file is damaged or incomplete; record the run again"
             )
         # The command line did not start this run's script.
         name = path.resolve().name if session is None else session.strategy
@@ -188,6 +167,7 @@ def load(run: Path | str) -> RecordedRun:
         path,
         name,
         tuple(metrics),
+        session,
         asked if isinstance(asked, int) else None,
         read_evaluations(path),
         settings,

@@ -55,12 +55,6 @@ def run_config_of(path: Path) -> RunConfig:
     return validate(RunConfig, load_yaml(config), str(config))
 
 
-def settings_of_folder(path: Path) -> dict[str, Any]:
-    """Return the settings in a run's ``config.yaml`` by dotted key. It is empty without this file."""
-    config = path / SETTINGS_FILE
-    return flat_settings(load_yaml(config)) if config.exists() else {}
-
-
 def flat_settings(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return nested keys and values by dotted key. Empty mappings are left out."""
     if not isinstance(value, dict) or not value:

@@ -1,9 +1,8 @@
-"""Writes a page: title, result in one sentence, large numbers, sections. One HTML file without a network."""
+"""Writes a page: title, result in one sentence, sections. One HTML file without a network."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -16,17 +15,6 @@ from megatron_fssdp.report.tables import Table
 
 type Part = go.Figure | Table | str
 """What a section shows: a figure, a table or a small note."""
-
-_PACKAGE = "megatron_fssdp.report"
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One large number at the top of a page with its unit, and a number or words to compare it with."""
-
-    label: str
-    value: str
-    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,6 @@ class Page:
         kind: What the page is, such as ``report``.
         title: Title of the page.
         sentence: The result in one sentence.
-        tiles: The most important numbers.
         subjects: Runs or strategies with their colours.
         sections: Sections, from top to bottom.
     """
@@ -84,32 +71,22 @@ class Page:
     kind: str
     title: str
     sentence: str
-    tiles: Sequence[Tile]
     subjects: Sequence[Subject]
     sections: Sequence[Section]
 
     @property
     def html(self) -> str:
         """The page as HTML text that needs no other file and no network."""
-        environment = Environment(
-            loader=PackageLoader(_PACKAGE, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-        )
-        environment.filters["id"] = id
+        loader = PackageLoader("megatron_fssdp.report", ".")
+        environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+        environment.tests["figure"] = lambda part: isinstance(part, go.Figure)
         figures = [part for section in self.sections for part in section.parts if isinstance(part, go.Figure)]
         data = f"[{','.join(figure.to_json(validate=False) for figure in figures)}]"
         return environment.get_template("page.html.j2").render(
-            page=self,
-            number_of={id(figure): number for number, figure in enumerate(figures)},
-            figures=Markup(data.replace("<", "\\u003c")),
-            plotly=Markup(get_plotlyjs()),
-            **{name: Markup(_text(f"page.{name}")) for name in ("css", "js")},
+            page=self, figures=Markup(data.replace("<", "\\u003c")), plotly=Markup(get_plotlyjs())
         )
 
-    def write(self, path: Path, asked_by: str = "--out") -> None:
-        """Write the page completely, or raise a ConfigurationError that names the option ``asked_by``."""
-        with written_file(path, asked_by) as partial:
+    def write(self, path: Path) -> None:
+        """Write the page completely, or raise a ConfigurationError."""
+        with written_file(path, "--out") as partial:
             partial.write_text(self.html, encoding="utf-8")
-
-
-def _text(name: str) -> str:
-    return files(_PACKAGE).joinpath(name).read_text(encoding="utf-8")

@@ -71,16 +71,6 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
         LoadsWriter(tmp_path, [1, 2])
 
 
-def test_histograms_continue_a_file_without_them(tmp_path: Path) -> None:
-    with closing(LoadsWriter(tmp_path, LAYERS)) as writer:
-        writer.append(1, counts(1))
-    assert read_loads(tmp_path).by_nodes_ILN is None
-    by_nodes = np.arange(4).reshape(2, 2)
-    with closing(LoadsWriter(tmp_path, LAYERS)) as resumed:
-        resumed.append(2, counts(2), by_nodes, by_nodes)
-    np.testing.assert_array_equal(read_loads(tmp_path).by_nodes_ILN, [0 * by_nodes, by_nodes])
-
-
 def test_iterations_are_sliced_in_every_array(tmp_path: Path) -> None:
     write_loads(tmp_path)
     loads = read_loads(tmp_path)
@@ -97,8 +87,8 @@ CHANGES: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
     "data type float64": lambda rows: rows.update(iterations=rows["iterations"] * 1.0),
     "data type uint64": lambda rows: rows.update(iterations=rows["iterations"].astype(np.uint64)),
     "got no array layers": lambda rows: rows.pop("layers"),
-    "iterations are negative or not ascending": lambda rows: rows.update(iterations=np.array([2, 1])),
-    "layers are negative or not ascending": lambda rows: rows.update(layers=np.array([[3, 1]] * 2)),
+    "iterations are not ascending": lambda rows: rows.update(iterations=np.array([2, 1])),
+    "layers are not ascending": lambda rows: rows.update(layers=np.array([[3, 1]] * 2)),
     "layers differ between iterations": lambda rows: rows.update(layers=np.array([[1, 3], [1, 4]])),
     "negative numbers": lambda rows: rows.update(
         {name: -array for name, array in rows.items() if name in ("counts_ILDE", "tokens_ILD")}
@@ -147,6 +137,6 @@ def test_placements_that_contradict_themselves_are_refused(tmp_path: Path) -> No
     file = write_placements(tmp_path)
     content = rows_in(file)
     save_rows(file, **{**content, "owned_bits": np.concatenate([content["owned_bits"]] * 2, axis=-1)})
-    assert_refused("placements", file, "owned_bits has 4 bytes for 11 devices")
+    assert_refused("placements", file, "owned_bits has shape .* for 11 devices")
     save_rows(file, **{**content, "present_bits": 0 * content["present_bits"]})
     assert_refused("placements", file, "not present on its owner")

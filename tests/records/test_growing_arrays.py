@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.records.array_files import ArrayFormat, read_arrays
-from megatron_fssdp.records.growing_arrays import GrowingArrays
+from megatron_fssdp.records.growing_arrays import GrowingArrays, read_arrays
 
 LAYERS = np.array([2, 5])
-FORMATS = {"values": ArrayFormat(np.int64, 3)}
+FORMATS = {"values": 3}
 
 
 def values(iteration: int, num_numbers: int = 3) -> np.ndarray:
@@ -24,7 +23,7 @@ def values(iteration: int, num_numbers: int = 3) -> np.ndarray:
 
 def opened(path: Path) -> GrowingArrays:
     """A writer that continues what is there."""
-    return GrowingArrays(path, LAYERS, read_arrays(path, FORMATS) if path.exists() else None)
+    return GrowingArrays(path, LAYERS.tolist())
 
 
 def checked(path: Path) -> list[int]:
@@ -40,7 +39,7 @@ def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Pat
     path = tmp_path / "run" / "values.npy"
     with closing(opened(path)) as writer:
         for iteration in range(1, 12):  # the number of rows gets a second digit
-            writer.append(iteration, {"values": values(iteration)})
+            writer.append_row(iteration, {"values": values(iteration)})
             assert checked(path) == list(range(1, iteration + 1))
     rows = np.load(path)
     assert rows["values"].shape == (11, 2, 3)
@@ -68,17 +67,17 @@ class Disk:
 def test_an_iteration_writes_its_own_bytes_and_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "values.npy"
     with closing(opened(path)) as writer:
-        writer.append(1, {"values": values(1, 1000)})
+        writer.append_row(1, {"values": values(1, 1000)})
         assert writer._file is not None
         writer._file = disk = Disk(writer._file)
         for iteration in range(2, 30):
-            writer.append(iteration, {"values": values(iteration, 1000)})
+            writer.append_row(iteration, {"values": values(iteration, 1000)})
         disk.is_full = True
         with pytest.raises(ConfigurationError, match="cannot be written \\(No space left on device\\)"):
-            writer.append(30, {"values": values(30, 1000)})
+            writer.append_row(30, {"values": values(30, 1000)})
         assert checked(path) == list(range(1, 30))
         disk.is_full = False
-        writer.append(30, {"values": values(30, 1000)})
+        writer.append_row(30, {"values": values(30, 1000)})
     assert checked(path) == list(range(1, 31))
     assert disk.written == [np.load(path).dtype.itemsize] * 29
 
@@ -91,12 +90,12 @@ def test_a_repeated_iteration_replaces_itself_and_all_later_ones(
     path = tmp_path / "values.npy"
     writer = opened(path)
     for iteration in (1, 2, 3, 4):
-        writer.append(iteration, {"values": values(iteration)})
+        writer.append_row(iteration, {"values": values(iteration)})
     if is_resumed:
         writer.close()
         writer = opened(path)
     for iteration in (again_from, 9):
-        writer.append(iteration, {"values": values(iteration)})
+        writer.append_row(iteration, {"values": values(iteration)})
     writer.close()
     assert checked(path) == [*range(1, again_from), again_from, 9]
 
@@ -104,19 +103,19 @@ def test_a_repeated_iteration_replaces_itself_and_all_later_ones(
 def test_a_half_written_row_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "values.npy"
     with closing(opened(path)) as writer:
-        writer.append(1, {"values": values(1)})
+        writer.append_row(1, {"values": values(1)})
     with path.open("ab") as file:
         file.write(b"\xff" * 3 * np.load(path).dtype.itemsize)  # the header does not count them
     assert checked(path) == [1]
     with closing(opened(path)) as writer:
-        writer.append(2, {"values": values(2)})
+        writer.append_row(2, {"values": values(2)})
     assert checked(path) == [1, 2]
 
 
 def _append_many(path: Path, first: int) -> None:
     writer = opened(path)
     for iteration in range(first, first + 200):  # a test that fails must not fill the disk
-        writer.append(iteration, {"values": values(iteration, 6_000)})  # rows of many pages
+        writer.append_row(iteration, {"values": values(iteration, 6_000)})  # rows of many pages
         time.sleep(0.0005)  # without it, the file grows faster than it can be read
 
 
@@ -145,11 +144,15 @@ def test_a_killed_run_keeps_all_complete_iterations(tmp_path: Path) -> None:
 def test_other_layers_names_and_shapes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "values.npy"
     with closing(opened(path)) as writer:
-        writer.append(1, {"values": values(1)})
-        with pytest.raises(ConfigurationError, match=r"holds values of shape \(2, 3\), but .* \(2, 4\)"):
-            writer.append(2, {"values": values(2, 4)})
-        with pytest.raises(ConfigurationError, match="does not record it; choose another output folder"):
-            writer.append(2, {"others": values(2)})
+        writer.append_row(1, {"values": values(1)})
+        with pytest.raises(
+            ConfigurationError, match=r"holds arrays .*\(2, 3\).*, but .* \(2, 4\).* choose another"
+        ):
+            writer.append_row(2, {"values": values(2, 4)})
+        with pytest.raises(
+            ConfigurationError, match=r"but this run records .*others.*; choose another output folder"
+        ):
+            writer.append_row(2, {"others": values(2)})
         assert checked(path) == [1]
     with pytest.raises(ConfigurationError, match=r"holds layers \[2, 5\], but this run records \[2\]"):
-        GrowingArrays(path, LAYERS[:1], read_arrays(path, FORMATS))
+        GrowingArrays(path, [2])

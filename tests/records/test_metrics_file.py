@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.records.evaluations import Evaluation, append_evaluation, read_evaluations
-from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
-from megatron_fssdp.records.metrics_file import MetricsWriter, parse_metrics_line, read_metrics
+from megatron_fssdp.config.json_records import parse_record
+from megatron_fssdp.records.metrics import Evaluation, IterationMetrics, LayerMetrics
+from megatron_fssdp.records.metrics_file import (
+    MetricsWriter,
+    append_evaluation,
+    read_evaluations,
+    read_metrics,
+)
 
 
 def record(iteration: int, loss: float = 3.5) -> IterationMetrics:
@@ -41,11 +46,11 @@ def test_keys_of_other_versions_are_ignored_or_zero() -> None:
     for key in ("resharded_experts", "reshard_s"):
         del old[key]
     del old["layers"][0]["spag_s"]
-    read = parse_metrics_line(json.dumps(old))
+    read = parse_record(IterationMetrics, json.dumps(old))
     assert (read.resharded_experts, read.reshard_s, read.layers[0].spag_s) == (0, 0, 0)
     del old["layers"][0]["spag_bytes"]
     with pytest.raises(ValueError, match="spag_bytes"):
-        parse_metrics_line(json.dumps(old))
+        parse_record(IterationMetrics, json.dumps(old))
 
 
 @pytest.mark.parametrize("line", ["{", "3", '{"iteration": 1}', '{"iteration": 1, "layers": [3]}'])

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import sys
 from contextlib import closing, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,20 +46,6 @@ def test_an_old_run_folder_is_read() -> None:
     tokens_IL = arrays["loads.counts_ILDE"].sum(axis=(2, 3))
     np.testing.assert_array_equal(tokens_IL, arrays["placements.tokens_ILD"].sum(axis=2))
     np.testing.assert_array_equal(tokens_IL, arrays["placements.ep_tokens_ILD"].sum(axis=2))
-
-
-def test_a_frame_has_a_row_for_each_iteration_and_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = records.load(OLD_RUN)
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigurationError, match="pip install pandas"):
-        run.frame()
-    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
-    frame = run.frame()
-    assert {len(column) for column in frame.values()} == {12}
-    assert frame["iteration"].tolist() == [1] * 4 + [2] * 4 + [3] * 4
-    assert frame["layer"].tolist() == [1, 2, 3, 4] * 3
-    assert frame["num_replicas"][5] == run.metrics[1].layers[1].num_replicas
-    assert frame["lm_loss"][11] == run.losses[-1]
 
 
 def test_damaged_arrays_are_left_out_and_named(tmp_path: Path) -> None:

@@ -1,15 +1,10 @@
-"""Bins, units, colours and traces, which all pages share."""
-
-import json
-from pathlib import Path
+"""Bins, units and colours, which all pages share."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.report.chrome_trace import TraceSpan, write_chrome_trace
 from megatron_fssdp.report.colours import TIME_PARTS, distinct_colours, strategy_colours
 from megatron_fssdp.report.figures import bin_words, binned
 from megatron_fssdp.report.units import format_bytes, format_flops, format_memory, format_seconds
@@ -53,32 +48,3 @@ def test_every_strategy_and_part_of_time_has_a_colour_of_its_own() -> None:
     assert set(PARTS) <= set(TIME_PARTS)
     assert len({part.name for part in TIME_PARTS.values()}) == len(TIME_PARTS)
     assert len({part.colour for part in TIME_PARTS.values()}) == len(TIME_PARTS)
-
-
-def test_spans_become_rows_of_their_ranks(tmp_path: Path) -> None:
-    spans = [
-        TraceSpan(1, "compute", "layer 1 forward", 10.5, 11.0),
-        TraceSpan(0, "transfers", "spAG layer 1", 10.25, 10.5),
-        TraceSpan(0, "compute", "iteration", 10.25, 12.0),
-    ]
-    write_chrome_trace(tmp_path / "trace.json", spans)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    rows = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events
-        if event["name"] == "thread_name"
-    }
-    assert rows == {(rank, row): name for rank in (0, 1) for row, name in enumerate(("compute", "transfers"))}
-    found = [
-        (event["name"], event["pid"], rows[event["pid"], event["tid"]], event["ts"], event["dur"])
-        for event in events
-        if event["ph"] == "X"
-    ]
-    # Spans are ordered by begin, the longer one first, because a viewer nests the second in the first.
-    assert found == [
-        ("iteration", 0, "compute", 0, 1_750_000),
-        ("spAG layer 1", 0, "transfers", 0, 250_000),
-        ("layer 1 forward", 1, "compute", 250_000, 500_000),
-    ]
-    with pytest.raises(ValueError, match=r"span wait of rank 2: got the end 1\.0 s"):
-        TraceSpan(2, "waits", "wait", 2.0, 1.0)

@@ -15,7 +15,7 @@ from megatron_fssdp.report.trainings.headline import headline_of
 from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
 from megatron_fssdp.report.trainings.run_sections import parts_section
 from megatron_fssdp.report.trainings.shown_run import parts_of, progress_of, shown_runs
-from megatron_fssdp.report.trainings.time_parts import layer_parts, mean_parts_s, time_parts
+from megatron_fssdp.report.trainings.time_parts import mean_parts_s, time_parts
 
 from .made_runs import write_made_run
 
@@ -54,7 +54,6 @@ def test_parts_are_those_of_the_slowest_experts_and_add_up(tmp_path: Path) -> No
     }
     for part, seconds in wanted.items():
         np.testing.assert_allclose(found[part], seconds, err_msg=part)
-    assert layer_parts(recorded(tmp_path / "one", iteration(1, 8.0, parts)), "forward")["combine"] == [0.75]
     assert mean_parts_s(run)["passes"] == 3.75
 
 
@@ -65,20 +64,10 @@ def test_layers_of_pipeline_stages_that_work_at_the_same_time_share_the_passes(t
     np.testing.assert_allclose(sum(found.values()), 10.0)
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "cores", "flops", "text"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 0, 3.2e15, "200 TFLOP/s (MFU 20.2% of 989 TFLOP/s in bf16)"),
-        ("NVIDIA H100 PCIe", "fp16", 0, 3.2e15, "200 TFLOP/s (MFU 26.5% of 756 TFLOP/s in bf16)"),
-        ("NVIDIA H100 80GB HBM3", "fp32", 0, 3.2e15, "200 TFLOP/s (unknown peak)"),
-        ("", "fp32", 2, 2.4e9, "150 MFLOP/s (4 ranks share 2 cores)"),
-    ],
-)
-def test_operations_per_second_are_of_one_device(
-    device: str, precision: str, cores: int, flops: float, text: str, tmp_path: Path
-) -> None:
-    session = RunSession("fssdp", 2, 4, cores, devices=8, device=device, precision=precision)
-    run = recorded(tmp_path, IterationMetrics(1, 5.0, None, 2.0, 1.0, flops=flops, session=session))
+@pytest.mark.parametrize(("cores", "text"), [(0, "200 TFLOP/s"), (2, "200 TFLOP/s (4 ranks share 2 cores)")])
+def test_operations_per_second_are_of_one_device(cores: int, text: str, tmp_path: Path) -> None:
+    session = RunSession("fssdp", 2, 4, cores, devices=8)
+    run = recorded(tmp_path, IterationMetrics(1, 5.0, None, 2.0, 1.0, flops=3.2e15, session=session))
     assert {one.key: one.text for one in measures_of(run)}["flops_per_s_per_device"] == text
 
 
@@ -119,7 +108,7 @@ def test_a_resumed_run_has_parts(tmp_path: Path) -> None:
     write(tmp_path, range(4, 11), RunSession("fssdp", 10), load_ratio=1.0)
     runs = shown_runs([tmp_path])
     assert runs[0].run.strategy == "fssdp"  # there is no config.yaml, so the last start names it
-    assert [part.strategy for part in parts_of(runs[0].run)] == ["ep", "fssdp"]
+    assert [strategy for strategy, _ in parts_of(runs[0].run)] == ["ep", "fssdp"]
     section = parts_section(runs)
     assert section is not None
     table = section.parts[0]
@@ -128,8 +117,7 @@ def test_a_resumed_run_has_parts(tmp_path: Path) -> None:
         ("ep", "2.0000 → 2.0000", "2.00"),
         ("fssdp", "2.0000 → 2.0000", "1.00"),
     ]
-    rows = dict(comparison_table(runs).rows)
-    assert rows["parts"] == "1–3 ep, 4–10 fssdp"
+    assert [row[0].rpartition(", ")[2] for row in table.rows] == ["iterations 1 to 3", "iterations 4 to 10"]
 
 
 @pytest.mark.parametrize("cores", [0, 2, 4])
@@ -138,22 +126,23 @@ def test_only_ranks_with_cores_of_their_own_have_a_speed(cores: int, tmp_path: P
         write(tmp_path / name, numbers, RunSession(name, 5, ranks=4, cores=cores), ratio)
     runs = shown_runs([tmp_path / "ep", tmp_path / "fssdp"])
     speeds = {row[0]: row[1:] for row in comparison_table(runs).rows}["tokens/s: median (quartiles)"]
-    sentence, tiles = headline_of(runs)
+    sentence = headline_of(runs)
     assert "busiest device 2.00 → 1.00 × mean load" in sentence
     if cores == 2:
         assert speeds == ("not comparable", "not comparable")
         assert "speed is not comparable here: 4 ranks share 2 cores" in sentence
-        assert not any("tokens per second" in tile.label for tile in tiles)
+        assert "tokens/s" not in headline_of(runs[:1])
     else:
         assert speeds == ("3 (2 to 4)", "103 (102 to 104)")
+        assert "median 3 tokens/s (quartiles 2 to 4)" in headline_of(runs[:1])
         assert sentence.startswith("fssdp 34.33 × ep; busiest device")
-        same, _ = headline_of([runs[0], runs[0]])
+        same = headline_of([runs[0], runs[0]])
         assert "no clear difference: the quartiles overlap" in same
 
 
 def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_path: Path) -> None:
     (made,) = shown_runs([write_made_run(tmp_path / "a")])
-    sentence, tiles = headline_of([made])
+    sentence = headline_of([made])
     parts_s = mean_parts_s(made.run)
     whole_s = sum(parts_s.values())
     for word, part in (("weights (spAG", "waiting for spAG"), ("gradients (spRS", "waiting for spRS")):
@@ -161,7 +150,7 @@ def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_pa
         assert wanted in sentence
     assert "3 replicas a layer of 24 possible" in sentence
     assert "plain EP would do" not in sentence
-    assert {"waiting for weights (spAG)", "waiting for gradients (spRS)"} <= {tile.label for tile in tiles}
+    assert "peak memory of a rank 1.19 GiB" in sentence
 
 
 def test_the_headline_says_where_plain_expert_parallelism_would_do(tmp_path: Path) -> None:
@@ -169,7 +158,7 @@ def test_the_headline_says_where_plain_expert_parallelism_would_do(tmp_path: Pat
     write_made_run(tmp_path, num_iterations=1, num_layers=1)
     (tmp_path / METRICS_FILE).unlink()
     recorded(tmp_path, IterationMetrics(1, 5.0, None, 1.0, 1.0, (layer,)))
-    sentence, _ = headline_of(shown_runs([tmp_path]))
+    sentence = headline_of(shown_runs([tmp_path]))
     assert "24 replicas a layer of 24 possible; every expert is on every device" in sentence
     assert "loads are almost even without balancing (1.05), so plain EP would do" in sentence
 

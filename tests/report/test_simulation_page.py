@@ -14,7 +14,6 @@ from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
 from megatron_fssdp.config.cluster_description import FittedLink
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.cluster_table import cluster_table
-from megatron_fssdp.report.simulations.ranking import ranking_table, ranking_tables
 from megatron_fssdp.report.simulations.simulation_page import simulation_headline
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import terminal_table
@@ -42,21 +41,19 @@ def test_a_faster_strategy_is_named_with_its_factor_and_loads() -> None:
     report = ranking("ep", "prophet")
     best, plain = report.ranked
     assert best.label == "prophet"
-    sentence, tiles = simulation_headline(report)
+    sentence = simulation_headline(report)
     ratio = report.plain_s / report.steady_s(best.outcome)
     loads = f"{report.steady_load(plain.outcome):.2f} → {report.steady_load(best.outcome):.2f} × mean load"
     assert sentence.startswith(f"Simulated: prophet is {ratio:.2f} × as fast as ep (")
     assert loads in sentence
     assert "for weights and " in sentence
-    assert tiles[0].value == f"{ratio:.2f} × ep"
 
 
 def test_balanced_loads_and_too_little_memory_are_named() -> None:
-    sentence, _ = simulation_headline(ranking("ep", "prophet", popular=4))
+    sentence = simulation_headline(ranking("ep", "prophet", popular=4))
     assert sentence.startswith("Simulated: no simulated strategy is faster than ep, which takes ")
-    sentence, tiles = simulation_headline(ranking("ep", memory_bytes=100))
+    sentence = simulation_headline(ranking("ep", memory_bytes=100))
     assert "no strategy fits into the memory of a device. ep needs " in sentence
-    assert tiles == []
 
 
 def test_parm_equals_ep_and_says_so() -> None:
@@ -79,8 +76,8 @@ def test_the_ranking_shows_every_cell() -> None:
     made = made_simulation()[0]
     found = BreakEven(True, 0.5, 1_234_567.0)
     report = replace(made, rows=tuple(replace(row, tokens=found, bandwidth=found) for row in made.rows))
-    table = ranking_table(report)
-    first, second = (shown(one) for one in ranking_tables(report))
+    table = report.table
+    first, second = (shown(one) for one in report.terminal_tables())
     for cells in table.rows:
         texts = dict(zip(table.header, cells, strict=True))
         for name in ("strategy", "ms of an iteration", "warm-up", "× ep", "peak memory"):

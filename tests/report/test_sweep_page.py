@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.records import load
-from megatron_fssdp.report.trainings.run_groups import (
+from megatron_fssdp.report.trainings.repeated_runs import (
     LOADS,
     SPEEDS,
     RunGroup,
-    Spread,
+    detailed_runs,
     group_records,
     group_table,
+    sweep_page,
 )
-from megatron_fssdp.report.trainings.sweep_page import detailed_runs, sweep_page
 
 from .made_runs import write_made_run
 from .page_parts import PageParts
@@ -35,11 +35,6 @@ def groups(tmp_path: Path) -> list[RunGroup]:
     ]
 
 
-def test_spreads_overlap_where_their_quartiles_do() -> None:
-    assert Spread(1.5, 2.0, 3.0).overlaps(Spread(2.0, 3.0, 4.0))
-    assert not Spread(1.5, 2.0, 3.0).overlaps(Spread(7.0, 7.5, 8.0))
-
-
 def test_groups_are_compared_seed_by_seed(groups: list[RunGroup]) -> None:
     ep, fssdp = groups
     assert ep.first is ep.runs[(1, 1)]
@@ -56,8 +51,8 @@ def test_groups_are_compared_seed_by_seed(groups: list[RunGroup]) -> None:
     assert table.rows[1][3] == f"{median:.3f} ({low:.3f} to {high:.3f})"
     assert table.rows[0][-1] == "–"
     records = group_records(groups)
-    assert records[1][LOADS.key]["median"] == pytest.approx(np.median(loads))
-    assert len(records[1][SPEEDS.key]["runs"]) == 3
+    assert records[1][LOADS]["median"] == pytest.approx(np.median(loads))
+    assert len(records[1][SPEEDS]["runs"]) == 3
 
 
 def test_the_page_opens_with_the_groups_and_details_one_run_of_each(groups: list[RunGroup]) -> None:
@@ -65,8 +60,10 @@ def test_the_page_opens_with_the_groups_and_details_one_run_of_each(groups: list
     page = PageParts(html)
     assert page.anchors[0] == "repeated-runs"
     assert "ep-seed4" in page.texts["repeated-runs"]
-    dots, median, *_ = page.figures["repeated-runs"][1]["data"]  # of the device load
-    assert (len(dots["x"]), len(median["x"]), median["y"]) == (3, 1, ["ep"])
+    ep, fssdp = page.figures["repeated-runs"][1]["data"]  # of the device load
+    assert (ep["name"], fssdp["name"]) == ("ep", "fssdp")
+    assert fssdp["x"] == groups[1].values(LOADS)
+    assert len(ep["x"]) == 3
     assert len(page.figures["loss"][0]["data"]) == 2
     assert "<h1>sweep x</h1>" in html
     speeds = [group.spread(SPEEDS).median for group in groups]

@@ -5,8 +5,11 @@ import pytest
 
 from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
 from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.report.simulations.ranking import warm_up_text
-from megatron_fssdp.report.simulations.simulation_report import SimulationReport, ranking_data
+from megatron_fssdp.report.simulations.simulation_report import (
+    SimulationReport,
+    ranking_data,
+    warm_up_text,
+)
 from megatron_fssdp.simulation.replay import warm_up_iterations
 from megatron_fssdp.strategies.registry import build_strategy
 

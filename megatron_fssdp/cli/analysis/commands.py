@@ -1,4 +1,4 @@
-"""The options of ``report``, ``compare``, ``simulate`` and ``roofline``."""
+"""``megatron-fssdp report``, ``compare``, ``simulate`` and ``roofline``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,26 +6,21 @@ from typing import Annotated
 import typer
 
 from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES, complete_cluster, complete_strategy
+from megatron_fssdp.config.errors import ConfigurationError
 
-ClusterName = Annotated[
-    str,
-    typer.Option(
-        help="YAML of a cluster, or a name that `megatron-fssdp configs` lists.",
-        autocompletion=complete_cluster,
-    ),
-]
+_CLUSTER = "YAML of a cluster, or a name that `megatron-fssdp configs` lists."
+
+ClusterName = Annotated[str, typer.Option(help=_CLUSTER, autocompletion=complete_cluster)]
 ClusterValues = Annotated[
     list[str] | None, typer.Option(metavar="KEY=VALUE", help="A value of the cluster. Repeatable.")
 ]
-StrategySettings = Annotated[
+StrategyValues = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=VALUE", help="A setting for all strategies that have this key. Repeatable."),
 ]
 RankingCluster = Annotated[
     str | None,
-    typer.Option(
-        help="Cluster to rank strategies on: YAML file, or a name that `megatron-fssdp configs` lists."
-    ),
+    typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}", autocompletion=complete_cluster),
 ]
 RankedStrategies = Annotated[
     str,
@@ -34,8 +29,9 @@ RankedStrategies = Annotated[
         autocompletion=complete_strategy,
     ),
 ]
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
+
+_TRACE_FILE = "trace_{}.json"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -52,18 +48,9 @@ def report_command(
     as_json: AsJson = False,
 ) -> None:
     """Write an HTML page with the losses, loads, times, placements and memory of a run."""
-    from rich.console import Console
-
     from megatron_fssdp.cli.analysis.report_command import write_report
 
-    write_report(
-        [run],
-        Console(markup=False),
-        out=out,
-        cluster=cluster,
-        strategies=_names(strategies),
-        as_json=as_json,
-    )
+    write_report([run], out or run / "report.html", cluster, _names(strategies), as_json=as_json)
 
 
 def compare_command(
@@ -85,24 +72,14 @@ def compare_command(
     as_json: AsJson = False,
 ) -> None:
     """Compare the losses, device loads, speed and moved bytes of runs in a table and an HTML page."""
-    from rich.console import Console
-
     from megatron_fssdp.cli.analysis.report_command import write_report
-    from megatron_fssdp.config.errors import ConfigurationError
 
     if len(runs) < 2:
         raise ConfigurationError(
             "compare: got one run, wanted two or more; `megatron-fssdp report RUN_DIR` shows a single one"
         )
-    write_report(
-        runs,
-        Console(markup=False),
-        out=out,
-        cluster=cluster,
-        strategies=_names(strategies),
-        loads_only=loads_only,
-        as_json=as_json,
-    )
+    page = out or runs[0] / "comparison.html"
+    write_report(runs, page, cluster, _names(strategies), loads_only=loads_only, as_json=as_json)
 
 
 def simulate_command(
@@ -139,7 +116,7 @@ def simulate_command(
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the run. Repeatable."),
     ] = None,
     cluster_set: ClusterValues = None,
-    moe_strategy_set: StrategySettings = None,
+    moe_strategy_set: StrategyValues = None,
     break_even: Annotated[
         bool, typer.Option(help="Find the batch size and bandwidth at which each strategy starts to pay.")
     ] = True,
@@ -149,24 +126,67 @@ def simulate_command(
     """Predict which strategy is fastest on a cluster, from recorded or generated loads."""
     from rich.console import Console
 
-    from megatron_fssdp.cli.analysis.simulate_command import SimulateRequest, run_simulation
-    from megatron_fssdp.cli.analysis.simulation_inputs import recorded_settings
-
-    request = SimulateRequest(
-        loads=loads,
-        cluster=cluster,
-        models=model or recorded_settings(loads),
-        strategies=_names(strategies),
-        out=out,
-        iterations=iterations,
-        overrides=settings or (),
-        cluster_overrides=cluster_set or (),
-        strategy_overrides=moe_strategy_set or (),
-        with_break_even=break_even,
-        with_plots=plots,
-        seed=seed,
+    from megatron_fssdp.cli.analysis.simulation_inputs import (
+        described_cluster,
+        recorded_settings,
+        settings_of,
     )
-    run_simulation(request, Console(markup=False))
+    from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
+    from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
+    from megatron_fssdp.config.cluster_files import cluster_yaml
+    from megatron_fssdp.config.run.composition import load_run
+    from megatron_fssdp.config.written_files import written_whole
+    from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
+    from megatron_fssdp.report.simulations.simulation_page import (
+        PAGE_FILE,
+        simulation_headline,
+        simulation_page,
+    )
+    from megatron_fssdp.report.simulations.simulation_report import write_report
+    from megatron_fssdp.report.simulations.simulation_trace import write_simulation_trace
+    from megatron_fssdp.simulation.moe_job import job_of_run
+
+    names, models = _names(strategies), model or recorded_settings(loads)
+    if not names:
+        raise ConfigurationError(
+            "--strategies: got no name; give names separated by commas, such as ep,fssdp"
+        )
+    run = load_run(models, settings or ())
+    job, described = job_of_run(run), described_cluster(cluster, cluster_set or ())
+    chosen = {name: settings_of(name, run, moe_strategy_set or ()) for name in names}
+    record, note = loads_for_job(loads, job, slice(iterations), seed)
+    count = len(record.iterations)
+    title = f"{loads} on {described.name}: {count} iterations, {' + '.join(path.name for path in models)}"
+    console = Console(markup=False)
+    wraps = console.is_terminal  # a log keeps each sentence on one line, so that a search finds it
+    with written_whole(out, "--out") as partial:  # checked first, because the search takes minutes
+        with SimulationProgress(console, count, len(chosen)) as progress:
+            report = ranked_strategies(
+                *(title, record, described, job, chosen),
+                note=note,
+                with_break_even=break_even,
+                progress=progress,
+            )
+        console.print(simulation_headline(report), highlight=False, soft_wrap=not wraps)
+        console.print("", *report.terminal_tables(), sep="\n")
+        for line in (*report.stars, *report.notes):
+            console.print(f"• {line}", highlight=False, soft_wrap=not wraps)
+        write_report(report, partial)
+        text = cluster_yaml(described, "Written by megatron-fssdp simulate.")
+        (partial / "cluster.yaml").write_text(text, encoding="utf-8")
+        for row in report.rows:
+            # In the middle of the run, strategies have a history and have finished measuring.
+            write_simulation_trace(partial / _TRACE_FILE.format(row.label), row.outcome, count // 2)
+        written = {path.name for path in partial.iterdir()}
+    for trace in out.glob(_TRACE_FILE.format("*")):
+        if trace.name not in written:  # of an earlier simulation of other strategies
+            trace.unlink()
+    page = ""
+    if plots:  # a page that fails does not cost the numbers
+        simulation_page(report, record, described, job).write(out / PAGE_FILE)
+        page = f"{out / PAGE_FILE} (open it in a browser), "
+    words = f"wrote {page}tables and traces (for https://ui.perfetto.dev) to {out}"
+    console.print(words, highlight=False, soft_wrap=True)
 
 
 def roofline_command(
@@ -180,19 +200,40 @@ def roofline_command(
         Path | None, typer.Option(help="Folder to write the results to. Default: the run's folder.")
     ] = None,
     cluster_set: ClusterValues = None,
-    moe_strategy_set: StrategySettings = None,
+    moe_strategy_set: StrategyValues = None,
 ) -> None:
     """Draw how close a run's MoE layers come to the limits of compute and communication (FasterMoE, §3.3)."""
     from rich.console import Console
 
-    from megatron_fssdp.cli.analysis.roofline_command import run_roofline
+    from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster, settings_of
+    from megatron_fssdp.config.written_files import written_file
+    from megatron_fssdp.records.run_settings import run_config_of
+    from megatron_fssdp.report.simulations.roofline import LEGEND, Roofline
+    from megatron_fssdp.report.simulations.simulated_loads import loads_for_job, with_recorded_choices
+    from megatron_fssdp.report.tables import terminal_table
+    from megatron_fssdp.simulation.moe_job import job_of_run
+    from megatron_fssdp.simulation.roofline import roofline_point
+    from megatron_fssdp.simulation.simulator import simulate
 
-    run_roofline(
-        run,
-        cluster,
-        Console(markup=False),
-        strategies=_names(strategies),
-        out=out,
-        cluster_overrides=cluster_set or (),
-        strategy_overrides=moe_strategy_set or (),
-    )
+    config = run_config_of(run)
+    described, job = described_cluster(cluster, cluster_set or ()), job_of_run(config)
+    own = config.strategy.name if config.strategy.name != "none" else "ep"
+    record, _ = loads_for_job(str(run), job)
+    points = {}
+    for name in dict.fromkeys(_names(strategies) or ("ep", own)):
+        settings = settings_of(name, config, moe_strategy_set or ())
+        try:
+            known, _ = with_recorded_choices(job, record, described)
+            numbers = record.layers.tolist()
+            outcome = simulate(name, settings, record.counts_ILDE, described, known, layer_numbers=numbers)
+            points[name] = roofline_point(outcome, known)
+        except ValueError as error:
+            raise ConfigurationError(f"roofline: {error}") from None
+    title = f"MoE layers of {run.resolve().name} on {described.name}, simulated"
+    roofline = Roofline(title, described.expert_flops_per_s, points)
+    console, folder = Console(markup=False), out or run
+    console.print(terminal_table(roofline.table, title, LEGEND))
+    with written_file(folder / "roofline.json", "--out") as partial:
+        partial.write_text(roofline.json, encoding="utf-8")
+    roofline.page.write(folder / "roofline.html")
+    console.print(f"{folder / 'roofline'}.html and .json", highlight=False, soft_wrap=True)

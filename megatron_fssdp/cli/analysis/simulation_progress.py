@@ -3,72 +3,45 @@
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
-_LIVE_INTERVAL_S = 0.2
-_PLAIN_INTERVAL_S = 10.0
+_LIVE_INTERVAL_S, _PLAIN_INTERVAL_S = 0.2, 10.0
 
 
 class SimulationProgress:
-    """A live bar on a terminal, or a line every 10 seconds elsewhere, and none if a simulation is short.
+    """A live line on a terminal, or a line every 10 seconds elsewhere, and none if a simulation is short."""
 
-    The bar counts strategies: the simulated iterations of a strategy are one step, and the search for the
-    values at which it pays is another one.
-    """
-
-    def __init__(
-        self, console: Console, num_iterations: int, num_strategies: int, *, searches: bool = False
-    ) -> None:
+    def __init__(self, console: Console, num_iterations: int, num_strategies: int) -> None:
         self._console, self._num_iterations, self._num_strategies = console, num_iterations, num_strategies
-        self._strategy, self._num_begun = "", 0
-        self._num_searched: int | None = None
-        self._num_plans = 0
+        self._status = console.status("simulating")
+        self._number, self._strategy = 0, ""
+        self._num_searched: int | None = None  # layers that were planned in the search
         self._shown_s = time.monotonic()
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=console, transient=True)
-            self._task = self._bar.add_task("simulating", total=num_strategies * (2 if searches else 1))
 
     def __enter__(self) -> "SimulationProgress":
-        if self._bar is not None:
-            self._bar.start()
+        self._status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._status.stop()
 
-    def begin(self, strategy: str) -> None:
-        """Begin to simulate the next strategy."""
-        self._strategy = strategy
-        self._num_begun += 1
+    def begin(self, strategy: str, number: int, *, searches: bool = False) -> None:
+        """Begin to simulate a strategy, or to search the values at which it starts to pay."""
+        self._strategy, self._number, self._num_searched = strategy, number, 0 if searches else None
 
     def planned(self, iteration: int, layer: int, plan: LayerPlan) -> None:
         """Show how far the strategy is. The simulator calls this after every plan."""
+        what = f"iteration {iteration + 1}/{self._num_iterations}"
         if self._num_searched is not None:
-            self._num_plans += 1
-            what = f"searching where it pays ({self._num_plans:,} layers planned)"
-            self._show(self._num_begun + self._num_searched - 1, what)
-            return
-        share = iteration / self._num_iterations
-        self._show(self._num_begun - 1 + share, f"iteration {iteration + 1}/{self._num_iterations}")
-
-    def search(self, strategy: str) -> None:
-        """Begin to search the values at which a strategy starts to pay. All strategies are simulated."""
-        self._strategy = strategy
-        self._num_searched, self._num_plans = (self._num_searched or 0) + 1, 0
-
-    def _show(self, num_done: float, what: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._shown_s < (_PLAIN_INTERVAL_S if self._bar is None else _LIVE_INTERVAL_S):
+            self._num_searched += 1
+            what = f"searching where it pays ({self._num_searched:,} layers planned)"
+        now_s, is_live = time.monotonic(), self._console.is_terminal
+        if now_s - self._shown_s < (_LIVE_INTERVAL_S if is_live else _PLAIN_INTERVAL_S):
             return
         self._shown_s = now_s
-        number = self._num_searched or self._num_begun
-        text = f"{self._strategy} ({number} of {self._num_strategies} strategies): {what}"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=num_done, description=text)
+        text = f"{self._strategy} ({self._number} of {self._num_strategies} strategies): {what}"
+        if is_live:
+            self._status.update(text)
         else:
             self._console.print(text, highlight=False)

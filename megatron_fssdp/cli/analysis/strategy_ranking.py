@@ -1,6 +1,6 @@
 """Simulates strategies on the same loads and makes the report that ranks them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
 from megatron_fssdp.config.cluster_description import ClusterDescription
@@ -14,13 +14,30 @@ from megatron_fssdp.report.simulations.simulation_report import RankedStrategy, 
 from megatron_fssdp.report.units import format_memory
 from megatron_fssdp.simulation.break_even import BreakEvenSearch
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.simulator import OnPlan, StrategyOutcome, ceiling_s, checked_strategy, simulate
+from megatron_fssdp.simulation.simulator import ceiling_s, checked_strategy, simulate
 
 SAMPLE_ITERATIONS = 6
 """Number of iterations that the break-even search simulates. It plans them again for each value it tries."""
 
 HISTORY_ITERATIONS = 16
 """Number of iterations before the sample, which strategies can use as their history."""
+
+_COLUMNS = (
+    "× ep: how many times as fast as plain expert parallelism. % of even ep: the speed in percent of that of "
+    "ep with perfectly even loads; more than 100 if replicas also save traffic. load max/mean: tokens of the "
+    "busiest device over those of an average one; 1 is even. Not simulated: optimizer step, data loading, "
+    "launches of kernels.",
+    "host ms: milliseconds in which a rank's host plans and posts messages of transfers in an iteration, as "
+    "measured on one core (docs/simulator.md). The device waits for a part of them.",
+    "ms of an iteration: mean of the iterations after the longest warm-up, the same ones for all strategies. "
+    "warm-up: first iterations in which a strategy measures, has no past loads, or waits for its first turn, "
+    "with their mean time (all: it never gets further, and is ranked after those that do).",
+)
+_BREAK_EVEN = (
+    "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this many "
+    "tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times the "
+    "job's own value, on the last iterations)."
+)
 
 
 def ranked_strategies(
@@ -49,72 +66,38 @@ def ranked_strategies(
     Raises:
         ConfigurationError: The job does not fit the cluster, or a strategy cannot train it.
     """
-    on_plan = None if progress is None else progress.planned
-    outcomes: dict[str, StrategyOutcome] = {}
+    counts_ILDE, on_plan = record.counts_ILDE, None if progress is None else progress.planned
+    first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)
+    past = counts_ILDE[max(0, first - HISTORY_ITERATIONS) : first]
     rows: list[RankedStrategy] = []
     try:
         job, distinct = with_recorded_choices(job, record, cluster)
         for name, given in settings.items():  # a simulation takes long, so all of them are checked first
             checked_strategy(name, given, cluster, job)
-        for name, given in settings.items():
+        for number, (name, given) in enumerate(settings.items(), start=1):
             if progress is not None:
-                progress.begin(name)
-            outcomes[name] = simulate(
-                name,
-                given,
-                record.counts_ILDE,
-                cluster,
-                job,
-                layer_numbers=record.layers.tolist(),
-                on_plan=on_plan,
-            )
-        plain = outcomes.get("ep") or simulate("ep", EpSettings(), record.counts_ILDE, cluster, job)
-        for name, outcome in outcomes.items():
-            if progress is not None and with_break_even:
-                progress.search(name)
-            rows.append(_row(name, outcome, settings[name], record, cluster, job, with_break_even, on_plan))
-        balanced_s = ceiling_s(record.counts_ILDE, cluster, job)
+                progress.begin(name, number)
+            numbers = record.layers.tolist()
+            outcome = simulate(name, given, counts_ILDE, cluster, job, layer_numbers=numbers, on_plan=on_plan)
+            tokens = bandwidth = None
+            if with_break_even and name != BASELINE and STRATEGIES[name].strategy is not None:
+                if progress is not None:
+                    progress.begin(name, number, searches=True)
+                sample, history = counts_ILDE[first:], past if len(past) else None
+                search = BreakEvenSearch(name, given, sample, cluster, job, history, on_plan)
+                bandwidth = search.bandwidth() if outcome.topology.num_nodes > 1 else None
+                tokens = search.tokens()
+            changed = given.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
+            words = ", ".join(f"{key} {value}" for key, value in changed.items())
+            rows.append(RankedStrategy(name, outcome, tokens, bandwidth, words))
+        known = (row.outcome for row in rows if row.label == BASELINE)
+        plain = next(known, None) or simulate(BASELINE, EpSettings(), counts_ILDE, cluster, job)
+        balanced_s = ceiling_s(counts_ILDE, cluster, job)
     except ValueError as error:
         raise ConfigurationError(f"simulate: {error}") from None
-    return SimulationReport(
-        title,
-        tuple(rows),
-        plain,
-        balanced_s,
-        record.iterations,
-        _notes(note, rows, with_break_even, distinct),
-    )
-
-
-def _changed_settings(settings: StrategySettings) -> str:
-    """The settings of the run or of the command line that are not the strategy's defaults."""
-    changed = settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
-    return ", ".join(f"{key} {value}" for key, value in changed.items())
-
-
-def _notes(
-    note: str, rows: Sequence[RankedStrategy], with_break_even: bool, distinct: str
-) -> tuple[str, ...]:
     notes = [note] if note else []
-    notes += [
-        "× ep: how many times as fast as plain expert parallelism. % of even ep: the speed in percent of "
-        "that of ep with perfectly even loads; more than 100 if replicas also save traffic. load max/mean: "
-        "tokens of the busiest device over those of an average one; 1 is even. Not simulated: optimizer "
-        "step, data loading, launches of kernels.",
-        "host ms: milliseconds in which a rank's host plans and posts messages of transfers in an iteration, "
-        "as measured on one core (docs/simulator.md). The device waits for a part of them.",
-        "ms of an iteration: mean of the iterations after the longest warm-up, the same ones for all "
-        "strategies. warm-up: first iterations in which a strategy measures, has no past loads, or waits for "
-        "its first turn, with their mean time (all: it never gets further, and is ranked after those that "
-        "do).",
-    ]
-    if with_break_even:
-        notes.append(
-            "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this "
-            "many tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times "
-            "the job's own value, on the last iterations)."
-        )
-    if any(row.label == "parm" for row in rows):
+    notes += [*_COLUMNS, _BREAK_EVEN] if with_break_even else _COLUMNS
+    if "parm" in settings:
         notes.append("parm equals ep here: only jobs without tensor parallelism are simulated.")
     shares = {row.label: float(row.outcome.of_layers("deduplicated").mean()) for row in rows}
     if any(shares.values()):
@@ -123,30 +106,11 @@ def _notes(
             f"deduplicated exchange, share of layers and iterations: {described}. Different nodes and "
             f"devices of a token: {distinct}."
         )
-    notes += [
-        f"{row.label}: runs out of memory. It needs {format_memory(row.outcome.memory.total_bytes)}, and a "
-        f"device has {format_memory(row.outcome.memory.capacity_bytes)}"
-        for row in rows
-        if row.outcome.memory.runs_out and row.outcome.memory.capacity_bytes is not None
-    ]
-    return tuple(notes)
-
-
-def _row(
-    name: str,
-    outcome: StrategyOutcome,
-    settings: StrategySettings,
-    record: RecordedLoads,
-    cluster: ClusterDescription,
-    job: MoeJob,
-    with_break_even: bool,
-    on_plan: OnPlan | None,
-) -> RankedStrategy:
-    if not with_break_even or name == BASELINE or STRATEGIES[name].strategy is None:
-        return RankedStrategy(name, outcome, changed=_changed_settings(settings))
-    counts_ILDE = record.counts_ILDE
-    first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)
-    sample, past = counts_ILDE[first:], counts_ILDE[max(0, first - HISTORY_ITERATIONS) : first]
-    search = BreakEvenSearch(name, settings, sample, cluster, job, past if len(past) else None, on_plan)
-    bandwidth = search.bandwidth() if outcome.topology.num_nodes > 1 else None
-    return RankedStrategy(name, outcome, search.tokens(), bandwidth, _changed_settings(settings))
+    for row in rows:
+        memory = row.outcome.memory
+        if memory.runs_out and memory.capacity_bytes is not None:
+            notes.append(
+                f"{row.label}: runs out of memory. It needs {format_memory(memory.total_bytes)}, and a "
+                f"device has {format_memory(memory.capacity_bytes)}"
+            )
+    return SimulationReport(title, tuple(rows), plain, balanced_s, record.iterations, tuple(notes))

@@ -17,17 +17,13 @@ from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable
 from megatron_fssdp.simulation.moe_job import job_of_run
 
 WHAT_IF_ITERATIONS = slice(-60, None)
-"""Recorded iterations on which strategies are ranked: the last ones.
+"""Iterations on which strategies are ranked: the last ones; an untrained router says little."""
 
-Loads of an untrained router say little, and every strategy has to plan each iteration.
-"""
+_CLUSTER = "h200"
+_LARGE_MODEL = ("models/mixtral-8x7b", "parallelism/h200", "training/measure")
+"""Layers of a size that is trained on clusters.
 
-DESCRIBED_CLUSTER = "h200"
-LARGE_MODEL = ("models/mixtral-8x7b", "parallelism/h200", "training/measure")
-"""Cluster and layers on which loads are simulated if the speed of their runs says nothing.
-
-Runs whose ranks share cores are small. On a real cluster, start-up times would dominate the times of such
-layers. So their loads are put into layers of a size that is trained on clusters.
+Runs whose ranks share cores are small. On a real cluster, start-up times would dominate their layers.
 """
 
 
@@ -68,12 +64,11 @@ def cost_on_a_cluster(runs: Sequence[ShownRun]) -> SimulationReport | None:
         return None
     _, num_layers, num_devices, num_experts = one.run.loads.counts_ILDE.shape
     known = (name for name in (BASELINE, *(one.run.strategy for one in runs)) if name in STRATEGIES)
+    ranked = [name for name in known if STRATEGIES[name].is_ranked]
     try:
-        settings = {
-            name: strategy_settings(name, {}, "defaults") for name in known if STRATEGIES[name].is_ranked
-        }
+        settings = {name: strategy_settings(name, {}, "defaults") for name in ranked}
         config = load_run(
-            [Path(part) for part in LARGE_MODEL],
+            [Path(part) for part in _LARGE_MODEL],
             (
                 f"model.num_layers={num_layers}",
                 f"model.num_experts={num_experts}",
@@ -84,7 +79,7 @@ def cost_on_a_cluster(runs: Sequence[ShownRun]) -> SimulationReport | None:
                 f"training.global_batch_size={num_devices}",
             ),
         )
-        job, cluster = job_of_run(config), described_cluster(DESCRIBED_CLUSTER)
+        job, cluster = job_of_run(config), described_cluster(_CLUSTER)
         record, note = loads_for_job(str(one.run.path), job, WHAT_IF_ITERATIONS)
         title = f"the loads of {one.name} in {num_layers} layers of Mixtral 8x7B's size on {num_devices} H200"
         return ranked_strategies(title, record, cluster, job, settings, note=note)

@@ -36,7 +36,8 @@ from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
 from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite, reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.planning.compiled_form import kernel_form
-from megatron_fssdp.records.evaluations import Evaluation, append_evaluation
+from megatron_fssdp.records.metrics import Evaluation
+from megatron_fssdp.records.metrics_file import append_evaluation
 from megatron_fssdp.records.run_settings import write_recorded_settings
 
 logger = logging.getLogger(__name__)

@@ -1,22 +1,43 @@
-"""Results of a simulation: a ranking of strategies, written as JSON and CSV.
+"""Results of a simulation: a ranking of strategies, as tables, JSON and CSV.
 
-Shape letters: I iterations, L MoE layers.
+Shape letters: I iterations.
 """
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table as TerminalTable
 
+from megatron_fssdp.report.tables import Table, terminal_table
+from megatron_fssdp.report.units import format_memory, format_seconds
 from megatron_fssdp.simulation.break_even import BreakEven
 from megatron_fssdp.simulation.lanes import PARTS
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
-RANKING_FILE = "ranking.json"
-ITERATIONS_FILE = "iterations.csv"
+RANKING_FILE, ITERATIONS_FILE = "ranking.json", "iterations.csv"
+
+_RANKING = (
+    *("strategy", "ms of an iteration", "warm-up", "× ep", "% of even ep", "load max/mean", "peak memory"),
+    *("host ms", "pays from", "pays up to"),
+)
+_FIRST = 7
+"""Number of columns that fit into 80 characters."""
+
+_WHOLE = ("strategy", "warm-up")
+"""Columns whose cells stay on one line; the headings of the others are wrapped first."""
+
+_COUNTS = {
+    "replicas": "replicas",
+    "moved_experts": "gathered",
+    "between_nodes_experts": "gathered_between_nodes",
+    "cross_node_pairs": "cross_node",
+}
+"""Columns of ``iterations.csv`` that are sums over the layers, and the simulator's names for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +45,7 @@ class RankedStrategy:
     """One strategy in the ranking.
 
     Attributes:
-        label: Name of the strategy, with settings if the name alone is ambiguous.
+        label: Name of the strategy.
         outcome: Result of simulating the strategy.
         tokens: Tokens per rank and iteration from which the strategy pays, or None if they were not searched.
         bandwidth: Bandwidth of a node's network up to which the strategy pays, in bytes per second, or None
@@ -118,6 +139,58 @@ class SimulationReport:
             ),
         )
 
+    @property
+    def table(self) -> Table:
+        """The ranking: one row for each strategy, from best to worst.
+
+        The break-even columns are left out if nothing was searched.
+        """
+        searched = any(row.tokens is not None or row.bandwidth is not None for row in self.rows)
+        count = len(_RANKING) if searched else len(_RANKING) - 2
+        return Table(_RANKING[:count], tuple(self._cells(row)[:count] for row in self.ranked))
+
+    def terminal_tables(self) -> Sequence[TerminalTable]:
+        """Return the ranking in two tables of at most 80 columns."""
+        table = self.table
+        return (
+            terminal_table(table.columns(*range(_FIRST)), self.title, whole=_WHOLE),
+            terminal_table(table.columns(0, *range(_FIRST, len(table.header))), whole=_WHOLE),
+        )
+
+    def _cells(self, row: RankedStrategy) -> tuple[str, ...]:
+        outcome = row.outcome
+        seconds, memory = self.steady_s(outcome), format_memory(outcome.memory.total_bytes)
+        return (
+            f"{row.label} *" if row.changed else row.label,  # a note explains the star
+            f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}",
+            warm_up_text(self, row),
+            f"{self.plain_s / seconds:.2f}",
+            f"{100 * self.even_ep_s / seconds:.0f}",
+            f"{self.steady_load(outcome):.2f}",
+            f"{memory}, too much" if outcome.memory.runs_out else memory,
+            f"{1e3 * outcome.host_s:.3g}",
+            _break_even(row.tokens, "{:,.0f} tokens"),
+            _break_even(row.bandwidth, "{:.3g} Gb/s", 8e-9),
+        )
+
+
+def warm_up_text(report: SimulationReport, row: RankedStrategy) -> str:
+    """Return the number of a strategy's warm-up iterations and their mean time as text."""
+    count = row.outcome.warm_up
+    if not count:
+        return "–"
+    if not report.is_settled(row):
+        return f"all {count}"
+    return f"{count} × {format_seconds(row.outcome.iteration_s[:count].mean())}"
+
+
+def _break_even(found: BreakEven | None, form: str, unit: float = 1.0) -> str:
+    if found is None:
+        return "–"
+    if found.value is None:
+        return "always" if found.pays_now else "never"
+    return form.format(found.value * unit)
+
 
 def ranking_data(report: SimulationReport) -> dict[str, Any]:
     """Return the ranking as plain values for JSON."""
@@ -133,6 +206,7 @@ def ranking_data(report: SimulationReport) -> dict[str, Any]:
 
 def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
     outcome, memory, seconds = row.outcome, row.outcome.memory, report.steady_s(row.outcome)
+    found = {"tokens_per_rank": row.tokens, "bandwidth_bytes_per_s": row.bandwidth}
     return {
         "strategy": row.label,
         "changed_settings": row.changed,
@@ -154,12 +228,8 @@ def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
             "runs_out": memory.runs_out,
         },
         **{
-            f"break_even_{key}": found
-            and {"pays_now": found.pays_now, "at": found.value, "factor": found.factor}
-            for key, found in (
-                ("tokens_per_rank", row.tokens),
-                ("bandwidth_bytes_per_s", row.bandwidth),
-            )
+            f"break_even_{key}": one and {"pays_now": one.pays_now, "at": one.value, "factor": one.factor}
+            for key, one in found.items()
         },
     }
 
@@ -168,27 +238,17 @@ def write_report(report: SimulationReport, folder: Path) -> None:
     """Write ``ranking.json`` and ``iterations.csv`` into a folder."""
     text = json.dumps(ranking_data(report), indent=2) + "\n"
     (folder / RANKING_FILE).write_text(text, encoding="utf-8")
-    counts = {
-        "replicas": "replicas",
-        "moved_experts": "gathered",
-        "between_nodes_experts": "gathered_between_nodes",
-        "cross_node_pairs": "cross_node",
-    }
     parts = [f"{part.replace(' ', '_').replace('-', '_')}_s" for part in PARTS]
-    header = ["strategy", "iteration", "iteration_s", *parts, "load_max_over_mean", *counts]
+    header = ("strategy", "iteration", "iteration_s", *parts, "load_max_over_mean", *_COUNTS)
     with (folder / ITERATIONS_FILE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow([*header, "resharded_experts"])
         for row in report.ranked:
             outcome = row.outcome
-            numbers = [outcome.of_layers(name).sum(axis=1) for name in counts.values()]
+            seconds_I = np.stack([outcome.iteration_s, *(outcome.parts_s[part] for part in PARTS)], axis=1)
             load_I = outcome.load_max_over_mean_IL.mean(axis=1)
+            counts = [outcome.of_layers(name).sum(axis=1).astype(int) for name in _COUNTS.values()]
             for i, iteration in enumerate(report.iterations):
-                seconds = [outcome.iteration_s[i], *(outcome.parts_s[part][i] for part in PARTS)]
-                writer.writerow(
-                    [
-                        *(row.label, int(iteration), *(f"{value:.9g}" for value in seconds)),
-                        *(f"{load_I[i]:.6g}", *(int(number_I[i]) for number_I in numbers)),
-                        int(outcome.moved_I[i]),
-                    ]
-                )
+                seconds = (f"{value:.9g}" for value in seconds_I[i])
+                numbers = [*(count_I[i] for count_I in counts), int(outcome.moved_I[i])]
+                writer.writerow([row.label, iteration, *seconds, f"{load_I[i]:.6g}", *numbers])

@@ -1,34 +1,17 @@
-"""The figures of recorded runs: side by side in a table, as JSON, and pairs of losses.
-
-Shape letters: I iterations.
-"""
+"""The figures of recorded runs, side by side in a table and as JSON, and the differences of losses."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_fssdp.records.recorded_run import RecordedRun
 from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, parts_of, progress_of
+from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, progress_of
 from megatron_fssdp.report.trainings.time_parts import has_layer_parts, mean_parts_s
 from megatron_fssdp.report.units import format_bytes, format_flops
-
-SPEED = "tokens_per_s"
-
-# Dense bf16 TFLOP/s of the tensor cores; that of fp16 is the same on all these GPUs. Data sheets that state
-# it with sparsity state twice as much. The first name that fits counts, so longer names come first.
-GPU_PEAKS = {
-    "H100 PCIe": 756,  # NVIDIA H100 data sheet, 2022, H100 PCIe: 1,513 with sparsity
-    "H100 NVL": 835,  # NVIDIA H100 data sheet, 2024, H100 NVL: 1,671 with sparsity
-    "H100": 989,  # NVIDIA H100 data sheet, 2022, H100 SXM: 1,979 with sparsity
-    "H200": 989,  # NVIDIA H200 data sheet, 2023, H200 SXM: 1,979 with sparsity
-    "A100": 312,  # NVIDIA A100 data sheet, 2021, all forms: 312, 624 with sparsity
-    "L40S": 362,  # NVIDIA L40S data sheet, 2023: 362, 733 with sparsity
-}
 
 
 class Measure(NamedTuple):
@@ -38,6 +21,28 @@ class Measure(NamedTuple):
     label: str
     value: Any
     text: str
+
+
+class Spread(NamedTuple):
+    """Lower quartile, median and upper quartile of a figure, interpolated linearly."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Any) -> "Spread":
+        """Return the spread of at least one number."""
+        return cls(*map(float, np.quantile(values, (0.25, 0.5, 0.75))))
+
+    def overlaps(self, other: "Spread") -> bool:
+        """Whether the ranges between the quartiles of two figures have a common value."""
+        return self.low <= other.high and other.low <= self.high
+
+    def text(self, form: str) -> str:
+        """Return the spread as text, with each number in a format such as ``.2f``."""
+        low, median, high = (f"{value:{form}}" for value in self)
+        return f"{median} ({low} to {high})"
 
 
 def comparison_table(
@@ -51,7 +56,7 @@ def comparison_table(
         if obstacle:
             found |= {label: "not comparable" for label in found if label.startswith("tokens/s")}
         columns.append(found)
-    labels = _merged(columns)
+    labels = list(dict.fromkeys(label for column in sorted(columns, key=len)[::-1] for label in column))
     rows = [(label, *(found.get(label, "–") for found in columns)) for label in labels]
     if not with_losses:
         rows = [row for row in rows if not row[0].startswith("loss")]
@@ -62,32 +67,11 @@ def comparison_table(
     return Table(("", *(one.name for one in runs)), tuple(rows))
 
 
-def _merged(columns: Sequence[dict[str, str]]) -> list[str]:
-    """Return all labels. One that the first run lacks stands where the run that has it shows it."""
-    labels: list[str] = []
-    for column in columns:
-        position = 0
-        for label in column:
-            if label not in labels:
-                labels.insert(position, label)
-            position = labels.index(label) + 1
-    return labels
-
-
 def measures_of(run: RecordedRun, what_if: SimulationReport | None = None) -> list[Measure]:
     """Return the figures of one run. What it did not record is left out."""
-    found = [
-        Measure("iterations", "iterations", len(run.metrics), progress_of(run).replace(" iterations", "")),
-        *_losses(run),
-        *(_loads(run) if run.layers else ()),
-        *_speeds(run),
-        *_times(run),
-        *_transfers(run),
-    ]
-    parts = parts_of(run)
-    if len(parts) > 1:
-        texts = [f"{p.records[0].iteration}–{p.records[-1].iteration} {p.strategy}" for p in parts]
-        found.insert(1, Measure("parts", "parts", texts, ", ".join(texts)))
+    iterations = progress_of(run).replace(" iterations", "")
+    found = [Measure("iterations", "iterations", len(run.metrics), iterations)]
+    found += [*_losses(run), *(_loads(run) if run.layers else ()), *_speeds(run), *_transfers(run)]
     for row in what_if.rows if what_if is not None else ():
         if what_if is not None and row.label == run.strategy:
             seconds = what_if.steady_s(row.outcome)
@@ -116,18 +100,16 @@ def _losses(run: RecordedRun) -> list[Measure]:
 
 
 def _loads(run: RecordedRun) -> list[Measure]:
-    before_IL, load_IL = run.arrays["ep_load_max_over_mean_IL"], run.load_IL
-    found = [
-        _number("ep_load_max_over_mean", "load: under plain EP, mean", float(before_IL.mean()), ".3f"),
-        _number(
-            "load_max_over_mean", "load: mean of all iterations and layers", float(load_IL.mean()), ".3f"
-        ),
-        _number("last_load", "load: last iteration", float(load_IL[-1].mean()), ".3f"),
-        _number("worst_load", "load: worst layer of the run", float(load_IL.max()), ".3f"),
-    ]
+    load_IL, plain = run.load_IL, float(run.arrays["ep_load_max_over_mean_IL"].mean())
     replicas, most = replicas_of(run)
     text = f"{replicas:.1f}" if most is None else f"{replicas:.1f} of {most:,} possible"
-    found.append(Measure("replicas_per_layer", "replicas per layer", replicas, text))
+    found = [
+        _number("ep_load_max_over_mean", "load: under plain EP, mean", plain, ".3f"),
+        _number("load_max_over_mean", "load: mean of iterations and layers", float(load_IL.mean()), ".3f"),
+        _number("last_load", "load: last iteration", float(load_IL[-1].mean()), ".3f"),
+        _number("worst_load", "load: worst layer of the run", float(load_IL.max()), ".3f"),
+        Measure("replicas_per_layer", "replicas per layer", replicas, text),
+    ]
     for key, label in (
         ("load_similarity", "share of load on the same experts as one iteration before (median)"),
         ("balance_ratio", "evenness: spread of device loads under plain EP / here (median)"),
@@ -144,44 +126,27 @@ def replicas_of(run: RecordedRun) -> tuple[float, int | None]:
 
 
 def _speeds(run: RecordedRun) -> list[Measure]:
-    low, median, high = speed_of(run)
-    text = f"{median:,.0f} ({low:,.0f} to {high:,.0f})"
-    found = [Measure(SPEED, "tokens/s: median (quartiles)", median, text)]
+    speed = speed_of(run)
+    found = [Measure("tokens_per_s", "tokens/s: median (quartiles)", speed.median, speed.text(",.0f"))]
     session, flops_I, seconds_I = run.session, run.arrays["flops_I"], run.arrays["iteration_s_I"]
     known_I = (flops_I > 0) & (seconds_I > 0)
     if session is not None and session.devices and known_I.any():
         rate = float(np.median(flops_I[known_I] / seconds_I[known_I])) / session.devices
-        peak = next((tflops for name, tflops in GPU_PEAKS.items() if name in session.device), None)
-        if peak is not None and session.precision in ("bf16", "fp16"):  # the peaks of these types alone
-            # Model FLOPs utilization: PaLM (Chowdhery et al., 2022), appendix B.
-            why = f"MFU {rate / (1e12 * peak):.1%} of {peak:,.0f} TFLOP/s in bf16"
-        else:
-            why = session.shared_cores or "unknown peak"
-        text = f"{format_flops(rate)} ({why})"
+        shared = f" ({session.shared_cores})" if session.shared_cores else ""
+        text = f"{format_flops(rate)}{shared}"
         found.append(Measure("flops_per_s_per_device", "compute of a device: median", rate, text))
+    if has_layer_parts(run):
+        for part, seconds in mean_parts_s(run).items():
+            if seconds:
+                key = f"{part.replace(' ', '_').replace('-', '_')}_s"
+                label = f"ms of an iteration: {TIME_PARTS[part].name}"
+                found.append(_number(key, label, seconds, ".4g", 1e3))
     return found
 
 
-def speed_of(run: RecordedRun) -> tuple[float, float, float]:
-    """Return the lower quartile, the median and the upper quartile of tokens per second."""
-    low, median, high = np.quantile(run.arrays["tokens_per_s_I"], (0.25, 0.5, 0.75))
-    return float(low), float(median), float(high)
-
-
-def _times(run: RecordedRun) -> list[Measure]:
-    if not has_layer_parts(run):
-        return []
-    return [
-        _number(
-            f"{part.replace(' ', '_').replace('-', '_')}_s",
-            f"ms of an iteration: {TIME_PARTS[part].name}",
-            seconds,
-            ".4g",
-            1e3,
-        )
-        for part, seconds in mean_parts_s(run).items()
-        if seconds
-    ]
+def speed_of(run: RecordedRun) -> Spread:
+    """Return the median and the quartiles of tokens per second."""
+    return Spread.of(run.arrays["tokens_per_s_I"])
 
 
 def _transfers(run: RecordedRun) -> list[Measure]:
@@ -205,21 +170,13 @@ def _transfers(run: RecordedRun) -> list[Measure]:
     return found
 
 
-def loss_differences(
-    first: RecordedRun, second: RecordedRun
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Compare the losses a and b of two runs.
-
-    Returns:
-        The numbers of the iterations that both runs have, int64 ``[I]``, and the relative difference
-        ``|a - b| / |a|`` of the losses in these iterations, float64 ``[I]``.
-    """
-    common, at_first, at_second = np.intersect1d(first.iterations, second.iterations, return_indices=True)
-    one, other = first.losses[at_first], second.losses[at_second]
-    return common, np.abs(one - other) / np.maximum(np.abs(one), np.finfo(np.float64).tiny)
-
-
 def largest_difference(first: RecordedRun, second: RecordedRun) -> float | None:
-    """Return the largest relative difference of two runs' losses, or None without a common iteration."""
-    _, difference_I = loss_differences(first, second)
-    return float(np.max(difference_I)) if len(difference_I) else None
+    """Return the largest relative difference |a - b| / |a| of two runs' losses in common iterations.
+
+    It is None without a common iteration.
+    """
+    _, at_first, at_second = np.intersect1d(first.iterations, second.iterations, return_indices=True)
+    if not len(at_first):
+        return None
+    one, other = first.losses[at_first], second.losses[at_second]
+    return float(np.max(np.abs(one - other) / np.maximum(np.abs(one), np.finfo(np.float64).tiny)))

@@ -13,8 +13,7 @@ from megatron_fssdp.records.placements import RecordedPlacements
 from megatron_fssdp.report.figures import new_figure, ticks
 from megatron_fssdp.report.page import Part, Section
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings.run_sections import NO_LAYERS
-from megatron_fssdp.report.trainings.shown_run import ShownRun
+from megatron_fssdp.report.trainings.shown_run import NO_LAYERS, ShownRun
 
 _MOST_STEPS, _MOST_CELLS = 60, 150_000
 """Most steps of a slider, and cells of all its heat maps together."""
@@ -30,8 +29,6 @@ def placement_section(runs: Sequence[ShownRun]) -> Section:
     title = "Replicas of every expert"
     if not any(one.run.layers for one in runs):
         return Section(title, NO_LAYERS)
-    if not any(one.run.placements for one in runs):
-        return Section(title, "placements.npy is not there, or cannot be read.")
     parts: list[Part] = []
     for one in runs:
         if not one.run.layers or not one.run.total("num_replicas"):
@@ -47,11 +44,9 @@ def placement_section(runs: Sequence[ShownRun]) -> Section:
         "A replica is a copy of an expert on another device than its owner's, which computes a part of the "
         "expert's tokens. Move the slider to see another iteration, and point at a cell to see the devices."
     )
-    rows = tuple(row for one in runs for row in _selections(one))
-    if rows:
-        parts.append(
-            Table(("auto's change before", "layers", "strategy", "predicted gain", "seen gain"), rows)
-        )
+    if rows := tuple(row for one in runs for row in _selections(one)):
+        header = ("auto's change before", "layers", "strategy", "predicted gain", "seen gain")
+        parts.append(Table(header, rows))
         parts.append(
             "Predicted: modelled milliseconds of an iteration that the change saves. Seen: by how much the "
             "median iteration became shorter until auto reconsidered. The loads can have changed."
@@ -66,58 +61,42 @@ def replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> go
     chosen = np.unique(np.linspace(0, num_iterations - 1, min(most, num_iterations)).round().astype(int))
     replicas_ILED = (placements.present_ILED & ~placements.owned_ILED)[chosen]
     counts_ILE = replicas_ILED.sum(axis=3).astype(np.uint16)
-    layers = [str(layer) for layer in placements.layers]
     figure = new_figure(title, "expert", "layer", 270 + min(460, 26 * num_layers))
-    for i, iteration in enumerate(placements.iterations[chosen]):
+    steps, last = [], len(chosen) - 1
+    for i, iteration in enumerate(placements.iterations[chosen].tolist()):
+        words = [
+            [
+                f"owner {_numbers(owned_D)}, replicas {_numbers(replicas_D)}"
+                for owned_D, replicas_D in zip(*layer, strict=True)
+            ]
+            for layer in zip(placements.owned_ILED[chosen[i]], replicas_ILED[i], strict=True)
+        ]
         figure.add_heatmap(
             z=counts_ILE[i],
-            y=layers,
-            text=_devices(placements.owned_ILED[chosen[i]], replicas_ILED[i]),
+            y=[str(layer) for layer in placements.layers],
+            text=words,
             coloraxis="coloraxis",
             xgap=1,
             ygap=1,
-            visible=i == len(chosen) - 1,
+            visible=i == last,
             hovertemplate=f"layer %{{y}}, expert %{{x}}: %{{z}} replicas<br>%{{text}}<extra>iteration "
             f"{iteration}</extra>",
         )
-    steps = [
-        {
-            "label": f"{iteration:,}",
-            "method": "restyle",
-            "args": [{"visible": [j == i for j in range(len(chosen))]}],
-        }
-        for i, iteration in enumerate(placements.iterations[chosen].tolist())
-    ]
-    slider = {"steps": steps, "active": len(steps) - 1, "currentvalue_prefix": "iteration ", "pad_t": 60}
+        visible = {"visible": [j == i for j in range(len(chosen))]}
+        steps.append({"label": f"{iteration:,}", "method": "restyle", "args": [visible]})
+    slider = {"steps": steps, "active": last, "currentvalue_prefix": "iteration ", "pad_t": 60}
     highest = max(1, int(counts_ILE.max()))
-    figure.update_layout(
-        sliders=[slider],
-        coloraxis={
-            "colorscale": _SCALE,
-            "cmin": 0,
-            "cmax": highest,
-            "colorbar": {"title_text": "replicas", **ticks(highest)},
-        },
-    )
+    bar = {"title_text": "replicas", **ticks(highest)}
+    scale = {"colorscale": _SCALE, "cmin": 0, "cmax": highest, "colorbar": bar}
+    figure.update_layout(sliders=[slider], coloraxis=scale)
     figure.update_xaxes(showgrid=False, zeroline=False, **ticks(num_experts, 16))
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
     return figure
 
 
-def _devices(owned_LED: NDArray[np.bool_], replicas_LED: NDArray[np.bool_]) -> list[list[str]]:
-    """Return the devices of every expert as words, by layer."""
-    return [
-        [
-            f"owner {_numbers(owned_D)}" + (f", replicas {_numbers(replicas_D)}" if replicas_D.any() else "")
-            for owned_D, replicas_D in zip(owned_ED, replicas_ED, strict=True)
-        ]
-        for owned_ED, replicas_ED in zip(owned_LED, replicas_LED, strict=True)
-    ]
-
-
 def _numbers(devices_D: NDArray[np.bool_]) -> str:
     found = np.flatnonzero(devices_D).tolist()
-    return ", ".join(map(str, found[:_MOST_DEVICES])) + (" …" if len(found) > _MOST_DEVICES else "")
+    return ", ".join(map(str, found[:_MOST_DEVICES])) + (" …" if len(found) > _MOST_DEVICES else "") or "none"
 
 
 def _selections(one: ShownRun) -> Iterator[tuple[str, ...]]:
@@ -126,20 +105,18 @@ def _selections(one: ShownRun) -> Iterator[tuple[str, ...]]:
     for number, (record, change) in enumerate(selections):
         if not change.changed:
             continue
-        chosen = dict.fromkeys(
-            layer.strategy or "–" for layer in record.layers if layer.layer in change.changed
-        )
-        seen = next(
-            (later.seen for _, later in selections[number + 1 :] if later.stage == change.stage), None
-        )
+        chosen = {layer.strategy or "–": 0 for layer in record.layers if layer.layer in change.changed}
+        later = (one for _, one in selections[number + 1 :] if one.stage == change.stage)
+        seen = next((one.seen for one in later), None)
+        gain = "not known"
+        if seen is not None:
+            gain = _gain(seen.seen_s, seen.before_s) + ("; taken back" if seen.is_slower else "")
         yield (
             f"{one.name}, iteration {record.iteration:,}",
             ", ".join(map(str, change.changed)),
             ", ".join(chosen),
             _gain(change.predicted_s, change.iteration_s),
-            "not known"
-            if seen is None
-            else _gain(seen.seen_s, seen.before_s) + ("; taken back" if seen.is_slower else ""),
+            gain,
         )
 
 

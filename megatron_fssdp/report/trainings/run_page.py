@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_fssdp.report.page import Page, Section, Subject
-from megatron_fssdp.report.simulations.ranking import ranking_figure, ranking_table
+from megatron_fssdp.report.simulations.simulation_page import ranking_section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.trainings.headline import headline_of
 from megatron_fssdp.report.trainings.measures import comparison_table
@@ -19,6 +19,7 @@ from megatron_fssdp.report.trainings.run_sections import (
 )
 from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, progress_of
 
+_WHAT_IF = "What if: strategies ranked on a cluster"
 _NOT_ASKED = (
     "No cluster was given, so nothing was simulated. To rank all strategies on a cluster with this run's "
     "loads, give --cluster NAME (“megatron-fssdp configs” lists the names) or --cluster FILE.yaml "
@@ -29,26 +30,20 @@ _NOT_ASKED = (
 def run_page(
     runs: Sequence[ShownRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
 ) -> Page:
-    """Return the page of one run, or of several runs to compare with the first."""
-    sentence, tiles = headline_of(runs, what_if, with_losses=with_losses)
-    return Page(
-        "comparison" if len(runs) > 1 else "report",
-        _title(runs),
-        sentence,
-        tiles,
-        [Subject(one.name, one.colour, _sizes(one)) for one in runs],
-        run_sections(runs, what_if, with_losses=with_losses),
-    )
+    """Return the page of one run, or of several runs to compare with the first.
 
-
-def run_sections(
-    runs: Sequence[ShownRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
-) -> list[Section]:
-    """Return all sections, in order. A section that has nothing to show gives the reason."""
-    figures = "Figures are of the whole run unless stated otherwise. Load: max/mean device load; 1 is even."
+    A section that has nothing to show gives the reason.
+    """
     problems = [f"{one.name}: {problem}" for one in runs for problem in one.run.problems]
+    ranking = Section(_WHAT_IF, _NOT_ASKED)
+    if what_if is not None:
+        ranking = ranking_section(what_if, _WHAT_IF, f"{what_if.title}. ")
+    figures = "Figures are of the whole run unless stated otherwise. Load: max/mean device load; 1 is even."
+    unreadable = Section(
+        "Files that cannot be read", "The sections that need these files are empty.", problems
+    )
     sections = [
-        Section("Files that cannot be read", "The sections that need these files are empty.", problems),
+        unreadable if problems else None,
         settings_section(runs),
         parts_section(runs),
         loss_section(runs) if with_losses else None,
@@ -57,22 +52,15 @@ def run_sections(
         expert_load_section(runs),
         placement_section(runs),
         memory_section(runs),
-        _what_if_section(what_if),
+        ranking,
         Section("All figures", figures, [comparison_table(runs, with_losses=with_losses, what_if=what_if)]),
     ]
-    return [section for section in (sections if problems else sections[1:]) if section is not None]
-
-
-def _what_if_section(report: SimulationReport | None) -> Section:
-    title = "What if: strategies ranked on a cluster"
-    if report is None:
-        return Section(title, _NOT_ASKED)
-    sentence = (
-        f"{report.title}. These times are simulated, not measured: every strategy decides from the recorded "
-        "loads, and the cluster's description gives the time of its decisions. The fastest is first."
-    )
-    return Section(
-        title, sentence, [ranking_figure(report), ranking_table(report), *report.stars, *report.notes]
+    return Page(
+        "comparison" if len(runs) > 1 else "report",
+        _title(runs),
+        headline_of(runs, what_if, with_losses=with_losses),
+        [Subject(one.name, one.colour, _sizes(one)) for one in runs],
+        [section for section in sections if section is not None],
     )
 
 

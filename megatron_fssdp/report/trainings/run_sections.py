@@ -1,15 +1,12 @@
-"""Sections of a page of runs: loss, time, device load, expert load, memory, settings and interruptions.
+"""Sections of a page of runs: settings, interruptions, loss, time, device load, expert load and memory.
 
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
-from megatron_fssdp.records.recorded_run import RecordedRun
 from megatron_fssdp.records.run_settings import differing_settings
 from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.report.figures import (
@@ -17,14 +14,12 @@ from megatron_fssdp.report.figures import (
     GREY,
     Line,
     bin_words,
-    binned,
     curves,
     even_line,
     expert_loads,
-    layer_strips,
+    layer_loads,
     new_figure,
     relative_load_ILE,
-    sorted_devices,
     ticks,
     time_bars,
 )
@@ -32,15 +27,10 @@ from megatron_fssdp.report.page import Part, Section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.headline import peak_memory
-from megatron_fssdp.report.trainings.measures import loss_differences
-from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, parts_of
-from megatron_fssdp.report.trainings.time_parts import has_layer_parts, layer_parts, mean_parts_s, time_parts
+from megatron_fssdp.report.trainings.shown_run import NO_LAYERS, ShownRun, not_comparable, parts_of
+from megatron_fssdp.report.trainings.time_parts import has_layer_parts, mean_parts_s, time_parts
 from megatron_fssdp.report.units import MEMORY, unit_of
 
-NO_LAYERS = (
-    "No loads of MoE layers were recorded, because Megatron's own layer (strategy none) does not report "
-    "them. To see the loads of plain expert parallelism, run again with --moe-strategy ep."
-)
 _SAME = 0.01
 """Runs are shown once if the mean difference of their relative expert loads is less than this number.
 
@@ -56,13 +46,10 @@ _MEMORY_KINDS = {
 def settings_section(runs: Sequence[ShownRun]) -> Section | None:
     """Make the section with the settings in which runs differ, or None if they do not differ."""
     differing = differing_settings([one.run.settings for one in runs])
-    if not differing:
-        return None
-    table = Table(
-        ("setting", *(one.name for one in runs)), tuple((key, *row) for key, row in differing.items())
-    )
+    rows = tuple((key, *values) for key, values in differing.items())
     sentence = "The runs have the same settings, except for these. –: not set."
-    return Section("Settings that differ", sentence, [table])
+    table = Table(("setting", *(one.name for one in runs)), rows)
+    return Section("Settings that differ", sentence, [table]) if rows else None
 
 
 def parts_section(runs: Sequence[ShownRun]) -> Section | None:
@@ -70,30 +57,28 @@ def parts_section(runs: Sequence[ShownRun]) -> Section | None:
     rows = []
     for one in runs:
         parts = parts_of(one.run)
-        for part in parts if len(parts) > 1 or one.run.log.stops else ():
-            first, last = part.records[0], part.records[-1]
-            loads = [layer.load_max_over_mean for record in part.records for layer in record.layers]
+        for strategy, records in parts if len(parts) > 1 or one.run.log.stops else ():
+            first, last = records[0], records[-1]
+            loads = [layer.load_max_over_mean for record in records for layer in record.layers]
             rows.append(
                 (
                     f"{one.name}, iterations {first.iteration:,} to {last.iteration:,}",
-                    part.strategy,
+                    strategy,
                     f"{first.lm_loss:.4f} → {last.lm_loss:.4f}",
                     f"{sum(loads) / len(loads):.2f}" if loads else "–",
                 )
             )
-    if not rows:
-        return None
     sentence = (
         "A resumed run has one part for each start. It repeats the iterations after its last checkpoint, and "
         "only the repetition is shown."
     )
     stops = [f"{one.name}: stopped after iteration {stop}." for one in runs for stop in one.run.log.stops]
-    header = ("part", "strategy", "loss", "load max/mean")
-    return Section("Parts and interruptions", sentence, [Table(header, tuple(rows)), *stops])
+    table = Table(("part", "strategy", "loss", "load max/mean"), tuple(rows))
+    return Section("Parts and interruptions", sentence, [table, *stops]) if rows else None
 
 
 def loss_section(runs: Sequence[ShownRun]) -> Section:
-    """Make the section with the losses of all runs, and their differences from the first."""
+    """Make the section with the losses of all runs, and where they differ from those of the first."""
     lines = [
         Line(one.name, one.colour, one.run.iterations, one.run.losses, DASHES[i % 3])
         for i, one in enumerate(runs)
@@ -102,10 +87,15 @@ def loss_section(runs: Sequence[ShownRun]) -> Section:
     for one in runs:
         for data in dict.fromkeys(evaluation.data for evaluation in one.run.evaluations):
             found = [evaluation for evaluation in one.run.evaluations if evaluation.data == data]
-            places, losses = zip(*((made.iteration, made.loss) for made in found), strict=True)
             symbol = "circle-open" if data == "validation" else "diamond-open"
-            _add_points(figure, f"{one.name}, {data}", one.colour, places, losses, ".4f", symbol)
-    parts: list[Part] = [figure]
+            figure.add_scatter(
+                x=[made.iteration for made in found],
+                y=[made.loss for made in found],
+                name=f"{one.name}, {data}",
+                mode="markers",
+                marker={"color": one.colour, "size": 8, "symbol": symbol},
+                hovertemplate=f"iteration %{{x}}: %{{y:.4f}}<extra>{one.name}, {data}</extra>",
+            )
     sentence = "Language-model loss of each iteration, as Megatron reports it."
     if any(one.run.evaluations for one in runs):
         sentence += " Points: losses on data that is not trained."
@@ -114,62 +104,55 @@ def loss_section(runs: Sequence[ShownRun]) -> Section:
             " Runs with the same seed and data should have the same curve, because placement changes only "
             "where experts are computed."
         )
-        first, notes = runs[0], []
-        title = f"Relative difference from {first.name}, where it is not 0"
-        differing = new_figure(title, "iteration", "|difference| / loss", 260)
-        differing.update_yaxes(type="log", exponentformat="power", dtick=1)
-        ends_I = first.run.iterations[[0, -1]] + (-0.5, 0.5)
-        differing.update_xaxes(range=list(ends_I), **ticks(len(first.run.iterations)))
-        for one in runs[1:]:
-            common, difference_I = loss_differences(first.run, one.run)
-            differs = difference_I > 0
-            same = f"exactly in {int((~differs).sum())} of {len(common)} common iterations"
-            notes.append(f"{one.name}: the loss equals that of {first.name} {same}.")
-            if differs.any():
-                x, y = binned(common[differs], difference_I[differs], of_bin=lambda found: found.max(axis=0))
-                _add_points(differing, one.name, one.colour, x, y, ".2e", "circle")
-        parts += [*([differing] if differing.data else []), *notes]
-    return Section("Loss", sentence, [*parts, *_bin_notes(runs)])
+    notes = [_loss_note(runs[0], one) for one in runs[1:]]
+    return Section("Loss", sentence, [figure, *notes, *_bin_notes(runs)])
 
 
-def _add_points(figure: go.Figure, name: str, colour: str, x: Any, y: Any, form: str, symbol: str) -> None:
-    marker = {"color": colour, "size": 8, "symbol": symbol}
-    words = f"iteration %{{x:.0f}}: %{{y:{form}}}<extra>{name}</extra>"
-    figure.add_scatter(
-        x=x, y=y, name=name, mode="markers", marker=marker, showlegend=True, hovertemplate=words
-    )
+def _loss_note(first: ShownRun, one: ShownRun) -> str:
+    """Say in how many iterations the losses of two runs are equal, and from where on they differ."""
+    common_I, at_first, at_one = np.intersect1d(first.run.iterations, one.run.iterations, return_indices=True)
+    differs_I = first.run.losses[at_first] != one.run.losses[at_one]
+    same = f"in {int((~differs_I).sum()):,} of {len(common_I):,} common iterations"
+    begin = f", and differs first in iteration {common_I[differs_I][0]:,}" if differs_I.any() else ""
+    return f"{one.name}: the loss equals that of {first.name} exactly {same}{begin}."
 
 
 def _bin_notes(runs: Sequence[ShownRun]) -> list[str]:
-    words = bin_words(max(len(one.run.iterations) for one in runs))
-    return [words] if words else []
+    return bin_words(max(len(one.run.iterations) for one in runs))
 
 
 def time_section(runs: Sequence[ShownRun], what_if: SimulationReport | None = None) -> Section:
-    """Make the section: the mean parts of iterations, of layers, and of each iteration."""
+    """Make the section: the mean parts of iterations, and the time of each iteration."""
     bars = {one.name: mean_parts_s(one.run) for one in runs}
     if what_if is not None and what_if.of_own_model:
         names = [one.run.strategy for one in runs]
         simulated = (row for row in what_if.rows if row.label in names)
         bars |= {f"{row.label}, simulated": what_if.steady_parts_s(row.outcome) for row in simulated}
-    title = "mean time of an iteration, without the first"
-    parts: list[Part] = [time_bars(title, list(bars), list(bars.values()))]
     if len(runs) == 1:
-        parts += [_layer_bars(runs[0].run)] if has_layer_parts(runs[0].run) else []
-        parts.append(_stacked(runs[0].run))
+        run = runs[0].run
+        lines = [
+            Line(*TIME_PARTS[part], run.iterations, seconds_I)
+            for part, seconds_I in time_parts(run).items()
+            if seconds_I.any()
+        ]
     else:
         lines = [
             Line(one.name, one.colour, one.run.iterations, one.run.arrays["iteration_s_I"]) for one in runs
         ]
-        figure = curves("Seconds of every iteration", "seconds", lines, ".4g", 280)
-        parts.append(figure.update_yaxes(rangemode="tozero"))
+    figure = curves("Every iteration", "seconds", lines, ".4g", 280, stacked=len(runs) == 1)
+    parts: list[Part] = [
+        time_bars("mean time of an iteration, without the first", bars),
+        figure.update_yaxes(rangemode="tozero"),
+        *_bin_notes(runs),
+    ]
     if reason := not_comparable([one.run for one in runs]):
-        parts.append(f"{_sentence(reason)} A rank with little work lends its core to a busy one.")
+        parts.append(
+            f"{reason[0].upper()}{reason[1:]}. A rank with little work lends its core to a busy one."
+        )
     parts.append(
         "Waits are measured on the first device of each expert-parallel group, averaged over the groups, and "
-        "summed over layers. The other parts are means over the ranks, except for the experts of a whole "
-        "iteration, which are those of the slowest rank. The all-to-alls of an iteration do not include the "
-        "wait for this rank, but the combine of a layer does."
+        "summed over layers. The other parts are means over the ranks, except for the experts, which are "
+        "those of the slowest rank. The all-to-alls do not include the wait for this rank."
     )
     if not all(has_layer_parts(one.run) for one in runs):
         parts.append(
@@ -187,87 +170,36 @@ def time_section(runs: Sequence[ShownRun], what_if: SimulationReport | None = No
     return Section("Iteration time", sentence, parts)
 
 
-def _layer_bars(run: RecordedRun) -> go.Figure:
-    """Return stacked bars of the parts of every layer's passes, in pairs: forward and backward."""
-    title = "Passes of every MoE layer and its transformer layer: f forward, b backward"
-    figure = new_figure(title, "layer", "milliseconds of an iteration", 300, barmode="stack", bargap=0.3)
-    found = {which: layer_parts(run, which) for which in ("forward", "backward")}
-    layers = [str(layer) for layer in run.layers]
-    x = [[name for name in layers for _ in found], ["f", "b"] * len(layers)]
-    for part in found["forward"]:
-        name, colour = TIME_PARTS[part]
-        y = 1e3 * np.stack([found["forward"][part], found["backward"][part]], axis=1).ravel()
-        form = f"layer %{{x}}: %{{y:.4g}} ms<extra>{name}</extra>"
-        figure.add_bar(x=x, y=y, name=name, marker_color=colour, hovertemplate=form)
-    return figure
-
-
-def _stacked(run: RecordedRun) -> go.Figure:
-    """Return stacked bars of the parts of every iteration."""
-    figure = new_figure("Parts of every iteration", "iteration", "seconds", 280, barmode="stack", bargap=0)
-    figure.update_xaxes(ticks(len(run.iterations)))
-    for part, seconds_I in time_parts(run).items():
-        if seconds_I.any():
-            x, y = binned(run.iterations, seconds_I)
-            name, colour = TIME_PARTS[part]
-            form = f"iteration %{{x:.0f}}: %{{y:.4g}} s<extra>{name}</extra>"
-            marker = {"color": colour, "line_width": 0}
-            figure.add_bar(x=x, y=y, name=name, marker=marker, showlegend=False, hovertemplate=form)
-    return figure
-
-
 def device_load_section(runs: Sequence[ShownRun]) -> Section:
-    """Make the section: max/mean device load by iteration and layer, and the sorted loads of all devices."""
+    """Make the section: max/mean device load by iteration and layer, before and after."""
     title = "Device load, before and after"
     recorded = [one for one in runs if one.run.layers]
     if not recorded:
         return Section(title, NO_LAYERS)
-    any_plain = any(_is_plain(one.run) for one in recorded)
-    lines = []
-    if not any_plain:
-        before_I = recorded[0].run.arrays["ep_load_max_over_mean_IL"].mean(axis=1)
-        lines.append(
-            Line("before (plain EP), mean of layers", GREY, recorded[0].run.iterations, before_I, "dash")
-        )
+    lines: list[Line] = []
+    strips: list[Part] = []
     for one in recorded:
-        load_IL = one.run.load_IL
-        lines += [
-            Line(f"{one.name}, mean of layers", one.colour, one.run.iterations, load_IL.mean(axis=1)),
-            Line(
-                f"{one.name}, worst layer", one.colour, one.run.iterations, load_IL.max(axis=1), "dot", True
-            ),
-        ]
+        before_IL, load_IL, x = (
+            one.run.arrays["ep_load_max_over_mean_IL"],
+            one.run.load_IL,
+            one.run.iterations,
+        )
+        is_plain = np.array_equal(before_IL, load_IL)
+        if not is_plain and not lines:
+            lines.append(Line("before (plain EP), mean of layers", GREY, x, before_IL.mean(axis=1), "dash"))
+        lines.append(Line(f"{one.name}, mean of layers", one.colour, x, load_IL.mean(axis=1)))
+        lines.append(Line(f"{one.name}, worst layer", one.colour, x, load_IL.max(axis=1), "dot"))
+        if len(runs) == 1 or not is_plain:
+            loads = {"before (plain EP)": before_IL, "after": load_IL}
+            strips.append(layer_loads(f"{one.name}: every layer", x, one.run.layers, loads))
     figure = curves("Busiest device, max / mean", "max / mean device load", lines, ".2f", 340)
     even_line(figure)
-    parts: list[Part] = [figure]
-    for one in recorded:
-        if len(runs) == 1 or not _is_plain(one.run):
-            loads = {
-                "before (plain EP)": one.run.arrays["ep_load_max_over_mean_IL"],
-                "after": one.run.load_IL,
-            }
-            strips = layer_strips(f"{one.name}: every layer", one.run.iterations, one.run.layers, loads)
-            parts.append(strips)
-    tokens: dict[str, tuple[str, np.ndarray]] = {}
-    for one in recorded:
-        if one.run.placements is not None:
-            if not tokens and not any_plain:
-                tokens["before (plain EP)"] = (GREY, one.run.placements.ep_tokens_ILD)
-            tokens[one.name] = (one.colour, one.run.placements.tokens_ILD)
-    if tokens:
-        parts.append(sorted_devices("All devices, sorted by load in each iteration", tokens))
-    parts += _bin_notes(recorded)
-    parts += [f"{one.name}: {NO_LAYERS}" for one in runs if one not in recorded]
+    notes = [f"{one.name}: {NO_LAYERS}" for one in runs if one not in recorded]
     sentence = (
         "Tokens of the busiest device, divided by the mean of all devices: 1 is even, and a layer takes as "
         "long as its busiest device. Before: under plain expert parallelism. After: as it was computed."
     )
-    return Section(title, sentence, parts)
-
-
-def _is_plain(run: RecordedRun) -> bool:
-    """Whether the loads before and after are the same, so that the run itself is the line to compare with."""
-    return bool(np.array_equal(run.arrays["ep_load_max_over_mean_IL"], run.load_IL))
+    return Section(title, sentence, [figure, *strips, *_bin_notes(recorded), *notes])
 
 
 def expert_load_section(runs: Sequence[ShownRun]) -> Section:
@@ -282,8 +214,7 @@ def expert_load_section(runs: Sequence[ShownRun]) -> Section:
             why = NO_LAYERS if not one.run.layers else "loads.npy is not there, or cannot be read."
             notes.append(f"{one.name}: {why}")
             continue
-        tokens_ILE = loads.counts_ILDE.sum(axis=2, dtype=np.int64)
-        load_ILE = relative_load_ILE(tokens_ILE)
+        load_ILE = relative_load_ILE(loads.counts_ILDE)
         twin = next((name for name, other in shown.items() if _are_alike(other, load_ILE)), None)
         if twin is not None:
             notes.append(
@@ -291,9 +222,8 @@ def expert_load_section(runs: Sequence[ShownRun]) -> Section:
             )
             continue
         shown[one.name] = load_ILE
-        words = "Load of every expert, × even share"
-        heading = f"{one.name}: {words.lower()}" if len(runs) > 1 else words
-        figures.append(expert_loads(heading, loads.iterations, loads.layers.tolist(), tokens_ILE, len(runs)))
+        heading = one.name if len(runs) > 1 else ""
+        figures.append(expert_loads(heading, loads.iterations, loads.layers.tolist(), load_ILE, len(runs)))
     if not figures:
         return Section(title, notes[0].partition(": ")[2])
     sentence = (
@@ -311,24 +241,17 @@ def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
 def memory_section(runs: Sequence[ShownRun]) -> Section:
     """Make the section with the peak memory of all ranks and the log's statement on the memory of experts."""
     title = "Memory of every rank"
-    peaks = {one.name: (one.colour, *peak_memory(one.run)) for one in runs}
-    accounted = [
-        f"{one.name}, from its log: {one.run.log.accounted}." for one in runs if one.run.log.accounted
-    ]
-    known = {name: found for name, found in peaks.items() if found[1]}
-    if not known:
-        return Section(title, "No memory was recorded yet.", accounted)
-    size, word = unit_of(max(max(found) for _, found, _ in known.values()), MEMORY)
+    notes = [f"{one.name}, from its log: {one.run.log.accounted}." for one in runs if one.run.log.accounted]
+    peaks = {one: peak for one in runs if (peak := peak_memory(one.run))[0]}
+    if not peaks:
+        return Section(title, "No memory was recorded yet.", notes)
+    size, word = unit_of(max(max(found) for found, _ in peaks.values()), MEMORY)
     figure = new_figure("", "global rank", f"peak, {word}", 300, barmode="group", bargap=0.35)
-    for name, (colour, found, _) in known.items():
-        form = f"rank %{{x}}: %{{y:.4g}} {word}<extra>{name}</extra>"
-        y = [one / size for one in found]
-        figure.add_bar(x=list(range(len(y))), y=y, name=name, marker_color=colour, hovertemplate=form)
+    for one, (found_bytes, _) in peaks.items():
+        form = f"rank %{{x}}: %{{y:.4g}} {word}<extra>{one.name}</extra>"
+        y = [number / size for number in found_bytes]
+        figure.add_bar(y=y, name=one.name, marker_color=one.colour, hovertemplate=form)
         figure.update_xaxes(ticks(len(y), 16))
-    kinds = sorted({_MEMORY_KINDS.get(kind, kind) for _, _, kind in known.values()})
+    kinds = sorted({_MEMORY_KINDS.get(kind, kind) for _, kind in peaks.values()})
     sentence = f"Peak up to the last recorded iteration: {'; '.join(kinds)}."
-    return Section(title, sentence, [figure, *accounted])
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    return Section(title, sentence, [figure, *notes])

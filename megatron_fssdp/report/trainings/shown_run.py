@@ -14,6 +14,11 @@ from megatron_fssdp.report.colours import distinct_colours
 _STILL_RUNNING_S = 120.0
 """A run whose last record is younger counts as still training: most iterations take less than two minutes."""
 
+NO_LAYERS = (
+    "No loads of MoE layers were recorded, because Megatron's own layer (strategy none) does not report "
+    "them. To see the loads of plain expert parallelism, run again with --moe-strategy ep."
+)
+
 
 @dataclass(frozen=True, eq=False)
 class ShownRun:
@@ -43,23 +48,11 @@ def shown_runs(paths: Sequence[Path], names: Sequence[str] = ()) -> list[ShownRu
     return [ShownRun(*one) for one in zip(names or default, colours, runs, strict=True)]
 
 
-@dataclass(frozen=True)
-class RunPart:
-    """Consecutive iterations, at least one, that one start of the training ran under a strategy."""
-
-    strategy: str
-    records: tuple[IterationMetrics, ...]
-
-
-def parts_of(run: RecordedRun) -> list[RunPart]:
-    """Return the parts of a run in order. A run that was never resumed has one part."""
-    starts = [i for i, record in enumerate(run.metrics) if record.session is not None]
-    parts = []
-    for begin, end in itertools.pairwise([0, *(i for i in starts if i > 0), len(run.metrics)]):
-        session = run.metrics[begin].session
-        strategy = run.strategy if session is None else session.strategy
-        parts.append(RunPart(strategy, run.metrics[begin:end]))
-    return parts
+def parts_of(run: RecordedRun) -> list[tuple[str, tuple[IterationMetrics, ...]]]:
+    """Return the strategy and the iterations of each start of the training, in order."""
+    starts = [i for i, record in enumerate(run.metrics) if record.session is not None and i > 0]
+    parts = [run.metrics[begin:end] for begin, end in itertools.pairwise([0, *starts, len(run.metrics)])]
+    return [(run.strategy if part[0].session is None else part[0].session.strategy, part) for part in parts]
 
 
 def progress_of(run: RecordedRun) -> str:

@@ -1,9 +1,7 @@
 """Divides the seconds of a run's iterations into parts, with the words that the simulator uses.
 
-Shape letters: I iterations, L MoE layers.
+Shape letters: I iterations.
 """
-
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +10,6 @@ from megatron_fssdp.records.recorded_run import RecordedRun
 
 WEIGHTS, GRADIENTS = "waiting for spAG", "waiting for spRS"
 """Keys of the parts in which compute waits for replicas' weights and gradients, in ``TIME_PARTS``."""
-
-_PASS_PARTS = {"other compute": "other", "dispatch": "dispatch", "experts": "experts", "combine": "combine"}
-"""Fields of ``PassMetrics`` (without ``_s``), by the keys of a layer's parts in ``TIME_PARTS``."""
 
 
 def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
@@ -55,31 +50,18 @@ def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
     return {**found, "rest": np.maximum(whole_I - np.sum(list(found.values()), axis=0), 0.0)}
 
 
-def layer_parts(run: RecordedRun, which: Literal["forward", "backward"]) -> dict[str, NDArray[np.float64]]:
-    """Return the mean seconds of the parts of every layer's passes in an iteration, without the first one.
-
-    Returns:
-        Seconds of each part, float64 ``[L]``, by keys of ``TIME_PARTS``: means over the ranks.
-    """
-    fields = {part: run.arrays[f"{which}_{name}_s_IL"] for part, name in _PASS_PARTS.items()}
-    return {part: np.nan_to_num(_steady(values_IL)).mean(axis=0) for part, values_IL in fields.items()}
-
-
 def mean_parts_s(run: RecordedRun) -> dict[str, float]:
     """Return the mean seconds of an iteration's parts, without the first iteration.
 
     The first iteration also allocates and compiles.
     """
-    return {part: float(_steady(seconds_I).mean()) for part, seconds_I in time_parts(run).items()}
+    first = min(1, len(run.metrics) - 1)
+    return {part: float(seconds_I[first:].mean()) for part, seconds_I in time_parts(run).items()}
 
 
 def has_layer_parts(run: RecordedRun) -> bool:
     """Whether a run has measured the parts of its layers' passes."""
     return bool(np.isfinite(run.arrays["forward_other_s_IL"]).any())
-
-
-def _steady(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return values[1:] if len(values) > 1 else values
 
 
 def _passes_I(run: RecordedRun, part: str) -> NDArray[np.float64]:

@@ -13,6 +13,7 @@ from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.loads import LoadsWriter
 from megatron_fssdp.report.colours import TIME_PARTS
+from megatron_fssdp.report.units import format_memory
 
 from ...report.page_parts import PageParts, unpacked
 
@@ -34,7 +35,9 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     output = simulate(tmp_path, "W3", "--iterations", "8", *BIG)
     assert {path.name for path in tmp_path.glob("trace_*")} == {"trace_ep.json", "trace_fssdp.json"}
     speedup = json.loads((tmp_path / "ranking.json").read_text())["strategies"][0]["speedup_over_ep"]
-    assert output.startswith(f"Simulated: fssdp is {speedup:.2f} × as fast as ep")
+    assert any(
+        line.startswith(f"Simulated: fssdp is {speedup:.2f} × as fast as ep") for line in output.splitlines()
+    )
     ranking = json.loads((tmp_path / "ranking.json").read_text())
     rows = {row["strategy"]: row for row in ranking["strategies"]}
     assert set(rows) == {"ep", "fssdp"}
@@ -57,22 +60,20 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     assert "simulation.html (open it in a browser), tables and traces" in output
     page = PageParts((tmp_path / "simulation.html").read_text())
     assert page.anchors == [
-        *("ranking", "time-of-each-iteration", "device-load", "expert-load-over-iterations"),
-        *("replicas-and-bytes-over-time", "memory", "what-is-assumed"),
+        *("ranking", "each-iteration", "expert-load-over-iterations", "memory", "what-is-assumed"),
     ]
     assert f"Simulated: fssdp is {rows['fssdp']['speedup_over_ep']:.2f} × as fast as ep" in page.summary
     traces = page.figures["ranking"][0]["data"]
     shown_s = sum(np.array(trace["x"]) for trace in traces)
     np.testing.assert_allclose(shown_s, [rows[name]["iteration_s"] for name in ("fssdp", "ep")])
     assert {trace["marker"]["color"] for trace in traces} <= {part.colour for part in TIME_PARTS.values()}
-    times = {
-        trace["name"]: unpacked(trace["y"]) for trace in page.figures["time-of-each-iteration"][0]["data"]
-    }
+    course, _, moved = page.figures["each-iteration"]
+    times = {trace["name"]: unpacked(trace["y"]) for trace in course["data"]}
     np.testing.assert_allclose(times["ep"][1:].mean(), rows["ep"]["iteration_s"], rtol=1e-6)
-    stacked = page.figures["memory"][0]["data"]
-    peaks = [rows[name]["memory"]["peak_bytes"] / 2**20 for name in ("fssdp", "ep")]
-    np.testing.assert_allclose(sum(np.array(trace["x"]) for trace in stacked), peaks)
-    assert "12 GB/s, 5 µs to start" in page.texts["what-is-assumed"]
+    assert [unpacked(trace["y"]).any() for trace in moved["data"]] == [True, False]
+    assert all(format_memory(row["memory"]["peak_bytes"]) in page.texts["memory"] for row in rows.values())
+    assert "intra_node.bandwidth_bytes_per_s" in page.texts["what-is-assumed"]
+    assert "1.2e+10" in page.texts["what-is-assumed"]
     assert "Pro-Prophet" in page.texts["what-is-assumed"]  # the source of the cluster's figures
     trace = json.loads((tmp_path / "trace_fssdp.json").read_text())
     names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
