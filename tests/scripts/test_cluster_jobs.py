@@ -25,8 +25,8 @@ BATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals ranks through /proc")
 
-# One rank for a node. It is asked to end by SIGTERM and adds 20 iterations then; from 40 on it finishes. The last
-# checkpoint is complete only after node 1 has ended.
+# One rank for a node. It is asked to end by SIGTERM and adds 20 iterations then; from 40 on it finishes. The
+# last checkpoint is complete only after node 1 has ended.
 RANK = """
     import pathlib, signal, sys, time
 
