@@ -109,6 +109,23 @@ SRUN = """
     sys.exit(max(node.returncode for node in nodes))
 """
 
+# Prints a command in the form of `megatron-fssdp train --dry-run`, which takes much longer.
+PRINTED = """
+    import sys
+
+    words = sys.argv[1:]
+    out = words[words.index("--out") + 1]
+    more = ["--load", f"{out}/checkpoints"] if "--resume" in words else []
+    more += words[words.index("--moe-strategy") :] if "--moe-strategy" in words else []
+    print(
+        "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d",
+        '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"',
+        "-m megatron_fssdp pretrain_gpt --train-iters 60",
+        f"--save {out}/checkpoints",
+        *more,
+    )
+"""
+
 SCONTROL = """
     import pathlib, sys
 
@@ -141,9 +158,12 @@ class Slurm:
         for name, code in (("torchrun", TORCHRUN), ("srun", SRUN), ("scontrol", SCONTROL)):
             self._program(name, code)
         self.ranks_add(20)
+        self._program("megatron-fssdp", PRINTED)
+        self.out = folder / "out"
+
+    def use_the_real_cli(self) -> None:
         cli = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom megatron_fssdp.cli import app\napp.main()"
         self._program("megatron-fssdp", cli)
-        self.out = folder / "out"
 
     def ranks_add(self, step: int) -> None:
         for node in range(2):
@@ -215,6 +235,7 @@ def test_a_slurm_job_requeues_until_the_run_is_finished(slurm: Slurm, config: Pa
 
 @pytest.mark.slow
 def test_data_that_does_not_exist_is_built_before_the_ranks_start(slurm: Slurm, config: Path) -> None:
+    slurm.use_the_real_cli()
     settings = ("data.external=false", "data.tokenizer=bytes", "data.vocab_size=257")
     done = slurm.submit(config, *(word for setting in settings for word in ("--set", setting)))
     assert done.returncode == 0, done.stderr
@@ -238,6 +259,7 @@ def test_a_job_without_progress_is_not_requeued_forever(slurm: Slurm, config: Pa
 
 
 def test_bad_input_is_reported_once_by_the_first_node(slurm: Slurm, config: Path) -> None:
+    slurm.use_the_real_cli()
     done = slurm.submit(config, "--moe-strategy", "fsdp")
     assert done.returncode == 2
     assert done.stderr.count("unknown MoE strategy 'fsdp'") == 1
