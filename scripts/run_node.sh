@@ -6,6 +6,8 @@
 # usage: NUM_NODES=2 RANKS_PER_NODE=8 MASTER_ADDR=node1 MASTER_PORT=29500 \
 #          bash scripts/run_node.sh CONFIG.yaml OUT [MORE ARGUMENTS OF megatron-fssdp train…]
 # exit:  0 the run is finished; 75 it ended early, with a checkpoint to continue from; 2 invalid input; else it failed
+# With ONLY_CHECK=1, no rank starts: the exit code says whether the run is finished (0) or not (75). A node can end
+# before another one has written the last checkpoint. A scheduler can ask this when all nodes have ended.
 set -uo pipefail
 
 EXIT_BAD_INPUT=2
@@ -104,6 +106,7 @@ run_ranks() {
 }
 
 find_command "$@"
+if [[ -n "${ONLY_CHECK:-}" ]]; then exit "$EXIT_UNFINISHED"; fi
 run_ranks
 while ((code != 0 && restarts > 0)); do
   restarts=$((restarts - 1))

@@ -49,17 +49,29 @@ def profile_command(
 
     The command measures the ranks that torchrun started. With --nproc it starts ranks on this machine.
     """
+    from rich.console import Console
+
+    from megatron_fssdp.config.cluster_files import cluster_yaml
     from megatron_fssdp.config.run.composition import load_run
-    from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings
+    from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings, profile_cluster
+    from megatron_fssdp.report.cluster_table import cluster_table
 
     run = load_run(model) if model else None
     sizes = {"least_bytes": least_bytes, "most_bytes": most_bytes, "num_repetitions": repetitions}
     settings = ProfileSettings(name or out.stem, nodes, backend, run, **sizes)
-    _check(out, settings, nproc)
-    raise typer.Exit(_measure(out, settings) if nproc is None else _start_ranks(nproc))
+    is_writer = os.environ.get("RANK", "0") == "0"  # or starts the rank that writes the file
+    _check(out, settings, nproc, is_writer=is_writer)
+    if nproc is not None:
+        raise typer.Exit(_start_ranks(nproc))
+    cluster = profile_cluster(settings, lambda line: print(line, flush=True))
+    if is_writer:
+        with written_file(out, "--out") as partial:
+            partial.write_text(cluster_yaml(cluster, _HEADER), encoding="utf-8")
+        Console(markup=False).print(cluster_table(cluster))
+        print(f"wrote {out}", flush=True)
 
 
-def _check(out: Path, settings: "ProfileSettings", nproc: int | None) -> None:
+def _check(out: Path, settings: "ProfileSettings", nproc: int | None, *, is_writer: bool) -> None:
     """Refuse wrong options before ranks communicate."""
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if under_torchrun and nproc is not None:
@@ -72,34 +84,13 @@ def _check(out: Path, settings: "ProfileSettings", nproc: int | None) -> None:
             "torchrun --nproc-per-node N -m megatron_fssdp profile --out FILE.yaml"
         )
     settings.check_ranks(int(os.environ["WORLD_SIZE"]) if nproc is None else nproc)
-    if _is_writer():
+    if is_writer:
         refuse_foreign(out, "--out", f"# {_HEADER}".encode())
         refuse_non_folder(out.parent, "--out")
         if not os.access(out if out.exists() else out.parent, os.W_OK):
             raise ConfigurationError(
                 f"--out {out}: cannot be written; create its folder first, or choose another file"
             )
-
-
-def _is_writer() -> bool:
-    """Whether this process writes the file, or starts the rank that writes it."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def _measure(out: Path, settings: "ProfileSettings") -> int:
-    from rich.console import Console
-
-    from megatron_fssdp.config.cluster_files import cluster_yaml
-    from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import profile_cluster
-    from megatron_fssdp.report.cluster_table import cluster_table
-
-    cluster = profile_cluster(settings, lambda line: print(line, flush=True))
-    if _is_writer():
-        with written_file(out, "--out") as partial:
-            partial.write_text(cluster_yaml(cluster, _HEADER), encoding="utf-8")
-        Console(markup=False).print(cluster_table(cluster))
-        print(f"wrote {out}", flush=True)
-    return 0
 
 
 def _start_ranks(nproc: int) -> int:

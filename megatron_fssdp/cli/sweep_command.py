@@ -23,10 +23,10 @@ def sweep_command(
     """
     from rich.console import Console
 
-    from megatron_fssdp.cli.sweep_runs import listing, prepare, run_sweep
+    from megatron_fssdp.cli.sweep_runs import Sweep
 
-    prepared = prepare(sweep, out)
+    prepared = Sweep(sweep, out or Path("runs") / sweep.stem, Console(markup=False))
     if dry_run:
-        print(listing(prepared))
+        print(prepared.listing())
         return
-    raise typer.Exit(run_sweep(prepared, Console(markup=False)))
+    raise typer.Exit(prepared.run())

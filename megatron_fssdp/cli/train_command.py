@@ -68,8 +68,9 @@ def train_command(
     """
     from rich.console import Console
 
-    from megatron_fssdp.launch import training
     from megatron_fssdp.launch.train_request import TrainRequest
+    from megatron_fssdp.launch.training import dry_run as printed_command
+    from megatron_fssdp.launch.training import train
 
     request = TrainRequest(
         config_paths=configs,
@@ -84,8 +85,6 @@ def train_command(
         overwrite=overwrite,
     )
     if dry_run:
-        print(training.dry_run(request))
-        return
-    from megatron_fssdp.cli.data_command import build_default_corpus
-
-    raise typer.Exit(training.train(request, Console(markup=False), build_default_corpus))
+        print(printed_command(request))
+    else:
+        raise typer.Exit(train(request, Console(markup=False)))

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import batched
+from itertools import batched, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,12 @@ from megatron_fssdp.data.tokenizer import (
     MIN_VOCAB_SIZE,
     TOKENIZER_FILE,
     TextTokenizer,
-    TokenizerKind,
     train_bpe,
 )
 from megatron_fssdp.data.wordpiece import VOCAB_FILE, WordPieceTokenizer
 
-# Called with the name of the current step, the bytes that are done, and the total bytes of the step.
 OnProgress = Callable[[str, int, int], None]
+"""Takes the name of the current step, the bytes that are done, and the total bytes of the step."""
 
 MAX_SENTENCE_TOKENS = 256
 """Maximum tokens of a sentence. Megatron ignores documents that have a sentence of more than 512 tokens."""
@@ -41,7 +40,7 @@ _OUTPUTS = (MANIFEST_FILE, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx", TOKENIZER_FIL
 def build_data(
     corpus: Corpus,
     out_dir: Path,
-    tokenizer: TokenizerKind | TextTokenizer = "bpe",
+    tokenizer: str | TextTokenizer = "bpe",
     vocab_size: int = 4096,
     rebuild: bool = False,
     on_progress: OnProgress = lambda phase, done, total: None,
@@ -51,7 +50,7 @@ def build_data(
     Args:
         corpus: Documents to tokenize.
         out_dir: Folder for ``text.bin``, ``text.idx``, the tokenizer and the manifest.
-        tokenizer: A tokenizer that exists, or a kind of tokenizer. ``bpe`` trains byte-level byte-pair
+        tokenizer: A tokenizer that exists, or one of ``TRAINED_KINDS``. ``bpe`` trains byte-level byte-pair
             encoding on the corpus. ``bytes`` needs no training. ``wordpiece`` splits the texts into sentences
             and trains BERT's tokenizer on them.
         vocab_size: Vocabulary size of a trained tokenizer, special tokens included.
@@ -67,11 +66,10 @@ def build_data(
     """
     if tokenizer == "bytes":
         vocab_size = MIN_VOCAB_SIZE
-    least = _LEAST_VOCABULARY.get(tokenizer, 0) if isinstance(tokenizer, str) else 0
-    if vocab_size < least:
+    if isinstance(tokenizer, str) and vocab_size < (least := _LEAST_VOCABULARY.get(tokenizer, 0)):
         raise ConfigurationError(f"--vocab-size: got {vocab_size}, wanted {least} or more for {tokenizer}")
-    wanted = _fingerprint(corpus, tokenizer, vocab_size)
     _refuse_foreign_files(corpus, out_dir)
+    wanted = _fingerprint(corpus, tokenizer, vocab_size)
     if (out_dir / MANIFEST_FILE).exists():
         found = read_manifest(out_dir, complete=not rebuild)
         if not rebuild and found.fingerprint == wanted:
@@ -97,9 +95,8 @@ def build_data(
         files = {}
         for path in sorted(partial.iterdir()):
             with path.open("rb") as file:
-                files[path.name] = BuiltFile(
-                    path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-                )
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            files[path.name] = BuiltFile(path.stat().st_size, digest)
         counts = (tokenizer.vocab_size, tokenizer.eod_id, num_documents, sum(builder.sequence_lengths))
         manifest = DataManifest(wanted, tokenizer.kind, *counts, files)
         manifest.write(partial)
@@ -121,7 +118,7 @@ def _refuse_foreign_files(corpus: Corpus, out_dir: Path) -> None:
             )
 
 
-def _fingerprint(corpus: Corpus, tokenizer: TokenizerKind | TextTokenizer, vocab_size: int) -> str:
+def _fingerprint(corpus: Corpus, tokenizer: str | TextTokenizer, vocab_size: int) -> str:
     """Return a hash of everything that decides the data: files with sizes and times, and the tokenizer."""
     made_by = f"{tokenizer} {vocab_size}" if isinstance(tokenizer, str) else tokenizer.identity
     digest = hashlib.sha256(f"{made_by}\n{corpus.json_key}\n".encode())
@@ -131,14 +128,16 @@ def _fingerprint(corpus: Corpus, tokenizer: TokenizerKind | TextTokenizer, vocab
     return digest.hexdigest()
 
 
-def _trained(corpus: Corpus, kind: TokenizerKind, vocab_size: int, on_progress: OnProgress) -> TextTokenizer:
+def _trained(corpus: Corpus, kind: str, vocab_size: int, on_progress: OnProgress) -> TextTokenizer:
     """Train on evenly spaced documents, which takes neither long nor much memory."""
+    if kind == "bytes":
+        return train_bpe((), vocab_size)
     stride = -(-corpus.num_bytes // _TRAIN_TOKENIZER_BYTES)
-    numbered = enumerate(_followed(corpus, "training the tokenizer", on_progress))
-    texts = (text for number, one in numbered if number % stride == 0 for text in _texts_of(one, kind))
-    if kind == "wordpiece":
-        return WordPieceTokenizer.train(texts, vocab_size)
-    return train_bpe(texts if kind == "bpe" else (), vocab_size)
+    followed = _followed(corpus, "training the tokenizer", on_progress)
+    texts = (text for one in islice(followed, 0, None, stride) for text in _texts_of(one, kind))
+    return (
+        WordPieceTokenizer.train(texts, vocab_size) if kind == "wordpiece" else train_bpe(texts, vocab_size)
+    )
 
 
 def _encoded(
@@ -164,7 +163,7 @@ def _encoded(
                 yield found
 
 
-def _texts_of(document: Document, kind: TokenizerKind) -> list[str]:
+def _texts_of(document: Document, kind: str) -> list[str]:
     return sentences(document.text, document.is_python) if kind == "wordpiece" else [document.text]
 
 

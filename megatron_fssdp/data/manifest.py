@@ -1,8 +1,8 @@
 """Reads and writes ``manifest.json``, which describes a folder of built data."""
 
 import contextlib
-import dataclasses
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -12,7 +12,7 @@ MANIFEST_FILE = "manifest.json"
 DATA_NAME = "text"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class BuiltFile:
     """Size in bytes and SHA-256 hash, in hexadecimal, of one file of built data."""
 
@@ -20,7 +20,7 @@ class BuiltFile:
     sha256: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DataManifest:
     """Description of built data.
 
@@ -44,7 +44,7 @@ class DataManifest:
 
     def write(self, folder: Path) -> None:
         """Write ``manifest.json`` into a folder."""
-        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        text = json.dumps(asdict(self), indent=2) + "\n"
         (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 

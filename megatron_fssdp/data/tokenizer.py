@@ -4,14 +4,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 
-TokenizerKind = Literal["bpe", "bytes", "wordpiece", "huggingface"]
+TRAINED_KINDS = ("bpe", "bytes", "wordpiece")
+"""Kinds of tokenizers that data is built with; any other is one that exists."""
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -30,7 +30,7 @@ class TextTokenizer:
     """A tokenizer of the ``tokenizers`` library. Special tokens inside a text count as ordinary text.
 
     Attributes:
-        kind: Kind of tokenizer, for manifests.
+        kind: Kind of tokenizer, for manifests: one of ``TRAINED_KINDS``, or ``huggingface``.
         ids: Id of each token.
         vocab_size: Number of ids, end-of-document included.
         eod_id: Id that ends a document.
@@ -41,7 +41,7 @@ class TextTokenizer:
         ConfigurationError: ``json_text`` is no valid ``tokenizer.json``, or it does not have ``eod_token``.
     """
 
-    def __init__(self, kind: TokenizerKind, json_text: str, eod_token: str) -> None:
+    def __init__(self, kind: str, json_text: str, eod_token: str) -> None:
         from tokenizers import Tokenizer
 
         try:

@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 # The message that this package's launcher prints for invalid input.
@@ -13,6 +13,7 @@ _ROOT_CAUSE = re.compile(
 )
 # The last line of a traceback: an exception's name at the start of a line.
 _EXCEPTION = re.compile(r"^(?P<name>(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)?)(?:: |$)")
+# torchrun's own lines have no mark. They only state that a rank failed.
 _RANK_MARK = re.compile(r"^\[[a-z_]+(?P<rank>\d+)\]:\s?(?:\[rank\d+\]:\s?)?")
 _MAX_LOG_BYTES = 4 << 20
 
@@ -29,54 +30,30 @@ def failure_reason(log: Path, start: int = 0) -> str:
         end = file.seek(0, 2)
         file.seek(max(start, end - _MAX_LOG_BYTES))
         text = file.read().decode("utf-8", errors="replace")
-    lines = text.splitlines()
-    for line in lines:
-        if match := _PLUGIN_ERROR.search(line):
-            return match["message"].strip()
-    reasons = _exceptions_by_rank(lines)
-    last_lines = _last_lines_by_rank(lines)
+    if found := _PLUGIN_ERROR.search(text):
+        return found["message"].strip()
+    # The last line of each rank, and that of its last traceback, in the order of the first tracebacks.
+    last_lines: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    in_traceback: set[str] = set()
+    for line in text.splitlines():
+        if not (mark := _RANK_MARK.match(line)) or not (content := line[mark.end() :]).strip():
+            continue
+        last_lines[mark["rank"]] = content.strip()
+        if content.startswith("Traceback (most recent call last)"):
+            in_traceback.add(mark["rank"])
+        elif mark["rank"] in in_traceback and _EXCEPTION.match(content):
+            in_traceback.remove(mark["rank"])
+            reasons[mark["rank"]] = content.strip()
     if root := _ROOT_CAUSE.search(text):
         rank, code = root["rank"], int(root["code"])
         if code < 0:
-            return (
-                f"rank {rank}: killed by {_signal_name(-code)}; last output: {last_lines.get(rank, 'none')}"
-            )
-        reasons = {rank: reasons.get(rank) or last_lines.get(rank) or f"exit code {code}"}
+            name = f"signal {-code}"
+            with suppress(ValueError):
+                name = signal.Signals(-code).name
+            return f"rank {rank}: killed by {name}; last output: {last_lines.get(rank, 'none')}"
+        return f"rank {rank}: {reasons.get(rank) or last_lines.get(rank) or f'exit code {code}'}"
     for rank, reason in (reasons or last_lines).items():
         return f"rank {rank}: {reason}"
-    meaningful = [line.strip() for line in lines if line.strip(" =-\t")]
+    meaningful = [line.strip() for line in text.splitlines() if line.strip(" =-\t")]
     return meaningful[-1] if meaningful else "the ranks wrote nothing"
-
-
-def _exceptions_by_rank(lines: list[str]) -> dict[str, str]:
-    """Return the last line of each rank's last traceback. Ranks are in the order of their first traceback."""
-    in_traceback: dict[str, bool] = {}
-    reasons: dict[str, str] = {}
-    for rank, content in _marked(lines):
-        if content.startswith("Traceback (most recent call last)"):
-            in_traceback[rank] = True
-        elif in_traceback.get(rank) and _EXCEPTION.match(content):
-            in_traceback[rank] = False
-            reasons[rank] = content.strip()
-    return reasons
-
-
-def _last_lines_by_rank(lines: list[str]) -> dict[str, str]:
-    return {rank: content.strip() for rank, content in _marked(lines) if content.strip()}
-
-
-def _marked(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each rank's lines, without the rank's mark. torchrun's own lines are left out.
-
-    They only state that a rank failed.
-    """
-    for line in lines:
-        if mark := _RANK_MARK.match(line):
-            yield mark["rank"], line[mark.end() :]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,48 +1,65 @@
-"""The command that starts a run's ranks."""
+"""The command that starts a run's ranks, on this machine or on others."""
 
+import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.quiet_output import quiet_output
+from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.rules import NO_CONTEXT_ON_CPU, shown_keys
 from megatron_fssdp.config.run.run_config import RunConfig
 
-DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
+_DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 
 
 @dataclass(frozen=True)
 class RankCommand:
-    """Command and environment that start the ranks of a run on CPUs or GPUs."""
+    """Arguments and environment of the ranks of a run, on CPUs or GPUs."""
 
     config: RunConfig
-    megatron_arguments: Sequence[str]  # of the pretraining script
+    megatron_arguments: list[str]  # of the pretraining script
     on_cpu: bool
 
+    def check(self, is_here: bool) -> None:
+        """Check the arguments as the ranks will, in this process; they run on this machine, or on others.
+
+        Raises:
+            ConfigurationError: A rank would refuse the arguments.
+        """
+        with quiet_output():
+            from megatron_fssdp.megatron_adapter.entry.argument_check import check_arguments
+
+        cut = self.config.parallelism
+        ranks_here = cut.nproc_per_node if is_here else None
+        check_arguments(self.megatron_arguments, cut.world_size, on_cpu=self.on_cpu, ranks_here=ranks_here)
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the ranks."""
+        device = self.config.training.device
+        variables: dict[str, str] = {} if device == "auto" else {_DEVICE_VARIABLE: device}
+        if self.on_cpu:
+            # The arguments are those of CPU ranks, on every machine. The ranks share the cores.
+            return {_DEVICE_VARIABLE: "cpu", "OMP_NUM_THREADS": "1"}
+        cut = self.config.parallelism
+        if cut.tensor_model_parallel_size > 1 or cut.context_parallel_size > 1:
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to order its kernels
+        if self.config.strategy.name != "none":
+            # Transfers and dispatch use two communicators at the same time. NCCL's documentation asks
+            # for this setting in such programs, from NCCL 2.26 on. Older versions ignore it.
+            variables["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+        return variables
+
     def environment(self) -> dict[str, str]:
-        """Environment variables that the ranks need in addition to those of this process."""
+        """The variables that ranks on this machine need; those of this process win, but for the device."""
         return {
             name: value
-            for name, value in self._variables().items()
-            if name not in os.environ or name == DEVICE_VARIABLE
+            for name, value in self.variables().items()
+            if name not in os.environ or name == _DEVICE_VARIABLE
         }
-
-    def _variables(self) -> dict[str, str]:
-        device = self.config.training.device
-        variables: dict[str, str] = {} if device == "auto" else {DEVICE_VARIABLE: device}
-        if self.on_cpu:
-            variables[DEVICE_VARIABLE] = "cpu"  # the arguments are those of CPU ranks, on every machine
-            variables["OMP_NUM_THREADS"] = "1"  # the ranks share the cores
-        else:
-            cut = self.config.parallelism
-            if cut.tensor_model_parallel_size > 1 or cut.context_parallel_size > 1:
-                variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to order its kernels
-            if self.config.strategy.name != "none":
-                # Transfers and dispatch use two communicators at the same time. NCCL's documentation asks
-                # for this setting in such programs, from NCCL 2.26 on. Older versions ignore it.
-                variables["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-        return variables
 
     def local(self, log_dir: Path) -> list[str]:
         """Return the command line for this machine. torchrun marks each output line with its rank.
@@ -56,11 +73,10 @@ class RankCommand:
     def shell_text(self) -> str:
         """Return the command as shell text, to type on this machine or on every machine of a cluster."""
         cut = self.config.parallelism
-        words = [f"{name}={value}" for name, value in self._variables().items()]
-        if cut.num_nodes == 1:
-            words += ["torchrun", "--standalone", f"--nproc-per-node={cut.nproc_per_node}"]
-        else:
-            words += ["torchrun", f"--nnodes={cut.num_nodes}", f"--nproc-per-node={cut.nproc_per_node}"]
+        nodes = "--standalone" if cut.num_nodes == 1 else f"--nnodes={cut.num_nodes}"
+        words = [*(f"{name}={value}" for name, value in self.variables().items()), "torchrun", nodes]
+        words.append(f"--nproc-per-node={cut.nproc_per_node}")
+        if cut.num_nodes > 1:
             words += ["--rdzv-backend=c10d", '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"']
         lines = [" ".join(words)]
         for word in self._program():
@@ -72,3 +88,24 @@ class RankCommand:
 
     def _program(self) -> list[str]:
         return ["-m", "megatron_fssdp", f"pretrain_{self.config.model.family}", *self.megatron_arguments]
+
+
+def rank_command(config: RunConfig, data: TokenizedData | None, out_dir: Path, resume: bool) -> RankCommand:
+    """Return the command of a run; None as data: Megatron's own arguments name it.
+
+    Raises:
+        ConfigurationError: The ranks would run on CPUs, which lack something that the run asks for.
+    """
+    import torch
+
+    training, has_gpus = config.training, torch.cuda.is_available()
+    asked = training.device if training.device != "auto" else os.environ.get(_DEVICE_VARIABLE, "")
+    on_cpu = asked.lower() == "cpu" if asked else not has_gpus
+    if on_cpu and config.parallelism.context_parallel_size > 1:
+        raise ConfigurationError(NO_CONTEXT_ON_CPU.format_map(shown_keys(config)))
+    has_te = training.transformer_engine
+    if has_te is None:
+        # A machine without GPUs only prints the command, so what it has installed says nothing about others.
+        has_te = not has_gpus or importlib.util.find_spec("transformer_engine") is not None
+    installation = Installation(on_cpu=on_cpu, has_transformer_engine=has_te and not on_cpu)
+    return RankCommand(config, megatron_arguments(config, data, installation, out_dir, resume), on_cpu)

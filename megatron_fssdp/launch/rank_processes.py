@@ -1,21 +1,16 @@
-"""Starts torchrun, waits for the run to end, and ends all ranks when the user interrupts."""
+"""Runs torchrun to its end, and ends all ranks when the user interrupts."""
 
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import IO
-
-from megatron_fssdp.config.run_lock import HELD_VARIABLE
-from megatron_fssdp.launch.rank_command import RankCommand
 
 _POLL_S = 0.2
 _END_GRACE_S = 15.0
@@ -32,21 +27,6 @@ def exit_code_after(interrupt: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
 
 
-def run_ranks(command: RankCommand, folder: Path, log: Path, lock: int, on_poll: Callable[[], None]) -> int:
-    """Start the ranks of a run and wait until they end; the rest is as for :func:`run_to_the_end`.
-
-    Args:
-        command: Command that starts the ranks.
-        folder: Folder of the run, which this process holds for its ranks.
-        log: File to which the output of all ranks is appended.
-        lock: File descriptor of the folder's lock, which torchrun holds, too: ranks may outlive this process.
-        on_poll: See :func:`run_to_the_end`.
-    """
-    environment = {**command.environment(), HELD_VARIABLE: str(folder.resolve())}
-    with tempfile.TemporaryDirectory(prefix="megatron-fssdp-") as scratch, log.open("ab") as output:
-        return run_to_the_end(command.local(Path(scratch)), environment, output, on_poll, lock)
-
-
 def run_to_the_end(
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -61,7 +41,8 @@ def run_to_the_end(
         environment: Environment variables in addition to those of this process.
         output: File for all output, or None for the output of this process.
         on_poll: Function that is called several times per second while the command runs, and once after.
-        lock: File descriptor that the command inherits, or -1.
+        lock: File descriptor that the command inherits, or -1. Ranks may outlive this process, and they then
+            hold the lock.
 
     Returns:
         The exit code of the command.

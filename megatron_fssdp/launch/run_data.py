@@ -1,15 +1,21 @@
 """The tokenized data of a run: built here, expected on other machines, or named by Megatron's arguments."""
 
+import difflib
 import shlex
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import unknown_name
 from megatron_fssdp.config.run.megatron_arguments import TokenizedData
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import DataSettings
-from megatron_fssdp.data.corpus import default_corpus
-from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
-from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE
+from megatron_fssdp.data.corpus import TEXT_KEY, corpus_from_paths, default_corpus
+from megatron_fssdp.data.indexed_builder import build_data
+from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, DataManifest, read_manifest
+from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE, TRAINED_KINDS, load_pretrained
 from megatron_fssdp.data.wordpiece import SEP, SPECIAL_TOKENS
 
 
@@ -63,8 +69,7 @@ def planned_data(config: RunConfig, out_dir: Path) -> tuple[str, TokenizedData |
         return (
             f"# not checked: data.path {str(settings.path)!r} does not exist on this machine; --vocab-size "
             f"{vocab_size} and --null-tokenizer-eod-id {eod_id} follow from data.vocab_size; set it to the "
-            f"size of "
-            "the data's vocabulary\n"
+            "size of the data's vocabulary\n"
         ), data
     words = ["megatron-fssdp", "data", "build", "--out", str(folder), "--tokenizer", settings.tokenizer]
     words += [] if tokenizer == "bytes" else ["--vocab-size", str(settings.vocab_size)]
@@ -73,3 +78,46 @@ def planned_data(config: RunConfig, out_dir: Path) -> tuple[str, TokenizedData |
 
 def _tokenized(folder: Path, vocab_size: int, eod_id: int, num_documents: int | None) -> TokenizedData:
     return TokenizedData(folder / DATA_NAME, vocab_size, eod_id, num_documents, folder / "index_cache")
+
+
+def build_with_progress(
+    paths: list[Path],
+    out: Path,
+    tokenizer: str,
+    vocab_size: int,
+    rebuild: bool = False,
+    json_key: str = TEXT_KEY,
+    eod_token: str | None = None,
+) -> DataManifest:
+    """Build indexed data, show a progress bar and what was built, and return the manifest.
+
+    The arguments are those of ``megatron-fssdp data build``. Without paths, the default corpus is built.
+
+    Raises:
+        ConfigurationError: The text cannot be read, or the folder cannot be written or has other files of the
+            names.
+    """
+    if any(path.resolve() == out.resolve() for path in paths):
+        raise ConfigurationError(f"--out {out}: is also the folder of the text; give another folder")
+    corpus = corpus_from_paths(paths, json_key) if paths else default_corpus()
+    if tokenizer not in TRAINED_KINDS and difflib.get_close_matches(tokenizer, TRAINED_KINDS, n=1):
+        raise ConfigurationError(f"--tokenizer: {unknown_name('tokenizer', tokenizer, TRAINED_KINDS)}")
+    asked = tokenizer if tokenizer in TRAINED_KINDS else load_pretrained(tokenizer, eod_token)
+    console = Console(markup=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bars: dict[str, TaskID] = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in bars:
+                bars[phase] = progress.add_task(phase)
+                if not console.is_terminal:
+                    console.print(f"{phase}…", highlight=False)
+            progress.update(bars[phase], completed=done, total=total)
+
+        manifest, built = build_data(corpus, out, asked, vocab_size, rebuild, show)
+    verb = "built from" if built else "up to date with"
+    size = f"{manifest.num_documents:,} documents, {corpus.num_bytes / 1e6:,.1f} MB"
+    tokens = f"{manifest.num_tokens:,} tokens, vocabulary {manifest.vocab_size:,}"
+    console.print(f"{out}: {verb} {corpus.name} ({size}): {tokens}", highlight=False, soft_wrap=True)
+    return manifest

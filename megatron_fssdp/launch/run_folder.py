@@ -1,12 +1,11 @@
-"""The output folder of a training run."""
+"""The output folder of a training run: its files, and how far the run in it is."""
 
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
@@ -14,11 +13,16 @@ from megatron_fssdp.config.run.sections import TrainingArguments
 from megatron_fssdp.config.run_lock import refuse_live
 from megatron_fssdp.config.written_files import cannot_write, refuse_non_folder, written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
+from megatron_fssdp.records.metrics_file import read_metrics
 from megatron_fssdp.records.run_log import STOP_MARK
-from megatron_fssdp.records.run_settings import RECORDED_RUN_HEADER, run_config_of
+from megatron_fssdp.records.run_settings import RECORDED_RUN_HEADER, flat_settings, run_config_of
 
-# A checkpoint's optimizer states are valid only with the same values of these keys.
-_FIXED_TRAINING_KEYS = frozenset({"optimizer", "lr", "min_lr", "bf16", "fp16"})
+RunState = Literal["new", "again", "continue", "finished"]
+"""new: nothing was run. again: the run has no checkpoint to continue from; it is moved aside and started
+again. continue: the last checkpoint is continued from. finished: all iterations are recorded and saved."""
+
+# A checkpoint's optimizer states are valid only with the same values of these keys, and of all of the model.
+_FIXED_KEYS = frozenset(f"training.{key}" for key in ("optimizer", "lr", "min_lr", "bf16", "fp16"))
 
 _FILES_OF_A_RUN = (
     *("config.yaml", "overrides.yaml", "metrics.jsonl", "evaluations.jsonl", "loads.npy", "placements.npy"),
@@ -27,44 +31,27 @@ _FILES_OF_A_RUN = (
 _OVERRIDES_HEADER = "# What options of `megatron-fssdp train` changed in the YAML files; --resume keeps it.\n"
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Output folder of a run, with its path, and the files in it."""
+    """Output folder of a run.
 
-    path: Path
+    Attributes:
+        path: The folder.
+        config: File with the combined settings of the run.
+        overrides: File with the settings that options changed, in the form of a run's YAML.
+        metrics: File with the metrics: one JSON object per iteration, one per line.
+        log: File with the output of all ranks.
+        checkpoints: Folder of Megatron's checkpoints.
+    """
 
-    @property
-    def config(self) -> Path:
-        """File with the combined settings of the run."""
-        return self.path / "config.yaml"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.overrides = path / "config.yaml", path / "overrides.yaml"
+        self.metrics, self.log = path / "metrics.jsonl", path / "log.txt"
+        self.checkpoints = path / "checkpoints"
 
-    @property
-    def metrics(self) -> Path:
-        """File with the metrics: one JSON object per iteration, one per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """File with the output of all ranks."""
-        return self.path / "log.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of Megatron's checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def overrides(self) -> Path:
-        """File with the settings that options changed, in the form of a run's YAML."""
-        return self.path / "overrides.yaml"
-
-    def note_stop(self, iteration: int, reason: str) -> None:
-        """Write to the log that the ranks ended after an iteration (0: before the first); pages show it.
-
-        A full disk must not hide the reason, so an error of the system is ignored.
-        """
-        with suppress(OSError), self.log.open("a", encoding="utf-8") as log:
-            log.write(f"{STOP_MARK} {iteration}: {reason}\n")
+    def taken(self) -> list[str]:
+        """Return the names of the files and folders of an earlier run in the folder."""
+        return [name for name in _FILES_OF_A_RUN if (self.path / name).exists()]
 
     def check(self, training: TrainingArguments, resume: bool, overwrite: bool = False) -> None:
         """Refuse a folder that cannot hold a new run, or cannot be resumed.
@@ -85,30 +72,71 @@ class RunFolder:
                 "starts a new one; give one of them"
             )
         refuse_live(self.path, "--out")
-        taken = self.taken()
-        checkpoints = training.save or self.checkpoints
+        taken, saved = self.taken(), saved_iteration(training.save or self.checkpoints)
         if not resume and not overwrite and taken:
-            next_step = (
-                "continue it with --resume, move it aside with --overwrite"
-                if has_checkpoint(checkpoints)
-                else "it has no checkpoint to continue from, so move it aside with --overwrite"
-            )
+            next_step = "it has no checkpoint to continue from, so move it aside with --overwrite"
+            if saved is not None:
+                next_step = "continue it with --resume, move it aside with --overwrite"
             raise ConfigurationError(
                 f"--out {self.path}: already holds a run ({', '.join(taken)}); {next_step}, or choose "
                 "another folder"
             )
-        if resume:
-            done = last_checkpoint(checkpoints, "--resume", instead="start the run again with --overwrite")
-            if done >= training.train_iters:
-                raise ConfigurationError(
-                    f"--resume: {self.path} has already finished {done} iterations; ask for more with --iters"
-                )
-        elif training.load is not None:
-            last_checkpoint(training.load, "training.load")
+        if resume and saved is None:
+            raise ConfigurationError(
+                f"--resume: no checkpoint in {training.save or self.checkpoints}; give a folder with a "
+                "checkpoint, or start the run again with --overwrite"
+            )
+        if resume and saved is not None and saved >= training.train_iters:
+            raise ConfigurationError(
+                f"--resume: {self.path} has already finished {saved} iterations; ask for more with --iters"
+            )
+        if not resume and training.load is not None and saved_iteration(training.load) is None:
+            raise ConfigurationError(
+                f"training.load: no checkpoint in {training.load}; give a folder with a checkpoint, or start "
+                "a new run"
+            )
 
-    def taken(self) -> list[str]:
-        """Return the names of the files and folders of an earlier run in the folder."""
-        return [name for name in _FILES_OF_A_RUN if (self.path / name).exists()]
+    def refuse_other(self, config: RunConfig, asked_by: str, *, only_fixed: bool) -> None:
+        """Refuse settings that differ from those of the run in the folder.
+
+        Args:
+            config: The wanted settings.
+            asked_by: Option that the message begins with.
+            only_fixed: Whether only the model and the optimizer matter, which checkpoints belong to.
+
+        Raises:
+            ConfigurationError: A setting differs, or the run's ``config.yaml`` is damaged.
+        """
+        ours, theirs = (
+            flat_settings(one.model_dump(mode="json")) for one in (config, run_config_of(self.path))
+        )
+        if config.data.path is None:  # training fills in the folder of the default data
+            theirs.pop("data.path", None)
+        for key in {**theirs, **ours}:
+            is_fixed = key in _FIXED_KEYS or key.startswith("model.")
+            if (is_fixed or not only_fixed) and ours.get(key) != theirs.get(key):
+                raise ConfigurationError(
+                    f"{asked_by}: {key} is {ours.get(key)}, but {self.path} was started with "
+                    f"{theirs.get(key)}; use this value, or start a new run in another folder"
+                )
+
+    def state(self, config: RunConfig) -> RunState:
+        """Return how far the run with these settings is; only the folder decides.
+
+        Raises:
+            ConfigurationError: The folder holds a run with other settings.
+        """
+        if not self.taken():
+            return "new"
+        if not self.config.exists():
+            return "again"
+        self.refuse_other(config, "--out", only_fixed=False)
+        wanted, saved, recorded = config.training.train_iters, saved_iteration(self.checkpoints) or 0, 0
+        with suppress(ConfigurationError, IndexError):  # damaged records have no iteration
+            recorded = read_metrics(self.path)[-1].iteration
+        if recorded >= wanted and (saved >= wanted or not config.training.save_checkpoints):
+            return "finished"
+        return "continue" if 0 < saved < wanted else "again"
 
     def move_aside(self) -> Path | None:
         """Rename the folder, if it holds a run, and return its new path; nothing is deleted.
@@ -126,25 +154,6 @@ class RunFolder:
             raise cannot_write(aside, "--overwrite", error) from None
         return aside
 
-    def check_unchanged(self, config: RunConfig) -> None:
-        """Refuse to resume with another model or optimizer than the one of the checkpoints.
-
-        Raises:
-            ConfigurationError: The settings differ from those that the run started with, or the run's
-                ``config.yaml`` is damaged.
-        """
-        before = run_config_of(self.path)
-        for section in ("model", "training"):
-            then, now = getattr(before, section), getattr(config, section)
-            for name in dict.fromkeys((*dict(then), *dict(now))):
-                fixed = section == "model" or name in _FIXED_TRAINING_KEYS
-                old, new = (getattr(one, name, None) for one in (then, now))
-                if fixed and old != new:
-                    raise ConfigurationError(
-                        f"--resume: {section}.{name} is {new}, but {self.path} was started with {old}; use "
-                        "this value, or start a new run"
-                    )
-
     def create(self, config: RunConfig, overrides: Mapping[str, Any] | None = None) -> None:
         """Create the folder and write the settings of the run.
 
@@ -155,34 +164,27 @@ class RunFolder:
         Raises:
             ConfigurationError: The folder cannot be written.
         """
-        text = format_yaml(config.model_dump(mode="json"))
+        texts = {
+            self.config: RECORDED_RUN_HEADER + format_yaml(config.model_dump(mode="json")),
+            self.overrides: _OVERRIDES_HEADER + format_yaml(dict(overrides or {})),
+        }
         with written_whole(self.path, "--out", is_ours=True) as partial:  # the run in it is resumed
-            (partial / self.config.name).write_text(RECORDED_RUN_HEADER + text, encoding="utf-8")
-            (partial / self.overrides.name).write_text(
-                _OVERRIDES_HEADER + format_yaml(dict(overrides or {})), encoding="utf-8"
-            )
+            for path, text in texts.items():
+                (partial / path.name).write_text(text, encoding="utf-8")
+
+    def note_stop(self, iteration: int, reason: str) -> None:
+        """Write to the log that the ranks ended after an iteration (0: before the first); pages show it.
+
+        A full disk must not hide the reason, so an error of the system is ignored.
+        """
+        with suppress(OSError), self.log.open("a", encoding="utf-8") as log:
+            log.write(f"{STOP_MARK} {iteration}: {reason}\n")
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a folder has a complete checkpoint."""
-    with suppress(ConfigurationError):
-        last_checkpoint(folder, "")
-        return True
-    return False
-
-
-def last_checkpoint(folder: Path, asked_by: str, instead: str = "start a new run") -> int:
-    """Return the iteration of the newest checkpoint in Megatron's checkpoint folder.
-
-    Raises:
-        ConfigurationError: The folder has no checkpoint. The message begins with the option or setting that
-            names the folder, and ends with what the user can do without a checkpoint.
-    """
-    path = folder / "latest_checkpointed_iteration.txt"
+def saved_iteration(folder: Path) -> int | None:
+    """Return the iteration of the newest complete checkpoint in Megatron's folder; None without one."""
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = (folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip()
         return 0 if text == "release" else int(text)
     except (OSError, ValueError):
-        raise ConfigurationError(
-            f"{asked_by}: no checkpoint in {folder}; give a folder with a checkpoint, or {instead}"
-        ) from None
+        return None

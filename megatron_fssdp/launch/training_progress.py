@@ -8,57 +8,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.records.metrics import IterationMetrics
 
 _RECENT = 20
 _PLAIN_INTERVAL_S = 10.0
 
 
-class MetricsTail:
-    """Reads the lines that a run appends to ``metrics.jsonl``, complete lines only."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = path.stat().st_size if path.exists() else 0
-
-    def read(self) -> list[IterationMetrics]:
-        """Return the records that were added since the last call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            # A resumed run cuts off a half-written line before it appends.
-            self._position = min(self._position, file.seek(0, 2))
-            file.seek(self._position)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._position += len(whole)
-        records = []
-        for line in whole.decode("utf-8", errors="replace").splitlines():
-            with suppress(
-                ValueError
-            ):  # only the display misses this line; commands that read the file report it
-                records.append(parse_record(IterationMetrics, line))
-        return records
-
-
-def progress_text(record: IterationMetrics, iterations: int, recent_s: float) -> str:
-    """Return one line about an iteration; ``recent_s`` is the mean duration of recent ones, in seconds."""
-    parts = [
-        f"iteration {record.iteration}/{iterations}",
-        f"loss {record.lm_loss:.4f}",
-        f"{record.tokens_per_s:,.0f} tokens/s",
-    ]
-    if record.layers:
-        used = sum(layer.load_max_over_mean for layer in record.layers) / len(record.layers)
-        plain = sum(layer.ep_load_max_over_mean for layer in record.layers) / len(record.layers)
-        parts.append(f"load max/mean {used:.2f} (plain EP {plain:.2f})")
-    minutes, seconds = divmod(round(max(iterations - record.iteration, 0) * recent_s), 60)
-    return "  ".join([*parts, f"ETA {minutes}:{seconds:02d}"])
-
-
 class TrainingProgress:
-    """Shows the progress of a run: one live line on a terminal, or a line every 10 seconds elsewhere."""
+    """Shows the progress of a run: one live line on a terminal, or a line every 10 seconds elsewhere.
+
+    Attributes:
+        last: The newest record that the run appended to its metrics, or None.
+    """
 
     def __init__(
         self, metrics: Path, iterations: int, nproc: int, console: Console, *, saves: bool = False
@@ -72,10 +33,12 @@ class TrainingProgress:
             console: Console that shows the progress.
             saves: Whether the run writes a checkpoint after its last iteration.
         """
-        self._tail, self._iterations, self._saves = MetricsTail(metrics), iterations, saves
-        self._console, self._status = console, console.status(f"starting {nproc} ranks")
+        self._metrics, self._iterations, self._saves = metrics, iterations, saves
+        self._position = metrics.stat().st_size if metrics.exists() else 0
+        self._console, self._start = console, f"starting {nproc} ranks"
+        self._status = console.status(self._start)  # does nothing where there is no terminal
         self._durations_s: deque[float] = deque(maxlen=_RECENT)
-        self._shown_s = time.monotonic()
+        self._printed_s = 0.0
         self.last: IterationMetrics | None = None
         self._printed: IterationMetrics | None = None
 
@@ -85,10 +48,8 @@ class TrainingProgress:
         return 0 if self.last is None else self.last.iteration
 
     def __enter__(self) -> "TrainingProgress":
-        if self._console.is_terminal:
-            self._status.start()
-        else:
-            self._console.print(str(self._status.status), highlight=False)
+        self._status.start()
+        self._plain(self._start)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -97,35 +58,57 @@ class TrainingProgress:
 
     def update(self) -> None:
         """Show the newest iteration, if there is a new one."""
-        records = self._tail.read()
-        if not records:
-            if self._saves and self.last is not None and self.last.iteration >= self._iterations:
-                self._saves = False  # is said once
-                self._show("saving a checkpoint …")
-            return
-        is_first = self.last is None
-        self.last = records[-1]
-        self._durations_s.extend(record.iteration_s for record in records)
-        is_due = is_first or time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S
-        if self._console.is_terminal:
-            self._show(self._text())
-        elif is_due and self.last.iteration < self._iterations:  # __exit__ shows the last iteration
-            self._print()
-            self._shown_s = time.monotonic()
+        if records := self._new_records():
+            self.last = records[-1]
+            self._durations_s.extend(record.iteration_s for record in records)
+            self._status.update(Text(self._text(self.last), no_wrap=True, overflow="ellipsis"))
+            is_due = time.monotonic() - self._printed_s >= _PLAIN_INTERVAL_S
+            # The last iteration is printed at the end.
+            if is_due and self.last.iteration < self._iterations and not self._console.is_terminal:
+                self._print()
+        elif self._saves and self.last is not None and self.last.iteration >= self._iterations:
+            self._saves = False  # is said once
+            self._status.update("saving a checkpoint …")
+            if not self._console.is_terminal:
+                self._print()
+            self._plain("saving a checkpoint …")
 
-    def _show(self, text: str) -> None:
-        if self._console.is_terminal:
-            self._status.update(Text(text, no_wrap=True, overflow="ellipsis"))
-        else:
-            self._print()
-            self._console.print(text, highlight=False)
+    def _new_records(self) -> list[IterationMetrics]:
+        """Return the records that were added since the last call; only complete lines count."""
+        if not self._metrics.exists():
+            return []
+        with self._metrics.open("rb") as file:
+            # A resumed run cuts off a half-written line before it appends.
+            self._position = min(self._position, file.seek(0, 2))
+            file.seek(self._position)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._position += len(whole)
+        records = []
+        for line in whole.decode("utf-8", errors="replace").splitlines():
+            with suppress(ValueError):  # only the display misses it; commands that read the file report it
+                records.append(parse_record(IterationMetrics, line))
+        return records
 
-    def _text(self) -> str:
-        assert self.last is not None
-        return progress_text(self.last, self._iterations, sum(self._durations_s) / len(self._durations_s))
+    def _text(self, record: IterationMetrics) -> str:
+        parts = [
+            f"iteration {record.iteration}/{self._iterations}",
+            f"loss {record.lm_loss:.4f}",
+            f"{record.tokens_per_s:,.0f} tokens/s",
+        ]
+        if record.layers:
+            used = sum(layer.load_max_over_mean for layer in record.layers) / len(record.layers)
+            plain = sum(layer.ep_load_max_over_mean for layer in record.layers) / len(record.layers)
+            parts.append(f"load max/mean {used:.2f} (plain EP {plain:.2f})")
+        left_s = max(self._iterations - record.iteration, 0) * sum(self._durations_s) / len(self._durations_s)
+        return "  ".join([*parts, "ETA {}:{:02d}".format(*divmod(round(left_s), 60))])
 
     def _print(self) -> None:
         """Print the last iteration, once."""
         if self.last is not None and self._printed is not self.last:
-            self._printed = self.last
-            self._console.print(self._text(), highlight=False, soft_wrap=True)
+            self._printed, self._printed_s = self.last, time.monotonic()
+            self._console.print(self._text(self.last), highlight=False, soft_wrap=True)
+
+    def _plain(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(text, highlight=False)

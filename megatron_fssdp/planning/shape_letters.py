@@ -2,8 +2,7 @@
 
 A name such as ``counts_DE`` ends with the letters of its axes: one row for each device, one column for
 each expert. Shapes in docstrings use the same letters: ``[D, E]``. A legend in a module's docstring ("Shape
-letters: …") repeats the part of this table that the module needs. ``tests/test_shape_letters.py`` compares
-names, shapes and legends with it.
+letters: …") repeats the part of this table that the module needs.
 """
 
 SHAPE_LETTERS = {

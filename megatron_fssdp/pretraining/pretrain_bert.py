@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.enums import ModelType
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training import get_args, get_timers, pretrain
+from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     pretrain_cfg_container_from_args,
@@ -27,18 +26,20 @@ from torch.nn.functional import cross_entropy
 
 from megatron_fssdp.data.wordpiece import WordPieceTokenizer
 from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
-from megatron_fssdp.pretraining.script_parts import data_settings, refuse_arguments, refuse_bad_losses
+from megatron_fssdp.pretraining.script_parts import (
+    built_datasets,
+    data_config,
+    refuse_arguments,
+    refuse_bad_losses,
+    timed_batch,
+)
 
 _BATCH_KEYS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
 
 # Arguments that BertModel or its data set does not support and would silently ignore.
 _UNSUPPORTED = (
-    "mock_data",
-    "spec",
-    "qk_layernorm",
-    "mtp_num_layers",
-    "calculate_per_token_loss",
-    "multi_latent_attention",
+    *("mock_data", "spec", "qk_layernorm", "mtp_num_layers"),
+    *("calculate_per_token_loss", "multi_latent_attention"),
 )
 
 _ONLY: dict[str, tuple[object, ...]] = {
@@ -121,10 +122,7 @@ def forward_step(
     data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
     """Run the model on one micro-batch. Megatron's schedules call this function."""
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
-    batch = load_batch(data_iterator)
-    timers("batch-generator").stop()
+    batch = timed_batch(load_batch, data_iterator)
     output = model(
         batch["text"],
         batch["padding_mask"],
@@ -134,12 +132,17 @@ def forward_step(
     return output, partial(masked_loss, batch)
 
 
-def dataset_config(args: Any) -> BERTMaskedWordPieceDatasetConfig:
-    """Return the data settings from Megatron's arguments. Masking is the same as in Megatron-LM's script."""
+def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
+    """Build training, validation and test data, of these numbers of samples, on the ranks that read data.
+
+    Masking is the same as in Megatron-LM's script.
+    """
+    args = get_args()
     # Masking needs only the words. Megatron's own tokenizer types need the package transformers.
     is_file = args.tokenizer_type == "NullTokenizer"
-    return BERTMaskedWordPieceDatasetConfig(
-        **data_settings(args),
+    config = data_config(
+        BERTMaskedWordPieceDatasetConfig,
+        args,
         tokenizer=WordPieceTokenizer.load(Path(args.tokenizer_model)) if is_file else build_tokenizer(args),
         masking_probability=args.mask_prob,
         short_sequence_probability=args.short_seq_prob,
@@ -149,22 +152,8 @@ def dataset_config(args: Any) -> BERTMaskedWordPieceDatasetConfig:
         masking_use_longer_ngrams=False,
         masking_use_geometric_distribution=False,
         classification_head=args.bert_binary_head,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
     )
-
-
-def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Build training, validation and test data, of these numbers of samples, on the ranks that read data."""
-
-    def reads_data() -> bool:
-        return parallel_state.get_tensor_model_parallel_rank() == 0
-
-    builder = BlendedMegatronDatasetBuilder(
-        BERTMaskedWordPieceDataset, num_samples, reads_data, dataset_config(get_args())
-    )
-    training, validation, test = builder.build()
-    return training, validation, test
+    return built_datasets(BERTMaskedWordPieceDataset, num_samples, config)
 
 
 # Every rank builds data sets, and the builder lets the ranks of a node share the indices.
@@ -186,13 +175,8 @@ def main() -> None:
             "--tokenizer-type NullTokenizer: got no --tokenizer-model, wanted the folder that "
             "`megatron-fssdp data build --tokenizer wordpiece` wrote, or another tokenizer type"
         )
-    pretrain(
-        pretrain_cfg_container_from_args(args),
-        build_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        build_model,
-    )
+    config = pretrain_cfg_container_from_args(args)
+    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step, build_model)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -20,7 +19,7 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, pretrain
+from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
     gpt_config_from_args,
@@ -29,7 +28,13 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_fssdp.pretraining.script_parts import data_settings, refuse_arguments, refuse_bad_losses
+from megatron_fssdp.pretraining.script_parts import (
+    built_datasets,
+    data_config,
+    refuse_arguments,
+    refuse_bad_losses,
+    timed_batch,
+)
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -113,10 +118,7 @@ def forward_step(
     Returns:
         The model's output, or the plan; and the function that computes the loss from the output.
     """
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
-    batch = load_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
-    timers("batch-generator").stop()
+    batch = timed_batch(load_batch, data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     run: Any = model.build_schedule_plan if return_schedule_plan else model
     output = run(
         batch["tokens"],
@@ -128,34 +130,19 @@ def forward_step(
     return output, partial(masked_loss, batch["loss_mask"])
 
 
-def dataset_config(args: Any) -> GPTDatasetConfig:
-    """Return the data settings from Megatron's arguments."""
-    return GPTDatasetConfig(
-        **data_settings(args),
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-        sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,
-    )
-
-
-def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Build training, validation and test data, of these numbers of samples, on the ranks that read data."""
     args = get_args()
-
-    def reads_data() -> bool:
-        is_needed = is_first_or_last_pipeline_stage(vp_stage) or _predicts_later_tokens(vp_stage)
-        return parallel_state.get_tensor_model_parallel_rank() == 0 and is_needed
-
+    is_needed = is_first_or_last_pipeline_stage(vp_stage) or _predicts_later_tokens(vp_stage)
+    config = data_config(
+        GPTDatasetConfig,
+        args,
+        tokenizer=build_tokenizer(args),
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,
+    )
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    builder = BlendedMegatronDatasetBuilder(kind, num_samples, reads_data, dataset_config(args))
-    training, validation, test = builder.build()
-    return training, validation, test
+    return built_datasets(kind, num_samples, config, is_needed=is_needed)
 
 
 # Every rank builds data sets, and the builder lets the ranks of a node share the indices.

@@ -1,26 +1,47 @@
 """Parts of both training scripts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import get_args
+from megatron.training import get_args, get_timers
 from megatron.training.utils import get_blend_and_blend_per_split
 
 
-def data_settings(args: Any) -> dict[str, Any]:
-    """Return what Megatron's arguments say about any data set."""
+def data_config(kind: type, args: Any, **settings: Any) -> Any:
+    """Return the config of a data set: the fields that Megatron's arguments name, and ``settings``."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return {
-        "random_seed": args.seed,
-        "sequence_length": args.seq_length,
-        "blend": blend,
-        "blend_per_split": blend_per_split,
-        "split": args.split,
-        "path_to_cache": args.data_cache_path,
-        "mmap_bin_files": args.mmap_bin_files,
-    }
+    named = {field.name for field in fields(kind)} & vars(args).keys()
+    return kind(
+        **{name: getattr(args, name) for name in named} | settings,
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        path_to_cache=args.data_cache_path,
+    )
+
+
+def built_datasets(kind: type, num_samples: list[int], config: Any, *, is_needed: bool = True) -> Any:
+    """Build training, validation and test data, of these numbers of samples, on the ranks that read data."""
+
+    def reads_data() -> bool:
+        return is_needed and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    return tuple(BlendedMegatronDatasetBuilder(kind, num_samples, reads_data, config).build())
+
+
+def timed_batch(load: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Load a micro-batch under the name that Megatron's timers give to this."""
+    timer = get_timers()("batch-generator", log_level=2)
+    timer.start()
+    batch = load(*arguments)
+    timer.stop()
+    return batch
 
 
 def refuse_bad_losses(losses: Mapping[str, torch.Tensor]) -> None:

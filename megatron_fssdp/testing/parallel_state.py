@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, run_ranks
@@ -105,12 +106,6 @@ def keep_option_texts() -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 
-    read, texts = ArgumentGroupFactory._get_field_docstrings, {}
-
-    def kept(factory: Any, config_class: type) -> dict[str, str]:
-        if config_class not in texts:
-            texts[config_class] = read(factory, config_class)
-        return dict(texts[config_class])
-
-    ArgumentGroupFactory._get_field_docstrings = kept
+    read = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))
+    ArgumentGroupFactory._get_field_docstrings = staticmethod(read)
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from megatron_fssdp.cli import app
-from megatron_fssdp.launch import training
+from megatron_fssdp.launch.rank_command import RankCommand
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def command(monkeypatch, capsys):
     """
     monkeypatch.setenv("MEGATRON_FSSDP_DEVICE", "cpu")
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(training, "_check", lambda *_, **__: None)
+    monkeypatch.setattr(RankCommand, "check", lambda *_, **__: None)
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["megatron-fssdp", *map(str, arguments)])

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from megatron_fssdp.cli.data_command import build_with_progress
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_FILE, load_pretrained, train_bpe
+from megatron_fssdp.launch.run_data import build_with_progress
 
 TEXTS = ["the quick brown fox jumps over the lazy dog\n" * 20, "def f(x):\n    return x\n" * 20]
 

@@ -3,19 +3,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_fssdp.launch import rank_processes
-from megatron_fssdp.launch.rank_processes import run_ranks
+from megatron_fssdp.launch.rank_processes import exit_code_after, run_to_the_end
 
 
-def fake(code: str) -> SimpleNamespace:
-    return SimpleNamespace(
-        local=lambda log_dir: [sys.executable, "-c", code], environment=lambda: {"SAID": "hello"}
-    )
+def run(code: str, log: Path, on_poll: Callable[[], object]) -> int:
+    with log.open("ab") as output:
+        return run_to_the_end([sys.executable, "-c", code], {"SAID": "hello"}, output, on_poll)
 
 
 def is_running(pid: int) -> bool:
@@ -30,7 +29,7 @@ def test_output_is_appended_to_the_log_and_the_exit_code_is_returned(tmp_path):
     log, polls = tmp_path / "log.txt", []
     log.write_text("before\n")
     code = "import os, sys; print(os.environ['SAID']); print('bad', file=sys.stderr); sys.exit(3)"
-    assert run_ranks(fake(code), tmp_path, log, -1, lambda: polls.append(1)) == 3
+    assert run(code, log, lambda: polls.append(1)) == 3
     assert sorted(log.read_text().splitlines()) == ["bad", "before", "hello"]
     assert polls
 
@@ -57,10 +56,8 @@ def test_an_interrupt_ends_every_rank(tmp_path, monkeypatch, number):
             time.sleep(1)  # the interrupt arrives during this call at the latest
 
     with pytest.raises(KeyboardInterrupt) as interrupt:
-        run_ranks(fake(STUBBORN), tmp_path, log, -1, interrupt_once_started)
-    assert (
-        rank_processes.exit_code_after(interrupt.value) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
-    )
+        run(STUBBORN, log, interrupt_once_started)
+    assert exit_code_after(interrupt.value) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
     rank = int(log.read_text())
     deadline = time.monotonic() + 5
     while is_running(rank) and time.monotonic() < deadline:
@@ -72,11 +69,9 @@ def test_an_interrupt_ends_every_rank(tmp_path, monkeypatch, number):
 def test_ranks_end_when_the_command_is_killed(tmp_path):
     log = tmp_path / "log.txt"
     program = (
-        "import sys; from pathlib import Path; from types import SimpleNamespace as S\n"
-        "from megatron_fssdp.launch.rank_processes import run_ranks\n"
+        "import sys; from megatron_fssdp.launch.rank_processes import run_to_the_end\n"
         "rank = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
-        "command = S(local=lambda log_dir: [sys.executable, '-c', rank], environment=dict)\n"
-        f"run_ranks(command, Path({str(tmp_path)!r}), Path({str(log)!r}), -1, lambda: None)\n"
+        f"run_to_the_end([sys.executable, '-c', rank], {{}}, open({str(log)!r}, 'ab'))\n"
     )
     command = subprocess.Popen([sys.executable, "-c", program])
     deadline = time.monotonic() + 20

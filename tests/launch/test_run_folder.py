@@ -2,7 +2,7 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
-from megatron_fssdp.config.run.composition import difference, lay_over, load_run
+from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.launch.run_folder import RunFolder
 from megatron_fssdp.launch.train_request import TrainRequest
@@ -38,17 +38,6 @@ def test_a_full_disk_does_not_hide_why_a_run_stopped(tmp_path):
     folder.note_stop(3, "out of luck")
 
 
-def test_the_difference_layered_over_the_files_gives_the_options_values():
-    files = {"strategy": {"name": "fssdp", "settings": {"slots": 1}}, "training": {"lr": 1, "seed": 2}}
-    for final in (
-        {"strategy": {"name": "ep"}, "training": {"lr": 1, "seed": 3}},
-        {"strategy": {"name": "fssdp", "settings": {"slots": 1, "nodes": 4}}, "training": files["training"]},
-        files,
-    ):
-        assert lay_over(files, difference(files, final)) == final
-    assert difference(files, files) == {}
-
-
 def test_words_for_megatron_are_in_the_record_and_are_kept(tmp_path):
     request = TrainRequest(
         [TINY], out=tmp_path, megatron_words=["--hidden-size", "128", "--moe-z-loss-coeff", "1e-3"]
@@ -62,4 +51,4 @@ def test_words_for_megatron_are_in_the_record_and_are_kept(tmp_path):
     with pytest.raises(
         ConfigurationError, match=r"--resume: model.hidden_size is 64, but .* was started with 128"
     ):
-        request.folder.check_unchanged(TrainRequest([TINY]).resolve())
+        request.folder.refuse_other(TrainRequest([TINY]).resolve(), "--resume", only_fixed=True)

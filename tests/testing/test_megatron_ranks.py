@@ -1,9 +1,6 @@
-import argparse
-import inspect
-
 import pytest
 
-from megatron_fssdp.testing import MEGATRON_PRELOAD, RankError, run_megatron_ranks, run_ranks
+from megatron_fssdp.testing import RankError, run_megatron_ranks
 
 
 def describe_layout(rank, world_size):
@@ -25,17 +22,6 @@ def describe_layout(rank, world_size):
     }
 
 
-def help_without_sources(rank, world_size):
-    from megatron.training.arguments import add_megatron_arguments
-
-    def refuse(*_):
-        raise AssertionError("a source was read")
-
-    inspect.getsource = refuse
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return {action.dest: action.help for action in parser._actions}
-
-
 def test_parallel_state_follows_the_arguments():
     flat = run_megatron_ranks(describe_layout, 4, ep=4)
     assert [(r["dp"], r["ep"], r["ep_total"]) for r in flat] == [(4, 4, 6)] * 4
@@ -48,9 +34,3 @@ def test_parallel_state_follows_the_arguments():
 def test_a_world_size_that_does_not_match_the_layout_is_refused():
     with pytest.raises(RankError, match="change the number of ranks or the sizes"):
         run_megatron_ranks(describe_layout, 2, ep=4)
-
-
-def test_a_rank_parses_a_command_line_without_reading_sources():
-    (helps,) = run_ranks(help_without_sources, 1, preload=MEGATRON_PRELOAD)
-    assert helps["hidden_size"]
-    assert len(helps) > 500

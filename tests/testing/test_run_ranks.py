@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,19 +143,6 @@ def test_preloaded_functions_run_in_order_and_report_failures(tmp_path, monkeypa
     assert results[0][0][-1] == "installed"
     with pytest.raises(RuntimeError, match="no_such_module"):
         run_ranks(look_around, 1, preload=("no_such_module",))
-
-
-def test_functions_of_a_script_can_run_on_ranks(tmp_path):
-    text = (
-        "from megatron_fssdp.testing import run_ranks\ndef double(rank, world_size, x):\n    return x * 2\n"
-    )
-    (tmp_path / "script.py").write_text(
-        f"{text}if __name__ == '__main__':\n    print(run_ranks(double, 2, 3))\n"
-    )
-    command = [sys.executable, str(tmp_path / "script.py")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert done.stdout == "[6, 6]\n", done.stderr
 
 
 def test_child_processes_of_a_rank_end_with_it(tmp_path):

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
-from megatron_fssdp.records.evaluations import read_evaluations
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.records.metrics import IterationMetrics, RunSession
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics_file import read_evaluations, read_metrics
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.records.recorded_run import load
 from megatron_fssdp.records.run_settings import run_config_of

@@ -152,15 +152,6 @@ def test_copies_of_pinned_memory_do_not_stop_the_host(device: VirtualDevice) -> 
     assert kinds(device) == [FindingKind.RACE], "the host must wait before it reads page-locked memory"
 
 
-def test_operators_without_work_touch_nothing(device: VirtualDevice) -> None:
-    x, w = torch.empty(0, 3, device="cuda"), torch.zeros(3, 2, device="cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):
-        x @ w
-        assert torch.zeros_like(w).device == torch.device("cuda", 0)
-        w.new_zeros(3)
-    assert not device.findings
-
-
 def test_autograd_runs_on_the_device(device: VirtualDevice) -> None:
     host = torch.randn(3, requires_grad=True)
     made = torch.randn(3, device="cuda", requires_grad=True)
@@ -175,19 +166,6 @@ def test_autograd_runs_on_the_device(device: VirtualDevice) -> None:
     assert not device.findings
     x + torch.zeros(6)
     assert kinds(device) == [FindingKind.DEVICE_MIX]
-
-
-def test_modules_and_optimizers_work(device: VirtualDevice) -> None:
-    model = torch.nn.Linear(3, 2)
-    model.register_buffer("numbers", torch.arange(3))
-    model.to(torch.device("cuda"))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(4, 3, device="cuda")).sum().backward()
-    optimizer.step()
-    assert all(parameter.is_cuda for parameter in model.parameters())
-    model.to("cuda", torch.bfloat16)
-    assert (model.weight.dtype, model.numbers.dtype) == (torch.bfloat16, torch.int64)
-    device.assert_clean()
 
 
 def test_everything_is_restored_at_the_end() -> None:
