@@ -82,12 +82,40 @@ _PREDICTED = re.compile(r"\[fssdp\] memory of a rank: (.+)")
 def training_command(
     case: str, precision: str, ranks: int, out: Path, *, is_virtual: bool
 ) -> tuple[str, ...]:
+    """Return the command that trains one case. Ranks run this file, which makes links free for plans."""
+    strategy = CASES[case]
+    device = "virtual" if is_virtual else "cuda"
+    training = {"train_iters": 6 if is_virtual else 12, "micro_batch_size": 2, "global_batch_size": 4 * ranks}
+    return small_training(strategy, ranks, out, training, device=device, precision=precision, script=__file__)
+
+
+def small_training(
+    strategy: tuple[str, Mapping[str, Any]],
+    ranks: int,
+    out: Path,
+    training: Mapping[str, Any],
+    *,
+    device: str = "cuda",
+    precision: str = "fp32",
+    model: Mapping[str, Any] | None = None,
+    script: str = "pretrain_gpt",
+) -> tuple[str, ...]:
     """Return the command that trains a small GPT-MoE on all ranks, with expert parallelism over them.
 
     In fp32 Megatron's local layers are used, because Transformer Engine multiplies fp32 matrices in TF32. In
     bf16 the layers are those of the installation.
+
+    Args:
+        strategy: Name and settings of the strategy.
+        ranks: Number of ranks.
+        out: Output folder of the run, beside which Megatron caches its data.
+        training: Settings of the training that differ from those here.
+        device: ``cpu``, ``cuda`` or ``virtual``.
+        precision: ``fp32`` or ``bf16``.
+        model: Settings of the model that differ from those here.
+        script: Training script, by its path or its name in the package.
     """
-    strategy, settings = CASES[case]
+    is_virtual = device == "virtual"
     config = RunConfig.model_validate(
         {
             "model": {
@@ -99,6 +127,7 @@ def training_command(
                 "add_bias_linear": False,
                 "hidden_dropout": 0.0,
                 "attention_dropout": 0.0,
+                **(model or {}),
             },
             "data": {"external": True},
             "parallelism": {
@@ -108,15 +137,12 @@ def training_command(
                 "declared_nodes": 2 if ranks >= 4 and ranks % 2 == 0 else 1,
             },
             "training": {
-                "train_iters": 6 if is_virtual else 12,
-                "micro_batch_size": 2,
-                "global_batch_size": 4 * ranks,  # two micro-batches for each rank
                 "lr": 1e-3,
                 "lr_decay_style": "constant",
                 "bf16": precision == "bf16",
                 "log_interval": 10,
                 "save_checkpoints": False,
-                "device": "cuda",
+                "device": "cpu" if device == "cpu" else "cuda",
                 "mock_data": True,
                 "tokenizer_type": "NullTokenizer",
                 "vocab_size": 1023,
@@ -124,16 +150,17 @@ def training_command(
                 "data_cache_path": str(out.parent / "data_cache"),
                 "num_workers": 0,
                 **(_VIRTUAL_ARGUMENTS if is_virtual else {}),
+                **training,
             },
-            "strategy": {"name": strategy, "settings": settings},
+            "strategy": {"name": strategy[0], "settings": dict(strategy[1])},
         }
     )
     has_engine = importlib.util.find_spec("transformer_engine") is not None
-    installation = Installation(False, has_engine and precision == "bf16" and not is_virtual)
+    installation = Installation(device == "cpu", has_engine and precision == "bf16" and not is_virtual)
     return (
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
         *(VIRTUAL_LAUNCHER if is_virtual else ()),
-        *("-m", "megatron_fssdp", str(Path(__file__))),
+        *("-m", "megatron_fssdp", script),
         *megatron_arguments(config, None, installation, out, resume=False),
     )
 
