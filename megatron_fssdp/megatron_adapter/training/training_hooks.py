@@ -3,9 +3,10 @@
 import inspect
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -70,7 +71,7 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
             install_launch_hooks(model)
             # Without an optimizer (--skip-train) the model is only evaluated: no owner ever moves.
             if optimizer is not None:
-                driver = IterationDriver(session, model, optimizer, get_args())
+                driver = IterationDriver(session, requested.name, model, optimizer, get_args())
         if record_dir is not None or to_boards:
             operations = training.num_floating_point_operations
             with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
@@ -135,8 +136,15 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
 
     @wraps(train)
     def train_reporting_stop(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if driver is None else reporting_stop(get_args()):
+        if driver is None:
             return train(*args, **kwargs)
+        with reporting_stop(get_args()):
+            try:
+                return train(*args, **kwargs)
+            finally:
+                # Megatron may leave its loop by sys.exit. An error has a line of its own.
+                if driver.balance is not None and not isinstance(sys.exception(), Exception):
+                    driver.balance.tell_end(None if recorder is None else recorder.record_dir)
 
     _wrap_evaluation(training, lambda: None if recorder is None else recorder.record_dir)
     training.setup_model_and_optimizer = setup_model_and_optimizer
@@ -218,18 +226,24 @@ def _report_installation(model: list[torch.nn.Module], requested: RequestedStrat
             "strategy's; wanted all of them. Build the model from Megatron's MoE specs or with --spec "
             "megatron_fssdp get_gpt_decoder_block_spec, or use --moe-strategy none"
         )
-    place = "the MoE layers of other pipeline stages; this stage has no MoE layer"
-    if ours:
+    place, limits = "the MoE layers of other pipeline stages; this stage has no MoE layer", ""
+    session = requested.session
+    if ours and session is not None:
         context = ours[0].slot_layer.context
         numbers = ", ".join(str(layer.slot_layer.context.layer) for layer in ours)
         place = (
             f"{len(ours)} MoE layers of this pipeline stage (layers {numbers}), {context.num_experts} "
             f"experts on {context.num_devices} devices in {context.topology.num_nodes} node(s)"
         )
-    settings = requested.settings.model_dump(exclude_none=True, mode="json")
+        measured = session.strategy.profile_iterations
+        limits = f"{session.strategy.limits(context)}; "
+        if measured:
+            limits = f"costs are measured in the first {measured} iterations, which have no replicas; "
+    settings = requested.settings.model_dump(exclude_defaults=True, mode="json")
+    shown = " ".join(f"{key}={value}" for key, value in settings.items()) or "all by default"
     log_single_rank(
         logger,
         logging.INFO,
-        f"[fssdp] strategy {requested.name}: installed in {place}; settings {settings}; "
+        f"[fssdp] strategy {requested.name}: installed in {place}; settings: {shown}; {limits}"
         f"planning kernels: {kernel_form()}",
     )
