@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.records.metrics import IterationMetrics
 
 _RECENT = 20

@@ -14,6 +14,9 @@ from megatron_fssdp.planning.arrays import checked_counts
 JUMP = 0.2
 """Share of the load that must have moved to other experts before this counts as a jump."""
 
+EVEN_LOAD = 1.1
+"""Max/mean device load under plain expert parallelism up to which balancing has little to gain."""
+
 
 class LoadHistory:
     """Counts of the latest iterations, and forecasts of the next iteration's counts.

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+from megatron_fssdp.megatron_adapter.training.balance_report import BalanceReport
 from megatron_fssdp.megatron_adapter.training.memory_report import (
     expert_optimizer,
     held_replicas,
@@ -57,12 +58,15 @@ class IterationDriver:
         held: How many replicas exist at the same time on this rank.
         reshard: What was moved before the running iteration, if anything was.
         selection: What ``auto`` selected before the running iteration, if it reconsidered.
+        balance: What the log says about the loads; ``None`` on ranks that do not log for their stage.
 
     Raises:
         ConfigurationError: Owners shall move or replicas be resident, and slots cannot be exchanged.
     """
 
-    def __init__(self, session: StrategySession, model: Sequence[Any], optimizer: Any, args: Any) -> None:
+    def __init__(
+        self, session: StrategySession, name: str, model: Sequence[Any], optimizer: Any, args: Any
+    ) -> None:
         self._session, self._optimizer, self._args = session, optimizer, args
         self.runtime = session.runtime
         self.held = held_replicas(session, model, args)
@@ -77,6 +81,7 @@ class IterationDriver:
             zero_gradients = chunk.zero_grad_buffer
             chunk.zero_grad_buffer = wraps(zero_gradients)(partial(self._zero_gradients, zero_gradients))
         layers, strategy = self.runtime.layers, session.strategy
+        self.balance = BalanceReport(layers, name) if reports_for_stage() else None
         copies = parallel_state.get_expert_data_parallel_group()
         if strategy.resident_slots and args.expert_model_parallel_size > 1:
             slots = strategy.resident_slots
@@ -94,7 +99,8 @@ class IterationDriver:
         if self._iterations_to_measure:
             for layer in layers:
                 layer.stopwatch = LayerStopwatch()
-        report_memory(session, args, self.held)
+        else:  # Until costs are measured, there are no limits, and no replicas.
+            report_memory(session, args, self.held)
 
     @property
     def _groups_of_owners(self) -> list[dist.ProcessGroup]:
@@ -142,7 +148,12 @@ class IterationDriver:
             self._selector.note(time.perf_counter() - self._began_s)
         if self._session.strategy.travel.exchange == "by_price":
             self._tell_exchange()
+        plans = [layer.plan for layer in self.runtime.layers]
         loads = self.runtime.end_iteration()
+        if self.balance is not None:
+            number, seconds = self._args.curr_iteration + 1, time.perf_counter() - self._began_s
+            is_logged = number % self._args.log_interval == 0
+            self.balance.note(number, plans, loads, seconds, is_logged=is_logged)
         if any(layer.stopwatch is not None for layer in self.runtime.layers):
             self._measured_replicas_bytes = max(self._measured_replicas_bytes, self._replicas_bytes(loads))
         return loads

@@ -3,10 +3,10 @@
 import inspect
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
-from functools import partial, wraps
+                self._driver = IterationDriver(session, requested.name, model, optimizer, get_args())
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -96,18 +96,18 @@ class TrainingHooks:
             install_launch_hooks(model)
             # Without an optimizer (--skip-train) the model is only evaluated: no owner ever moves.
             if optimizer is not None:
-                self._driver = IterationDriver(session, model, optimizer, get_args())
-        if record_dir is not None or to_boards:
-            with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
-                if record_dir is not None and dist.get_rank() == 0:
-                    record_dir = _describe_run(record_dir, model, requested)
-                self._recorder = RunRecorder(record_dir, requested.name, self._operations, to_boards)
-        return built
-
     def train(self, train: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train; an error is logged with its place in the training."""
-        with nullcontext() if self._driver is None else reporting_stop(get_args()):
+        """Train, and say at the end how even the loads were; an error is logged with its place."""
+        if self._driver is None:
             return train(*args, **kwargs)
+        with reporting_stop(get_args()):
+            try:
+                return train(*args, **kwargs)
+            finally:
+                # Megatron may leave its loop by sys.exit. An error has a line of its own.
+                balance, recorder = self._driver.balance, self._recorder
+                if balance is not None and not isinstance(sys.exception(), Exception):
+                    balance.tell_end(None if recorder is None else recorder.record_dir)
 
     def train_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an iteration between the begin and the end of the driver's, and record it."""
@@ -228,18 +228,24 @@ def _report_installation(model: list[torch.nn.Module], requested: RequestedStrat
             "strategy's; wanted all of them. Build the model from Megatron's MoE specs or with --spec "
             "megatron_fssdp get_gpt_decoder_block_spec, or use --moe-strategy none"
         )
-    place = "the MoE layers of other pipeline stages; this stage has no MoE layer"
-    if ours:
+    place, limits = "the MoE layers of other pipeline stages; this stage has no MoE layer", ""
+    session = requested.session
+    if ours and session is not None:
         context = ours[0].slot_layer.context
         numbers = ", ".join(str(layer.slot_layer.context.layer) for layer in ours)
         place = (
             f"{len(ours)} MoE layers of this pipeline stage (layers {numbers}), {context.num_experts} "
             f"experts on {context.num_devices} devices in {context.topology.num_nodes} node(s)"
         )
-    settings = requested.settings.model_dump(exclude_none=True, mode="json")
+        measured = session.strategy.profile_iterations
+        limits = f"{session.strategy.limits(context)}; "
+        if measured:
+            limits = f"costs are measured in the first {measured} iterations, which have no replicas; "
+    settings = requested.settings.model_dump(exclude_defaults=True, mode="json")
+    shown = " ".join(f"{key}={value}" for key, value in settings.items()) or "all by default"
     log_single_rank(
         logger,
         logging.INFO,
-        f"[fssdp] strategy {requested.name}: installed in {place}; settings {settings}; "
+        f"[fssdp] strategy {requested.name}: installed in {place}; settings: {shown}; {limits}"
         f"planning kernels: {kernel_form()}",
     )

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_fssdp.planning.loads import EVEN_LOAD
 from megatron_fssdp.records.recorded_run import RecordedRun
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.trainings.measures import largest_difference, replicas_of, speed_of
 from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, progress_of
 from megatron_fssdp.report.trainings.time_parts import GRADIENTS, WEIGHTS, mean_parts_s
 from megatron_fssdp.report.units import format_memory, format_seconds
-
-EVEN_LOAD = 1.1
-"""Max/mean device load under plain expert parallelism up to which balancing has little to gain."""
 
 
 def headline_of(

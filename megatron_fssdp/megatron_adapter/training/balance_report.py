@@ -1,0 +1,158 @@
+"""Says in one line how evenly a training loads its devices: now and then, and at the end."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.core import parallel_state
+
+from megatron_fssdp.planning.loads import EVEN_LOAD, max_over_mean
+from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_seconds import plan_price
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 60.0
+"""Seconds between two lines during a training: often enough to see a trend, too seldom to fill a log."""
+
+
+class BalanceReport:
+    """The loads of a pipeline stage's layers under their last plans, and the waits of all iterations.
+
+    Only one rank of a pipeline stage has one. It knows the loads of its own expert-parallel group.
+
+    Args:
+        layers: MoE layers of the rank.
+        strategy: Name of the strategy.
+    """
+
+    def __init__(self, layers: Sequence[SlotLayer], strategy: str) -> None:
+        self._layers, self._strategy = layers, strategy
+        self._told_s = -INTERVAL_S
+        self._iteration = self._num_measured = 0
+        self._last: list[tuple[LayerPlan | None, LayerLoad]] = []
+        self._seconds_3 = np.zeros(3)  # of measured iterations; waiting for weights, for gradients
+
+    def note(
+        self,
+        iteration: int,
+        plans: Sequence[LayerPlan | None],
+        loads: Sequence[LayerLoad],
+        seconds: float,
+        *,
+        is_logged: bool,
+    ) -> None:
+        """Note an iteration, and log a line in an iteration that Megatron logs.
+
+        Args:
+            iteration: Number of the iteration.
+            plans: The last plan of each layer.
+            loads: What each layer did.
+            seconds: Seconds of the iteration.
+            is_logged: Whether Megatron logs this iteration.
+        """
+        self._iteration, self._last = iteration, list(zip(plans, loads, strict=True))
+        waits = [(load.spag_exposed_s, load.sprs_exposed_s) for load in loads]
+        if any(load.spag_s or load.sprs_s for load in loads):
+            self._num_measured += 1
+            self._seconds_3 += (seconds, *np.sum(waits, axis=0))
+        if is_logged and time.monotonic() - self._told_s >= INTERVAL_S and (clauses := self._balance()):
+            self._told_s = time.monotonic()
+            logger.info(f"[fssdp] iteration {iteration}: {'; '.join(clauses)}")
+
+    def tell_end(self, record_dir: Path | None) -> None:
+        """Log what the strategy did, in one line, at the end of a training.
+
+        Args:
+            record_dir: Folder of the run's records, which the line names.
+        """
+        clauses = self._balance()
+        if not clauses:
+            return
+        if speed := self._speed():
+            clauses.append(f"MoE layers {speed:.2f} × as fast as under plain EP, by the planner's model")
+        if self._num_measured:
+            total_s, *waits_s = self._seconds_3.tolist()
+            weights, gradients = (
+                f"{1e3 * wait_s / self._num_measured:.3g} ms ({wait_s / total_s:.1%})" for wait_s in waits_s
+            )
+            clauses.append(f"an iteration waits {weights} for weights and {gradients} for gradients")
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        where = "" if parallel_state.get_pipeline_model_parallel_world_size() == 1 else f", stage {stage}"
+        next_step = ""
+        if not stage:
+            kept = "" if record_dir else "record with --moe-strategy-set record_dir=DIR, then "
+            next_step = f". Next: {kept}megatron-fssdp report {record_dir or 'DIR'}"
+        logger.info(
+            f"[fssdp] {self._strategy} at the end, iteration {self._iteration}{where}: "
+            f"{'; '.join(clauses)}{next_step}"
+        )
+
+    def _balance(self) -> list[str]:
+        """Say how even the loads of the last iteration were, and how many replicas made them so."""
+        found = [
+            (layer, plan, load, layer.history.counts_DE(0))
+            for layer, (plan, load) in zip(self._layers, self._last, strict=False)
+            if plan is not None and not layer.history.is_empty and layer.context.num_devices > 1
+        ]
+        if not found:
+            return []
+        before = float(
+            np.mean([max_over_mean(_plain_D(layer.context, counts)) for layer, _, _, counts in found])
+        )
+        after_L = [_used_D(layer.context, plan, load, counts) for layer, plan, load, counts in found]
+        clauses = [f"busiest device {before:.2f} × mean load"]
+        if all(after_D is not None for after_D in after_L):
+            after = float(np.mean([max_over_mean(after_D) for after_D in after_L if after_D is not None]))
+            if round(after, 2) != round(before, 2):
+                clauses = [f"busiest device {before:.2f} → {after:.2f} × mean load"]
+        placements = [load.placements or (plan.placement,) for _, plan, load, _ in found]
+        replicas = float(np.mean([of[0].num_replicas for of in placements]))
+        if replicas:
+            context = found[0][0].context
+            possible = context.num_experts * (context.num_devices - 1)
+            clauses.append(f"{replicas:.3g} of {possible:,} possible replicas a layer")
+            if replicas == possible:
+                clauses.append("every expert is on every device, as without expert parallelism")
+        if before <= EVEN_LOAD:
+            clauses.append("loads are almost even without balancing, so plain EP would do")
+        return clauses
+
+    def _speed(self) -> float | None:
+        """Modelled seconds of the layers under plain EP, divided by those under their last plans."""
+        plain_s = used_s = 0.0
+        for layer, (plan, _) in zip(self._layers, self._last, strict=False):
+            context = layer.context
+            if plan is None or plan.each_micro_batch or context.profile is None or layer.history.is_empty:
+                return None
+            counts_DE, how = (
+                layer.history.counts_DE(0),
+                {"num_micro_batches": context.profile.num_micro_batches},
+            )
+            plain = replace(context, owner_E=_plain_owner_E(context), resident=None)
+            plain_s += plan_price(LayerPlan.owners_only(plain), counts_DE, plain, **how).moe_s
+            used_s += plan_price(plan, counts_DE, context, **how).moe_s
+        return plain_s / used_s if used_s else None
+
+
+def _plain_owner_E(context: LayerContext) -> np.ndarray:
+    """Megatron's owners: equal blocks of experts, in the order of the devices."""
+    return np.arange(context.num_experts) * context.num_devices // context.num_experts
+
+
+def _plain_D(context: LayerContext, counts_DE: np.ndarray) -> np.ndarray:
+    weights = counts_DE.sum(axis=0)
+    return np.bincount(_plain_owner_E(context), weights=weights, minlength=context.num_devices)
+
+
+def _used_D(context: LayerContext, plan: LayerPlan, load: LayerLoad, counts_DE: np.ndarray) -> Any:
+    """Measured loads of the devices, or those of the plan. None if each micro-batch had its own plan."""
+    if load.device_D.any():
+        return load.device_D
+    return None if plan.each_micro_batch else plan.dispatch(counts_DE, context.topology).device_tokens_D

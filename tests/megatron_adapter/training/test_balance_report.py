@@ -1,0 +1,64 @@
+"""The lines of the log that say how evenly a training loads its devices."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ..training_run import train
+
+GIVEN = "fssdp slots=2 overlap_degree=4"
+SKEWED = "{EP2} --train-iters 6 --log-interval 2 --moe-router-force-biased 1.5"
+
+
+def lines_of(text_data: Path, strategy: str, arguments: str = SKEWED, ranks: int = 2) -> list[str]:
+    messages = train(ranks, arguments, text_data, strategy=strategy).messages
+    return [one for one in messages if "× mean load" in one]
+
+
+def loads(line: str) -> list[float]:
+    found = re.search(r"busiest device ([\d.]+)(?: → ([\d.]+))? × mean load", line)
+    assert found, line
+    return [float(number) for number in found.groups() if number]
+
+
+def test_a_line_during_the_training_and_one_at_its_end(text_data: Path, tmp_path: Path) -> None:
+    during, end = lines_of(text_data, f"{GIVEN} record_dir={tmp_path / 'run'}")
+    assert during.startswith("[fssdp] iteration 2: busiest device ")
+    assert end.startswith("[fssdp] fssdp at the end, iteration 6: busiest device ")
+    before, after = loads(end)
+    assert 1 <= after < before
+    for line in (during, end):
+        assert re.search(r"[\d.]+ of 8 possible replicas a layer", line)
+    assert re.search(r"waits [\d.e-]+ ms \([\d.]+%\) for weights and [\d.e-]+ ms \([\d.]+%\) for", end)
+    assert end.endswith(f"Next: megatron-fssdp report {tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "said"),
+    [
+        ("ep", "{EP2} --train-iters 3 --moe-router-force-load-balancing", "so plain EP would do"),
+        ("fssdp FSSDP_PROFILE_ITERATIONS=1", "{EP2} --train-iters 4", "as fast as under plain EP"),
+    ],
+)
+def test_the_last_line_without_records(strategy: str, arguments: str, said: str, text_data: Path) -> None:
+    *_, end = lines_of(text_data, strategy, arguments)
+    assert said in end
+    assert "waits" not in end
+    if strategy == "ep":
+        assert len(loads(end)) == 1
+    assert end.endswith("Next: record with --moe-strategy-set record_dir=DIR, then megatron-fssdp report DIR")
+
+
+@pytest.mark.slow
+def test_pipeline_stages_have_a_line_each(text_data: Path) -> None:
+    ends = [one for one in lines_of(text_data, "ep", "{EP2} {PP2} --train-iters 2", 4) if "at the end" in one]
+    assert ["stage 0" in one for one in sorted(ends)] == [True, False]
+    assert ["Next: " in one for one in sorted(ends)] == [True, False]
+
+
+@pytest.mark.slow
+def test_a_training_that_exits_has_the_line(text_data: Path) -> None:
+    arguments = "{EP2} --train-iters 6 --exit-interval 2"
+    (line,) = (one for one in lines_of(text_data, "ep", arguments) if "at the end" in one)
+    assert "iteration 2" in line
