@@ -1,14 +1,15 @@
 """Reads JSON objects that this package wrote back into dataclasses."""
 
-from functools import cache
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A number of things in a record: 0 or more, and small enough for NumPy's int64."""
 
-_adapter = cache(TypeAdapter)  # building an adapter takes longer than reading a record
+
+# Building an adapter takes longer than reading a record.
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 
 
 def parse_record[RecordT](record_cls: type[RecordT], text: str | bytes) -> RecordT:
@@ -19,8 +20,11 @@ def parse_record[RecordT](record_cls: type[RecordT], text: str | bytes) -> Recor
     Raises:
         ValueError: The object does not fit the dataclass. The message is one line with key and problem.
     """
+    if record_cls not in _ADAPTERS:
+        _ADAPTERS[record_cls] = TypeAdapter(record_cls)
+    adapter = _ADAPTERS[record_cls]
     try:
-        record: RecordT = _adapter(record_cls).validate_json(text, strict=True)
+        record: RecordT = adapter.validate_json(text, strict=True)
         return record
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]

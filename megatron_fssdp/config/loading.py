@@ -18,6 +18,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.yaml_text import parse_yaml
 
 _MAX_ERRORS_SHOWN = 4
+_MOST_BYTES = 1 << 20  # settings have a few kB, and PyYAML needs seconds to read one MB
 
 _TYPE_NAMES: dict[type, str] = {
     bool: "a boolean",
@@ -54,16 +55,30 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
     """Read a YAML file that holds one mapping of keys to values. An empty file is an empty mapping.
 
     Raises:
-        ConfigurationError: The file cannot be read, is not valid YAML, or does not hold a mapping.
+        ConfigurationError: The file cannot be read, is larger than a settings file can be, is not valid YAML,
+            has a key twice, or does not hold a mapping.
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # a ValueError is about the text or a null byte in the name
-        reason = getattr(error, "strerror", None) or str(error)
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        text = content.decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
+    except IsADirectoryError:
+        inside = path / "config.yaml"
+        instead = str(inside) if inside.exists() else "the path of a YAML file"
+        raise ConfigurationError(f"{path}: is a folder, wanted a YAML file; give {instead}") from None
+    except UnicodeDecodeError as error:
         raise ConfigurationError(
-            f"{path}: {reason[0].lower()}{reason[1:]}; give the path of a YAML file in UTF-8"
+            f"{path}: not UTF-8 text (byte {error.start}); save the YAML file as UTF-8"
         ) from None
+    except (OSError, ValueError) as error:  # a ValueError is about a null byte in the file's name
+        raise ConfigurationError(f"{path}: cannot be read ({error}); give a readable file") from None
+    if len(content) > _MOST_BYTES:
+        raise ConfigurationError(
+            f"{path}: larger than {_MOST_BYTES >> 20} MiB, so it is not a settings file; give a run's YAML"
+        )
     data = parse_yaml(text, str(path))
     if data is not None and not isinstance(data, dict):
         raise ConfigurationError(
@@ -131,7 +146,7 @@ def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any]
 def checked[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any]) -> ModelT | list[Problem]:
     """Build a settings model as :func:`validate` does, or return its problems.
 
-    A model can have ``key_problems``, which yields path and problem of keys that pydantic cannot check.
+    A model can have ``key_problems``, which yields path and problem of keys that it does not declare.
     """
     find = getattr(model_cls, "key_problems", lambda _: ())
     problems = [_problem(path, text) for path, text in find(data)]
@@ -139,9 +154,7 @@ def checked[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any])
         # JSON mode is strict about types ("4" is not a number), but still reads paths from strings.
         result = model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        known = {problem.path for problem in problems}
-        found = _problems(model_cls, data, error.errors(include_url=False))
-        return problems + [problem for problem in found if problem.path not in known]
+        return problems + _problems(model_cls, data, error.errors(include_url=False))
     return problems or result
 
 
@@ -194,23 +207,28 @@ def _problems(
     model_cls: type[BaseModel], data: Mapping[str, Any], errors: Sequence[ErrorDetails]
 ) -> list[Problem]:
     """Turn pydantic's errors into one problem for each key."""
-    by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}  # a union gives one for each alternative
+    found: list[Problem] = []
+    mismatches: dict[tuple[str, ...], list[ErrorDetails]] = {}  # a union gives one for each alternative
     for details in errors:
-        by_path.setdefault(_key_path(details, data), []).append(details)
-    found = []
-    for path, alternatives in by_path.items():
-        exact = [one for one in alternatives if one["type"] in ("extra_forbidden", "missing", "value_error")]
-        if exact:
-            kind, context = exact[0]["type"], exact[0].get("ctx", {})
-            text = "missing; add this key" if kind == "missing" else str(context.get("error"))
-            if kind == "extra_forbidden":
-                text = unknown_name("key", path[-1], _model_at(model_cls, path[:-1]).model_fields)
-        elif any(other != path and other[: len(path)] == path for other in by_path):
-            continue  # another alternative of a union has a more exact problem inside
+        path, cause = _key_path(details, data), details.get("ctx", {}).get("error")
+        if details["type"] == "extra_forbidden":
+            known = _model_at(model_cls, path[:-1]).model_fields
+            found.append(_problem(path, unknown_name("key", path[-1], known)))
+        elif details["type"] == "missing":
+            found.append(_problem(path, "missing; add this key"))
+        elif isinstance(cause, ValueError):
+            found.append(_problem(path, str(cause)))
         else:
-            wanted = " or ".join(dict.fromkeys(map(_wanted, alternatives)))
-            text = f"got {describe_value(alternatives[0]['input'])}, wanted {wanted}"
-        found.append(_problem(path, text))
+            mismatches.setdefault(path, []).append(details)
+    paths = [*mismatches, *(problem.path for problem in found)]
+    for path, alternatives in mismatches.items():
+        # Another alternative of the union may have found a more exact problem.
+        if any(other[: len(path)] == path for other in paths if other is not path):
+            continue
+        wanted = " or ".join(dict.fromkeys(map(_wanted, alternatives)))
+        found.append(
+            _problem(path, f"got {describe_value(alternatives[0]['input'])}, wanted {wanted}"),
+        )
     return found
 
 

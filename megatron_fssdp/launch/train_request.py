@@ -1,15 +1,16 @@
 """The options of ``megatron-fssdp train``, and the settings that follow from them and the YAML files."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.loading import apply_overrides
 from megatron_fssdp.config.run.composition import (
     Composition,
-    Layer,
+    RunOption,
+    changed,
     compose,
     difference,
     lay_over,
@@ -41,12 +42,11 @@ class TrainRequest:
         Raises:
             ConfigurationError: A file or an option is invalid.
         """
-        return self._composition.with_options(self._options(self._composition))
+        return self._composition.with_options(self.options())
 
     def changed_settings(self) -> dict[str, Any]:
         """The settings that options changed in the files, also earlier options of a resumed run."""
-        options = self._options(self._composition)
-        return difference(self._files.data, _combined(self._composition, options))
+        return difference(self._files.data, changed(self._composition.data, self.options()))
 
     @cached_property
     def _files(self) -> Composition:
@@ -60,7 +60,7 @@ class TrainRequest:
     @cached_property
     def folder(self) -> RunFolder:
         """The output folder of the run."""
-        section = _combined(self._files, self._options(self._files)).get("strategy")
+        section = changed(self._files.data, self.options()).get("strategy")
         strategy = str(section.get("name", "none") if isinstance(section, Mapping) else "none")
         first, *others = (path.stem for path in self.config_paths)
         names = [first, *(name for name in others if name != strategy), strategy]
@@ -80,26 +80,38 @@ class TrainRequest:
             words += [word for value in values if value is not None for word in (flag, str(value))]
         return [*words, *(["--", *self.megatron_words] if self.megatron_words else [])]
 
-    def _options(self, files: Composition) -> list[Layer]:
+    def options(self) -> list[RunOption]:
         """The options that change the settings of the files, in the order in which they apply."""
-        layers = set_options(self.overrides)
+        options = set_options(self.overrides)
         if self.nproc is not None:
-            layers.append(Layer(f"--nproc {self.nproc}", {"parallelism": {"nproc_per_node": self.nproc}}))
+            value = f"parallelism.nproc_per_node={self.nproc}"
+            options += [replace(option, text=f"--nproc {self.nproc}") for option in set_options([value])]
         if self.iterations is not None:
-            plan, below = {"train_iters": self.iterations}, _combined(files, layers).get("training")
-            warm_up = below.get("lr_warmup_iters") if isinstance(below, Mapping) else None
-            if isinstance(warm_up, int) and warm_up >= self.iterations > 0:
-                plan["lr_warmup_iters"] = self.iterations - 1  # it must end before the last iteration
-            layers.append(Layer(f"--iters {self.iterations}", {"training": plan}))
+            change = partial(_with_iterations, self.iterations)
+            options.append(RunOption(f"--iters {self.iterations}", change))
         if self.strategy is not None:
-            layers.append(Layer(f"--moe-strategy {self.strategy}", {"strategy": {"name": self.strategy}}))
-        for text in self.strategy_overrides:
-            settings = apply_overrides({}, [text], "--moe-strategy-set")
-            layers.append(Layer(f"--moe-strategy-set {text}", {"strategy": {"settings": settings}}))
-        if self.megatron_words:
-            layers.append(words_option(self.megatron_words, _combined(files, layers)))
-        return layers
+            strategy = {"strategy": {"name": self.strategy}}
+            options.append(RunOption(f"--moe-strategy {self.strategy}", partial(lay_over, high=strategy)))
+        options += [
+            RunOption(f"--moe-strategy-set {text}", partial(_with_strategy_setting, text))
+            for text in self.strategy_overrides
+        ]
+        return [*options, *([words_option(self.megatron_words)] if self.megatron_words else [])]
 
 
-def _combined(files: Composition, options: Sequence[Layer]) -> dict[str, Any]:
-    return lay_over(files.data, *(option.data for option in options))
+def _with_iterations(iterations: int, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the number of iterations, and let the warm-up of the learning rate end before the last one."""
+    result = apply_overrides(data, [f"training.train_iters={iterations}"], "--iters")
+    warm_up = result["training"].get("lr_warmup_iters")
+    if isinstance(warm_up, int) and warm_up >= iterations > 0:
+        result["training"]["lr_warmup_iters"] = iterations - 1
+    return result
+
+
+def _with_strategy_setting(text: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    section = data.get("strategy") or {}
+    settings = (section.get("settings") or {}) if isinstance(section, dict) else None
+    if not isinstance(settings, dict):
+        return dict(data)  # validation reports the wrong type
+    settings = apply_overrides(settings, [text], "--moe-strategy-set")
+    return {**data, "strategy": {**section, "settings": settings}}

@@ -3,12 +3,40 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.shipped_files import known_clusters
+from tests.drawn_examples import examples
 
+SECONDS = st.floats(0, 1, allow_subnormal=False)
+RATES = st.floats(1e3, 1e18)
+LINKS = st.builds(LinkDescription, alpha_s=SECONDS, bandwidth_bytes_per_s=RATES)
+FITTED = st.builds(
+    FittedLink,
+    alpha_s=SECONDS,
+    bandwidth_bytes_per_s=RATES,
+    r_squared=st.none() | st.floats(-10, 1),
+    worst_relative_error=st.none() | SECONDS,
+)
+DESCRIPTIONS = st.builds(
+    ClusterDescription,
+    name=st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "Zs")), min_size=1),
+    num_nodes=st.integers(1, 512),
+    devices_per_node=st.integers(1, 16),
+    intra_node=LINKS,
+    inter_node=LINKS,
+    expert_flops_per_s=RATES,
+    non_expert_flops_per_s=RATES,
+    memory_bytes=st.none() | st.integers(1, 1 << 50),
+    collectives=st.dictionaries(
+        st.sampled_from(["all_to_all", "broadcast"]),
+        st.dictionaries(st.sampled_from(["intra_node", "inter_node"]), FITTED),
+    ),
+    sources=st.dictionaries(st.sampled_from(["intra_node", "memory_bytes"]), st.text("ab: #'§,π")),
+)
 EXAMPLE = ClusterDescription(
     name="pair",
     num_nodes=2,
@@ -20,12 +48,10 @@ EXAMPLE = ClusterDescription(
 )
 
 
-@pytest.mark.parametrize("name", known_clusters())
-def test_a_written_description_is_read_back(tmp_path: Path, name: str) -> None:
-    path, measured = tmp_path / "cluster.yaml", FittedLink(alpha_s=1e-30, bandwidth_bytes_per_s=1e18)
-    collectives = {"all_to_all": {"intra_node": measured}}
-    update = {"collectives": collectives, "sources": {"intra_node": "ab: #'§,π"}}
-    description = load_cluster(name).model_copy(update=update)
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(DESCRIPTIONS)
+def test_a_written_description_is_read_back(tmp_path: Path, description: ClusterDescription) -> None:
+    path = tmp_path / "cluster.yaml"
     path.write_text(cluster_yaml(description, "two\nlines"), encoding="utf-8")
     assert path.read_text(encoding="utf-8").startswith("# two\n# lines\nname:")
     assert load_cluster(path) == description

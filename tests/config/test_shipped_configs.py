@@ -34,6 +34,24 @@ def arguments(run: RunConfig) -> list[str]:
     return megatron_arguments(run, data, machine, Path("runs/x"), resume=False)
 
 
+@pytest.mark.parametrize(
+    ("folder", "sections"),
+    {
+        "": {"model", "data", "parallelism", "training", "strategy"},
+        "models": {"model", "data", "training"},
+        "parallelism": {"parallelism", "training"},
+        "strategies": {"strategy"},
+        "training": {"training", "model"},
+    }.items(),
+)
+def test_every_file_has_a_comment_and_its_folders_sections(folder: str, sections: set[str]) -> None:
+    assert names_in(folder)
+    for name in names_in(folder):
+        path = CONFIGS / folder / f"{name}.yaml"
+        assert path.read_text(encoding="utf-8").startswith("# "), path
+        assert set(compose([path]).layers[-1].data) <= sections, path
+
+
 # Models of each paper, its clusters, and a training plan.
 PAPERS = {
     "hecate": (("hecate-a", "hecate-b"), "measure"),
@@ -145,6 +163,24 @@ def test_models_have_the_stated_sizes(name: str) -> None:
 def test_layer_of_later_tokens_has_the_stated_size() -> None:
     """DeepSeek's description of its weights states 11.5 B for the layer and its projection, without norms."""
     assert counted("deepseek-v3").multi_token_prediction / 1e9 == pytest.approx(11.6, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "embedding", "hidden"),
+    [
+        ("s", 12, 512, 1024),
+        ("m", 12, 1024, 2048),
+        ("l", 12, 2048, 4096),
+        ("ds", 24, 512, 1024),
+        ("dm", 24, 1024, 2048),
+    ],
+)
+def test_pro_prophets_models_are_those_of_its_table_iii(
+    name: str, layers: int, embedding: int, hidden: int
+) -> None:
+    model = load_run([f"models/pro-prophet-moe-gpt-{name}", "training/tiny"]).model
+    assert (model.num_layers, model.hidden_size, model.moe_ffn_hidden_size) == (layers, embedding, hidden)
+    assert all(model.moe_layers)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Combines a run's settings from several YAML files and options of the command line.
 
 A file lists the files that it builds on under the key ``include``. The command line also accepts several
-files, for example a model, a cluster and a strategy, and options. All of them are layers: for each key, the
-value of the topmost layer wins.
+files, for example a model, a cluster and a strategy. Files are layered on each other: for each key, the value
+of the topmost file wins. Options change the result.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from megatron_fssdp.config.loading import (
     one_line,
 )
 from megatron_fssdp.config.run import megatron_options
-from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig, home_of
+from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
 from megatron_fssdp.config.shipped_files import shipped_run, shipped_runs
 
 INCLUDE_KEY = "include"
@@ -32,10 +33,21 @@ _MOST_FILES = 100  # files that include others twice would otherwise double with
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """Keys and values of a file or an option, and the path or the option as typed, for messages."""
+class RunOption:
+    """An option of the command line: the ``text`` as typed, and what it changes in a run's keys and values.
 
-    source: Path | str
+    Error messages that the option causes start with the text. ``change`` keeps its argument.
+    """
+
+    text: str
+    change: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The keys and values of one file, without ``include`` and without the files that it includes."""
+
+    file: Path
     data: Mapping[str, Any]
 
 
@@ -54,48 +66,52 @@ class Composition:
     @property
     def data(self) -> dict[str, Any]:
         """The combined keys and values of all layers."""
-        return lay_over({}, *(layer.data for layer in self.layers))
+        return reduce(lay_over, (layer.data for layer in self.layers), {})
 
     def with_file(self, file: Path) -> "Composition":
         """Return these layers with one more file on top, which includes nothing."""
         return replace(self, layers=(*self.layers, Layer(file, load_yaml(file))))
 
-    def with_options(self, options: Sequence[Layer] = ()) -> RunConfig:
-        """Build validated run settings from these files and options, of which later ones win.
+    def with_options(self, options: Sequence[RunOption] = ()) -> RunConfig:
+        """Build validated run settings from these files and options, which change :attr:`data` in order.
 
         Raises:
             ConfigurationError: The settings are invalid. One line names every problem and its cause: the
                 options without which the problem does not exist, or else the file that holds the wrong value.
         """
-        data = lay_over(self.data, *(option.data for option in options))
+        data = changed(self.data, options)
         result = checked(RunConfig, data)
         if isinstance(result, RunConfig):
             return result
-        names = self.names[0] if len(self.names) == 1 else ", ".join(Path(name).name for name in self.names)
+        source = self.names[0] if len(self.names) == 1 else ", ".join(Path(name).name for name in self.names)
         if "run" in data and "strategies" in data:
             raise ConfigurationError(
-                f"{names}: got a sweep, wanted a run; `megatron-fssdp sweep {names}` trains all its runs"
+                f"{source}: got a sweep, wanted a run; `megatron-fssdp sweep {source}` trains all its runs"
             )
         if absent := [section for section in ("model", "training") if data.get(section) is None]:
             raise ConfigurationError(
-                f"{names}: is a part of a run, without {' and '.join(absent)}; add what is missing, "
+                f"{source}: is a part of a run, without {' and '.join(absent)}; add what is missing, "
                 "combine it with other parts, such as models/tiny-mixtral parallelism/cpu training/tiny, "
                 "or start from gpt_moe_tiny"
             )
-        without = {}
+        causes: dict[str, str] = {}
         for option in options:
-            left = checked(
-                RunConfig, lay_over(self.data, *(one.data for one in options if one is not option))
+            left = checked(RunConfig, changed(self.data, [one for one in options if one is not option]))
+            remaining = {one.text for one in left} if isinstance(left, list) else set()
+            for problem in result:
+                if problem.text not in remaining:
+                    causes[problem.text] = f"{causes.get(problem.text, '')} {option.text}".strip()
+        raise ConfigurationError(
+            one_line(
+                [(causes.get(one.text) or self._file_of(one, data) or source, one.text) for one in result]
             )
-            without[option.source] = left if isinstance(left, list) else []
+        )
 
-        def source_of(problem: Problem) -> str:
-            causes = [str(source) for source, left in without.items() if problem not in left]
-            value = _value_at(data, problem.path)
-            holders = [layer.source for layer in self.layers if _value_at(layer.data, problem.path) == value]
-            return " ".join(causes) or (str(holders[-1]) if holders and value is not _ABSENT else names)
-
-        raise ConfigurationError(one_line([(source_of(problem), problem.text) for problem in result]))
+    def _file_of(self, problem: Problem, data: Mapping[str, Any]) -> str:
+        """Return the file that set the value of a problem's key; an empty text for none or several."""
+        value = _value_at(data, problem.path)
+        holders = [layer for layer in self.layers if _value_at(layer.data, problem.path) == value]
+        return str(holders[-1].file) if holders and value is not _ABSENT else ""
 
 
 def compose(files: Iterable[Path | str]) -> Composition:
@@ -113,7 +129,7 @@ def compose(files: Iterable[Path | str]) -> Composition:
         layers.append(layer)
         if len(layers) > _MOST_FILES:
             raise ConfigurationError(
-                f"{layer.source}: more than {_MOST_FILES} files are combined; include fewer"
+                f"{layer.file}: more than {_MOST_FILES} files are combined; include fewer"
             )
     return Composition(names, tuple(layers))
 
@@ -127,30 +143,28 @@ def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunC
     return compose(files).with_options(set_options(overrides))
 
 
-def set_options(overrides: Iterable[str]) -> list[Layer]:
-    """Return one layer for each ``--set key=value`` with a dotted key."""
-    return [Layer(f"--set {text}", apply_overrides({}, [text], "--set")) for text in overrides]
+def set_options(overrides: Iterable[str], flag: str = "--set") -> list[RunOption]:
+    """Return one option for each ``key=value`` with a dotted key. ``flag`` is the option that gives them."""
+    return [
+        RunOption(f"{flag} {text}", partial(apply_overrides, overrides=[text], asked_by=flag))
+        for text in overrides
+    ]
 
 
-def words_option(words: Sequence[str], below: Mapping[str, Any]) -> Layer:
-    """Return the layer of ``-- WORDS``: arguments in Megatron's own form, which are settings like all others.
+def words_option(words: Sequence[str]) -> RunOption:
+    """Return the option ``-- WORDS``: arguments in Megatron's own form, which are settings like all others.
 
-    ``below`` has the keys and values under this layer: a key that is there stays in its section.
-
-    Raises:
-        ConfigurationError: Megatron's parser refuses a word.
+    Where Megatron's parser refuses a word, the option raises a ConfigurationError when it is applied.
     """
-    text = f"-- {' '.join(words)}"
-    try:
-        given = megatron_options.parsed(words)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{text}: {error}") from None
-    data: dict[str, Any] = {}
-    for name, value in given.items():
-        there = (section for section in SECTIONS if name in (below.get(section) or ()))
-        section = home_of(name) or next(there, megatron_options.options()[name].section)
-        data.setdefault(section, {})[name] = value
-    return Layer(text, data)
+    return RunOption(f"-- {' '.join(words)}", partial(_with_words, words))
+
+
+def changed(data: Mapping[str, Any], options: Iterable[RunOption]) -> dict[str, Any]:
+    """Return the keys and values of a run after all options, in order."""
+    result = dict(data)
+    for option in options:
+        result = option.change(result)
+    return result
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,32 +185,47 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
     return result
 
 
-def lay_over(low: Mapping[str, Any], *higher: Mapping[str, Any]) -> dict[str, Any]:
-    """Layer mappings on each other. Where several have a key, the value of the last one wins.
+def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Layer one mapping on another. Where both have a key, the value of ``high`` wins.
 
-    Nested mappings are combined key by key. A ``null`` in place of a whole section changes nothing. If a
-    layer names another strategy than those below it, their strategy settings are dropped, because settings
-    belong to their strategy.
+    Nested mappings are combined key by key. A ``null`` in place of a whole section changes nothing. If
+    ``high`` names another strategy than ``low``, the strategy settings of ``low`` are dropped, because
+    settings belong to their strategy.
     """
-    result = dict(low)
-    for high in higher:
-        section, below = high.get("strategy"), result.get("strategy")
-        if isinstance(section, Mapping) and isinstance(below, Mapping):
-            name_below = below.get("name", "none")
-            if section.get("name", name_below) != name_below:
-                result["strategy"] = {}
-        result = _merged(result, high)
-    return result
+    section, below = high.get("strategy"), low.get("strategy")
+    if isinstance(section, Mapping) and isinstance(below, Mapping):
+        name_below = below.get("name", "none")
+        if section.get("name", name_below) != name_below:
+            low = {**low, "strategy": {}}
+    return _merged(low, high)
 
 
 def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(low)
     for key, value in high.items():
         below = low.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            result[key] = _merged(below, value)
-        elif not isinstance(below, Mapping) or value is not None:
+        if not isinstance(below, Mapping):
             result[key] = value
+        elif isinstance(value, Mapping):
+            result[key] = _merged(below, value)
+        elif value is not None:
+            result[key] = value
+    return result
+
+
+def _with_words(words: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(data)
+    try:
+        given = megatron_options.parsed(words)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"-- {' '.join(words)}: {error}") from None
+    for name, value in given.items():
+        homes = [section for section, model in SECTIONS.items() if name in model.model_fields]
+        homes += [section for section in SECTIONS if name in (result.get(section) or {})]
+        section = (*homes, megatron_options.section_of(name))[0]
+        before = result.get(section) or {}
+        if isinstance(before, Mapping):  # validation reports a wrong type
+            result[section] = {**before, name: value}
     return result
 
 
@@ -224,16 +253,21 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
         data = load_yaml(file)
     except ConfigurationError as error:
         raise ConfigurationError(f"{above[-1]}: include: {error}" if above else str(error)) from None
-    names = data.pop(INCLUDE_KEY, [])
+    for name in _included(data, file):
+        beside = Path(os.path.normpath(file.parent / name))
+        yield from _layers(beside if beside.exists() else shipped_run(name) or beside, (*above, file))
+    yield Layer(file, {key: value for key, value in data.items() if key != INCLUDE_KEY})
+
+
+def _included(data: Mapping[str, Any], file: Path) -> list[str]:
+    names = data.get(INCLUDE_KEY, [])
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(names, list) or not isinstance(name, str) or not name or "\0" in name:
             raise ConfigurationError(
                 f"{file}: include: got {describe_value(name)}, wanted a list of YAML files, such as "
                 "[models/x.yaml]"
             )
-        beside = Path(os.path.normpath(file.parent / name))
-        yield from _layers(beside if beside.exists() else shipped_run(name) or beside, (*above, file))
-    yield Layer(file, data)
+    return names
 
 
 def _value_at(data: Any, key_path: Sequence[str]) -> Any:

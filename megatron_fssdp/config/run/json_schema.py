@@ -19,10 +19,11 @@ _INCLUDE = {
 }
 
 
-def run_schema_text() -> str:
+def run_config_schema() -> dict[str, Any]:
     """Return the JSON Schema of one YAML file of a run, with all arguments of the installed Megatron.
 
-    A file can be a part of a run, so no key of a run is required.
+    ``strategy.name`` decides the schema of ``strategy.settings``. A file can be a part of a run, so no key of
+    a run is required.
     """
     schema = RunConfig.model_json_schema()
     schema["properties"] = {INCLUDE_KEY: _INCLUDE, **schema["properties"]}
@@ -37,11 +38,12 @@ def run_schema_text() -> str:
         for key, one in definition["properties"].items():
             one.setdefault("description", described.pop(key, {}).get("description"))
         definition |= {"allOf": [{"$ref": f"#/$defs/{_OPTIONS}"}], "unevaluatedProperties": False}
-    return schema_text(schema, "StrategySection")
+    choose_strategy_settings(schema, "StrategySection")
+    return schema
 
 
-def schema_text(schema: dict[str, Any], section: str) -> str:
-    """Return a schema as JSON text, in which the name in a section decides about the section's settings."""
+def choose_strategy_settings(schema: dict[str, Any], section: str) -> None:
+    """Let the name in a section of a schema decide about its settings; the schema is changed in place."""
     definitions = schema["$defs"]
     definitions[section]["properties"]["name"]["enum"] = list(STRATEGIES)
     definitions[section]["allOf"] = []
@@ -54,5 +56,14 @@ def schema_text(schema: dict[str, Any], section: str) -> str:
         choice = {"properties": {"name": {"const": name}}, "required": ["name"]}
         reference = {"properties": {"settings": {"$ref": f"#/$defs/{settings}"}}}
         definitions[section]["allOf"].append({"if": choice, "then": reference})
+
+
+def run_config_schema_text() -> str:
+    """Return the schema as JSON text."""
+    return schema_text(run_config_schema())
+
+
+def schema_text(schema: dict[str, Any]) -> str:
+    """Return a schema as JSON text, with the version of JSON Schema at the top."""
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps({**dialect, **schema}, indent=2, ensure_ascii=False) + "\n"

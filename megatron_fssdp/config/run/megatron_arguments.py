@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import validate
 from megatron_fssdp.config.run import megatron_options
-from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig, home_of
+from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
 from megatron_fssdp.config.run.sections import TrainingArguments
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
@@ -117,11 +117,12 @@ def run_config_from_arguments(
         ConfigurationError: A run's YAML cannot describe these arguments.
     """
     data: dict[str, Any] = {section: {} for section in SECTIONS}
-    for name, option in megatron_options.options().items():
+    for name, action in megatron_options.options().items():
         value = megatron_options.plain(getattr(args, name, None))
-        home, is_plain = home_of(name), isinstance(value, str | int | float | list)
-        if is_plain and (home or value != option.default):
-            data[home or option.section][name] = value
+        home = next((section for section, model in SECTIONS.items() if name in model.model_fields), "")
+        is_plain = isinstance(value, str | int | float | list)
+        if is_plain and (home or value != megatron_options.plain(action.default)):
+            data[home or megatron_options.section_of(name)][name] = value
     warm_up, last = data["training"].get("lr_warmup_iters", 0), (args.train_iters or 1) - 1
     num_nodes = max(args.world_size // ranks_per_node, 1)
     data["model"]["family"] = family

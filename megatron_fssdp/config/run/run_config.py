@@ -24,11 +24,6 @@ SECTIONS: Mapping[str, type[Section]] = {
 """Sections with arguments of Megatron, and the models of their keys."""
 
 
-def home_of(key: str) -> str:
-    """Return the section that declares a key, or an empty text."""
-    return next((section for section, model in SECTIONS.items() if key in model.model_fields), "")
-
-
 class StrategySection(BaseModel):
     """The MoE load-balancing strategy of a run and the strategy's own settings."""
 
@@ -66,22 +61,23 @@ class RunConfig(BaseModel):
 
     @staticmethod
     def key_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield path and problem of every key that Megatron refuses, or that is in the wrong section."""
+        """Yield path and problem of every key of a run that no section declares and Megatron refuses."""
         found: dict[str, str] = {}
+        homes = {key: section for section, model in SECTIONS.items() for key in model.model_fields}
         for section, model in SECTIONS.items():
             values = data.get(section)
             for key, value in values.items() if isinstance(values, Mapping) else ():
-                option, home = megatron_options.options().get(key), home_of(key)
-                if home == section:
-                    problem = megatron_options.problem(key, value) if option and option.choices else ""
-                elif home:
+                if (home := homes.get(key)) == section:
+                    continue
+                if home is not None:
                     problem = f"unknown key '{key}'; it belongs under {home}"
                 elif key in found:
                     problem = f"unknown key '{key}'; it is given under {found[key]}, too"
-                elif option:
-                    problem = megatron_options.problem(key, value)
+                elif key not in megatron_options.options():
+                    declared = list(model.model_fields)
+                    problem = megatron_options.unknown_option(key, declared, model.own_keys())
                 else:
-                    problem = megatron_options.unknown_option(key, list(model.model_fields), model.own_keys())
+                    problem = megatron_options.problem(key, value)
                 if problem:
                     yield (section, key), problem
                 found[key] = section

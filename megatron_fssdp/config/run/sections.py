@@ -1,7 +1,7 @@
 """The sections ``model``, ``data``, ``parallelism`` and ``training`` of a run's YAML.
 
 Three sections hold arguments of Megatron under their own names, with Megatron's defaults. The models declare
-only those that this package computes with. Any other argument of Megatron can stand beside them
+those that this package computes with. Any other argument of Megatron can stand beside them
 (:mod:`.megatron_options` checks it). The keys with a description are the package's own.
 """
 
@@ -14,6 +14,7 @@ _Size = Annotated[int, Field(ge=1)]
 _Share = Annotated[float, Field(ge=0, lt=1)]
 _NonNegative = Annotated[float, Field(ge=0)]
 _Positive = Annotated[float, Field(gt=0)]
+_Positions = Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"]
 
 
 def _own(default: Any, description: str, **limits: Any) -> Any:
@@ -54,15 +55,24 @@ class ModelArguments(Section):
     num_query_groups: _Size = 1
     kv_channels: _Size | None = None
     seq_length: Annotated[int, Field(ge=2)]
-    position_embedding_type: str = "learned_absolute"
+    position_embedding_type: _Positions = "learned_absolute"
     rotary_base: _Size = 10000
-    normalization: str = "LayerNorm"
+    rope_type: Literal["rope", "yarn"] | None = None
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    layernorm_epsilon: _Positive = 1e-5
     swiglu: bool = False
     quick_geglu: bool = False
+    activation_func_clamp_value: _Positive | None = None
+    glu_linear_offset: float = 0.0
     add_bias_linear: bool = True
     untie_embeddings_and_output_weights: bool = False
+    hidden_dropout: _Share = 0.1
+    attention_dropout: _Share = 0.1
+    init_method_std: _Positive = 0.02
     qk_layernorm: bool = False
-    softmax_type: str = "vanilla"
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    window_size: tuple[int, int] | None = None
+    window_attn_skip_freq: int | tuple[Literal[0, 1], ...] | None = None
     multi_latent_attention: bool = False
     q_lora_rank: _Size | None = None
     kv_lora_rank: _Size = 32
@@ -70,16 +80,23 @@ class ModelArguments(Section):
     qk_pos_emb_head_dim: Annotated[int, Field(ge=2)] = 64
     v_head_dim: _Size = 128
     num_experts: Annotated[int, Field(ge=2, le=100_000)] | None = None
-    moe_layer_freq: _Size | tuple[Literal[0, 1], ...] = 1
+    moe_layer_freq: int | tuple[Literal[0, 1], ...] = 1
     moe_ffn_hidden_size: _Size | None = None
     moe_shared_expert_intermediate_size: _Size | None = None
     moe_router_topk: _Size = 2
     moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
     moe_aux_loss_coeff: _NonNegative | tuple[_NonNegative, ...] = 0.0
+    moe_z_loss_coeff: _NonNegative | None = None
+    moe_router_pre_softmax: bool = False
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    moe_router_score_function: str = "softmax"
     moe_router_enable_expert_bias: bool = False
+    moe_router_bias_update_rate: _NonNegative = 1e-3
     moe_router_num_groups: Annotated[int, Field(ge=2)] | None = None
     moe_router_group_topk: _Size | None = None
+    moe_router_topk_scaling_factor: _Positive | None = None
     mtp_num_layers: Annotated[int, Field(ge=1, le=100)] | None = None
+    mtp_loss_scaling_factor: _NonNegative = 0.1
 
     @property
     def num_key_heads(self) -> int:
@@ -131,12 +148,14 @@ class ParallelismArguments(Section):
     )
     tensor_model_parallel_size: _Size = 1
     pipeline_model_parallel_size: _Size = 1
+    num_virtual_stages_per_pipeline_rank: Annotated[int, Field(ge=2)] | None = None
     context_parallel_size: _Size = 1
     expert_model_parallel_size: _Size = 1
     expert_tensor_parallel_size: _Size | None = None
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
 
     @property
     def world_size(self) -> int:
@@ -216,13 +235,20 @@ class TrainingArguments(Section):
     optimizer: str = "adam"
     lr: _Positive = 1e-3
     min_lr: _NonNegative = 0.0
+    lr_decay_style: str = "linear"
     lr_warmup_iters: Annotated[int, Field(ge=0)] = 0
+    weight_decay: _NonNegative = 0.01
+    clip_grad: _NonNegative = 1.0
+    adam_beta2: _Share = 0.999
     seed: Annotated[int, Field(ge=0)] = 1234
     bf16: bool = False
     fp16: bool = False
-    recompute_granularity: str | None = None
+    recompute_granularity: Literal["full", "selective"] | None = None
+    log_interval: _Size = 100
     eval_interval: _Size | None = None
+    eval_iters: Annotated[int, Field(ge=0)] = 100
     save: Path | None = None
+    save_interval: _Size | None = None
     load: Path | None = None
     tensorboard_dir: Path | None = None
     profile: bool = False

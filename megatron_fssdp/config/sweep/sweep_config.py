@@ -7,8 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
-from megatron_fssdp.config.run.json_schema import schema_text
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 _OWN_KEYS = {
     "strategy": "list strategies and their settings under strategies",
@@ -107,12 +105,3 @@ def load_sweep(file: Path) -> SweepConfig:
     beside = [file.parent / name for name in sweep.run]
     names = [str(path) if path.exists() else name for path, name in zip(beside, sweep.run, strict=True)]
     return sweep.model_copy(update={"run": tuple(names)})
-
-
-def sweep_schema_text() -> str:
-    """Return the JSON Schema of a sweep's YAML."""
-    schema = SweepConfig.model_json_schema()
-    for choice in schema["properties"]["strategies"]["items"]["anyOf"]:
-        if choice.get("type") == "string":
-            choice["enum"] = list(STRATEGIES)
-    return schema_text(schema, "SweptStrategy")

@@ -2,13 +2,15 @@
 
 import json
 
-from megatron_fssdp.config.run.json_schema import run_schema_text
+from megatron_fssdp.config.run.json_schema import run_config_schema, run_config_schema_text
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.config.sweep.sweep_config import sweep_schema_text
+from megatron_fssdp.config.sweep.json_schema import sweep_schema_text
 
 
 def test_the_schema_of_a_run_has_all_arguments_and_lets_the_name_choose_the_settings() -> None:
-    definitions = json.loads(run_schema_text())["$defs"]
+    schema = run_config_schema()
+    assert json.loads(run_config_schema_text()).items() >= schema.items()
+    definitions = schema["$defs"]
     assert definitions["MegatronArguments"]["properties"]["num_workers"]["type"] == "integer"
     assert (
         "Number of transformer layers"

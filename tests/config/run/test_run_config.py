@@ -48,7 +48,7 @@ def test_declared_keys_are_the_packages_own_or_megatrons_arguments_with_its_defa
             default = list(field.default) if isinstance(field.default, tuple) else field.default
             assert problem(name, default) == ""
             if default is not None and name not in ("lr", "micro_batch_size"):
-                assert options()[name].default == plain(default), f"{section}.{name}"
+                assert plain(options()[name].default) == plain(default), f"{section}.{name}"
     assert all(field.description for field in DataSettings.model_fields.values())
 
 
@@ -65,12 +65,23 @@ def test_declared_keys_are_the_packages_own_or_megatrons_arguments_with_its_defa
         ("parallelism.nproc_per_node=6", "does not divide the 6 ranks"),
         ("parallelism.declared_nodes=3", "does not divide the 4 ranks (4 × 1 machines), but nodes are equal"),
         (" ".join((*TP2, "strategy.name=none", "strategy.settings={}")), "sequence_parallel: true"),
+        (
+            "parallelism.expert_model_parallel_size=2 parallelism.expert_tensor_parallel_size=2 "
+            "model.add_bias_linear=true",
+            "no biases in experts that are split over ranks (expert_tensor_parallel_size 2)",
+        ),
+        (
+            "parallelism.pipeline_model_parallel_size=4 parallelism.expert_model_parallel_size=1 "
+            "model.num_layers=6",
+            "equal pipeline chunks",
+        ),
         ("parallelism.context_parallel_size=2 training.device=cpu", "Transformer Engine's attention"),
+        ("parallelism.overlap_param_gather=true", "needs use_distributed_optimizer"),
         ("training.global_batch_size=24", "every rank processes whole micro-batches"),
-        ("training.micro_batch_size=5", "not a multiple of training.micro_batch_size 5"),
+        ("training.micro_batch_size=5", "does not divide training.global_batch_size"),
         ("training.lr_warmup_iters=60", "must be smaller than"),
         ("training.min_lr=1", "larger than training.lr"),
-        ("training.profile=true training.profile_step_end=61", "and up to training.train_iters 60"),
+        ("training.profile=true training.profile_step_end=61", "is larger than training.train_iters 60"),
         ("training.bf16=fp8", "training.bf16: got 'fp8' (string), wanted true or false"),
         ("strategy.name=fsdp", "did you mean 'fssdp'"),
         ("strategy.settings.slot=1", "unknown key 'slot'"),
