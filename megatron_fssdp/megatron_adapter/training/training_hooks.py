@@ -96,6 +96,14 @@ class TrainingHooks:
             install_launch_hooks(model)
             # Without an optimizer (--skip-train) the model is only evaluated: no owner ever moves.
             if optimizer is not None:
+                self._driver = IterationDriver(session, requested.name, model, optimizer, get_args())
+        if record_dir is not None or to_boards:
+            with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
+                if record_dir is not None and dist.get_rank() == 0:
+                    record_dir = _describe_run(record_dir, model, requested)
+                self._recorder = RunRecorder(record_dir, requested.name, self._operations, to_boards)
+        return built
+
     def train(self, train: Any, *args: Any, **kwargs: Any) -> Any:
         """Train, and say at the end how even the loads were; an error is logged with its place."""
         if self._driver is None:
