@@ -6,7 +6,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-                self._driver = IterationDriver(session, requested.name, model, optimizer, get_args())
+from contextlib import suppress
+from functools import partial, wraps
 from itertools import count
 from pathlib import Path
 from typing import Any
