@@ -101,7 +101,7 @@ def _facts(requested: RequestedStrategy, args: Any, to_boards: bool) -> dict[str
         strategy = requested.session.strategy
         # A candidate of another package is left out on ranks on which it cannot be built.
         if isinstance(strategy, AutoStrategy):
-            facts["strategies to select from"] = strategy.candidate_names
+            facts["strategies to select from"] = tuple(strategy.candidates)
         # The schedule that a rank selects follows from the description, not from its path.
         if (cluster := strategy.travel.cluster) is not None:
             digest = sha256(load_cluster(cluster).model_dump_json().encode()).hexdigest()[:12]
