@@ -58,7 +58,8 @@ cdef class Search(Layer):
     cdef Py_ssize_t most_replicated, most_prices
     cdef double[::1] part_E, plan_D
     cdef Py_ssize_t[::1] is_tired_E, want_E, by_owner_E, first_D, hottest_E
-    cdef void keep(self, double seconds) noexcept nogil
+    @cython.locals(seconds=double)
+    cdef void keep(self) noexcept nogil
     cdef void hold(self, Py_ssize_t expert, unsigned char[:, ::1] table, Py_ssize_t row) noexcept nogil
     cdef void spread(self, Py_ssize_t expert, Py_ssize_t kind) noexcept nogil
     cdef void become(self, unsigned char[:, ::1] to_ED) noexcept nogil
@@ -67,7 +68,7 @@ cdef class Search(Layer):
     @cython.locals(at=Py_ssize_t, column=Py_ssize_t, kind=Py_ssize_t, most=double)
     cdef void rank(self, bint of_links) noexcept nogil
     cdef Py_ssize_t least_loaded(self, Py_ssize_t expert, Py_ssize_t node, bint is_full) noexcept nogil
-    cdef double note(self, Py_ssize_t expert) noexcept nogil
+    cdef void note(self, Py_ssize_t expert) noexcept nogil
     cdef void try_put(self, Py_ssize_t expert, Py_ssize_t device, Py_ssize_t sign) noexcept nogil
     @cython.locals(may_grow=bint, gained=bint)
     cdef bint improve(self, Py_ssize_t expert) noexcept nogil

@@ -3,13 +3,10 @@
 """Everything of planning that loops over experts and devices: the only compiled file.
 
 The file is Python in Cython's pure-Python mode. An installation with a C compiler makes an extension module
-of it, which Python then imports in its place; without one, Python runs this file itself, about a hundred
-times slower and with equal results (``compiled_form.py``). One language was chosen over a C++ extension
-because a second implementation for machines without a compiler would have to be kept equal to the first one.
-
-Callers pass memoryviews of numpy arrays in C order: int64 for whole numbers, float64 for others. The compiler
-is told not to check indexes, so indexes are never negative here. Sums are added in a fixed order, and the
-compiler may not contract ``a * b + c``: all ranks, in both forms, must find the same placements.
+of it; without one, Python runs this file itself, about a hundred times slower and with equal results
+(``compiled_form.py``). Arrays are in C order: int64 for whole numbers, float64 for others. Indexes are not
+checked, so they are never negative here. Sums are added in a fixed order, and the compiler may not contract
+``a * b + c``: all ranks, in both forms, must find the same placements.
 
 Shape letters: E experts, D devices, N nodes, P pairs of expert and device.
 """
@@ -58,13 +55,7 @@ class Trees:
     """
 
     def __init__(self, owner_E: object, nodes: object, present_ED: object) -> None:
-        """Begin with a placement.
-
-        Args:
-            owner_E: Owner of each expert.
-            nodes: ``node_D``, ``member_D`` and ``first_N``.
-            present_ED: Bytes, 1 where a device has an expert besides its owner; not changed.
-        """
+        """Begin with a placement; ``nodes`` are ``node_D``, ``member_D`` and ``first_N``."""
         self.owner_E = owner_E
         self.node_D, self.member_D, self.first_N = nodes
         self.num_experts, self.num_devices = len(owner_E), len(self.node_D)
@@ -133,24 +124,15 @@ class Trees:
 
     def write_edge(self, edges: memoryview, row: int, expert: int, source: int, to: int, depth: int) -> None:
         """Write one edge."""
-        edges[row, 0] = expert
-        edges[row, 1] = source
-        edges[row, 2] = to
-        edges[row, 3] = depth
+        edges[row, 0], edges[row, 1], edges[row, 2], edges[row, 3] = expert, source, to, depth
 
 
 def two_level_edges(owner_E: object, nodes: object, present_ED: object, edges: object) -> int:
     """The edges by which each expert crosses to each node once, and then spreads inside the node.
 
-    Args:
-        owner_E: Owner of each expert, int64 ``[E]``.
-        nodes: Node of each device, devices by node, first device of each node: three int64 arrays.
-        present_ED: Bytes ``[E, D]``, 1 where a device has an expert.
-        edges: Gets expert, source, destination and depth of each edge, int64 ``[P, 4]``. The depth is twice
-            the number of hops before the edge, plus 1 inside a node.
-
-    Returns:
-        The number of edges.
+    ``edges`` gets expert, source, destination and depth of each edge, int64 ``[P, 4]``. The depth is twice
+    the number of hops before the edge, plus 1 inside a node. The other arguments are those of :class:`Trees`;
+    the result is the number of edges.
     """
     trees = Trees(owner_E, nodes, present_ED)
     return trees.write_edges(edges)
@@ -319,17 +301,7 @@ class Layer(Trees):
         slots: int,
         present_ED: object,
     ) -> None:
-        """Begin with a placement whose experts are all counted.
-
-        Args:
-            load_ED: Pairs by expert and source device, float64 ``[E, D]``.
-            load_EN: Pairs by expert and source node, float64 ``[E, N]``.
-            owner_E: As in :class:`Trees`, and so are ``nodes`` and ``present_ED``.
-            nodes: Nodes.
-            costs: The arguments of :class:`Price`.
-            slots: Most replicas that a device may hold.
-            present_ED: Replicas.
-        """
+        """Begin with a placement whose experts are all counted; ``costs`` are the arguments of ``Price``."""
         Trees.__init__(self, owner_E, nodes, present_ED)
         self.load_ED, self.load_EN, self.slots = load_ED, load_EN, slots
         self.costs = Price(*costs)
@@ -471,11 +443,9 @@ class Layer(Trees):
         self.most[row, 2] = moved
 
     def price_with(self, expert: int, beside: int) -> float:
-        """Seconds of the layer with experts that were out when :meth:`price` was last called.
+        """Seconds of the layer with an expert that is out, and one that came in since :meth:`price`.
 
-        Args:
-            expert: An expert that is out, with its present holders; -1 for none.
-            beside: An expert that has come in since; -1 for none.
+        Either of them may be -1 for none.
         """
         tokens = near = far = moved_near = moved_far = weight = 0.0
         hops, fill, is_smooth = self.hops, self.fill, self.is_smooth
@@ -544,8 +514,9 @@ class Search(Layer):
         owned_D = np.bincount(np.asarray(self.owner_E), minlength=devices)
         self.first_D = memoryview(np.concatenate([[0], np.cumsum(owned_D)]))
 
-    def keep(self, seconds: float) -> None:
+    def keep(self) -> None:
         """Keep the present placement if it is the best so far."""
+        seconds = self.price()
         if seconds < self.kept_s * (1.0 - _ROUNDING):
             self.kept_s = seconds
             _copy(self.has_ED, self.kept_ED)
@@ -569,10 +540,8 @@ class Search(Layer):
     def spread(self, expert: int, kind: int) -> None:
         """Change the replicas of an expert that is out.
 
-        Args:
-            expert: The expert.
-            kind: 0: it loses all. 1: it gets one in every node without it. 2: it gets one more in every node.
-                3: it gets one on every device with a free slot.
+        By ``kind`` it 0: loses all, 1: gets one in every node without it, 2: gets one more in every node, 3:
+        gets one on every device with a free slot.
         """
         for node in range(self.num_nodes):
             if kind == 2 or (kind == 1 and self.holders_EN[expert, node] == 0):
@@ -648,14 +617,13 @@ class Search(Layer):
                 found = device
         return found
 
-    def note(self, expert: int) -> float:
+    def note(self, expert: int) -> None:
         """Price the present holders of an expert that is out; remember them if they are the best trial."""
         seconds = self.price_with(expert, -1)
         if seconds < self.trial_s * (1.0 - _ROUNDING):
             self.trial_s = seconds
             for device in range(self.num_devices):
                 self.tried_D[1, device] = self.has_ED[expert, device]
-        return seconds
 
     def try_put(self, expert: int, device: int, sign: int) -> None:
         """Note one more replica (sign 1), or one less, of an expert that is out; nothing is changed."""
@@ -666,14 +634,13 @@ class Search(Layer):
     def improve(self, expert: int) -> bool:
         """Try changes of one expert's holders, and make the best one; say whether there was one.
 
-        The changes are: one replica more, one less, one elsewhere, one in every node, everywhere, none. Of
-        the ways to move a replica, those are tried that drop the best one to drop or add the best one to add.
+        They are: one replica more, or one in every node; and if these save nothing, one less, one everywhere,
+        none.
         """
         self.count(expert, -1)
         if self.price() >= self.best * (1.0 - _ROUNDING):  # other experts decide the price
             self.count(expert, 1)
             return False
-        owner = self.owner_E[expert]
         may_grow = self.may_grow(expert)
         for device in range(self.num_devices):
             self.tried_D[0, device] = self.has_ED[expert, device]
@@ -688,7 +655,7 @@ class Search(Layer):
             self.hold(expert, self.tried_D, 0)
         if self.trial_s == self.best:
             for device in range(self.num_devices):
-                if self.tried_D[0, device] and device != owner:
+                if self.tried_D[0, device] and device != self.owner_E[expert]:
                     self.try_put(expert, device, -1)
             if may_grow:
                 self.spread(expert, 3)
@@ -698,12 +665,11 @@ class Search(Layer):
         gained = self.trial_s < self.best
         self.hold(expert, self.tried_D, 1 if gained else 0)
         self.count(expert, 1)
-        if gained:
-            self.best = self.trial_s
+        self.best = self.trial_s
         return gained
 
     def swap(self, expert: int) -> bool:
-        """Let an expert take the place of the replica that does least on a full device of each node.
+        """Let an expert take the place of the least useful replica of a full device of a node.
 
         That other expert loses the replica, or gets one where this expert gives one up. The best of these
         changes is made; says whether there was one.
@@ -722,18 +688,19 @@ class Search(Layer):
                 continue
             self.count(other, -1)
             if self.price() < least * (1.0 - _ROUNDING):
-                seconds = self.price_exchange(expert, other, device, -1)
-                if seconds < least * (1.0 - _ROUNDING):
-                    least, to, instead, given = seconds, device, other, -1
-                for back in range(self.num_devices if to < 0 else 0):
-                    if (
-                        self.has_ED[expert, back]
-                        and back != self.owner_E[expert]
-                        and not self.has_ED[other, back]
+                # The other expert loses the replica, or gets the one of this expert on a device `back`.
+                for back in range(-1, self.num_devices):
+                    if back == 0 and to >= 0:
+                        break
+                    if back >= 0 and (
+                        not self.has_ED[expert, back]
+                        or back == self.owner_E[expert]
+                        or self.has_ED[other, back]
                     ):
-                        seconds = self.price_exchange(expert, other, device, back)
-                        if seconds < least * (1.0 - _ROUNDING):
-                            least, to, instead, given = seconds, device, other, back
+                        continue
+                    seconds = self.price_exchange(expert, other, device, back)
+                    if seconds < least * (1.0 - _ROUNDING):
+                        least, to, instead, given = seconds, device, other, back
             self.count(other, 1)
         if to >= 0:
             self.count(instead, -1)
@@ -775,10 +742,8 @@ class Search(Layer):
     def descend(self, is_smooth: bool, num_free: int) -> None:
         """Change experts of the busiest device and of the busiest link while this saves seconds.
 
-        Args:
-            is_smooth: Whether the smooth price falls, or the exact one, by which the result is kept.
-            num_free: Experts that each link carries in addition to those that compute hides, and that cost
-                nothing during the descent.
+        The result is kept by the exact price. During the descent, ``num_free`` experts on each link cost
+        nothing, in addition to those that compute hides.
         """
         hidden, hidden_back = self.costs.hidden, self.costs.hidden_back
         if num_free > 0:
@@ -796,7 +761,7 @@ class Search(Layer):
             pass
         self.is_smooth = False
         self.costs.hidden, self.costs.hidden_back = hidden, hidden_back
-        self.keep(self.price())
+        self.keep()
 
     def step(self) -> bool:
         """Change one expert of the busiest device or link; False if nothing saves seconds."""
@@ -830,18 +795,11 @@ class Search(Layer):
             num_free *= 2
 
     def give_away(self, in_all_nodes: bool, level: float, room: int) -> int:
-        """Water filling: raise ``want_E`` until no owner keeps more than a part of the mean load.
+        """Water filling: raise ``want_E`` until no owner keeps more than a part of the mean load, ``level``.
 
         The owner with the highest load goes first, and of its experts the one whose next replica takes most
-        from it.
-
-        Args:
-            in_all_nodes: Whether an expert gets as many replicas at once as there are nodes.
-            level: The part of the mean load.
-            room: Replicas for which there is room.
-
-        Returns:
-            The room that is left; 0 if nothing more can be done.
+        from it; ``in_all_nodes``, it gets as many at once as there are nodes. The result is the number of
+        replicas for which there is still room; 0 if nothing more can be done.
         """
         while room > 0:
             owner = 0
@@ -922,7 +880,7 @@ class Search(Layer):
                 if room != before:
                     self.become(self.owners_ED)
                     self.place_wanted()
-                    self.keep(self.price())
+                    self.keep()
 
     def seed_everywhere(self) -> None:
         """Keep the best of the placements with the hottest 1, 2, … experts on all devices (FasterMoE)."""
@@ -930,7 +888,7 @@ class Search(Layer):
             self.count(self.hottest_E[i], -1)
             self.spread(self.hottest_E[i], 3)
             self.count(self.hottest_E[i], 1)
-            self.keep(self.price())
+            self.keep()
 
     def prune(self) -> None:
         """Drop the replicas without which the kept placement costs no more."""
@@ -975,7 +933,7 @@ class Search(Layer):
         self.seed_everywhere()
         self.seed_by_levels()
         self.become(self.start_ED)
-        self.keep(self.price())
+        self.keep()
         self.climb()
         self.become(self.kept_ED)
         self.descend(False, 0)
@@ -998,8 +956,7 @@ def search_replicas(
         start_ED: Bytes ``[E, D]``: a placement within the limits that serves as one more seed.
 
     Returns:
-        Seconds of the layer without replicas and with those of the placement that was found, both without
-        router counts; and the placement, bytes ``[E, D]``.
+        Seconds without replicas and with those that were found, and the placement, bytes ``[E, D]``.
     """
     search = Search(layer, most_replicated, most_prices, start_ED)
     with cython.nogil:
@@ -1008,7 +965,7 @@ def search_replicas(
 
 
 def price_replicas(layer: tuple) -> float:
-    """Seconds of a layer with the placement of its arguments (:class:`Layer`), without router counts."""
+    """Seconds of a layer with the placement of its arguments (:class:`Layer`)."""
     found = Layer(*layer)
     return found.price()
 

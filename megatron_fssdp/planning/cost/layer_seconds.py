@@ -141,9 +141,8 @@ def transfer_times(
     near_s, far_s, host_s = _message_seconds(links, expert_bytes, messages, traffic.num_hops, adds)
     first_s = traffic.fill_hops[0] * near_s + traffic.fill_hops[1] * far_s
     times = links.times(traffic.busiest, expert_bytes)
-    return LinkTimes(
-        *(max(first_s + busy_s, host_s) if busy_s else 0.0 for busy_s in (times.near_s, times.far_s))
-    )
+    near_s, far_s = (max(first_s + s, host_s) if s else 0.0 for s in (times.near_s, times.far_s))
+    return LinkTimes(near_s, far_s)
 
 
 def moving_seconds(
