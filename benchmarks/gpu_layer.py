@@ -247,7 +247,7 @@ def both_passes(layer: Any, hidden: Any, upstream: Any) -> Any:
 
 def take_turns(calls: dict[str, Callable[[], Any]], device: Any, repetitions: int) -> dict[str, list[float]]:
     """Return the seconds of each call in each round. Every round has a new random order."""
-    from megatron_fssdp.collectives.probes.device_timing import elapsed_s
+    from megatron_fssdp.collectives.device_clock import elapsed_s
 
     order, seconds = random.Random(0), {name: [] for name in calls}
     for number in range(_WARM_UP + repetitions):
@@ -260,7 +260,7 @@ def take_turns(calls: dict[str, Callable[[], Any]], device: Any, repetitions: in
 
 def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions: int) -> list[float]:
     """Return quartiles of the host seconds for planning and preparing the dispatch of one layer."""
-    from megatron_fssdp.collectives.probes.device_timing import synchronize
+    from megatron_fssdp.collectives.device_clock import synchronize
 
     slot_layer, spent_s, totals = layer.slot_layer, [0.0], []
 

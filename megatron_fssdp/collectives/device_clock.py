@@ -1,6 +1,7 @@
 """Moments on the clock of a device: seconds of the host for CPUs, events of the current stream for CUDA."""
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -26,3 +27,18 @@ def seconds_between(begin: Moment, end: Moment) -> float:
     begin.synchronize()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
+
+
+def elapsed_s(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds from the start of an action on an idle device until the device is idle again."""
+    synchronize(device)
+    started_s = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - started_s
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a CUDA device is idle; other devices do not run asynchronously."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

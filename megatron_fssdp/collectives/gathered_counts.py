@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.messages import wait_for
-from megatron_fssdp.collectives.transfer_lanes import lane_stream
+from megatron_fssdp.collectives.transfer_lanes import stream_lane
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ def start_counts(
     counts = counts.view(1 if peers is None else len(counts), -1, num_experts)
     if counts.device.type == "cpu":
         return CountsOnTheWay(counts, works, counts, None)
-    copier = lane_stream("counts", group, counts.device)
+    copier = stream_lane(group, counts.device, "counts").stream
     copier.wait_stream(torch.cuda.current_stream(counts.device))
     with torch.cuda.stream(copier):
         # A copy that does not block goes to pinned memory, which the allocator of the host keeps for reuse.

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -25,38 +24,22 @@ class Posting(NamedTuple):
     tag: int
 
 
-@dataclass(eq=False)
-class Poster:
-    """Posts messages in the way of one communication library.
+def post(messages: Sequence[Posting], group: dist.ProcessGroup, *, in_batch: bool) -> list[dist.Work]:
+    """Start messages together, and return a work handle for each of them.
 
     NCCL needs the sends and receives of a step in one batch, because it matches them by their order. Gloo has
-    no batches, and single messages cost the host less time. Its sender waits for the receiver, so early
-    receives hide a round trip for each message.
-
-    Attributes:
-        in_batches: Whether to start messages as one batch.
-        lookahead: Number of steps by which a receive is posted early, and for which a send can stay open.
+    no batches, and single messages cost the host less time.
     """
-
-    in_batches: bool
-    lookahead: int
-
-    def post(self, messages: Sequence[Posting], group: dist.ProcessGroup) -> list[dist.Work]:
-        """Start messages together, and return a work handle for each of them."""
-        if not self.in_batches:
-            started = [
-                dist.irecv(tensor, group=group, tag=tag, group_src=peer)
-                if is_receive
-                else dist.isend(tensor, group=group, tag=tag, group_dst=peer)
-                for is_receive, tensor, peer, tag in messages
-            ]
-            return [work for work in started if work is not None]  # None is for ranks outside the group.
-        works = _batch(messages, group)
-        return works if len(works) == len(messages) else works[:1] * len(messages)
-
-
-GLOO: Final = Poster(in_batches=False, lookahead=4)
-NCCL: Final = Poster(in_batches=True, lookahead=0)
+    if not in_batch:
+        started = [
+            dist.irecv(tensor, group=group, tag=tag, group_src=peer)
+            if is_receive
+            else dist.isend(tensor, group=group, tag=tag, group_dst=peer)
+            for is_receive, tensor, peer, tag in messages
+        ]
+        return [work for work in started if work is not None]  # None is for ranks outside the group.
+    works = _batch(messages, group)
+    return works if len(works) == len(messages) else works[:1] * len(messages)
 
 
 def start_exchange(

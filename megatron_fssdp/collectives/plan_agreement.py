@@ -3,10 +3,7 @@
 import hashlib
 from collections import Counter
 
-import torch
 import torch.distributed as dist
-
-_DIGEST_BYTES = 16
 
 
 def check_agreement(digest: bytes, group: dist.ProcessGroup, what: str) -> None:
@@ -21,14 +18,9 @@ def check_agreement(digest: bytes, group: dist.ProcessGroup, what: str) -> None:
         RuntimeError: The digests differ. The message names ``what`` and the ranks whose digest differs from
             the most common one. If several digests are equally common, the one of the lowest rank counts.
     """
-    world_size = dist.get_world_size(group)
-    own = hashlib.blake2b(digest, digest_size=_DIGEST_BYTES).digest()
-    device = _device_of(group)
-    gathered = torch.empty(world_size * _DIGEST_BYTES, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(
-        gathered, torch.tensor(list(own), dtype=torch.uint8, device=device), group=group
-    )
-    digests = [bytes(row) for row in gathered.view(world_size, -1).tolist()]
+    world_size = group.size()
+    digests = [b""] * world_size
+    dist.all_gather_object(digests, hashlib.blake2b(digest, digest_size=16).digest(), group=group)
     # Among equally common digests, Counter returns the one that it saw first: the lowest rank's.
     common, count = Counter(digests).most_common(1)[0]
     if count < world_size:
@@ -36,12 +28,7 @@ def check_agreement(digest: bytes, group: dist.ProcessGroup, what: str) -> None:
         listing = ", ".join(f"{rank}: {other.hex()[:8]}" for rank, other in enumerate(digests))
         raise RuntimeError(
             f"[fssdp] {what} is not the same on all {world_size} ranks: ranks {differing} differ from the "
-            f"others (this is rank {dist.get_rank(group)}; hashes by rank: {listing}). A plan must depend "
+            f"others (this is rank {group.rank()}; hashes by rank: {listing}). A plan must depend "
             "only on data that all ranks share; look for loads, settings or random numbers that differ "
             "between ranks"
         )
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    backend = dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")

@@ -148,8 +148,7 @@ class StreamTransfer(PendingTransfer):
     Megatron's combined 1F1B schedule, the memory can belong to another stream than the waiting one, on which
     its use is then recorded.
 
-    Its results come from ``steps``. It has ``num_batches`` batches, of which it issues at most ``at_once`` at
-    one point, and ``touched`` are the tensors that it reads or writes, results included.
+    The arguments are those of :meth:`StreamLane.submit`.
     """
 
     def __init__(
@@ -213,15 +212,9 @@ class StreamTransfer(PendingTransfer):
 class StreamLane:
     """Issues the transfers of one process group on one CUDA stream, in the order of their submission."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.device = device
-        self._group = group
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
         self._open: deque[StreamTransfer] = deque()
-
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        """The stream of the transfers."""
-        return lane_stream("transfers", self._group, self.device)
 
     def submit(
         self,
@@ -262,9 +255,7 @@ class StreamLane:
 
 
 _thread_lanes: dict[tuple[int, str], ThreadLane] = {}
-_stream_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, StreamLane]] = WeakKeyDictionary()
-_Key = tuple[str, torch.device, type[torch.cuda.Stream]]
-_streams: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, torch.cuda.Stream]] = WeakKeyDictionary()
+_stream_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[object, StreamLane]] = WeakKeyDictionary()
 
 
 def thread_lane(group: dist.ProcessGroup) -> ThreadLane:
@@ -276,26 +267,18 @@ def thread_lane(group: dist.ProcessGroup) -> ThreadLane:
     return _thread_lanes[key]
 
 
-def stream_lane(group: dist.ProcessGroup, device: torch.device) -> StreamLane:
-    """The lane of a process group's transfers on a CUDA device; it is created at the first call."""
-    lanes = _stream_lanes.setdefault(group, {})
-    if device not in lanes:
-        lanes[device] = StreamLane(group, device)
-    return lanes[device]
-
-
-def lane_stream(use: str, group: dist.ProcessGroup, device: torch.device) -> torch.cuda.Stream:
-    """The stream of one kind of use of a process group on a device; it is created at the first call.
+def stream_lane(group: dist.ProcessGroup, device: torch.device, use: str = "transfers") -> StreamLane:
+    """The lane for one use of a process group on a CUDA device; it is created at the first call.
 
     Torch hands out streams from a pool of 32 and begins again after the last one. A new stream for each
     transfer would soon be that of an earlier transfer or of another library.
     """
-    streams = _streams.setdefault(group, {})
+    lanes = _stream_lanes.setdefault(group, {})
     # Tests replace the class by that of a virtual device, whose streams serve that device alone.
     key = (use, device, torch.cuda.Stream)
-    if key not in streams:
-        streams[key] = torch.cuda.Stream(device)
-    return streams[key]
+    if key not in lanes:
+        lanes[key] = StreamLane(device)
+    return lanes[key]
 
 
 def advance_transfers(group: dist.ProcessGroup) -> None:

@@ -1,8 +1,6 @@
 """Lanes run transfers in the background and measure their times; a lane of CUDA tensors has points."""
 
 import gc
-import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,7 +16,6 @@ from megatron_fssdp.collectives.transfer_lanes import (
     ThreadLane,
     TransferTimer,
     advance_transfers,
-    lane_stream,
     stream_lane,
 )
 from megatron_fssdp.megatron_adapter.cpu.cpu_device import FinishedStream, HostEvent
@@ -30,44 +27,6 @@ Steps = Generator[None, None, dict[int, Tensor]]
 def one_step(run: Callable[[], dict[int, Tensor]]) -> Steps:
     yield
     return run()
-
-
-def test_transfers_run_one_after_another_while_the_caller_goes_on() -> None:
-    lane, may_end = ThreadLane("test"), threading.Event()
-    order: list[int] = []
-
-    def first() -> dict[int, Tensor]:
-        may_end.wait(30)
-        order.append(1)
-        assert not torch.is_grad_enabled()
-        return {1: torch.ones(2)}
-
-    def second() -> dict[int, Tensor]:
-        order.append(2)
-        return {}
-
-    pending = [lane.submit(one_step(run), TransferTimer()) for run in (first, second)]
-    assert order == [], "the caller waited"
-    may_end.set()
-    assert pending[1].wait() == {}
-    assert torch.equal(pending[0].wait()[1], torch.ones(2))
-    assert order == [1, 2]
-    one, other = (cast(Any, transfer.timer) for transfer in pending)
-    assert 0 < one.begin <= one.end <= other.begin <= other.end
-
-
-def test_only_the_time_spent_waiting_is_exposed() -> None:
-    lane, may_end = ThreadLane("test"), threading.Event()
-    waited = lane.submit(one_step(lambda: {} if may_end.wait(30) else {0: torch.ones(1)}), TransferTimer())
-    threading.Timer(0.05, may_end.set).start()
-    assert waited.wait() == {}
-    busy_s, exposed_s = waited.timer.seconds()
-    assert 0 < exposed_s <= busy_s
-    hidden = lane.submit(one_step(lambda: time.sleep(0.02) or {}), TransferTimer())
-    lane.submit(one_step(dict), TransferTimer()).wait()
-    assert hidden.timer.seconds()[1] == 0, "nothing has waited for it yet"
-    hidden.wait()
-    assert hidden.timer.seconds()[0] >= 0.02
 
 
 def test_exposed_time_never_exceeds_the_transfers_time() -> None:
@@ -173,14 +132,6 @@ def start(current: list[FinishedStream], issued: list[str], group: Any) -> Calla
     return submit
 
 
-def test_with_many_connections_everything_is_issued_at_the_start(group, issued, start) -> None:
-    pending = start("a", 3, None)
-    assert issued == ["a0", "a1", "a2", "a end"]
-    advance_transfers(group)
-    assert pending.wait()[0].item() == 1
-    assert issued == ["a0", "a1", "a2", "a end"]
-
-
 @pytest.mark.parametrize("at_once", [1, 2, 3])
 def test_with_one_connection_each_point_issues_at_most_so_many_batches(group, issued, start, at_once) -> None:
     pending = start("a", 7, at_once)
@@ -207,16 +158,6 @@ def test_a_transfer_begins_after_the_batches_of_the_transfers_before_it(group, i
     first.wait()
     third.wait()
     assert issued[8:] == [f"c{batch}" for batch in range(1, 9)] + ["c end"]
-
-
-def test_an_error_of_a_batch_reaches_the_caller(group, current) -> None:
-    def broken() -> Steps:
-        yield
-        raise ConnectionError("peer went away")
-
-    pending = stream_lane(group, DEVICE).submit(broken(), TransferTimer(), 2, 1, [])
-    with pytest.raises(ConnectionError, match="peer went away"):
-        pending.wait()
 
 
 def test_tensors_stay_until_the_wait_and_no_longer(start) -> None:
@@ -251,10 +192,3 @@ def test_the_use_of_memory_on_other_streams_than_the_default_one_is_recorded(cur
         pending = start("b", 0, None, [combined])
     pending.wait()
     assert combined.streams == [current[0]]
-
-
-def test_streams_are_made_once_for_each_use_and_group(group: dist.ProcessGroup, current: Any) -> None:
-    made = lane_stream("counts", group, DEVICE)
-    assert lane_stream("counts", group, DEVICE) is made
-    assert stream_lane(group, DEVICE).stream is lane_stream("transfers", group, DEVICE) is not made
-    assert lane_stream("counts", cast(Any, Group()), DEVICE) is not made

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fssdp.dispatchers import step_exchange
 from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher, _Pass
 from megatron_fssdp.planning.placement.topology import GroupRing
 
@@ -74,41 +73,6 @@ def test_weights_are_awaited_where_rows_need_them() -> None:
     assert steps_that_wait([1], own_last=True) == [1, 3]
     assert steps_that_wait([], own_last=True) == [3]
     assert steps_that_wait(None, own_last=True) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("own_last", [False, True])
-def test_rows_of_a_step_leave_just_before_the_compute_of_the_step_before(
-    monkeypatch: pytest.MonkeyPatch, own_last: bool
-) -> None:
-    order: list[str] = []
-
-    class Work:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait(self) -> None:
-            order.append(f"wait {self.name}")
-
-    def start(outgoing: Any, incoming: Any, group: Any, tag: int) -> Any:
-        name = "S" if tag == step_exchange._ROWS_TAG else "R"
-        name += str(sum(x.startswith(name) for x in order))
-        order.append(name)
-        return [Work(name)], [Work(f"{name} sent")]
-
-    def compute(step: int, rows: Any) -> Any:
-        order.append(f"C{step}")
-        return rows
-
-    monkeypatch.setattr(step_exchange, "start_exchange", start)
-    group: Any = None
-    step_exchange.exchange_in_steps(
-        [torch.ones(3)], [torch.zeros(3)], [1] * 3, [1] * 3, compute, GroupRing(1, 3, 1, own_last), group
-    )
-    wanted = ["S0", "S1", "wait S0", "C0", "R0", "S2", "wait S1", "C1", "R1", "wait S2", "C2", "R2"]
-    assert order[:12] == wanted
-    assert sorted(order[12:]) == sorted(
-        [*(f"wait S{i} sent" for i in range(3)), *(f"wait R{i}{x}" for i in range(3) for x in ("", " sent"))]
-    )
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:

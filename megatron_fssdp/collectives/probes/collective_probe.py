@@ -11,7 +11,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.probes.device_timing import elapsed_s
+from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.collectives.probes.link_probe import pass_on
 from megatron_fssdp.planning.cost.cost_model import LinkFit
 

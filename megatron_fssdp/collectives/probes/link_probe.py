@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.collectives.messages import exchange
-from megatron_fssdp.collectives.probes.device_timing import elapsed_s
 from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, fit_link_cost
 from megatron_fssdp.planning.placement.topology import Topology
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
-from megatron_fssdp.collectives.messages import GLOO, NCCL, Poster, Posting, connect_pairs, wait_for
+from megatron_fssdp.collectives.messages import Posting, connect_pairs, post, wait_for
 from megatron_fssdp.collectives.sparse.transfer_cargo import GatherCargo, ReductionCargo
 from megatron_fssdp.collectives.sparse.wavefront import num_steps, steps_of
 from megatron_fssdp.collectives.transfer_lanes import (
@@ -55,7 +55,6 @@ class SparseTransfer:
             (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A transfer then issues its batches at several points of the
             program (``transfer_lanes.py``), as many at each point as the plan has hops on its longest path.
             Equal on all ranks. Unused on CPU.
-        poster: How messages are posted; ``None`` posts them as the device's communication library needs it.
         journal: List to which the timer of every started transfer is appended.
         what: Name of the moved experts in error messages.
 
@@ -74,25 +73,18 @@ class SparseTransfer:
         device: torch.device | str = "cpu",
         messages: MessageRule | None = None,
         one_queue: bool = False,
-        poster: Poster | None = None,
         journal: list[TransferTimer] | None = None,
         what: str = "experts",
     ) -> None:
-        if plan.num_devices != dist.get_world_size(group):
-            raise ValueError(
-                f"the plan is for {plan.num_devices} devices, the group has {dist.get_world_size(group)}; "
-                "make the plan for the size of the group"
-            )
-        self.group, self.plan, self.rank = group, plan, dist.get_rank(group)
+        self.group, self.plan, self.rank = group, plan, group.rank()
         self.num_elements, self.dtype, self.device = num_elements, dtype, torch.device(device)
         self.messages, self._journal, self._what = messages, journal, what
         received, forwarded = ({edge.expert for edge in edges} for edges in plan.edges_of(self.rank))
         self.received_experts = tuple(sorted(received))
         self.shared_experts = tuple(sorted(forwarded - received))
-        on_cuda = self.device.type == "cuda"
-        self._poster = poster or (NCCL if on_cuda else GLOO)
-        self._one_queue = one_queue and on_cuda
-        if on_cuda:
+        self._on_cuda = self.device.type == "cuda"
+        self._one_queue = one_queue and self._on_cuda
+        if self._on_cuda:
             connect_pairs(group, self.device)
 
     def start_all_gather(
@@ -120,7 +112,6 @@ class SparseTransfer:
         partial: Mapping[int, Tensor],
         *,
         dtype: torch.dtype | None = None,
-        result_dtype: torch.dtype | None = None,
         out: Mapping[int, Tensor] | None = None,
     ) -> PendingTransfer:
         """Start SparseReduceScatter. Its ``wait()`` returns the sums of :attr:`shared_experts` by expert.
@@ -135,12 +126,11 @@ class SparseTransfer:
                 not write to the tensors before the wait.
             dtype: Data type of the parts; ``None`` takes it from ``partial``. Owners without parts of their
                 own need it if it differs from the transfer's ``dtype``.
-            result_dtype: Data type of the sums; ``None`` for that of the parts.
             out: Flat tensors to fill with the sums, of any dtype; ``None`` allocates them.
         """
         if dtype is None:
             dtype = next((tensor.dtype for tensor in partial.values()), self.dtype)
-        sums = self._new(self.shared_experts, result_dtype or dtype) if out is None else dict(out)
+        sums = self._new(self.shared_experts, dtype) if out is None else dict(out)
         chunk_elements = self._chunk_elements(dtype, reduction_stages(self.plan.max_depth + 1))
         cargo = ReductionCargo(partial, sums, chunk_elements, dtype)
         return self._start(cargo, chunk_elements, dtype, sums, partial.values(), _nothing)
@@ -166,7 +156,7 @@ class SparseTransfer:
         if not self.plan.edges or (is_idle and not self._one_queue):
             return PendingTransfer(timer, results)
         steps = self._steps(cargo, num_chunks, results, fill)
-        if self.device.type != "cuda":
+        if not self._on_cuda:
             return thread_lane(self.group).submit(steps, timer)
         at_once = self.plan.max_depth + 1 if self._one_queue else None
         touched = [*sources, *results.values()]
@@ -181,20 +171,20 @@ class SparseTransfer:
         with naming_failures(f"{'SparseAllGather' if is_gather else 'SparseReduceScatter'} of {self._what}"):
             fill()
             steps = steps_of(self.plan, self.rank, num_chunks, is_gather=is_gather)
-            lookahead = self._poster.lookahead
+            # Steps by which a receive is posted early, and for which a send can stay open. Gloo's sender
+            # waits for the receiver, so early receives hide a round trip for each message.
+            lookahead = 0 if self._on_cuda else 4
             open_sends: deque[list[dist.Work]] = deque()
             for t in range(-lookahead, len(steps) + 1):
                 receives = steps[t + lookahead].receives if t + lookahead < len(steps) else []
                 sends = steps[t].sends if 0 <= t < len(steps) else []
                 buffers = [cargo.receive_buffer(message) for message in receives]
                 tensors = [*buffers, *map(cargo.outgoing, sends)]
-                works = self._poster.post(
-                    [
-                        Posting(n < len(receives), tensor, one.peer, 2 * one.expert + (not is_gather))
-                        for n, (one, tensor) in enumerate(zip([*receives, *sends], tensors, strict=True))
-                    ],
-                    self.group,
-                )
+                postings = [
+                    Posting(n < len(receives), tensor, one.peer, 2 * one.expert + (not is_gather))
+                    for n, (one, tensor) in enumerate(zip([*receives, *sends], tensors, strict=True))
+                ]
+                works = post(postings, self.group, in_batch=self._on_cuda)
                 for message, buffer, work in zip(receives, buffers, works, strict=False):
                     cargo.inbox[message.expert, message.chunk].append((buffer, work))
                 open_sends.append(works[len(receives) :])

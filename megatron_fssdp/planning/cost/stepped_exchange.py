@@ -1,6 +1,6 @@
 """Seconds of a layer's exchanges and experts in the steps of FasterMoE's smart schedule (§4.2, Fig. 8).
 
-The runtime's exchange is ``dispatchers/step_exchange.py``. Here, messages run in the order
+The runtime's exchange is ``dispatchers/smart_schedule.py``. Here, messages run in the order
 ``S_0 … S_{n−1}, R_0 … R_{n−1}``, and compute in the order ``C_0 … C_{n−1}``. Step 0 uses the links inside a
 group. The other steps share the links between groups in equal parts. Compute is divided evenly.
 

@@ -15,35 +15,22 @@ _Span = tuple[Moment, Moment]
 
 
 @dataclass(eq=False)
-class _Passes:
-    """An iteration's forward passes: rows of the experts, spans before the layer, spans of the experts."""
-
-    num_rows: int = 0
-    before: list[_Span] = field(default_factory=list)
-    experts: list[_Span] = field(default_factory=list)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether there are any."""
-        return bool(self.before or self.experts)
-
-
-@dataclass(eq=False)
 class LayerStopwatch:
     """Times of one layer's forward passes.
 
     A recomputed forward pass is a part of the backward pass and is not counted. The first iteration with
     measurements is cold: kernels are loaded or compiled, memory is allocated and communicators connect. It
-    counts only if no other iteration was measured.
+    counts only until another iteration is measured.
+
+    Attributes:
+        num_rows: Number of rows in all counted forward passes of the experts.
     """
 
-    _iterations: list[_Passes] = field(default_factory=lambda: [_Passes()])
+    num_rows: int = 0
+    _before: list[_Span] = field(default_factory=list)
+    _experts: list[_Span] = field(default_factory=list)
+    _num_over: int = 0  # iterations with measurements that have ended
     _begin: Moment | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows in all counted forward passes of the experts."""
-        return sum(passes.num_rows for passes in self._counted)
 
     def layer_begins(self, device: torch.device) -> None:
         """Mark the start of the compute before the layer, after its transfers were posted.
@@ -55,7 +42,8 @@ class LayerStopwatch:
     def tokens_ready(self) -> None:
         """Mark the end of the compute before the layer, which includes the gate."""
         if self._begin is not None:
-            self._iterations[-1].before.append((self._begin, now(is_cuda=not isinstance(self._begin, float))))
+            self._drop_cold()
+            self._before.append((self._begin, now(is_cuda=not isinstance(self._begin, float))))
             self._begin = None
 
     @contextmanager
@@ -64,25 +52,25 @@ class LayerStopwatch:
         begin = now(device.type == "cuda")
         yield
         if not in_backward():
-            self._iterations[-1].experts.append((begin, now(device.type == "cuda")))
-            self._iterations[-1].num_rows += num_rows
+            self._drop_cold()
+            self._experts.append((begin, now(device.type == "cuda")))
+            self.num_rows += num_rows
 
     def iteration_ends(self) -> None:
-        """Mark the end of an iteration. The passes after the first one with measurements are warm."""
-        if self._iterations[-1].is_measured:
-            self._iterations.append(_Passes())
+        """Mark the end of an iteration."""
+        self._num_over += bool(self._before or self._experts)
         self._begin = None
 
     def before_s(self) -> float:
         """Median seconds of the compute before the layer; 0 if none was measured."""
-        spans = [span for passes in self._counted for span in passes.before]
-        return median_high([seconds_between(*span) for span in spans]) if spans else 0.0
+        return median_high([seconds_between(*span) for span in self._before]) if self._before else 0.0
 
     def experts_s(self) -> float:
         """Total seconds of the experts' forward passes."""
-        return sum(seconds_between(*span) for passes in self._counted for span in passes.experts)
+        return sum(seconds_between(*span) for span in self._experts)
 
-    @property
-    def _counted(self) -> list[_Passes]:
-        cold, *warm = self._iterations
-        return warm if any(passes.is_measured for passes in warm) else [cold]
+    def _drop_cold(self) -> None:
+        if self._num_over == 1:
+            self._num_over, self.num_rows = 2, 0
+            self._before.clear()
+            self._experts.clear()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from megatron_fssdp.collectives.probes.device_timing import elapsed_s
+from megatron_fssdp.collectives.device_clock import elapsed_s
 
 PASSES = 3
 """Flops of both passes as a multiple of the forward pass's flops.

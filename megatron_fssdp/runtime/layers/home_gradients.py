@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import torch
 
+from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
-from megatron_fssdp.runtime.slots.owner_gradients import sum_over_holders
-from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
+from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers, add_to_owners, gradient_of
 
 
 class HomeGradients:
@@ -106,7 +108,7 @@ class HomeGradients:
             self._are_home()
 
     def finish(self) -> None:
-        """Bring all remaining gradients to the owners and wait."""
+        """Bring all remaining gradients to the owners and wait; every rank of the group must call it."""
         if self.is_home:
             return
         shared = self._layer.shared
@@ -189,3 +191,36 @@ class HomeGradients:
         if not self.is_home:
             self.is_home = True
             self.on_home()
+
+
+def sum_over_holders(
+    transfer: SparseTransfer, layout: ExpertLayout, parameters: ParametersByExpert
+) -> Iterator[None]:
+    """Sum an iteration's gradients over the resident holders of each expert, in three steps of an iterator.
+
+    The first step starts SparseReduceScatter. The second one waits for it and starts SparseAllGather of the
+    sums, and the last one waits for that and writes the sums into the gradients. The caller lets other work
+    hide what is running. All ranks of the group take the same steps in the same order.
+
+    Args:
+        transfer: Transfer of all elements of an expert, in the data type of the sums.
+        layout: Shapes of one expert's tensors.
+        parameters: Parameters of the experts that are present on this device.
+    """
+    held = {}
+    for expert in (*transfer.received_experts, *transfer.shared_experts):
+        gradients = [
+            torch.zeros_like(parameter) if (gradient := gradient_of(parameter)) is None else gradient
+            for parameter in parameters[expert]
+        ]
+        held[expert] = layout.pack(gradients).to(transfer.dtype)
+    reduction = transfer.start_reduce_scatter(held, dtype=transfer.dtype)
+    yield
+    sums = reduction.wait()
+    gathered = transfer.start_all_gather(sums)
+    yield
+    for expert, total in {**sums, **gathered.wait()}.items():
+        for parameter in parameters[expert]:
+            if (gradient := gradient_of(parameter)) is not None:
+                gradient.zero_()
+        add_to_owners(zip(parameters[expert], layout.unpack(total), strict=True))

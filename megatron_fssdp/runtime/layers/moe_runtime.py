@@ -1,17 +1,21 @@
 """The runtime of a model: all MoE layers of this rank under one strategy, and the clock of iterations."""
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from megatron_fssdp.collectives.gathered_counts import start_counts
+from megatron_fssdp.collectives.messages import wait_for
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
-from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.planned_layer import IterationClock
-from megatron_fssdp.runtime.layers.shared_counts import SharedCounts
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.runtime.slots.remap import sent_to
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -43,7 +47,7 @@ class MoERuntime:
         self.layers: list[SlotLayer] = []
         self.clock = IterationClock()
         self.timer = PassTimer()
-        self._counts: list[SharedCounts] = []
+        self._counts: list[_SharedCounts] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MoERuntime":
         # Layer specs contain the runtime, and Megatron deep-copies specs. All layers of a model must still
@@ -127,7 +131,7 @@ class MoERuntime:
     def finish_gradients(self) -> None:
         """Bring all replicas' gradients to the owners; every rank calls it after the last backward pass."""
         for layer in reversed(self.layers):
-            layer.finish_gradients()
+            layer.gradients.finish()
 
     def end_passes(self) -> None:
         """Start to share the counts of the iteration; every rank calls it after the last backward pass."""
@@ -136,7 +140,7 @@ class MoERuntime:
             # A single device needs its loads for reports only.
             if self.measure or layer.groups.num_devices > 1:
                 by_group.setdefault(layer.groups.expert_parallel.group_name, []).append(layer)
-        self._counts = [SharedCounts(layers) for layers in by_group.values()]
+        self._counts = [_SharedCounts(layers) for layers in by_group.values()]
 
     def end_iteration(self) -> list[LayerLoad]:
         """Mark the end of an iteration; return what each layer did in it, in the order of registration.
@@ -158,3 +162,56 @@ class MoERuntime:
         for one in self._counts:
             one.drop()
         self._counts.clear()
+
+
+class _SharedCounts:
+    """The counts of the layers of one group of ranks, and a digest of their plans, on their way to all ranks.
+
+    One small all-gather in an iteration starts after the last backward pass, and its results are used when
+    the optimizer has stepped. On CUDA, a second stream copies them to pinned memory, so the host waits for
+    nothing: by then the device has long computed the norm of the gradients, for which the optimizer waits
+    anyway. All ranks have the same ``layers`` in the same order.
+    """
+
+    def __init__(self, layers: Sequence[SlotLayer]) -> None:
+        self._layers = layers
+        groups = layers[0].groups
+        self._group = groups.everyone or groups.expert_parallel
+        numbers = [layer.counts.to_share(layer.shared) for layer in layers]
+        self._lengths = [0 if one is None else len(one) for one in numbers]
+        digest = hashlib.blake2b(digest_size=8)
+        for layer in layers:
+            digest.update(b"" if layer.shared is None else layer.shared.digest)
+        device = layers[0].experts.device
+        own = sent_to(torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)]), device)
+        self._gathered = start_counts(
+            torch.cat([own, *(one for one in numbers if one is not None)]), self._group
+        )
+
+    def drop(self) -> None:
+        """Give the numbers up. Messages on the CPU must end first, or gloo cannot go on."""
+        wait_for(self._gathered.works)
+
+    def take(self) -> None:
+        """Give every layer the numbers of all ranks.
+
+        Raises:
+            RuntimeError: The ranks have not made the same plans.
+        """
+        numbers_SN = self._gathered.wait()[0].numpy()
+        digest_S = numbers_SN[:, 0]
+        if (digest_S != digest_S[0]).any():
+            differing = [rank for rank, digest in enumerate(digest_S.tolist()) if digest != digest_S[0]]
+            clock = self._layers[0].clock
+            raise RuntimeError(
+                f"[fssdp] plans of iteration {clock.iteration}: got other plans on ranks {differing} of "
+                f"{len(digest_S)} than on rank 0 (this is rank {self._group.rank()}), wanted the same on "
+                "all; run again with FSSDP_CHECK_PLANS=1 to find the layer, and look for loads, settings or "
+                "random numbers that differ between ranks"
+            )
+        begin = 1  # after the digest
+        for layer, length in zip(self._layers, self._lengths, strict=True):
+            if length:
+                own_SN = numbers_SN[:, begin : begin + length]
+                layer.counts.take(own_SN, layer.shared, layer.load, layer.measure)
+            begin += length

@@ -18,10 +18,9 @@ from megatron_fssdp.planning.slots.slot_table import SlotTable
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
-from megatron_fssdp.runtime.experts.local_experts import LocalExperts
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass, is_plain, source_table
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
 from megatron_fssdp.runtime.slots.exact_shares import Holders
 from megatron_fssdp.runtime.slots.remap import by_number, sent_to
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
@@ -104,12 +103,26 @@ class PlannedLayer:
         self._spare_slots: list[ReplicaSlots] = []
         self._table: torch.Tensor | None = None
         strategy.check(context)
-        experts.check(context.placement, groups.device)
+        experts.layout()  # Refuses experts of several shapes.
 
     @property
     def plan(self) -> LayerPlan | None:
         """Plan of the running iteration, as far as it is made."""
         return None if self.shared is None else self.shared.plan
+
+    @property
+    def _transfers(self) -> ReplicaTransfers | None:
+        """Transfers of the iteration's plan."""
+        return None if self.shared is None else self.shared.transfers
+
+    def _await_parameters(self) -> None:
+        """Wait for the Parameters of the last optimizer step.
+
+        Ranks with copies of the same experts gather them together, and their plans differ. So this place must
+        not depend on a plan.
+        """
+        if self.groups.transfers is not None:
+            self.experts.await_parameters()
 
     # Changes between iterations.
 
@@ -130,7 +143,6 @@ class PlannedLayer:
         self._own(context, replace(self.experts, residents=residents))
 
     def _own(self, context: LayerContext, experts: LocalExperts) -> None:
-        experts.check(context.placement, self.groups.device)
         self._drop()
         self.context, self.experts = context, experts
 
@@ -200,7 +212,8 @@ class PlannedLayer:
         """
         self._make_room(int(plan.placement.replicas_per_device_D.max()))
         # Plans often stay from one iteration to the next.
-        key = (plan.digest(), self._num_replica_slots, self.experts, self.groups, self.is_first)
+        digest = plan.digest()
+        key = (digest, self._num_replica_slots, self.experts, self.groups, self.is_first)
         if is_shared and not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
             return self._last_made[1]
         if counts_DE is None and plan.needs_counts and not self.history.is_empty:
@@ -221,12 +234,12 @@ class PlannedLayer:
         if plan.dispatch_policy == "exact" and plan.placement.num_replicas:
             node_D = self.context.topology.node_of_device_D
             holders = Holders.of(slots.slot_ED, node_D, here, experts.device)
-        elif not is_plain(slots):
+        elif not np.array_equal(slots.expert_DU.reshape(-1), np.arange(slots.expert_DU.size)):
             table = by_number(source_table(plan, slots, self.context.topology, here, counts_DE))
             table = self._on_device(table, is_shared)
         parameters_U = [None if expert < 0 else found[expert] for expert in expert_U]
         of = None if is_shared else counts_DE
-        made = SlotPass(plan, slots, parameters_U, table, holders, transfers, is_shared, of)
+        made = SlotPass(plan, digest, slots, parameters_U, table, holders, transfers, is_shared, of)
         if is_shared:
             self._last_made = key, made
         return made

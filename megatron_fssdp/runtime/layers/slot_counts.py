@@ -29,14 +29,15 @@ class SlotCounts:
         self._topology, self._plain_owner_E = topology, plain_owner_E
         self._measures_spread = measures_spread
         self._counts_W: torch.Tensor | None = None
-        self._is_clear = True
+        self._num_slots, self._is_clear = -1, True
         self._spread: torch.Tensor | None = None
         self.num_counting = 1
 
     def open(self, one: SlotPass, device: torch.device) -> torch.Tensor:
         """The counts of the present iteration by slot, int64 ``[W]``; the address stays while W does."""
         self._is_clear = False
-        if self._counts_W is None or len(self._counts_W) != one.num_slots:
+        if self._counts_W is None or self._num_slots != one.num_slots:
+            self._num_slots = one.num_slots
             self._counts_W = torch.zeros(one.num_slots, dtype=torch.int64, device=device)
         return self._counts_W
 

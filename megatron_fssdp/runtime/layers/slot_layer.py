@@ -12,8 +12,8 @@ the opposite order::
     enter_dispatch   before the rows leave                                    gradients complete: spRS starts
     rows_travel      after the rows have left  plans the next layer
     await_weights    before the experts        spAG ends
-    leave_experts    after the experts                                        (spAG ends), sums are opened
-    finish           end of the layer          next layer's spAG starts       next spRS ends, (spAG starts)
+    leave_experts    after the experts                                        next spRS ends, (spAG ends)
+    finish           end of the layer          next layer's spAG starts       (spAG starts)
 
 ``finish`` of a layer launches the next one, so that neither CUDA graphs of attention nor a missing hook can
 lose a gather. If replicas live for an iteration, SparseAllGather runs once before the first micro-batch, and
@@ -26,6 +26,7 @@ W slots of all devices.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,28 +34,118 @@ import torch
 
 from megatron_fssdp.collectives.gathered_counts import gather_counts
 from megatron_fssdp.collectives.transfer_lanes import advance_transfers
-from megatron_fssdp.runtime.layers.iterated_layer import IteratedLayer
+from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
+from megatron_fssdp.runtime.clocks.pass_timer import Part
+from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
+from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
+from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_backward
 from megatron_fssdp.runtime.slots.exact_shares import remap_exactly
 from megatron_fssdp.runtime.slots.remap import remap_by_table
+from megatron_fssdp.strategies.layer_plan import LayerPlan
+from megatron_fssdp.strategies.strategy import SelectsStrategies
 
 
-class SlotLayer(IteratedLayer):
+class SlotLayer(PlannedLayer):
     """One MoE layer on this rank. All ranks of the layer's groups call its methods in the same order.
 
-    The arguments are those of :class:`IteratedLayer`.
+    Further arguments are those of :class:`PlannedLayer`.
+
+    Args:
+        measures_spread: Whether the ranks count on how many nodes and devices the experts of a token are;
+            equal on all ranks.
 
     Attributes:
         following: The next MoE layer on this rank.
         before: The MoE layer before this one on this rank.
+        load: Loads, bytes and times of the running iteration.
+        counts: Counts of the running iteration on the device.
+        stopwatch: Stopwatch of the layer; ``None`` while the layer is not measured.
+        on_pass: Function that is called with the pass in use whenever another one comes into use. The caller
+            binds its dispatcher and its experts to the slots.
+        gradients: Gradients of the running iteration. If the caller's experts compute weight gradients apart
+            from their backward pass, it sets ``delays_weight_gradients`` and marks them as computed.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *planned: Any, measures_spread: bool = False, **options: Any) -> None:
+        super().__init__(*planned, **options)
+        context = self.context
         self.following: SlotLayer | None = None
         self.before: SlotLayer | None = None
+        self.load = LayerLoad.empty(context)
+        self.counts = SlotCounts(context.topology, context.owner_E, measures_spread)
+        self.stopwatch: LayerStopwatch | None = None
+        self.on_pass: Callable[[SlotPass], object] = lambda one: None
+        self.gradients = HomeGradients(self)
         self.gradients.on_complete = self._prefetch_before
+        self._in_use: Any = None  # The SlotPass of the running forward pass, which prepare() provides.
+        self._is_counted = self._is_final = self._asks_after_gate = False
+        self._is_alone = context.num_devices == 1
+
+    @property
+    def is_home(self) -> bool:
+        """Whether no gradient of a replica is missing at its owner."""
+        return self.gradients.is_home
+
+    def renumber(self, layer: int) -> None:
+        """Set the layer number, which the model assigns after it has built its layers."""
+        self.context = replace(self.context, layer=layer)
+        self.experts = replace(self.experts, what=f"layer {layer}")
+        self.load.layer = layer
+
+    def mark(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
+        """Mark a border between two parts of the layer, if they are measured (:meth:`PassTimer.border`)."""
+        if self.timer.is_running:
+            self.timer.border((self.load.forward, self.load.backward), tensor, forward, backward)
+
+    # The pass in use.
+
+    def plan_iteration(self) -> LayerPlan:
+        """Make the plan of the running iteration from the loads of earlier iterations, if it does not exist.
+
+        It does not change until the iteration ends, except for one correction with the first micro-batch by
+        strategies that ask for it. Every micro-batch and a recomputed forward pass use the same slots.
+        """
+        if self.shared is None:
+            self.shared = self._make(self._next_plan())
+            self._asks_after_gate = self.strategy.asks_after_gate(self.context.layer)
+            self._use(self.shared)
+        return self.shared.plan
+
+    def _pass_for(self, routing_map: torch.Tensor | None) -> SlotPass:
+        """The pass of the iteration, or a new one for the micro-batch with this routing map."""
+        is_planned = self._is_alone or self.clock.driven
+        plan = self.plan_iteration() if is_planned else self._next_plan()
+        if is_planned and (not plan.each_micro_batch or routing_map is None or self._is_alone):
+            if routing_map is not None and self._asks_after_gate and not self._is_final:
+                self._is_final = True
+                self._correct(routing_map)
+            assert self.shared is not None
+            return self.shared
+        assert routing_map is not None
+        self._await_parameters()
+        counts_DE = self._host_counts(routing_map)
+        # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots.
+        own = self.gradients.own_of(counts_DE) if in_backward() else None
+        if own is None:
+            own = self._make(self._plan_after_gate(counts_DE, plan, 1), counts_DE, is_shared=False)
+            self.gradients.own.append(own)
+        own.is_recomputed = in_backward()
+        if self._is_counted:
+            self.counts.count_on_host(counts_DE, own, self.load, self.measure)
+            if not self.clock.driven:
+                self.history.append(counts_DE)
+                # The gate has noted the schedule of this pass already.
+                noted = {name: getattr(self.load, name) for name in ("schedule", "schedule_predicted_s")}
+                self.load = replace(LayerLoad.empty(self.context), **noted)
+        return own
+
+    def _use(self, one: SlotPass | None) -> None:
+        if one is not None and one is not self._in_use:
+            self._in_use = one
+            self.on_pass(one)
 
     # The forward pass.
 
@@ -185,10 +276,11 @@ class SlotLayer(IteratedLayer):
 
         The pass goes on with the result.
         """
-        one = self._in_use
-        next_splits = self.following is not None and self.following._splits
-        if self._has_late_gradients(one) or next_splits:
-            rows = call_in_backward(partial(self._experts_begin_backward, one), rows)
+        one, following = self._in_use, self.following
+        is_late = self._has_late_gradients(one)
+        settles = following is not None and following.groups.transfers is not None
+        if is_late or settles:
+            rows = call_in_backward(partial(self._experts_begin_backward, one, is_late, settles), rows)
         self.mark(rows, "combine", "experts")
         self.advance_transfers(rows)
         if one.transfers is not None:
@@ -201,8 +293,8 @@ class SlotLayer(IteratedLayer):
         """End the forward pass, and launch the next layer; the pass goes on with the result."""
         one, following = self._in_use, self.following
         self.mark(output, None, "combine")
-        if one.holds_each_pass or (following is not None and following.groups.transfers is not None):
-            output = call_in_backward(partial(self._begin_backward, one), output)
+        if one.holds_each_pass:
+            output = call_in_backward(partial(one.transfers.prefetch, backward=True), output)
         if following is not None and not following.is_first and not in_backward():
             following.launch(output)
         return output
@@ -222,17 +314,10 @@ class SlotLayer(IteratedLayer):
 
     # The backward pass.
 
-    def _begin_backward(self, one: SlotPass) -> None:
-        if self.following is not None:
+    def _experts_begin_backward(self, one: SlotPass, is_late: bool, settles: bool) -> None:
+        if settles and self.following is not None:
             self.following.gradients.settle()
-        if one.holds_each_pass and one.transfers is not None:
-            one.transfers.prefetch(backward=True)
-
-    def _experts_begin_backward(self, one: SlotPass) -> None:
-        following = self.following
-        if following is not None and following._splits and following._transfers is not None:
-            following._transfers.reduce_rest()
-        if self._has_late_gradients(one):
+        if is_late:
             self.gradients.experts_begin_backward(one)
 
     def _prefetch_before(self) -> None:
@@ -241,11 +326,6 @@ class SlotLayer(IteratedLayer):
         gathers = before is not None and before.holds_each_pass and before.plan.gather_ahead
         if gathers and before is not None and before.transfers is not None:
             before.transfers.prefetch(backward=True)
-
-    @property
-    def _splits(self) -> bool:
-        """Whether the transfers of this layer travel in parts; equal on all ranks."""
-        return self._transfers is not None and self._transfers.splits
 
     def _has_late_gradients(self, one: SlotPass) -> bool:
         """Whether gradients of owned experts can be incomplete after their backward pass.
@@ -259,5 +339,57 @@ class SlotLayer(IteratedLayer):
 
     def _gather_first_part(self) -> None:
         self._await_parameters()
-        if self._splits and self._transfers is not None:
+        if self._transfers is not None:
             self._transfers.gather_first_part()
+
+    # Begin and end.
+
+    def end_iteration(self) -> LayerLoad:
+        """Close the iteration: add its counts to the history, and drop its plan and its replicas.
+
+        Returns:
+            Loads, bytes and times of the iteration.
+
+        Raises:
+            RuntimeError: Some gradients have not reached the owners, so the optimizer would miss them.
+        """
+        if not self.is_home:
+            raise RuntimeError(
+                f"{self.experts.what}: the iteration ended before all replicas' gradients reached their "
+                "owners; call MoERuntime.finish_gradients() before reading gradients"
+            )
+        load = self._take_load()
+        self._drop()
+        if load.counts_DE.any():
+            self.history.append(load.counts_DE)
+        return load
+
+    def reset(self) -> None:
+        """Begin the passes of the iteration anew: gradients and counts are dropped, the plan stays."""
+        self._begin_anew()
+        self._take_load()
+        self._use(self.shared)
+
+    def _drop(self) -> None:
+        self._begin_anew()
+        self._in_use = None
+        super()._drop()
+
+    def _begin_anew(self) -> None:
+        """Drop replicas, gradients and counts, after a wait for the transfers that use their memory."""
+        if self._transfers is not None:
+            self._transfers.drop()
+        self.gradients.begin_anew()
+        self._is_counted = self._is_final = False
+        self.counts.clear()
+
+    def _take_load(self) -> LayerLoad:
+        load, self.load = self.load, LayerLoad.empty(self.context)
+        if self.shared is not None and isinstance(self.strategy, SelectsStrategies):
+            load.strategy = self.strategy.selected(self.context.layer)
+        for timer in self.journal:
+            load.add(timer)
+        self.journal.clear()
+        if self.stopwatch is not None:
+            self.stopwatch.iteration_ends()
+        return load

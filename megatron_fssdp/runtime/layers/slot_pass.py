@@ -24,6 +24,7 @@ class SlotPass:
 
     Attributes:
         plan: The plan.
+        digest: Its digest.
         slots: Expert in each slot.
         parameters_U: Parameters of each slot of this device; ``None`` for an empty slot.
         table_EJ: Share table of this device on the device (``remap.by_number``). ``None`` if slots are
@@ -42,6 +43,7 @@ class SlotPass:
     """
 
     plan: LayerPlan
+    digest: bytes
     slots: SlotTable
     parameters_U: Sequence[ExpertParameters | None]
     table_EJ: torch.Tensor | None
@@ -58,11 +60,6 @@ class SlotPass:
         self.num_slots = self.slots.num_slots
         self.has_gradients = self.transfers is not None or self.plan.resident
         self.holds_each_pass = self.transfers is not None and self.plan.rematerialize
-
-
-def is_plain(slots: SlotTable) -> bool:
-    """Whether the slots are Megatron's own local experts in Megatron's order."""
-    return np.array_equal(slots.expert_DU.reshape(-1), np.arange(slots.expert_DU.size))
 
 
 def source_table(

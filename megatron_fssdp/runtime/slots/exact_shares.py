@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fssdp.collectives.probes.device_timing import elapsed_s
+from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.runtime.slots.remap import number_tokens_ET, route_to, sent_to
 
 EXPONENTS = (3, 1) * 4

@@ -14,7 +14,7 @@ back and taken again. A tensor that autograd saved stays valid in this way, beca
 itself.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,9 +36,8 @@ class ReplicaSlots:
 
     def __init__(self, layout: ExpertLayout, device: torch.device) -> None:
         self.layout, self.device = layout, device
-        self._weights: list[torch.Tensor] = []
-        self._written: list[torch.Tensor] = []
-        self._sums: list[torch.Tensor] = []
+        self._weights: list[_Memory] = []
+        self._sums: list[_Memory] = []
         self._parameters: list[ExpertParameters] = []
         self._slot_of: dict[int, int] = {}
 
@@ -50,7 +49,7 @@ class ReplicaSlots:
         """
         wanted = sorted(experts)
         for expert in [expert for expert in self._slot_of if expert not in wanted]:
-            _give_back(self._weights[self._slot_of.pop(expert)])
+            self._weights[self._slot_of.pop(expert)].give_back()
         free = iter(slot for slot in range(len(wanted)) if slot not in self._slot_of.values())
         for expert in wanted:
             if expert not in self._slot_of:
@@ -70,38 +69,36 @@ class ReplicaSlots:
     @property
     def held_bytes(self) -> int:
         """Memory that weights and gradient sums occupy now, in bytes."""
-        return sum(flat.untyped_storage().nbytes() for flat in (*self._weights, *self._sums))
+        return sum(one.storage.nbytes() for one in (*self._weights, *self._sums))
 
     def open_weights(self) -> None:
         """Take the memory of the weights of all held experts; those that have it keep their contents."""
         for slot in self._slot_of.values():
-            _take(self._weights[slot])
+            self._weights[slot].take()
 
     def weights(self) -> dict[int, torch.Tensor]:
         """Flat weights ``[numel]`` by expert, for writing; their memory must be open."""
-        return {expert: self._written[slot] for expert, slot in self._slot_of.items()}
+        return {expert: self._weights[slot].flat for expert, slot in self._slot_of.items()}
 
     def close_weights(self) -> None:
         """Give back the memory of all weights."""
-        for flat in self._weights:
-            _give_back(flat)
+        for one in self._weights:
+            one.give_back()
 
     def open_sums(self) -> None:
         """Take the memory of the gradient sums, with zeros; sums that are open keep their contents."""
         for slot in self._slot_of.values():
-            flat = self._sums[slot]
-            if not flat.untyped_storage().nbytes():
-                _take(flat)
-                flat.zero_()
+            if self._sums[slot].take():
+                self._sums[slot].flat.zero_()
 
-    def sums(self) -> Mapping[int, torch.Tensor]:
+    def sums(self) -> dict[int, torch.Tensor]:
         """Flat gradient sums ``[numel]`` by expert, in fp32 or wider; their memory must be open."""
-        return {expert: self._sums[slot] for expert, slot in self._slot_of.items()}
+        return {expert: self._sums[slot].flat for expert, slot in self._slot_of.items()}
 
     def close_sums(self) -> None:
         """Give back the memory of all gradient sums."""
-        for flat in self._sums:
-            _give_back(flat)
+        for one in self._sums:
+            one.give_back()
 
     def _add_slot(self) -> None:
         layout = self.layout
@@ -115,29 +112,37 @@ class ReplicaSlots:
             parameter.grad_added_to_main_grad = False
             parameter.register_post_accumulate_grad_hook(_add_to_sum)
             made.append(parameter)
-        _give_back(flat)
-        _give_back(total)
-        self._weights.append(flat)
         # .data has a version counter of its own, so autograd does not see a refilled weight as a change.
-        self._written.append(flat.data)
-        self._sums.append(total)
+        self._weights.append(_Memory(flat.data))
+        self._sums.append(_Memory(total))
         self._parameters.append(tuple(made))
 
 
+class _Memory:
+    """A flat tensor whose memory comes and goes; at first it has none."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat, self.storage, self._num_bytes = flat, flat.untyped_storage(), flat.nbytes
+        self.give_back()
+
+    def take(self) -> bool:
+        """Take the memory, and return whether there was none. Memory that is there stays where it is."""
+        # A resize to the same size would move the contents, which a transfer may be writing.
+        is_new = not self.storage.nbytes()
+        if is_new:
+            self.storage.resize_(self._num_bytes)
+        return is_new
+
+    def give_back(self) -> None:
+        """Give the memory back."""
+        self.storage.resize_(0)
+
+
 def _add_to_sum(parameter: Any) -> None:
-    if parameter.grad is None:  # Delayed weight gradients come later.
+    gradient = parameter.grad
+    if gradient is None:  # Delayed weight gradients come later.
         return
     # As Megatron's DDP does it. Transformer Engine adds to main_grad itself and sets the mark.
     if not parameter.grad_added_to_main_grad:
-        parameter.main_grad.add_(parameter.grad)
+        parameter.main_grad.add_(gradient)
     parameter.grad, parameter.grad_added_to_main_grad = None, False
-
-
-def _take(flat: torch.Tensor) -> None:
-    # A resize to the same size would move the contents, which a transfer may be writing.
-    if not flat.untyped_storage().nbytes():
-        flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-
-
-def _give_back(flat: torch.Tensor) -> None:
-    flat.untyped_storage().resize_(0)

@@ -12,10 +12,8 @@ Gradients go home once in an iteration, or with every backward pass under re-mat
 of one micro-batch. The sums of a backward pass stay open until they have reached the owners.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 
@@ -23,8 +21,7 @@ from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
-from megatron_fssdp.runtime.experts.local_experts import LocalExperts
-from megatron_fssdp.runtime.slots.owner_gradients import add_to_owners
+from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -40,7 +37,7 @@ class ReplicaTransfers:
         slots: Replica slots that hold the plan's experts.
         experts: Experts that have Parameters on this rank.
         bind: Function that binds a transfer plan to the layer's process group.
-        splits: Whether a part of the transfers travels beside the experts of the layer before.
+        splits: Whether a part of the weights travels beside the experts of the layer before.
         waiting: Function that returns a context manager, which is entered around waits for transfers.
     """
 
@@ -55,7 +52,7 @@ class ReplicaTransfers:
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.plan, self.slots = plan, slots
-        self._experts, self._bind, self.splits, self._waiting = experts, bind, splits, waiting
+        self._experts, self._bind, self._splits, self._waiting = experts, bind, splits, waiting
         self._each_pass = plan.rematerialize
         self._bound: dict[int, SparseTransfer] = {}
         self._prefetched = {False: False, True: False}
@@ -63,8 +60,7 @@ class ReplicaTransfers:
         self._num_gathered = 0
         self._sent: Mapping[int, torch.Tensor] = {}
         self._gathering: list[PendingTransfer] = []
-        self._reducing: list[PendingTransfer] = []
-        self._to_reduce: deque[Callable[[], PendingTransfer]] = deque()
+        self._reducing: PendingTransfer | None = None
         self._home: dict[int, torch.Tensor] = {}
 
     # Weights.
@@ -96,7 +92,7 @@ class ReplicaTransfers:
 
     def gather_first_part(self) -> None:
         """If transfers are split, start the part that runs beside the experts of the layer before."""
-        part = _part(self.plan.split.gather, self.slots.layout.numel) if self.splits else 0
+        part = _part(self.plan.split.gather, self.slots.layout.numel) if self._splits else 0
         if part and not self._num_gathered:
             self._gather(part)
 
@@ -137,27 +133,24 @@ class ReplicaTransfers:
         )
         self.slots.open_weights()
         held, packed = self.slots.weights(), dict[int, torch.Tensor]()
-        begin, end = self._num_gathered, self._num_gathered + num_elements
+        begin, self._num_gathered = self._num_gathered, self._num_gathered + num_elements
         if not begin:
-            packed = {
-                expert: torch.empty(layout.numel, dtype=layout.dtype, device=self.slots.device)
-                for expert in transfer.shared_experts
-                if expert in owned
-            }
+            packed = self._new([one for one in transfer.shared_experts if one in owned], layout.dtype)
             self._sent = {e: packed[e] if e in packed else held[e] for e in transfer.shared_experts}
-        self._num_gathered = end
 
         def pack() -> None:
             for expert, flat in packed.items():
                 layout.pack([parameter.detach() for parameter in owned[expert]], out=flat)
 
-        self._gathering.append(
-            transfer.start_all_gather(
-                _elements(self._sent, self._sent, begin, end),
-                out=_elements(held, transfer.received_experts, begin, end),
-                fill=pack,
-            )
-        )
+        sent, out = self._sent, {expert: held[expert] for expert in transfer.received_experts}
+        if num_elements < layout.numel:
+            sent, out = (_elements(flats, begin, self._num_gathered) for flats in (sent, out))
+        self._gathering.append(transfer.start_all_gather(sent, out=out, fill=pack))
+
+    def _new(self, experts: Iterable[int], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """A flat tensor without contents for each expert."""
+        numel, device = self.slots.layout.numel, self.slots.device
+        return {expert: torch.empty(numel, dtype=dtype, device=device) for expert in experts}
 
     def _settle_gathers(self) -> None:
         if not self._gathering:
@@ -171,56 +164,33 @@ class ReplicaTransfers:
 
     # Gradients.
 
-    @property
-    def is_home(self) -> bool:
-        """Whether no gradient is on its way to an owner."""
-        return not self._reducing and not self._to_reduce
-
     def open_sums(self) -> None:
         """Provide the memory to which the backward pass of the experts adds the replicas' gradients."""
         self.settle()
         self.slots.open_sums()
 
     def reduce(self, dtype: torch.dtype) -> None:
-        """Start SparseReduceScatter of the present sums, or of its first part.
-
-        The sums travel in ``dtype``, which is equal on all ranks.
-        """
+        """Start SparseReduceScatter of the present sums; they travel in ``dtype``, equal on all ranks."""
         self.settle()
         self.slots.open_sums()  # A replica may have had no rows.
         layout = self.slots.layout
         # The sums are formed in fp32, and rounding them to half precision would save nothing.
         wide = accumulation_dtype(layout.dtype)
-        own = {expert: total.to(dtype) for expert, total in self.slots.sums().items()}
-        rest = _part(self.plan.split.reduce, layout.numel) if self.splits else 0
-        begin = 0
-        for number in (layout.numel - rest, rest) if rest else (layout.numel,):
-            transfer, end = self._transfer(number), begin + number
-            # The owner's own part is already in its gradient, so it is not a part of these sums.
-            shared = transfer.shared_experts
-            if not begin:
-                totals = torch.empty(len(shared), layout.numel, dtype=wide, device=self.slots.device)
-                self._home = dict(zip(shared, totals.unbind(), strict=True))
-            parts, out = (_elements(flats, flats, begin, end) for flats in (own, self._home))
-            start = partial(transfer.start_reduce_scatter, parts, dtype=dtype, result_dtype=wide, out=out)
-            self._to_reduce.append(start)
-            begin = end
-        self._reducing.append(self._to_reduce.popleft()())
-
-    def reduce_rest(self) -> None:
-        """Start the part of SparseReduceScatter that has not been started."""
-        if self._to_reduce:
-            self._reducing.append(self._to_reduce.popleft()())
+        own = self.slots.sums()
+        if dtype is not wide:
+            own = {expert: total.to(dtype) for expert, total in own.items()}
+        transfer = self._transfer(layout.numel)
+        # The owner's own part is already in its gradient, so it is not a part of these sums.
+        self._home = self._new(transfer.shared_experts, wide)
+        self._reducing = transfer.start_reduce_scatter(own, dtype=dtype, out=self._home)
 
     def settle(self) -> None:
         """Wait for the gradients on their way, add them to the owners', and give back the sums' memory."""
-        if self.is_home:
+        if self._reducing is None:
             return
-        self.reduce_rest()
         with self._waiting():
-            for pending in self._reducing:
-                pending.wait()
-        self._reducing.clear()
+            self._reducing.wait()
+        self._reducing = None
         owned, layout = self._experts.parameters, self.slots.layout
         add_to_owners(
             pair
@@ -232,11 +202,12 @@ class ReplicaTransfers:
 
     def drop(self) -> None:
         """Give up weights and gradients, after a wait for the transfers that use their memory."""
-        for pending in (*self._gathering, *self._reducing):
+        for pending in self._gathering:
             pending.wait()
+        if self._reducing is not None:
+            self._reducing.wait()
         self._gathering.clear()
-        self._reducing.clear()
-        self._to_reduce.clear()
+        self._reducing = None
         self._home, self._sent = {}, {}
         self._num_gathered = self._num_users = 0
         self._prefetched = {False: False, True: False}
@@ -244,16 +215,37 @@ class ReplicaTransfers:
         self.slots.close_sums()
 
 
-def _elements(
-    flats: Mapping[int, torch.Tensor], experts: Iterable[int], begin: int, end: int
-) -> dict[int, torch.Tensor]:
+def _elements(flats: Mapping[int, torch.Tensor], begin: int, end: int) -> dict[int, torch.Tensor]:
     """A range of elements of some experts' flat tensors."""
-    chosen = {expert: flats[expert] for expert in experts}
-    if begin or any(end < len(flat) for flat in chosen.values()):
-        return {expert: flat[begin:end] for expert, flat in chosen.items()}
-    return chosen
+    return {expert: flat[begin:end] for expert, flat in flats.items()}
 
 
 def _part(share: float, numel: int) -> int:
     """Number of elements in a share of an expert; at least one element is left for the other part."""
     return min(round(share * numel), numel - 1)
+
+
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """``main_grad`` of a Parameter, or ``grad`` without Megatron's DDP; ``None`` if it has no gradient."""
+    main_grad = getattr(parameter, "main_grad", None)
+    return parameter.grad if main_grad is None else main_grad
+
+
+def add_to_owners(gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+    """Add raw gradients to ``main_grad``, or to ``grad`` without Megatron's DDP.
+
+    Args:
+        gradients: Parameters of owned experts, each with its gradient, of the same shape.
+    """
+    so_far, added = [], []
+    for parameter, gradient in gradients:
+        if not parameter.requires_grad:
+            continue
+        found = gradient_of(parameter)
+        if found is None:
+            parameter.grad = gradient.to(parameter.dtype, copy=True)
+        else:
+            so_far.append(found)
+            added.append(gradient)
+    if so_far:
+        torch._foreach_add_(so_far, added)

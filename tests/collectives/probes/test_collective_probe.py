@@ -74,18 +74,6 @@ def test_the_fit_uses_the_median_of_the_slowest_rank() -> None:
         assert fit.worst_relative_error == pytest.approx(0, abs=1e-9)
 
 
-def sent_bytes(rank: int, world_size: int) -> dict[str, int]:
-    group = dist.group.WORLD
-    sent = {name: collective_probe._prepare(name, 12_000, group, CPU)[1] for name in COLLECTIVES}
-    # Two of three other ranks are in other nodes.
-    return sent | {"two of three": collective_probe._prepare("row_exchange", 12_000, group, CPU, 1)[1]}
-
-
-def test_message_sizes_count_what_the_busiest_device_sends_to_other_nodes() -> None:
-    for of_rank in run_ranks(sent_bytes, 4):
-        assert of_rank == dict.fromkeys((*COLLECTIVES, "two of three"), 12_000)
-
-
 def results(rank: int, world_size: int) -> None:
     """Check that each call runs the collective of its name."""
     group = dist.group.WORLD

@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.activations import quick_gelu
 
-from megatron_fssdp.runtime.slots.owner_gradients import gradient_of
+from megatron_fssdp.runtime.slots.replica_transfers import gradient_of
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..fused_dispatch import install_fused_dispatch

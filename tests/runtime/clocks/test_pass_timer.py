@@ -113,21 +113,6 @@ def test_a_recomputed_pass_is_a_part_of_the_backward_pass(use_reentrant: bool, c
         assert (backward.other_s, backward.experts_s) == (4.5, 12.0)
 
 
-def test_without_an_iteration_nothing_is_marked(clock: Clock) -> None:
-    timer = PassTimer()
-    layer = Layer(timer, clock)
-    x = torch.ones(3, requires_grad=True)
-    layer(x).sum().backward()
-    timer.start()
-    timer.stop()
-    layer(x).sum().backward()  # an evaluation
-    timer.is_usable = False
-    timer.start()
-    layer(x).sum().backward()
-    timer.stop()
-    assert layer.seconds == (PassSeconds(), PassSeconds())
-
-
 def test_ranks_are_combined_by_means_and_the_slowest_experts() -> None:
     combined = PassSeconds.combined([PassSeconds(1, 2, 3, 4, 3), PassSeconds(3, 4, 7, 0, 7)])
     assert combined == PassSeconds(2, 3, 5, 2, 7)

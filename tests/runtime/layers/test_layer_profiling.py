@@ -8,7 +8,7 @@ from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
-from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch, _Passes
+from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers import layer_profiling
 from megatron_fssdp.testing import run_ranks
 
@@ -27,8 +27,7 @@ NUM_MICRO_BATCHES = 4
 
 
 def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
-    warm = _Passes(num_rows, [(0.0, before_s)], [(1.0, 1.0 + experts_s)])
-    return LayerStopwatch([_Passes(), warm])
+    return LayerStopwatch(num_rows, [(0.0, before_s)], [(1.0, 1.0 + experts_s)])
 
 
 def profile(

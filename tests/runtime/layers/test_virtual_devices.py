@@ -5,30 +5,24 @@ A few cases run by default. ``pytest -m slow`` runs every kind of plan, with and
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.collectives.transfer_lanes import StreamTransfer
 from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
 from megatron_fssdp.runtime.layers import planned_layer
-from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.testing import RankError, run_ranks
-from tests.support.virtual_cuda import VirtualDevice
 
 from ..layer_case import LayerCase
 from ..rank_layer import (
     VIRTUAL_PRELOAD,
     CaseRun,
-    make_dispatcher,
-    rank_groups,
     unknown_findings,
     virtual_rank,
 )
@@ -159,144 +153,3 @@ def test_every_kind_of_plan_equals_the_reference_without_a_finding(case: LayerCa
 
 def test_messages_at_points_of_one_queue_change_no_number() -> None:
     check(QUEUED[0], QUEUED[:1])
-
-
-# Host synchronizations.
-
-COUNTED = (
-    case_of("owners", placement="owners"),
-    case_of("iteration"),
-    case_of("layer-pass", LAYER_PASS),
-    case_of("resident", RESIDENT),
-    case_of("split", split=SPLIT),
-    case_of("micro-batch", MICRO_BATCH),
-    case_of("corrected", corrects=True),
-)
-
-
-@dataclass
-class Waits:
-    """Host synchronizations of the passes, with their places; the first iteration is left out.
-
-    Attributes:
-        first: Of first forward passes.
-        again: Of recomputed forward passes.
-        between: All others: of backward passes, and of what happens around the passes.
-    """
-
-    first: list[list[str]] = field(default_factory=list)
-    again: list[list[str]] = field(default_factory=list)
-    between: list[str] = field(default_factory=list)
-
-
-def count_waits(rank: int, world_size: int, cases: Sequence[LayerCase]) -> tuple[Waits, dict[str, Waits]]:
-    """Waits of Megatron's dispatcher alone, and of each case with recomputed passes."""
-    found = {}
-    for case in cases:
-        with virtual_rank(case) as device:
-            found[case.name] = _count_case(case, device)
-    with virtual_rank(cases[0]) as device:
-        alone = _count_megatron(cases[0], device)
-    return alone, found
-
-
-def _places(device: VirtualDevice, begin: int) -> list[str]:
-    return [f"{event.what} at {event.place}" for event in device.host_syncs[begin:]]
-
-
-def _noting(device: VirtualDevice, waits: Waits, forward: Any) -> Any:
-    """A forward pass that notes the waits inside it."""
-
-    def run(*arguments: Any) -> Tensor:
-        begin = len(device.host_syncs)
-        output: Tensor = forward(*arguments)
-        (waits.again if in_backward() else waits.first).append(_places(device, begin))
-        return output
-
-    return run
-
-
-def _count_case(case: LayerCase, device: VirtualDevice) -> Waits:
-    run, waits = CaseRun(case, check_plans=False), Waits()
-    # Ranks connect to each other in the first iteration, for which the host waits.
-    for iteration in range(3):
-        for layer in run.layers:
-            if case.life is RESIDENT:
-                layer.keep(run.strategy, iteration)  # type: ignore[arg-type]
-        waits.first, waits.again = [], []
-        batches = [run.draw() for _ in range(2)]
-        run.runtime.begin_iteration(2)
-        run.runtime.begin_passes()
-        inputs = [[b.of_rank(x, run.rank).cuda() for x in (b.probs_L[0], b.map_L[0])] for b in batches]
-        outputs = []
-        begin = len(device.host_syncs)
-        for batch, rest in zip(batches, inputs, strict=True):
-            hidden = batch.of_rank(batch.hidden, run.rank).to("cuda", non_blocking=True).requires_grad_()
-            run.layers[0].slots.launch(hidden)
-            for layer in run.layers:
-                forward = _noting(device, waits, layer.forward)
-                hidden = hidden + checkpoint(
-                    forward, hidden, *rest, use_reentrant=True, preserve_rng_state=False
-                )
-            outputs.append(hidden.sum())
-        for output in outputs:
-            output.backward()
-        run.runtime.finish_gradients()
-        run.runtime.end_passes()
-        inside = [one for of_pass in (*waits.first, *waits.again) for one in of_pass]
-        waits.between = _places(device, begin)
-        for one in inside:
-            waits.between.remove(one)
-        run.runtime.end_iteration()
-    return waits
-
-
-def _count_megatron(case: LayerCase, device: VirtualDevice) -> Waits:
-    groups, megatron = rank_groups(1, True, False, case.num_nodes)
-    dispatcher = make_dispatcher(case.num_experts // WORLD, groups, megatron)
-    run, waits = CaseRun(case), Waits()
-
-    def forward(hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
-        rows, row_probs = dispatcher.dispatch_preprocess(hidden.unsqueeze(1), routing_map, probs)
-        rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
-        rows, rows_P, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-        assert rows_P.device.type == "cpu"
-        rows = dispatcher.combine_preprocess((rows * row_probs.unsqueeze(1)).to(rows.dtype))
-        output: Tensor = dispatcher.combine_postprocess(dispatcher.token_combine(rows)).squeeze(1)
-        return output
-
-    for _ in range(2):
-        waits.first, waits.again = [], []
-        batch = run.draw()
-        leaves = [batch.of_rank(x, run.rank).cuda() for x in (batch.hidden, batch.probs_L[0], batch.map_L[0])]
-        leaves[0].requires_grad_()
-        run_noting = _noting(device, waits, forward)
-        checkpoint(run_noting, *leaves, use_reentrant=True, preserve_rng_state=False).sum().backward()
-    return waits
-
-
-@functools.cache
-def counted() -> list[tuple[Waits, dict[str, Waits]]]:
-    """Waits of all ranks."""
-    return run_ranks(count_waits, WORLD, COUNTED, preload=VIRTUAL_PRELOAD, timeout_s=180)
-
-
-@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
-def test_the_host_waits_only_where_megatrons_dispatcher_does(case: LayerCase) -> None:
-    for alone, found in counted():
-        (of_megatron,), (of_megatron_again,) = alone.first, alone.again
-        waits = found[case.name]
-        assert len(waits.first) == len(waits.again) == 2 * case.num_layers
-        for of_pass, stock in (
-            *((one, of_megatron) for one in waits.first),
-            *((one, of_megatron_again) for one in waits.again),
-        ):
-            ours = [place for place in of_pass if place not in stock]
-            if case.life is MICRO_BATCH:
-                # One wait for the counts, and none of the dispatcher's is missing.
-                assert len(of_pass) == len(stock) + 1, of_pass
-            elif case.corrects:
-                assert len(of_pass) <= len(stock) + 1, of_pass
-            else:
-                assert len(of_pass) == len(stock), ours
-        assert not waits.between, waits.between

@@ -105,12 +105,6 @@ def test_loads_that_jump_are_levelled_better_than_by_even_dispatch(name):
     assert highest < 0.97 * brute_force_dispatch_DED(now_DE, placement, topology).sum(axis=(0, 1)).max()
 
 
-def test_tokens_stay_where_they_are_if_that_is_level():
-    placement, topology = ExpertPlacement(np.arange(4), np.ones((4, 4), bool)), Topology.uniform(4, 2)
-    sent = sent_DED(np.full((4, 4), 25), placement, topology)
-    assert np.trace(sent.sum(axis=1)) == 400
-
-
 @examples(60)
 @given(placements(), SEEDS, st.sampled_from([0, 1, 200]), st.booleans())
 def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted):

@@ -31,7 +31,7 @@ def test_a_repeated_run_has_bitwise_equal_losses(name: str, text_data: Path) -> 
 
 def let_messages_be_late() -> None:
     """Delay some steps of each rank's transfers, by different times on each rank."""
-    from megatron_fssdp.collectives.messages import Poster
+    from megatron_fssdp.collectives.sparse import sparse_transfer
 
     draw = random.Random(int(os.environ["RANK"]))
 
@@ -40,4 +40,4 @@ def let_messages_be_late() -> None:
             time.sleep(draw.random() * 0.01)
         return post(*arguments)
 
-    wrap(Poster, "post", post_late)
+    wrap(sparse_transfer, "post", post_late)
