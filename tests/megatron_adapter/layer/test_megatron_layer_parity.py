@@ -176,7 +176,7 @@ def _pass(
     output, _ = layer(mine)
     output.backward(upstream)
     if layer.config.overlap_dispatch_backward_with_experts_wgrad and hasattr(layer, "slot_layer"):
-        layer.slot_layer.finish_gradients()
+        layer.slot_layer.gradients.finish()
     experts = {name: gradient_of(p) for name, p in layer.experts.named_parameters()}
     of_experts = {name: torch.zeros(1) if one is None else one.clone() for name, one in experts.items()}
     return [output.detach(), mine.grad, layer.router.weight.grad.clone()], of_experts
