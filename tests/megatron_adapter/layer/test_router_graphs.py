@@ -88,7 +88,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         layer.cudagraph_tensor_store.clear()
         differences.append(float((got - wanted).abs().max()))
         wanted.sum().backward()
-        slots.finish_gradients()
+        slots.gradients.finish()
         slots.end_iteration()
     return bool(attributes), differences, len(plans)
 
