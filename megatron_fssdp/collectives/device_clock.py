@@ -31,13 +31,14 @@ def seconds_between(begin: Moment, end: Moment) -> float:
 
 def elapsed_s(action: Callable[[], object], device: torch.device) -> float:
     """Seconds from the start of an action on an idle device until the device is idle again."""
-    _synchronize(device)
+    synchronize(device)
     started_s = time.perf_counter()
     action()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - started_s
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a CUDA device is idle; other devices do not run asynchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -288,7 +288,7 @@ def _pass(
     output, _ = layer(mine)
     output.backward(upstream)
     if layer.config.overlap_dispatch_backward_with_experts_wgrad and hasattr(layer, "slot_layer"):
-        layer.slot_layer.finish_gradients()
+        layer.slot_layer.gradients.finish()
     experts = {name: (p, gradient_of(p)) for name, p in layer.experts.named_parameters()}
     sums = {name: torch.zeros_like(p) if one is None else one.clone() for name, (p, one) in experts.items()}
     if getattr(layer, "shared_experts", None) is not None:

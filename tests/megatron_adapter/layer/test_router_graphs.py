@@ -68,7 +68,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
     cuda_graphs._set_capture_start()
     layer(hidden)
     cuda_graphs._set_capture_end()
-    dispatcher, table = layer.token_dispatcher, slots._current.table_EJ
+    dispatcher, table = layer.token_dispatcher, slots._in_use.table_EJ
     attributes = list(dispatcher.valid_cudagraph_attrs)
     differences, plans = [], set()
     for hot in range(3):
@@ -77,7 +77,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         wanted, _ = layer(hidden)
         plans.add(slots.plan.digest())
         assert layer.token_dispatcher is dispatcher
-        assert slots._current.table_EJ is table
+        assert slots._in_use.table_EJ is table
         # What a replay computes: the same operations on the same tensors.
         probs, routing_map = layer.router(hidden)
         rows, row_probs = dispatcher.dispatch_preprocess(hidden, *slots.remap(routing_map, probs))
@@ -88,7 +88,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         layer.cudagraph_tensor_store.clear()
         differences.append(float((got - wanted).abs().max()))
         wanted.sum().backward()
-        slots.finish_gradients()
+        slots.gradients.finish()
         slots.end_iteration()
     return bool(attributes), differences, len(plans)
 
