@@ -28,6 +28,7 @@ from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 _SLOT = "slot_of_fssdp"
 _waiting: list[tuple[Any, Callable[[], object]]] = []
+_finishing: list[Any] = []  # Megatron's own finish_grad_sync may start a reduction, which must not wait.
 _installed = False
 
 
@@ -95,7 +96,7 @@ def _install() -> None:
 
     @wraps(start)
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_home(self):
+        if not _is_home(self) and self not in _finishing:
             if self.ddp_config.overlap_grad_reduce:
                 _waiting.append((self, lambda: start(self, *args, **kwargs)))
                 return None
@@ -115,7 +116,11 @@ def _install() -> None:
             and not self.grad_reduce_finished
         ):
             start(self, *args, **kwargs)
-        return finish(self, *args, **kwargs)
+        _finishing.append(self)
+        try:
+            return finish(self, *args, **kwargs)
+        finally:
+            _finishing.remove(self)
 
     _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
     _ParamAndGradBucketGroup.finish_grad_sync = finish_grad_sync
