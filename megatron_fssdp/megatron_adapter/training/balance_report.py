@@ -131,13 +131,11 @@ class BalanceReport:
             context = layer.context
             if plan is None or plan.each_micro_batch or context.profile is None or layer.history.is_empty:
                 return None
-            counts_DE, how = (
-                layer.history.counts_DE(0),
-                {"num_micro_batches": context.profile.num_micro_batches},
-            )
+            counts_DE, times = layer.history.counts_DE(0), context.profile.num_micro_batches
             plain = replace(context, owner_E=_plain_owner_E(context), resident=None)
-            plain_s += plan_price(LayerPlan.owners_only(plain), counts_DE, plain, **how).moe_s
-            used_s += plan_price(plan, counts_DE, context, **how).moe_s
+            priced = plan_price(LayerPlan.owners_only(plain), counts_DE, plain, num_micro_batches=times)
+            plain_s += priced.moe_s
+            used_s += plan_price(plan, counts_DE, context, num_micro_batches=times).moe_s
         return plain_s / used_s if used_s else None
 
 
