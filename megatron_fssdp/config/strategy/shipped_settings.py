@@ -144,9 +144,9 @@ class ProphetSettings(SlotKeys):
     overlap: bool = key(
         True,
         "Whether transfers overlap compute (Pro-Prophet's scheduler): experts during the compute before "
-        "the layer, gradients during its backward pass, and what takes longer in two parts, one of them "
-        "during the experts of the layer before (§V-B). The planner takes this into account (Eq. 8). Off: "
-        "one runs after the other (Eq. 6).",
+        "the layer, those that take longer in two parts, one of them during the experts of the layer before "
+        "(§V-B), and gradients during the backward pass, in one part. The planner takes this into account "
+        "(Eq. 8). Off: one runs after the other (Eq. 6).",
     )
 
 
