@@ -2,14 +2,13 @@
 
 import time
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.records.metrics import IterationMetrics
+from megatron_fssdp.records.metrics_file import MetricsTail
 
 _RECENT = 20
 _PLAIN_INTERVAL_S = 10.0
@@ -34,8 +33,8 @@ class TrainingProgress:
             console: Console that shows the progress.
             saves: Whether the run writes a checkpoint after its last iteration.
         """
-        self._metrics, self._iterations, self._saves = metrics, iterations, saves
-        self._position = metrics.stat().st_size if metrics.exists() else 0
+        self._tail = MetricsTail(metrics, from_end=True)
+        self._iterations, self._saves = iterations, saves
         self._console, self._start = console, f"starting {nproc} ranks"
         self._status = console.status(self._start)  # does nothing where there is no terminal
         self._durations_s: deque[float] = deque(maxlen=_RECENT)
@@ -59,7 +58,7 @@ class TrainingProgress:
 
     def update(self) -> None:
         """Show the newest iteration, if there is a new one."""
-        if records := self._new_records():
+        if records := self._tail.read():
             self.last = records[-1]
             self._durations_s.extend(record.iteration_s for record in records)
             self._status.update(Text(self._text(self.last), no_wrap=True, overflow="ellipsis"))
@@ -73,23 +72,6 @@ class TrainingProgress:
             if not self._console.is_terminal:
                 self._print()
             self._plain("saving a checkpoint …")
-
-    def _new_records(self) -> list[IterationMetrics]:
-        """Return the records that were added since the last call; only complete lines count."""
-        if not self._metrics.exists():
-            return []
-        with self._metrics.open("rb") as file:
-            # A resumed run cuts off a half-written line before it appends.
-            self._position = min(self._position, file.seek(0, 2))
-            file.seek(self._position)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._position += len(whole)
-        records = []
-        for line in whole.decode("utf-8", errors="replace").splitlines():
-            with suppress(ValueError):  # only the display misses it; commands that read the file report it
-                records.append(parse_record(IterationMetrics, line))
-        return records
 
     def _text(self, record: IterationMetrics) -> str:
         parts = [

@@ -4,9 +4,10 @@ Both have one line of JSON for each entry. A resumed run repeats what came after
 repetition counts.
 """
 
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.records.json_lines import JsonLinesWriter, read_json_lines
 from megatron_fssdp.records.metrics import Evaluation, IterationMetrics
 
@@ -34,6 +35,34 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
             found.pop()
         found.append(record)
     return found
+
+
+class MetricsTail:
+    """Follows a ``metrics.jsonl`` to which a run appends, from its beginning or from its present end.
+
+    Only complete lines count. A damaged line is left out; commands that read the whole file report it.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path = path
+        self._position = path.stat().st_size if from_end and path.exists() else 0
+
+    def read(self) -> list[IterationMetrics]:
+        """Return the records that were added since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            # A resumed run cuts off a half-written line before it appends.
+            self._position = min(self._position, file.seek(0, 2))
+            file.seek(self._position)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._position += len(whole)
+        records = []
+        for line in whole.decode("utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                records.append(parse_record(IterationMetrics, line))
+        return records
 
 
 def append_evaluation(record_dir: Path, evaluation: Evaluation) -> None:

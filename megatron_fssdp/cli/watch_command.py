@@ -1,0 +1,83 @@
+"""``megatron-fssdp watch``: loads, replicas and waits of a training in the terminal, while it runs."""
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megatron_fssdp.records.metrics import IterationMetrics, RunSession
+
+RECENT = 20
+"""Iterations over which figures are averaged, as in the progress of ``train``."""
+
+PAUSE_S = 1.0
+
+
+def watch_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a run (record_dir).", metavar="RUN")],
+) -> None:
+    """Show loads, replicas and waits of a training while it runs; elsewhere than on a terminal, once.
+
+    It ends when the last iteration is recorded, or with Ctrl-C.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from megatron_fssdp.config.errors import ConfigurationError
+    from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsTail
+
+    console, path = Console(), run / METRICS_FILE
+    if not run.is_dir():
+        raise ConfigurationError(f"watch: {run} is no folder; give the record_dir or --out of a training")
+    tail = MetricsTail(path)
+    recent: deque[IterationMetrics] = deque(maxlen=RECENT)
+    session: RunSession | None = None
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        while True:
+            for record in tail.read():
+                recent.append(record)
+                session = record.session or session
+            table = _table(run, list(recent), session)
+            if not console.is_terminal:
+                break
+            live.update(table, refresh=True)
+            if recent and session and recent[-1].iteration >= session.iterations:
+                return
+            time.sleep(PAUSE_S)
+    console.print(table)
+
+
+def _table(run: Path, recent: "list[IterationMetrics]", session: "RunSession | None") -> "Table":
+    """A row for each MoE layer, with means over the recent iterations."""
+    from rich.table import Table
+
+    from megatron_fssdp.report.units import format_seconds
+
+    title = f"{run}: waiting for the first iteration"
+    if recent:
+        last = recent[-1]
+        of = f"/{session.iterations}" if session and session.iterations else ""
+        seconds = format_seconds(sum(one.iteration_s for one in recent) / len(recent))
+        strategy = f"{session.strategy}, " if session else ""
+        title = f"{run}: {strategy}iteration {last.iteration}{of}, loss {last.lm_loss:.4f}, {seconds} each"
+    table = Table(title=title, caption=f"means of the last {len(recent)} iterations; load: busiest / mean")
+    for name in ("layer", "load under plain EP", "load", "replicas", "waits for weights", "for gradients"):
+        table.add_column(name, justify="right")
+    for of_layer in zip(*(one.layers for one in recent), strict=False):
+        table.add_row(
+            str(of_layer[0].layer),
+            *(
+                f"{sum(getattr(one, name) for one in of_layer) / len(of_layer):.3g}"
+                for name in ("ep_load_max_over_mean", "load_max_over_mean", "num_replicas")
+            ),
+            *(
+                format_seconds(sum(getattr(one, name) for one in of_layer) / len(of_layer))
+                for name in ("spag_exposed_s", "sprs_exposed_s")
+            ),
+        )
+    return table
