@@ -15,7 +15,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.strategy import MovesOwners
 
 
 class SecondHomeSettings(PlacementSettings):
@@ -29,7 +29,7 @@ class SecondHomeSettings(PlacementSettings):
     )
 
 
-class SecondHome(Strategy[SecondHomeSettings]):
+class SecondHome(MovesOwners[SecondHomeSettings]):
     """``second_home``: one replica per layer and iteration, on the least loaded device."""
 
     overlaps = True  # replicas travel beside the compute before the layer (this is the default)

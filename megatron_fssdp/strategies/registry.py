@@ -6,7 +6,7 @@ from typing import Any
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, Strategy
 
 
 def build_strategy(name: str, settings: StrategySettings) -> Strategy:
@@ -15,11 +15,13 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
     Raises:
         KeyError: The name is not registered, or it has no strategy class (``none``). The validation of the
             settings reports unknown names to the user before.
-        ConfigurationError: A strategy of another package cannot be built; the line names the package.
+        ConfigurationError: A strategy of another package cannot be built, or lacks the methods of an ability
+            that it declares; the line names the package.
     """
     entry = STRATEGIES[name]
     if entry.strategy is None:
         raise KeyError(name)
+    what = f"strategy {name} of package {entry.package}"
     make: Any = entry.strategy
     try:
         if isinstance(make, str):
@@ -28,17 +30,22 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
         if missing := sorted(getattr(make, "__abstractmethods__", ())):
             raise TypeError(f"{make.__name__} does not implement {', '.join(missing)}")
         strategy = make(settings)
-        if not isinstance(strategy, Strategy):
-            raise TypeError(
-                f"got {type(strategy).__name__}, wanted a subclass of "
-                "megatron_fssdp.strategies.strategy.Strategy"
-            )
     except Exception as error:
         if entry.package == SHIPPED:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigurationError(f"{what} cannot be built: {reason}; update the package") from error
+    kind = type(strategy).__name__
+    if not isinstance(strategy, Strategy):
         raise ConfigurationError(
-            f"strategy {name} of package {entry.package} cannot be built: {reason}; update the package"
-        ) from error
+            f"{what}: got {kind}, wanted a megatron_fssdp.strategies.strategy.Strategy; derive the class "
+            "from it"
+        )
+    for ability, base in (("moves_owners", MovesOwners), ("resident_slots", ResidentReplicas)):
+        if getattr(strategy, ability) and not isinstance(strategy, base):
+            raise ConfigurationError(
+                f"{what}: got {ability} without its methods, wanted a subclass of {base.__name__}; derive "
+                f"{kind} from it"
+            )
     strategy.package = entry.package
     return strategy

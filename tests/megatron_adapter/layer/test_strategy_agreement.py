@@ -57,7 +57,7 @@ def prepare() -> None:
             layer.context, layer.stopwatch = replace(layer.context, profile=PROFILE), None
 
     def note_plan(travel: Any, self: SlotLayer) -> None:
-        plan = self._current.plan  # of the only micro-batch of an iteration
+        plan = self._in_use.plan  # of the only micro-batch of an iteration
         has_replicas = plan.placement.num_replicas > 0
         life = plan.life.value if has_replicas else None
         note((life, plan.gather_ahead and has_replicas, self.groups.transfers is not None))
