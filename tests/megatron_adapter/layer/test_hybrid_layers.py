@@ -5,6 +5,7 @@ is replaced. Layers of Mamba need a GPU.
 """
 
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +54,6 @@ def _compare(rank: int, world_size: int) -> tuple[Any, ...]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megatron_fssdp.megatron_adapter.entry import registration
     from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
     hybrid_stack_spec.submodules.moe_layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
@@ -70,7 +70,7 @@ def _compare(rank: int, world_size: int) -> tuple[Any, ...]:
 
     stock = build()
     session = _session()
-    registration._build_our_layer(session)  # the module of the spec is imported already
+    build_our_layer(session)  # the module of the spec is imported already
     ours = build()
     ours.load_state_dict(stock.state_dict())
     hidden = torch.randn(16, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
@@ -108,9 +108,7 @@ def _numbers_of_later_layers(rank: int, world_size: int) -> tuple[list[int], lis
     from megatron.core.models.gpt import moe_module_specs
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-    from megatron_fssdp.megatron_adapter.entry import registration
-
-    registration._build_our_layer(_session())
+    build_our_layer(_session())
     config = _config(world_size)
     build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
     layers: list[Any] = []
@@ -137,3 +135,15 @@ class _Groups:
     """Process groups that are never used."""
 
     cp = tp = None
+
+
+def build_our_layer(session: Any) -> None:
+    """Make Megatron's specs build the strategy's layer, as the registration does."""
+    from megatron.core.models.gpt import moe_module_specs
+
+    from megatron_fssdp.megatron_adapter.layer import hybrid_layers
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+    layer = partial(StrategyMoELayer, session=session)
+    moe_module_specs.MoELayer = layer
+    hybrid_layers.install(layer)

@@ -242,9 +242,9 @@ def let_messages_be_late() -> None:
 
     draw = random.Random(int(os.environ["RANK"]))
 
-    def post_late(post: Any, *arguments: Any) -> Any:
+    def post_late(post: Any, *arguments: Any, **how: Any) -> Any:
         if draw.random() < 0.3:
             time.sleep(draw.random() * 0.01)
-        return post(*arguments)
+        return post(*arguments, **how)
 
     wrap(sparse_transfer, "post", post_late)
