@@ -19,6 +19,7 @@ from megatron_fssdp.config.strategy.strategy_registry import (
 )
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
+from megatron_fssdp.strategies.ep import EpStrategy
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -75,8 +76,10 @@ def test_a_registered_name_is_refused_whoever_has_it() -> None:
 
 
 def test_what_makes_no_strategy_is_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STRATEGIES._entries, "made", replace(ENTRY, strategy=lambda _: "nothing"))
+    with pytest.raises(ConfigurationError, match="strategy made of package megatron-fssdp: got str, wanted"):
+        build_strategy("made", MadeSettings())
     for broken, reason in (
-        (lambda _: "nothing", "got str, wanted a subclass of"),
         ("a_module_that_is_not_there:Made", "No module named"),
         (Strategy, "Strategy does not implement before_gate"),
         (lambda _: 1 / 0, "ZeroDivisionError: division by zero"),
@@ -85,6 +88,15 @@ def test_what_makes_no_strategy_is_refused_when_it_is_built(monkeypatch: pytest.
         monkeypatch.setitem(STRATEGIES._entries, "made", entry)
         with pytest.raises(ConfigurationError, match=f"made of package theirs cannot be built: .*{reason}"):
             build_strategy("made", MadeSettings())
+
+
+def test_an_ability_needs_the_methods_of_its_base_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moving(EpStrategy):
+        moves_owners = True
+
+    monkeypatch.setitem(STRATEGIES._entries, "made", replace(ENTRY, strategy=Moving, package="theirs"))
+    with pytest.raises(ConfigurationError, match=r"of package theirs: got moves_owners .* of MovesOwners"):
+        build_strategy("made", MadeSettings())
 
 
 # --- packages that are installed for a process of their own
