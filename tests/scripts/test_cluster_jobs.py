@@ -92,7 +92,7 @@ SRUN = """
         return found
 
     while any(node.poll() is None for node in nodes):
-        if nodes[1].poll() is not None:
+        if nodes[1].poll() is not None and out.is_dir():  # bad input leaves no folder
             (out / "node-1-ended").touch()
         for start in (0, 20):
             if start in signaled or not are_ready(start):
