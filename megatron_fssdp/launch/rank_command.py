@@ -9,7 +9,12 @@ from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.quiet_output import quiet_output
-from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.megatron_arguments import (
+    LAUNCH_ORDER,
+    Installation,
+    TokenizedData,
+    megatron_arguments,
+)
 from megatron_fssdp.config.run.rules import NO_CONTEXT_ON_CPU, shown_keys
 from megatron_fssdp.config.run.run_config import RunConfig
 
@@ -48,9 +53,7 @@ class RankCommand:
         if cut.tensor_model_parallel_size > 1 or cut.context_parallel_size > 1:
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to order its kernels
         if self.config.strategy.name != "none":
-            # Transfers and dispatch use two communicators at the same time. NCCL's documentation asks
-            # for this setting in such programs, from NCCL 2.26 on. Older versions ignore it.
-            variables["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+            variables |= dict([LAUNCH_ORDER])
         return variables
 
     def environment(self) -> dict[str, str]:

@@ -11,6 +11,12 @@ from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkC
 from megatron_fssdp.planning.placement.topology import Topology
 
 _MESSAGE_BYTES = (1 << 16, 1 << 19, 1 << 22)
+_LONGEST_S = 0.05
+"""Seconds of a message that is worth a measurement of its own.
+
+Experts can have hundreds of MiB, and a fast link reaches its full speed only there. Where the size takes
+longer, the smaller messages have reached it already.
+"""
 _REPETITIONS = 4
 _MOST_ROUNDS = 8
 """Limit of the repetitions of a round in which the fit finds no cost for bytes.
@@ -21,7 +27,7 @@ shortest times of all rounds count, so each further round can only come closer t
 
 
 def measure_links(
-    group: dist.ProcessGroup, topology: Topology, device: torch.device
+    group: dist.ProcessGroup, topology: Topology, device: torch.device, most_bytes: int = 0
 ) -> tuple[LinkCost, LinkCost]:
     """Measure the cost of one direction of a link inside a node, and of a node's NIC.
 
@@ -29,7 +35,8 @@ def measure_links(
     ring, as they are in a dispatch. If the group has no link of one class, that class gets the cost of the
     other one. A group of one rank gets zero latency and the lowest beta. If a disturbed machine shows no
     difference between small and large messages, it is measured again. After the last attempt, all the time of
-    the largest message counts as the cost of its bytes.
+    the largest message counts as the cost of its bytes. Messages of ``most_bytes`` are measured as well where
+    they are fast enough.
 
     Returns:
         Cost of an intra-node link and of an inter-node link, equal on all ranks.
@@ -38,37 +45,46 @@ def measure_links(
         [list(devices) for devices in topology.devices_by_node if len(devices) > 1],
         [[devices[0] for devices in topology.devices_by_node]] if topology.num_nodes > 1 else [],
     )
-    measured = [_measure(group, ring, device) if ring else None for ring in rings]
+    measured = [_measure(group, ring, device, most_bytes) if ring else None for ring in rings]
     intra = measured[0] or measured[1] or LinkCost(0.0, LEAST_BETA_S_PER_BYTE)
     return intra, measured[1] or intra
 
 
-def _measure(group: dist.ProcessGroup, rings: Sequence[Sequence[int]], device: torch.device) -> LinkCost:
-    rank = group.rank()
-    ring = next((ring for ring in rings if rank in ring), None)
-    unmeasured_s = float("inf") if ring is not None else 0.0
-    fastest = torch.full((len(_MESSAGE_BYTES),), unmeasured_s, dtype=torch.float64)
+def _measure(
+    group: dist.ProcessGroup, rings: Sequence[Sequence[int]], device: torch.device, most_bytes: int
+) -> LinkCost:
+    ring = next((ring for ring in rings if group.rank() in ring), ())
+    fastest = [float("inf")] * len(_MESSAGE_BYTES)
     for _ in range(_MOST_ROUNDS):
-        if ring is not None:
-            fastest = torch.minimum(fastest, _fastest_exchanges_s(group, ring, device))
-        # The slowest link of a class determines the cost of the class.
-        slowest_link = fastest.to(device, copy=True)
-        dist.all_reduce(slowest_link, op=dist.ReduceOp.MAX, group=group)
-        cost = fit_link_cost(_MESSAGE_BYTES, slowest_link.tolist())
+        fastest = [*map(min, fastest, _fastest_exchanges_s(group, ring, device, _MESSAGE_BYTES))]
+        seconds = _slowest(fastest, group, device)
+        cost = fit_link_cost(_MESSAGE_BYTES, seconds)
         if cost.beta_s_per_byte > LEAST_BETA_S_PER_BYTE:
-            return cost
-    # A planner must not believe that bytes are free. All the time of the largest message is an upper limit.
-    return LinkCost(0.0, slowest_link[-1].item() / _MESSAGE_BYTES[-1])
+            break
+    else:
+        # A planner must not believe that bytes are free. The whole time of the largest message is a limit.
+        return LinkCost(0.0, seconds[-1] / _MESSAGE_BYTES[-1])
+    if most_bytes <= _MESSAGE_BYTES[-1] or cost.time_s(most_bytes) > _LONGEST_S:
+        return cost
+    seconds += _slowest(_fastest_exchanges_s(group, ring, device, [most_bytes]), group, device)
+    return fit_link_cost((*_MESSAGE_BYTES, most_bytes), seconds)
 
 
-def _fastest_exchanges_s(group: dist.ProcessGroup, ring: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Shortest measured seconds of an exchange of each size, float64."""
-    seconds = [
-        # The first exchange includes the time to connect.
-        min([_exchange_s(group, ring, num_bytes, device) for _ in range(_REPETITIONS)][1:])
-        for num_bytes in _MESSAGE_BYTES
-    ]
-    return torch.tensor(seconds, dtype=torch.float64)
+def _fastest_exchanges_s(
+    group: dist.ProcessGroup, ring: Sequence[int], device: torch.device, sizes: Sequence[int]
+) -> list[float]:
+    """Shortest measured seconds of an exchange of each size; zeros if this rank is in no ring."""
+    if not ring:
+        return [0.0] * len(sizes)
+    # The first exchange includes the time to connect.
+    return [min([_exchange_s(group, ring, size, device) for _ in range(_REPETITIONS)][1:]) for size in sizes]
+
+
+def _slowest(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Highest seconds of all ranks, equal on all: the slowest link of a class determines its cost."""
+    highest = torch.tensor(seconds, dtype=torch.float64).to(device)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return [*highest.tolist()]
 
 
 def _exchange_s(group: dist.ProcessGroup, ring: Sequence[int], num_bytes: int, device: torch.device) -> float:

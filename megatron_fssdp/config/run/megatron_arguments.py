@@ -29,6 +29,12 @@ ON_CPU = {
     "num_workers": 0,
 }
 
+LAUNCH_ORDER = ("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+"""A variable of ranks on GPUs. Transfers and dispatch use two communicators at the same time.
+
+NCCL's documentation asks for this setting in such programs, from NCCL 2.26 on. Older versions ignore it.
+"""
+
 
 @dataclass(frozen=True)
 class TokenizedData:

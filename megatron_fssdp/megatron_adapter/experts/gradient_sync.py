@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import megatron.core.utils
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
@@ -71,6 +72,9 @@ def belong_to(layer: SlotLayer, parameters: Iterable[torch.nn.Parameter]) -> Non
 
 def await_parameters(experts: torch.nn.Module) -> None:
     """Finish the gather of an expert module's Parameters that DDP overlaps with the forward pass."""
+    if hasattr(megatron.core.utils, "ensure_params_ready"):  # after Megatron 0.19
+        megatron.core.utils.ensure_params_ready(experts.parameters())
+        return
     for module in experts.modules():
         for hook in list(module._forward_pre_hooks.values()):
             if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel._make_forward_pre_hook"):

@@ -51,15 +51,24 @@ def create_transfer_group(
 
     Megatron's function creates it, because Megatron may change the time-outs of all groups that it has
     created. Without a time-out, the group has torch's default.
+
+    Where the default group is bound to a device, torch would split the default group's communicator, and all
+    ranks of the training would have to take part. So it counts as unbound while the group is created, and
+    NCCL makes a communicator of its own.
     """
+    everyone: Any = dist.group.WORLD
     on_nccl = dist.get_backend(expert_parallel) == "nccl"
-    group: dist.ProcessGroup = parallel_state.create_group(
-        dist.get_process_group_ranks(expert_parallel),
-        timeout=timeout,
-        pg_options=parallel_state.get_nccl_options(SHORT_NAME, communicators) if on_nccl else None,
-        use_local_synchronization=True,
-        group_desc="FSSDP_TRANSFER_GROUP",
-    )
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    try:
+        group: dist.ProcessGroup = parallel_state.create_group(
+            dist.get_process_group_ranks(expert_parallel),
+            timeout=timeout,
+            pg_options=parallel_state.get_nccl_options(SHORT_NAME, communicators) if on_nccl else None,
+            use_local_synchronization=True,
+            group_desc="FSSDP_TRANSFER_GROUP",
+        )
+    finally:
+        everyone.bound_device_id = bound
     return group
 
 

@@ -65,7 +65,8 @@ class Facts(dict[str, Any]):
             self._add_those_of(strategy)
 
     def __missing__(self, name: str) -> Any:
-        return getattr(self._settings, name, None)
+        # Names of environment variables are in capitals.
+        return getattr(self._settings, name, os.environ.get(name) if name.isupper() else None)
 
     def _add_those_of(self, strategy: Strategy) -> None:
         own: Any = strategy.settings
@@ -141,6 +142,10 @@ EVERY = _limits(
     expert weight rematerialization over GTP
       | weight_shards > 1
       | remove --expert-tensor-parallel-num-weight-shards
+    grouped products of CUTLASS (NVTE_USE_CUTLASS_GROUPED_GEMM) with --grad-reduce-in-bf16
+      | NVTE_USE_CUTLASS_GROUPED_GEMM == "1" and grad_reduce_in_bf16
+      | they take one data type for the gradients of all experts, and those of replicas are in fp32: unset the
+        variable, or remove --grad-reduce-in-bf16
     paged stashing | moe_paged_stash | remove --moe-paged-stash
     the inference-optimized implementation
       | transformer_impl == "inference_optimized"
@@ -207,6 +212,10 @@ SOME = _limits(
     smart_schedule with expert tensor parallelism
       | travel.smart_schedule and parts > 1 and devices > 1
       | it needs whole experts: use smart_schedule=false or --expert-tensor-parallel-size 1
+    --use-precision-aware-optimizer with re-sharding
+      | moves and use_precision_aware_optimizer
+      | re-sharding moves states in fp32, and this optimizer stores masters and moments in other forms: remove
+        it, or {KEEP_OWNERS}
     fp16 with resident replicas (flexmoe)
       | strategy.resident_slots and fp16
       | its loss scale may skip an optimizer step, and replicas have their own: use --bf16 or fp32

@@ -55,7 +55,8 @@ def profile_layers(
     watches = [layer.stopwatch for layer in layers if layer.stopwatch is not None]
     rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)
     before_s = [w.before_s() for w in watches]
-    intra, inter = measure_links(first.groups.expert_parallel, first.groups.topology, device)
+    where = first.groups
+    intra, inter = measure_links(where.expert_parallel, where.topology, device, layout.num_bytes)
     context = first.context
     slot_ED = np.arange(context.num_experts * context.num_devices).reshape(context.num_experts, -1)
     shares_s = seconds_of_shares(slot_ED, context.topology.node_of_device_D, device)

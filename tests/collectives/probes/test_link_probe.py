@@ -82,6 +82,30 @@ def test_rounds_in_which_larger_messages_were_faster_are_repeated_and_bytes_are_
         assert cost.beta_s_per_byte == pytest.approx(beta_s_per_byte)
 
 
+def measure_large(rank: int, world_size: int, most_bytes: int, beta_s: float) -> tuple[LinkCost, list[int]]:
+    """Messages above 4 MiB take half of the time for a byte."""
+    sizes: list[int] = []
+
+    def given_s(group: dist.ProcessGroup, ring: list[int], num_bytes: int, device: torch.device) -> float:
+        sizes.append(num_bytes)
+        return 1e-4 + beta_s * num_bytes / (1 if num_bytes <= 1 << 22 else 2)
+
+    link_probe._exchange_s = given_s
+    return measure_links(dist.group.WORLD, Topology((0, 0)), torch.device("cpu"), most_bytes)[0], sizes
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "beta_s", "is_measured"),
+    [(1 << 28, 1e-10, True), (1 << 28, 1e-9, False), (99, 1e-10, False)],
+)
+def test_messages_of_a_whole_expert_are_measured_where_they_are_fast(
+    most_bytes: int, beta_s: float, is_measured: bool
+) -> None:
+    for cost, sizes in run_ranks(measure_large, 2, most_bytes, beta_s):
+        assert (most_bytes in sizes) == is_measured
+        assert (cost.time_s(1 << 28) < 0.75 * (1e-4 + beta_s * (1 << 28))) == is_measured
+
+
 def measure(rank: int, world_size: int, nodes: tuple[int, ...]) -> tuple[LinkCost, LinkCost]:
     return measure_links(dist.group.WORLD, Topology(nodes), torch.device("cpu"))
 

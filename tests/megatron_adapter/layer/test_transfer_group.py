@@ -11,8 +11,14 @@ import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import _hook
-from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options, has_one_queue
+from megatron_fssdp.megatron_adapter.layer.transfer_group import (
+    DEFAULT_OPTIONS,
+    communicator_options,
+    create_transfer_group,
+    has_one_queue,
+)
 from megatron_fssdp.runtime.layers import slot_layer
+from megatron_fssdp.testing import run_ranks
 
 from ..training_run import note, train_on_all_ranks, wrap
 
@@ -76,6 +82,30 @@ def test_process_groups_of_transfers_have_megatrons_timeout(text_data: Path) -> 
     arguments = "{EP2} --train-iters 2 --distributed-timeout-minutes 7"
     for run in train_on_all_ranks(2, arguments, text_data, strategy="fssdp", before=note_timeouts):
         assert run.notes == (420, 420, 420, 420)
+
+
+def create_bound(rank: int, world_size: int) -> tuple[list[object], bool, list[int]]:
+    """Rank 0 alone creates a group, while the default group is bound to a device."""
+    from megatron.core import parallel_state
+
+    seen: list[object] = []
+
+    def create_group(*args: Any, **kwargs: Any) -> Any:
+        seen.append(dist.group.WORLD.bound_device_id)
+        return dist.new_group(args[0], use_local_synchronization=True)
+
+    parallel_state.create_group = create_group
+    own = [dist.new_group([one]) for one in range(world_size)][rank]
+    device = dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
+    ranks: list[int] = []
+    if rank == 0:
+        group = create_transfer_group(own, None, DEFAULT_OPTIONS)
+        ranks = dist.get_process_group_ranks(group)
+    return seen, dist.group.WORLD.bound_device_id == device, ranks
+
+
+def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device() -> None:
+    assert run_ranks(create_bound, 2) == [([None], True, [0]), ([], True, [])]
 
 
 class FakeLayer(torch.nn.Module):

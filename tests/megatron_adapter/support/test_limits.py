@@ -64,6 +64,8 @@ TABLE = """
     fssdp | fp4=e2m1 | add --moe-grouped-gemm
     fssdp | moe_single_grouped_weight=true | remove --moe-single-grouped-weight
     fssdp | use_torch_fsdp2=true | use Megatron's DDP
+    fssdp | NVTE_USE_CUTLASS_GROUPED_GEMM='1' grad_reduce_in_bf16=true | unset the variable
+    fssdp | NVTE_USE_CUTLASS_GROUPED_GEMM='1' |
     fssdp | moe_paged_stash=true | --moe-paged-stash
     fssdp | transformer_impl=inference_optimized | --transformer-impl local
     fssdp | num_experts=0 | add --num-experts
@@ -115,6 +117,8 @@ TABLE = """
     ep {GATE} | {GRAPHS}[attn,moe_router] | moe_router of --cuda-graph-modules
     fastermoe smart_schedule=true | {DIVIDED} | --expert-tensor-parallel-size 1
     flexmoe | fp16=true | use --bf16
+    fssdp | use_precision_aware_optimizer=true | remove it, or set reshard_interval=0
+    fssdp reshard_interval=0 | use_precision_aware_optimizer=true |
     fssdp | {SAVE} |
     fssdp | ckpt_format=torch |
     fssdp | {SAVE} non_persistent_ckpt_type=global non_persistent_save_interval=5 |
