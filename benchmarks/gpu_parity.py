@@ -54,8 +54,11 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Strategies with settings by which they act within few iterations. The baseline comes first."""
 
-VIRTUAL_LAUNCHER = ("-m", "tests.support.virtual_cuda")
-"""Words that run a program on virtual devices; the program follows."""
+LAUNCHERS = {
+    "virtual": ("-m", "tests.support.virtual_cuda"),
+    "one-card": ("-m", "tests.support.one_card"),
+}
+"""Words that run a program on virtual devices, or several ranks on one GPU; the program follows."""
 
 _VIRTUAL_SIZE = {
     "num_layers": 2,
@@ -79,13 +82,14 @@ _VIRTUAL_ARGUMENTS = {
 _PREDICTED = re.compile(r"\[fssdp\] memory of a rank: (.+)")
 
 
-def training_command(
-    case: str, precision: str, ranks: int, out: Path, *, is_virtual: bool
-) -> tuple[str, ...]:
+def training_command(case: str, precision: str, ranks: int, out: Path, device: str) -> tuple[str, ...]:
     """Return the command that trains one case. Ranks run this file, which makes links free for plans."""
     strategy = CASES[case]
-    device = "virtual" if is_virtual else "cuda"
-    training = {"train_iters": 6 if is_virtual else 12, "micro_batch_size": 2, "global_batch_size": 4 * ranks}
+    training = {
+        "train_iters": 6 if device == "virtual" else 12,
+        "micro_batch_size": 2,
+        "global_batch_size": 4 * ranks,
+    }
     return small_training(strategy, ranks, out, training, device=device, precision=precision, script=__file__)
 
 
@@ -110,7 +114,7 @@ def small_training(
         ranks: Number of ranks.
         out: Output folder of the run, beside which Megatron caches its data.
         training: Settings of the training that differ from those here.
-        device: ``cpu``, ``cuda`` or ``virtual``.
+        device: ``cpu``, ``cuda``, ``one-card`` or ``virtual``.
         precision: ``fp32`` or ``bf16``.
         model: Settings of the model that differ from those here.
         script: Training script, by its path or its name in the package.
@@ -159,7 +163,7 @@ def small_training(
     installation = Installation(device == "cpu", has_engine and precision == "bf16" and not is_virtual)
     return (
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
-        *(VIRTUAL_LAUNCHER if is_virtual else ()),
+        *LAUNCHERS.get(device, ()),
         *("-m", "megatron_fssdp", script),
         *megatron_arguments(config, None, installation, out, resume=False),
     )
@@ -242,7 +246,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--precision", choices=TOLERANCES, default="fp32")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--virtual", action="store_true", help="use virtual CUDA devices")
+    parser.add_argument("--device", choices=("cuda", *LAUNCHERS), default="cuda")
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_parity"), help="folder of all trainings")
     parser.add_argument("--out", type=Path, help="file with one row of JSON for each training")
     options = parser.parse_args(words)
@@ -250,9 +254,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\n".join(CASES))
         return 0
     records = options.work / f"{options.precision}-{options.case}"
-    command = training_command(
-        options.case, options.precision, options.ranks, records, is_virtual=options.virtual
-    )
+    command = training_command(options.case, options.precision, options.ranks, records, options.device)
     # Costs decide early, so that few iterations are enough.
     environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cuda", PROFILE_VARIABLE: "2"}
     done = subprocess.run(

@@ -14,7 +14,7 @@ from scripts.gpu_check.step import Step
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
-_VIRTUAL_RANKS = 4  # the smallest number that has two nodes of two devices
+_FEWEST_RANKS = 4  # of virtual devices, or on one card: the smallest number that has two nodes of two devices
 _REPORT_VARIABLE = "MEGATRON_FSSDP_VIRTUAL_CUDA_REPORT"
 
 
@@ -38,14 +38,15 @@ def main() -> int:
     out = (options.out or root / "runs" / "gpu_check").resolve()
     try:
         refuse_non_folder(out, "--out")
-        ranks = _VIRTUAL_RANKS if options.virtual else num_gpus()
-        if not ranks:
+        cards = 0 if options.virtual else num_gpus()
+        if not cards and not options.virtual:
             raise ConfigurationError(
                 "devices: got no CUDA device that torch can use, wanted a node with GPUs; run megatron-fssdp "
                 "doctor there, or give --virtual to try the check itself without a GPU"
             )
         empty(out)
-        return check(root, out, ranks, is_virtual=options.virtual)
+        device = "virtual" if options.virtual else "one-card" if cards == 1 else "cuda"
+        return check(root, out, cards if cards > 1 else _FEWEST_RANKS, device)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -54,24 +55,27 @@ def main() -> int:
         return EXIT_INTERRUPTED
 
 
-def check(root: Path, out: Path, ranks: int, *, is_virtual: bool) -> int:
-    """Run all steps, and write the page after each, so that a check that is stopped leaves a useful page."""
+def check(root: Path, out: Path, ranks: int, device: str) -> int:
+    """Run all steps, and write the page after each, so that a check that is stopped leaves a useful page.
+
+    The device is ``cuda``, ``one-card`` (several ranks share it) or ``virtual``.
+    """
     for name in ("logs", "results", "work"):
         (out / name).mkdir(parents=True, exist_ok=True)
-    steps = check_steps(root, out, ranks, is_virtual=is_virtual)
+    steps = check_steps(root, out, ranks, device)
     for at, step in enumerate(steps):
         print(f"[{at + 1:2}/{len(steps)}] {step.name}", flush=True)
         steps[at] = step = step.run(out / "logs")
         why = f": {step.reason}; log: {out / 'logs' / step.name}.txt" if step.reason else ""
         print(f"        {step.verdict} in {step.seconds:.0f} s{why}", flush=True)
-        verdict, archive = write_results(out, steps, ranks, is_virtual=is_virtual)
+        verdict, archive = write_results(out, steps, ranks, device)
     print(f"{verdict}\npage:   {out / PAGE}\nattach: {archive}", flush=True)
     return EXIT_FAILED if any(step.verdict == "failed" for step in steps) else 0
 
 
-def check_steps(root: Path, out: Path, ranks: int, *, is_virtual: bool) -> list[Step]:
+def check_steps(root: Path, out: Path, ranks: int, device: str) -> list[Step]:
     """Return all steps: doctor, tests and benchmarks of the checkout, those that teach most first."""
-    python, results = sys.executable, out / "results"
+    python, results, is_virtual = sys.executable, out / "results", device == "virtual"
 
     def step(name: str, limit_s: float, script: Path, *words: object, skipped: str = "") -> Step:
         environment = {"MEGATRON_FSSDP_DEVICE": "cuda"}
@@ -88,15 +92,15 @@ def check_steps(root: Path, out: Path, ranks: int, *, is_virtual: bool) -> list[
 
     tests, parity = root / "tests", root / "benchmarks" / "gpu_parity.py"
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow", f"--rootdir={root}")
-    on_virtual = (
-        ("--virtual-gpu", "-k", "not timed_on_the_device") if is_virtual else ()
-    )  # they have no times
+    # Virtual devices have no times, and are in other processes than the test.
+    others = "not timed_on_the_device and not on_one_card"
+    on_virtual = ("--virtual-gpu", "-k", others) if is_virtual else ()
     gpu_tests = step("gpu_tests", 1200, tests, *pytest, "-c", root / "pyproject.toml", tests, *on_virtual)
     trainings = [
         step(
             *(f"parity_{precision}_{case}", 600, parity, parity, "--case", case, "--precision", precision),
             *("--ranks", ranks, "--work", out / "work", "--out", results / "parity.jsonl"),
-            *(["--virtual"] if is_virtual else []),
+            f"--device={device}",
         )
         for precision in ("fp32", "bf16")
         for case in _cases(parity)
@@ -112,7 +116,7 @@ def check_steps(root: Path, out: Path, ranks: int, *, is_virtual: bool) -> list[
         benchmark(
             *("overlap", 1800, f"--ranks={ranks}"),
             *(virtual_overlap if is_virtual else ("--device=cuda", "--size=gpu")),
-            skipped="needs two devices" if ranks < 2 else "",
+            skipped="needs two devices" if device == "one-card" else "",
         ),
     ]
 

@@ -18,14 +18,17 @@ _STYLE = """body{font:14px/1.4 system-ui,sans-serif;margin:16px auto;max-width:1
 color-scheme:light dark} table{border-collapse:collapse;font-size:12.5px} td,th{padding:1px 10px 1px
 0;text-align:left} main{display:flex;flex-wrap:wrap;gap:8px 40px} h2{font-size:15px;margin:12px 0 4px}
 .failed{color:#d1242f} pre{overflow-x:auto;font-size:12px}"""
-_VIRTUAL = (
-    "No GPU was used: CPU processes posed as CUDA devices. The page shows whether the CUDA code paths run "
-    "and compute "
-    "the right losses. It says nothing about speed, real NCCL or CUDA kernels."
-)
+_DEVICES = {"cuda": "{} GPUs", "one-card": "one GPU, shared by {} ranks", "virtual": "{} virtual devices"}
+_LIMITS = {
+    "cuda": "",
+    "one-card": "The ranks shared one GPU, and their messages went over gloo. The page shows whether the plugin "
+    "computes the right losses there. It says nothing about NCCL, or about the speed of several GPUs.",
+    "virtual": "No GPU was used: CPU processes posed as CUDA devices. The page shows whether the CUDA code paths "
+    "run and compute the right losses. It says nothing about speed, real NCCL or CUDA kernels.",
+}
 
 
-def write_results(out: Path, steps: Sequence[Step], ranks: int, *, is_virtual: bool) -> tuple[str, Path]:
+def write_results(out: Path, steps: Sequence[Step], ranks: int, device: str) -> tuple[str, Path]:
     """Write page, summary and zip into the output folder; return the verdict and the zip.
 
     Raises:
@@ -39,13 +42,13 @@ def write_results(out: Path, steps: Sequence[Step], ranks: int, *, is_virtual: b
     verdict = f"{word}: {len(steps)} steps, {numbers}"
     summary = {
         "verdict": verdict,
-        "is_virtual": is_virtual,
+        "device": device,
         "num_ranks": ranks,
         "steps": [{**asdict(step), "environment": dict(step.environment)} for step in steps],
         "parity": _parity(out),
     }
     with written_whole(out, "--out") as partial:
-        html = page_html(out, verdict, steps, ranks, is_virtual=is_virtual)
+        html = page_html(out, verdict, steps, ranks, device)
         (partial / PAGE).write_text(html, encoding="utf-8")
         (partial / SUMMARY).write_text(json.dumps(summary, indent=1), encoding="utf-8")
         with zipfile.ZipFile(partial / ZIP, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -56,19 +59,19 @@ def write_results(out: Path, steps: Sequence[Step], ranks: int, *, is_virtual: b
     return verdict, out / ZIP
 
 
-def page_html(out: Path, verdict: str, steps: Sequence[Step], ranks: int, *, is_virtual: bool) -> str:
+def page_html(out: Path, verdict: str, steps: Sequence[Step], ranks: int, device: str) -> str:
     """Return the page as HTML text that needs no other file and no network."""
     doctor = log_end(out / "logs" / "doctor.txt").partition("<details>")[0].strip("`\n")
     failed = [step for step in steps if step.verdict == "failed"]
     kind = "failed" if failed else "passed"
     body = [
-        f"<h1>GPU check: {ranks} {'virtual devices' if is_virtual else 'GPUs'}</h1>",
+        f"<h1>GPU check: {_DEVICES[device].format(ranks)}</h1>",
         f'<p class="{kind}"><b>{verdict}</b>. {ZIP}, to attach to an issue, has all logs and numbers.</p>',
-        f"<p><b>{_VIRTUAL}</b></p>" if is_virtual else "",
+        f"<p><b>{_LIMITS[device]}</b></p>",
         *(f'<p class="failed"><b>{step.name}</b>: {escape(step.reason)}</p>' for step in failed),
         "<main>",
         _losses(_parity(out)),
-        _layer_times(out, is_virtual),
+        _layer_times(out, is_virtual=device == "virtual"),
         f"<section><h2>Machine</h2><pre>{escape(doctor)}</pre></section>",
         "</main>",
         *(
@@ -119,7 +122,7 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _layer_times(out: Path, is_virtual: bool) -> str:
+def _layer_times(out: Path, *, is_virtual: bool) -> str:
     cells: list[tuple[str, ...]] = []
     with suppress(
         OSError, ValueError, KeyError, TypeError, AttributeError

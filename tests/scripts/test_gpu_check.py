@@ -90,9 +90,9 @@ def test_every_strategy_is_trained_after_its_baseline() -> None:
     assert next(iter(gpu_parity.CASES)) == "none"
 
 
-@pytest.mark.parametrize("is_virtual", [False, True])
-def test_benchmarks_know_the_options_that_they_get(is_virtual: bool, tmp_path: Path) -> None:
-    steps = gpu_check.check_steps(ROOT, tmp_path, 4, is_virtual=is_virtual)
+@pytest.mark.parametrize("device", ["cuda", "one-card", "virtual"])
+def test_benchmarks_know_the_options_that_they_get(device: str, tmp_path: Path) -> None:
+    steps = gpu_check.check_steps(ROOT, tmp_path, 4, device)
     of_benchmarks = [one.command for one in steps if one.command[1].startswith(str(ROOT / "benchmarks"))]
     assert {Path(words[1]).stem for words in of_benchmarks} == {"gpu_parity", "gpu_layer", "overlap"}
     for words in of_benchmarks:
@@ -116,7 +116,7 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     written(tmp_path, {"parity.jsonl": row, "gpu_layer.json": layer, "overlap.json": {"damaged": []}})
     (tmp_path / "logs" / "doctor.txt").write_text("```\nok      GPUs: 8 × NVIDIA <H100>\n```\n<details>…")
     steps = [Step("doctor", ("true",), 1), Step("overlap", ("true",), 1).failed("<a reason>")]
-    html = page_html(tmp_path, "FAILED: 2 steps", steps, 8, is_virtual=False)
+    html = page_html(tmp_path, "FAILED: 2 steps", steps, 8, "cuda")
     for part in (
         *("FAILED: 2 steps", "8 GPUs", "8 × NVIDIA &lt;H100&gt;", "&lt;a reason&gt;", "4.500000", "2.0e-07"),
         *("1.50", "1.4 GiB &lt;of&gt; experts", "2.00 (1.00 to 3.00)", "1.25"),
@@ -124,7 +124,8 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
         assert part in html
     assert "No GPU was used" not in html
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", html), "the page needs no network"
-    virtual = page_html(tmp_path, "PASSED", steps[:1], 4, is_virtual=True)
+    assert "shared one GPU" in page_html(tmp_path, "PASSED", steps[:1], 4, "one-card")
+    virtual = page_html(tmp_path, "PASSED", steps[:1], 4, "virtual")
     assert "nothing about speed" in virtual
     assert "2.00 (1.00 to 3.00)" not in virtual
 
@@ -133,6 +134,16 @@ def check(monkeypatch: pytest.MonkeyPatch, out: Path, gpus: int = 2) -> int:
     monkeypatch.setattr(gpu_check, "num_gpus", lambda: gpus)
     monkeypatch.setattr(sys, "argv", ["gpu_check.sh", "--root", str(ROOT), "--out", str(out)])
     return gpu_check.main()
+
+
+@pytest.mark.parametrize(("gpus", "device", "ranks"), [(1, "one-card", 4), (2, "cuda", 2), (8, "cuda", 8)])
+def test_ranks_share_a_single_card(
+    gpus: int, device: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+    monkeypatch.setattr(gpu_check, "check", lambda root, out, *rest: seen.append(rest) or 0)
+    assert check(monkeypatch, tmp_path, gpus) == 0
+    assert seen == [(ranks, device)]
 
 
 def test_a_failing_step_does_not_stop_the_others(

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,43 +15,61 @@ from tests.support.virtual_cuda import EventKind, FindingKind, virtual_cuda
 WORLD_SIZE = 2
 
 
-def full(*shape: int, value: float = 0.0) -> torch.Tensor:
-    return torch.full(shape, value, device="cuda")
+RESULTS = {
+    "all_reduce": ([3.0] * 2,) * 2,
+    "broadcast": ([2.0] * 2,) * 2,
+    "all_gather_into_tensor": ([1.0, 1.0, 2.0, 2.0],) * 2,
+    "all_gather of different sizes": ([1.0, 2.0, 2.0],) * 2,
+    "reduce_scatter_tensor": ([3.0], [30.0]),
+    "reduce_scatter of different sizes": ([3.0], [30.0, 30.0]),
+    "all_to_all_single": ([1.0, 2.0, 2.0], [1.0, 1.0, 2.0]),
+    "all_to_all": ([1.0, 2.0], [10.0, 20.0]),
+    "isend and irecv": ([2.0], [1.0]),
+    "batch_isend_irecv": ([2.0], [1.0]),
+    "coalesced all_reduce": ([3.0, 30.0],) * 2,
+    "all_gather_object": ([0, 1],) * 2,
+}
+"""Results of :func:`all_calls` on both ranks."""
 
 
-def all_calls(rank: int) -> dict[str, Any]:
+def full(*shape: int, value: float = 0.0, device: str = "cuda") -> torch.Tensor:
+    return torch.full(shape, value, device=device)
+
+
+def all_calls(rank: int, device: str = "cuda") -> dict[str, Any]:
     """Results of one call of every kind, as lists."""
     mine, other = float(rank + 1), 1 - rank
     results: dict[str, Any] = {}
+    on = partial(full, device=device)
 
     def note(name: str, *tensors: torch.Tensor) -> None:
         results[name] = [value for tensor in tensors for value in tensor.tolist()]
 
-    dist.all_reduce(x := full(2, value=mine))
+    dist.all_reduce(x := on(2, value=mine))
     note("all_reduce", x)
-    dist.broadcast(x := full(2, value=mine), 1)
+    dist.broadcast(x := on(2, value=mine), 1)
     note("broadcast", x)
-    dist.all_gather_into_tensor(out := full(4), full(2, value=mine))
+    dist.all_gather_into_tensor(out := on(4), on(2, value=mine))
     note("all_gather_into_tensor", out)
-    dist.all_gather(parts := [full(1), full(2)], full(rank + 1, value=mine))
+    dist.all_gather(parts := [on(1), on(2)], on(rank + 1, value=mine))
     note("all_gather of different sizes", *parts)
-    dist.reduce_scatter_tensor(out := full(1), torch.tensor([mine, 10 * mine], device="cuda"))
+    dist.reduce_scatter_tensor(out := on(1), torch.tensor([mine, 10 * mine], device=device))
     note("reduce_scatter_tensor", out)
-    dist.reduce_scatter(out := full(rank + 1), [full(1, value=mine), full(2, value=10 * mine)])
+    dist.reduce_scatter(out := on(rank + 1), [on(1, value=mine), on(2, value=10 * mine)])
     note("reduce_scatter of different sizes", out)
     sizes = [1, 2] if rank == 0 else [2, 1]
-    dist.all_to_all_single(out := full(3), full(3, value=mine), sizes, sizes)
+    dist.all_to_all_single(out := on(3), on(3, value=mine), sizes, sizes)
     note("all_to_all_single", out)
-    dist.all_to_all(parts := [full(1), full(1)], [full(1, value=mine), full(1, value=10 * mine)])
+    dist.all_to_all(parts := [on(1), on(1)], [on(1, value=mine), on(1, value=10 * mine)])
     note("all_to_all", *parts)
-    for work in (dist.isend(full(1, value=mine), other), dist.irecv(out := full(1), other)):
+    for work in (dist.isend(on(1, value=mine), other), dist.irecv(out := on(1), other)):
         work.wait()
     note("isend and irecv", out)
-    send = dist.P2POp(dist.isend, full(1, value=mine), other)
-    for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, out := full(1), other)]):
+    send = dist.P2POp(dist.isend, on(1, value=mine), other)
+    for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, out := on(1), other)]):
         work.wait()
     note("batch_isend_irecv", out)
-    x, y = full(1, value=mine), full(1, value=10 * mine)
+    x, y = on(1, value=mine), on(1, value=10 * mine)
     with dist._coalescing_manager(async_ops=True) as coalesced:
         dist.all_reduce(x)
         dist.all_reduce(y)
@@ -75,22 +94,8 @@ def call_all(rank: int, world_size: int) -> tuple[dict[str, Any], list[str], dic
 
 def test_every_call_moves_the_data_that_nccl_would_move() -> None:
     by_rank = run_ranks(call_all, WORLD_SIZE)
-    expected = {
-        "all_reduce": ([3.0] * 2,) * 2,
-        "broadcast": ([2.0] * 2,) * 2,
-        "all_gather_into_tensor": ([1.0, 1.0, 2.0, 2.0],) * 2,
-        "all_gather of different sizes": ([1.0, 2.0, 2.0],) * 2,
-        "reduce_scatter_tensor": ([3.0], [30.0]),
-        "reduce_scatter of different sizes": ([3.0], [30.0, 30.0]),
-        "all_to_all_single": ([1.0, 2.0, 2.0], [1.0, 1.0, 2.0]),
-        "all_to_all": ([1.0, 2.0], [10.0, 20.0]),
-        "isend and irecv": ([2.0], [1.0]),
-        "batch_isend_irecv": ([2.0], [1.0]),
-        "coalesced all_reduce": ([3.0, 30.0],) * 2,
-        "all_gather_object": ([0, 1],) * 2,
-    }
     for rank, (results, findings, counts, backends) in enumerate(by_rank):
-        assert results == {name: values[rank] for name, values in expected.items()}
+        assert results == {name: values[rank] for name, values in RESULTS.items()}
         assert not findings
         assert backends == ["nccl", "nccl", "gloo"]
         assert counts["P2P batch"] == 3

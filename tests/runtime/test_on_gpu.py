@@ -1,0 +1,134 @@
+"""The runtime's device code on a real GPU. With ``--virtual-gpu``, most of it runs on a virtual device.
+
+Several ranks share the card (``tests.support.one_card``), so one GPU is enough for replicas.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fssdp.planning.cost.transfer_split import TransferSplit
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.planning.slots.share_table import even_table
+from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.slots.exact_shares import Holders, remap_exactly
+from megatron_fssdp.runtime.slots.remap import by_number, remap_by_table
+from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
+from megatron_fssdp.testing import run_ranks
+from tests.support.one_card import CardGroups
+from tests.support.virtual_cuda.posing.patches import Patches
+
+from .layer_case import LayerCase
+from .rank_layer import VIRTUAL_PRELOAD, CaseRun
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+NUM_EXPERTS, NUM_DEVICES, NUM_TOKENS = 16, 4, 500
+TOPOLOGY = Topology.uniform(NUM_DEVICES, 2)
+
+
+def placement() -> ExpertPlacement:
+    present_ED = np.random.default_rng(0).random((NUM_EXPERTS, NUM_DEVICES)) < 0.3
+    owner_E = even_owners(NUM_EXPERTS, NUM_DEVICES)
+    present_ED[np.arange(NUM_EXPERTS), owner_E] = True
+    return ExpertPlacement(owner_E, present_ED)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_remap_equals_the_cpu(exact: bool) -> None:
+    where = placement()
+    slots = SlotTable.of(where, int(where.replicas_per_device_D.max()))
+    drawn = np.random.default_rng(1)
+    routing_map = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)) < 0.2)
+    probs = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)))
+    counts_DE = routing_map.sum(0).repeat(NUM_DEVICES, 1)
+    table_EJ = by_number(even_table(slots, where, TOPOLOGY, 1))
+
+    def remapped(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        here, weights = routing_map.to(device), probs.to(device).requires_grad_()
+        if exact:
+            holders = Holders.of(slots.slot_ED, TOPOLOGY.node_of_device_D, 1, here.device)
+            slot_map, moved = remap_exactly(here, weights, counts_DE.to(device), holders, slots.num_slots)
+        else:
+            slot_map, moved = remap_by_table(here, weights, table_EJ.to(device), slots.num_slots)
+        (moved * slot_map).sum().backward()
+        return slot_map.cpu(), (moved * slot_map).detach().cpu(), weights.grad.cpu()
+
+    for on_gpu, on_cpu in zip(remapped("cuda"), remapped("cpu"), strict=True):
+        assert torch.equal(on_gpu, on_cpu)
+
+
+def test_memory_of_replicas_comes_and_goes() -> None:
+    before = torch.cuda.memory_allocated()
+    slots = ReplicaSlots(ExpertLayout((torch.Size((512, 256)), torch.Size((256, 512))), torch.bfloat16), CUDA)
+    slots.hold([2, 5])
+    assert torch.cuda.memory_allocated() == before
+    slots.open_weights()
+    for flat in slots.weights().values():
+        flat.fill_(1.0)
+    x = torch.ones(3, 256, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+    y = torch.nn.functional.linear(x, slots.parameters(5)[0]).float().sum()
+    slots.close_weights()
+    slots.open_weights()
+    for flat in slots.weights().values():
+        flat.fill_(2.0)  # the weights were gathered again
+    slots.open_sums()
+    assert torch.cuda.memory_allocated() - before >= 2 * 512 * 512 * (2 + 4)
+    y.backward()
+    assert x.grad is not None
+    assert x.grad.eq(1024.0).all()
+    assert slots.layout.unpack(slots.sums()[5])[0].eq(3.0).all()
+    slots.close_weights()
+    slots.close_sums()
+    del x, y
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_kernels_are_timed_on_the_device() -> None:
+    x = torch.randn(4096, 4096, device=CUDA)
+    torch.mm(x, x)
+    torch.cuda.synchronize()
+    watch, begin, end = LayerStopwatch(), torch.cuda.Event(True), torch.cuda.Event(True)
+    begin.record()
+    watch.layer_begins(CUDA)
+    for _ in range(50):
+        torch.mm(x, x)
+    watch.tokens_ready()
+    with watch.experts(3, CUDA):
+        for _ in range(50):
+            torch.mm(x, x)
+    end.record()
+    torch.cuda.synchronize()
+    whole_s = begin.elapsed_time(end) / 1e3
+    assert 0.4 * whole_s < watch.before_s() < 0.6 * whole_s
+    assert 0.4 * whole_s < watch.experts_s() < 0.6 * whole_s
+
+
+CASES = tuple(
+    LayerCase(name, life, **{"schedule": "FFBB", "device": "cuda", "has_main_grad": True, **options})
+    for name, life, options in (
+        ("iteration", ReplicaLife.ITERATION, {"split": TransferSplit(gather=0.4), "num_layers": 3}),
+        ("layer-pass", ReplicaLife.LAYER_PASS, {"recompute": "reentrant", "num_layers": 3}),
+        ("micro-batch", ReplicaLife.MICRO_BATCH, {}),
+        ("resident", ReplicaLife.RESIDENT, {}),
+        ("moved", ReplicaLife.ITERATION, {"moves": True, "repeats": True}),
+        ("bf16", ReplicaLife.ITERATION, {"dtype": torch.bfloat16}),
+    )
+)
+
+
+def run_cases(rank: int, world_size: int) -> dict[str, float]:
+    with Patches() as patches:
+        CardGroups().install(patches)
+        return {case.name: max(CaseRun(case).run().errors.values()) for case in CASES}
+
+
+def test_layers_of_ranks_on_one_card_equal_the_reference() -> None:
+    for errors in run_ranks(run_cases, NUM_DEVICES, preload=VIRTUAL_PRELOAD):
+        assert errors.pop("bf16") <= 5e-2
+        assert max(errors.values()) <= 1e-10

@@ -1,0 +1,101 @@
+"""Groups of ranks that share a card, with tensors on the CPU: every call, their order, and whole layers."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.planning.cost.transfer_split import TransferSplit
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.testing import run_ranks
+from tests.runtime.layer_case import LayerCase
+from tests.runtime.rank_layer import CaseRun, run_layer_ranks
+from tests.support.one_card import CardGroups
+from tests.support.virtual_cuda.posing.patches import Patches
+
+from .virtual_cuda.test_nccl_groups import RESULTS, all_calls
+
+CASES = (
+    LayerCase("iteration", ReplicaLife.ITERATION, split=TransferSplit(gather=0.4), schedule="FFBB"),
+    LayerCase("layer-pass", ReplicaLife.LAYER_PASS, recompute="reentrant"),
+    LayerCase("micro-batch", ReplicaLife.MICRO_BATCH, moves=True),
+    LayerCase("resident", ReplicaLife.RESIDENT),
+)
+
+
+def call_all(rank: int, world_size: int) -> dict[str, Any]:
+    with Patches() as patches:
+        CardGroups(poses=False).install(patches)
+        return all_calls(rank, "cpu")
+
+
+def test_every_call_moves_the_data_that_nccl_would_move() -> None:
+    for rank, results in enumerate(run_ranks(call_all, 2)):
+        assert results == {name: values[rank] for name, values in RESULTS.items()}
+
+
+def call_in_order(rank: int, world_size: int) -> tuple[bool, list[float]]:
+    """Rank 1 comes late, so nothing can be complete on rank 0 before it waits."""
+    with Patches() as patches:
+        CardGroups(poses=False).install(patches)
+        x, y = torch.ones(2), torch.full((2,), float(rank))
+        if rank == 1:
+            time.sleep(0.5)
+        works = [dist.all_reduce(x, async_op=True), dist.broadcast(y, 1, async_op=True)]
+        was_complete = works[1].is_completed()
+        for work in works:
+            work.wait()
+        return was_complete and rank == 0, [*x.tolist(), *y.tolist()]
+
+
+def test_calls_return_at_once_and_results_come_with_the_wait() -> None:
+    assert run_ranks(call_in_order, 2) == [(False, [2, 2, 1, 1])] * 2
+
+
+def run_cases(rank: int, world_size: int) -> list[float]:
+    with Patches() as patches:
+        CardGroups(poses=False).install(patches)
+        return [max(CaseRun(case).run().errors.values()) for case in CASES]
+
+
+def test_layers_equal_the_reference() -> None:
+    for errors in run_layer_ranks(run_cases, 4):
+        assert max(errors) <= 1e-10
+
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("nccl")
+number = torch.tensor([1.0 + dist.get_rank()])
+dist.all_reduce(number)
+print(dist.get_backend(), number.item(), os.environ["LOCAL_RANK"], sys.argv[1:], flush=True)
+"""
+
+
+def test_a_script_runs_with_its_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [*torchrun, "-m", "tests.support.one_card", str(script), "--size", "3"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["nccl 3.0 0 ['--size', '3']"] * 2
+
+
+def fail(rank: int, world_size: int) -> str:
+    """Ask for a reduction that gloo does not have."""
+    with Patches() as patches:
+        CardGroups(poses=False).install(patches)
+        work = dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND, async_op=True)
+        with pytest.raises(RuntimeError) as error:
+            work.wait()
+        return str(error.value)
+
+
+def test_an_error_of_gloo_is_raised_by_the_wait() -> None:
+    assert all(run_ranks(fail, 2))
