@@ -21,10 +21,10 @@ color-scheme:light dark} table{border-collapse:collapse;font-size:12.5px} td,th{
 _DEVICES = {"cuda": "{} GPUs", "one-card": "one GPU, shared by {} ranks", "virtual": "{} virtual devices"}
 _LIMITS = {
     "cuda": "",
-    "one-card": "The ranks shared one GPU, and their messages went over gloo. The page shows whether the plugin "
-    "computes the right losses there. It says nothing about NCCL, or about the speed of several GPUs.",
-    "virtual": "No GPU was used: CPU processes posed as CUDA devices. The page shows whether the CUDA code paths "
-    "run and compute the right losses. It says nothing about speed, real NCCL or CUDA kernels.",
+    "one-card": "The ranks shared one GPU, and their messages went over gloo. The page shows whether the "
+    "plugin computes the right losses there. It says nothing about NCCL, or about the speed of several GPUs.",
+    "virtual": "No GPU was used: CPU processes posed as CUDA devices. The page shows whether the CUDA code "
+    "paths run and compute the right losses. It says nothing about speed, real NCCL or CUDA kernels.",
 }
 
 
