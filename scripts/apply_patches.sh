@@ -16,8 +16,9 @@ refuse() {
 }
 
 checkout="${1:-}" mode="${2:---apply}"
-(($# <= 2)) && [[ "$mode" == --apply || "$mode" == --check || "$mode" == --revert ]] ||
+if (($# > 2)) || [[ ! "$mode" =~ ^--(apply|check|revert)$ ]]; then
   refuse "usage: bash scripts/apply_patches.sh CHECKOUT [--check|--revert]"
+fi
 info="$checkout/megatron/core/package_info.py"
 [[ -f "$info" ]] || refuse "got '$checkout', which has no megatron/core/package_info.py; give a checkout of Megatron-LM"
 command -v git >/dev/null || refuse "git was not found; install it, or $LAUNCHER"

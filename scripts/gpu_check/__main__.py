@@ -92,10 +92,9 @@ def check_steps(root: Path, out: Path, ranks: int, device: str) -> list[Step]:
 
     tests, parity = root / "tests", root / "benchmarks" / "gpu_parity.py"
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow", f"--rootdir={root}")
-    # Virtual devices have no times, and are in other processes than the test.
-    others = "not timed_on_the_device and not on_one_card"
-    on_virtual = ("--virtual-gpu", "-k", others) if is_virtual else ()
-    gpu_tests = step("gpu_tests", 1200, tests, *pytest, "-c", root / "pyproject.toml", tests, *on_virtual)
+    on_virtual = ("--virtual-gpu",) if is_virtual else ()
+    words = (*pytest, "-c", root / "pyproject.toml", tests / "runtime", *on_virtual)
+    gpu_tests = step("gpu_tests", 1200, tests, *words)
     trainings = [
         step(
             *(f"parity_{precision}_{case}", 600, parity, parity, "--case", case, "--precision", precision),

@@ -89,6 +89,7 @@ def test_memory_of_replicas_comes_and_goes() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.gpu(real=True)
 def test_kernels_are_timed_on_the_device() -> None:
     x = torch.randn(4096, 4096, device=CUDA)
     torch.mm(x, x)
@@ -128,6 +129,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, float]:
         return {case.name: max(CaseRun(case).run().errors.values()) for case in CASES}
 
 
+@pytest.mark.gpu(real=True)
 def test_layers_of_ranks_on_one_card_equal_the_reference() -> None:
     for errors in run_ranks(run_cases, NUM_DEVICES, preload=VIRTUAL_PRELOAD):
         assert errors.pop("bf16") <= 5e-2
