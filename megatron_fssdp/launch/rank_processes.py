@@ -5,10 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import IO
 
@@ -60,12 +59,13 @@ def run_to_the_end(
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         pass_fds=() if lock < 0 else (lock,),
     )
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        with _terminated_like_interrupted():
-            while process.poll() is None:
-                on_poll()
-                time.sleep(_POLL_S)
+        while process.poll() is None:
+            on_poll()
+            time.sleep(_POLL_S)
     finally:
+        signal.signal(signal.SIGTERM, previous)
         end_group(process)
     on_poll()
     return process.returncode
@@ -91,18 +91,5 @@ def _end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Inside this context, SIGTERM raises Terminated, a kind of KeyboardInterrupt."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated

@@ -168,9 +168,11 @@ class RunFolder:
             self.config: RECORDED_RUN_HEADER + format_yaml(config.model_dump(mode="json")),
             self.overrides: _OVERRIDES_HEADER + format_yaml(dict(overrides or {})),
         }
-        with written_whole(self.path, "--out", is_ours=True) as partial:  # the run in it is resumed
+        with written_whole(self.path, "--out") as partial:
             for path, text in texts.items():
                 (partial / path.name).write_text(text, encoding="utf-8")
+            for path in texts:  # those of the run that is resumed
+                path.unlink(missing_ok=True)
 
     def note_stop(self, iteration: int, reason: str) -> None:
         """Write to the log that the ranks ended after an iteration (0: before the first); pages show it.

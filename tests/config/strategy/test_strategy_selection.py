@@ -34,7 +34,7 @@ def test_unknown_strategy_lists_the_known_ones():
         ("none", "slots=3", "no meaning under strategy 'none', which runs Megatron's own dispatcher"),
         ("ep", "slots=2", "belongs to fssdp"),
         ("fssdp", "slot=2", "did you mean 'slots'"),
-        ("fssdp", "slots=two", "slots: got 'two' (string), wanted a whole number"),
+        ("fssdp", "slots=two", "slots: got 'two' (string), wanted a valid integer"),
         ("fssdp", "slots=-1", "wanted greater than or equal to 0"),
         ("smartmoe", "window=0", "wanted greater than or equal to 1"),
         ("fssdp", "window=5", "belongs to smartmoe, flexmoe"),
@@ -53,14 +53,14 @@ def test_bad_settings_name_key_and_reason(name, override, words):
 @pytest.mark.parametrize(
     ("name", "overrides", "words"),
     [
-        ("fssdp", ["slots=0", "rematerialize=true"], "rematerialize true has no meaning without replicas"),
-        ("fssdp", ["overlap_degree=0", "overlap=false"], "overlap false has no meaning without replicas"),
-        ("prophet", ["slots=0", "left_out=2"], "left_out 2 has no meaning without replicas"),
-        ("quota", ["slots=0", "overlap=false"], "overlap false has no meaning without replicas"),
-        ("fastermoe", ["slots=0", "latency=paper"], "latency paper has no meaning without replicas"),
-        ("ep", ["group_size=2"], "group_size 2 has no meaning without the smart schedule"),
-        ("ep", ["leaving_choices=one"], "leaving_choices one has no meaning under router stock"),
-        ("parm", ["schedule=s1", "cluster=x.yaml"], "cluster x.yaml has no meaning under schedule s1"),
+        ("fssdp", ["slots=0", "rematerialize=true"], "rematerialize true has no effect with slots 0"),
+        ("fssdp", ["overlap_degree=0", "overlap=false"], "overlap false has no effect with overlap_degree 0"),
+        ("prophet", ["slots=0", "left_out=2"], "left_out 2 has no effect with slots 0"),
+        ("quota", ["slots=0", "overlap=false"], "overlap false has no effect with slots 0"),
+        ("fastermoe", ["slots=0", "latency=paper"], "latency paper has no effect with slots 0"),
+        ("ep", ["group_size=2"], "group_size 2 has no effect with smart_schedule false"),
+        ("ep", ["leaving_choices=one"], "leaving_choices one has no effect with router stock"),
+        ("parm", ["schedule=s1", "cluster=x.yaml"], "cluster x.yaml has no effect with schedule s1"),
     ],
 )
 def test_a_setting_without_effect_is_refused(name, overrides, words):
