@@ -47,16 +47,8 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
-    except IsADirectoryError:
-        inside = path / "config.yaml"
-        instead = str(inside) if inside.exists() else "the path of a YAML file"
-        raise ConfigurationError(f"{path}: is a folder, wanted a YAML file; give {instead}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"{path}: not UTF-8 text (byte {error.start}); save the YAML file as UTF-8"
-        ) from None
-    except (OSError, ValueError) as error:  # a ValueError is about a null byte in the file's name
-        raise ConfigurationError(f"{path}: cannot be read ({error}); give a readable file") from None
+    except (OSError, ValueError) as error:  # a ValueError is about bytes that are no UTF-8, or in the name
+        raise ConfigurationError(f"{path}: cannot be read ({error}); give a YAML file in UTF-8") from None
     data = parse_yaml(text, str(path))
     if data is not None and not isinstance(data, dict):
         raise ConfigurationError(
@@ -77,12 +69,9 @@ def apply_overrides(
 
 
 def parse_override(text: str, asked_by: str) -> dict[str, Any]:
-    """Return ``key=value`` as nested mappings.
+    """Return ``key=value`` as nested mappings; messages start with the option ``asked_by``.
 
-    Args:
-        text: The key can be dotted (``training.train_iters=5``). The value is read as YAML (``2``, ``1e-4``,
-            ``true``, ``null``, ``[a, b]``).
-        asked_by: The option that gives the text. Error messages start with it.
+    The key can be dotted (``training.train_iters=5``). The value is read as YAML (``1e-4``, ``[a, b]``).
 
     Raises:
         ConfigurationError: The text is not ``key=value``.
@@ -117,16 +106,11 @@ def merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any], source: str) -> ModelT:
-    """Build a settings model from plain values, without converting types.
-
-    Args:
-        model_cls: Pydantic model class of the settings.
-        data: Plain values, as YAML gives them.
-        source: Name of the file or option that the values come from. Error messages start with it.
+    """Build a settings model from plain values of a file or option ``source``, without converting types.
 
     Raises:
-        ConfigurationError: The values are invalid. The message is one line. For each problem it gives the key
-            path, the value that was got, and what is wanted.
+        ConfigurationError: The values are invalid. One line has the source, and for each problem the path of
+            the key, the value that was got, and what is wanted.
     """
     result = checked(model_cls, data)
     if isinstance(result, list):

@@ -49,11 +49,7 @@ class DataManifest:
 
 
 def read_manifest(folder: Path, complete: bool = True) -> DataManifest:
-    """Read the manifest of built data.
-
-    Args:
-        folder: Folder that ``megatron-fssdp data build --out`` wrote.
-        complete: Whether to check that the files exist with the right sizes.
+    """Read the manifest of built data; ``complete``: its files must exist with the right sizes.
 
     Raises:
         ConfigurationError: The folder contains no built data, or the data is damaged.

@@ -39,9 +39,8 @@ def run_to_the_end(
         command: Words of the command line.
         environment: Environment variables in addition to those of this process.
         output: File for all output, or None for the output of this process.
-        on_poll: Function that is called several times per second while the command runs, and once after.
-        lock: File descriptor that the command inherits, or -1. Ranks may outlive this process, and they then
-            hold the lock.
+        on_poll: Is called several times per second while the command runs, and once after.
+        lock: File descriptor that the command inherits, or -1, for ranks that outlive this process.
 
     Returns:
         The exit code of the command.

@@ -24,15 +24,7 @@ class TrainingProgress:
     def __init__(
         self, metrics: Path, iterations: int, nproc: int, console: Console, *, saves: bool = False
     ) -> None:
-        """Prepare the display.
-
-        Args:
-            metrics: Path of the run's ``metrics.jsonl``.
-            iterations: Number of iterations of the run.
-            nproc: Number of ranks, which the text names while they start.
-            console: Console that shows the progress.
-            saves: Whether the run writes a checkpoint after its last iteration.
-        """
+        """Follow the run's ``metrics.jsonl``; ``saves``: a checkpoint is written after the last iteration."""
         self._tail = MetricsTail(metrics, from_end=True)
         self._iterations, self._saves = iterations, saves
         self._console, self._start = console, f"starting {nproc} ranks"

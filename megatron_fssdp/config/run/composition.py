@@ -113,9 +113,7 @@ def set_layers(overrides: Iterable[str]) -> list[Layer]:
 def words_layer(words: Sequence[str], below: Mapping[str, Any]) -> Layer:
     """Return the layer of ``-- WORDS``: arguments in Megatron's own form, which are settings like all others.
 
-    Args:
-        words: The words.
-        below: Keys and values of the layers below. An argument that they have stays in its section.
+    An argument that the layers ``below`` have stays in its section.
 
     Raises:
         ConfigurationError: Megatron's parser refuses a word.

@@ -29,12 +29,9 @@ def section_of(name: str) -> str:
 
 
 def unknown_option(name: str, declared: Sequence[str], own: Sequence[str]) -> str:
-    """Return the message for a key that is no option.
+    """Return the message for a key that is no option, but maybe one of ``declared``.
 
-    Args:
-        name: The key.
-        declared: Keys that are most likely meant.
-        own: Those of them that are not arguments of Megatron.
+    ``own`` are those of them that are not arguments of Megatron.
     """
     flag = f"--{name.replace('_', '-')}"
     given = [dest for dest, action in options().items() if flag in action.option_strings]
@@ -54,10 +51,7 @@ def problem(name: str, value: Any) -> str:
 
 
 def words(values: Mapping[str, Any]) -> list[str]:
-    """Return the command-line words of Megatron's arguments.
-
-    Args:
-        values: Values by the names of parsed arguments. None and an empty list leave an argument out.
+    """Return the command-line words of Megatron's arguments. None and an empty list leave one out.
 
     Raises:
         ConfigurationError: Megatron has no argument of a name, or no words for a value.

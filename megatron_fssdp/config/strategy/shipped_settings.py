@@ -49,8 +49,9 @@ class SlotKeys(ExchangeKeys):
 
     slots: int | None = key(
         None,
-        "Maximum number of replicas of a layer on a device. Default: as many as fit into the free memory, "
-        "which is measured in the first iterations.",
+        "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit into "
+        "the free memory, which is measured in the first iterations. Before, fssdp has as many as the device "
+        "owns experts.",
         ge=0,
     )
     overlap: bool = key(
@@ -65,13 +66,6 @@ class FssdpSettings(SlotKeys):
 
     counts_of_experts = ("slots", "overlap_degree")
     decided_for_all = ("overlap", "reshard_interval")
-    slots: int | None = key(
-        None,
-        "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit "
-        "into the free memory, which is measured in the first iterations, and before as many as the device "
-        "owns experts.",
-        ge=0,
-    )
     overlap_degree: int | None = key(
         None,
         "Maximum number of experts of a layer that can be replicated (Hecate Alg. 1, t). Default with "
