@@ -177,26 +177,23 @@ def _problem(path: Sequence[str], text: str) -> Problem:
 def _problems(
     model_cls: type[BaseModel], data: Mapping[str, Any], errors: Sequence[ErrorDetails]
 ) -> list[Problem]:
-    """Turn pydantic's errors into one problem for each key."""
-    exact: dict[tuple[str, ...], str] = {}
-    wanted: dict[tuple[str, ...], list[str]] = {}  # a union gives one text for each alternative
-    got: dict[tuple[str, ...], Any] = {}
-    for details in errors:
-        path, cause = _key_path(details, data), details.get("ctx", {}).get("error")
+    """Turn pydantic's errors into one problem for each key; a union has an error for each alternative."""
+    paths = [_key_path(details, data) for details in errors]
+    found: dict[tuple[str, ...], str] = {}
+    for path, details in zip(paths, errors, strict=True):
+        cause = details.get("ctx", {}).get("error")
         if details["type"] == "extra_forbidden":
-            exact[path] = unknown_name("key", path[-1], _model_at(model_cls, path[:-1]).model_fields)
+            found[path] = unknown_name("key", path[-1], _model_at(model_cls, path[:-1]).model_fields)
         elif details["type"] == "missing":
-            exact[path] = "missing; add this key"
+            found[path] = "missing; add this key"
         elif isinstance(cause, ValueError):
-            exact[path] = str(cause)
-        else:
-            wanted.setdefault(path, []).append(_wanted(details["msg"]))
-            got[path] = details["input"]
-    for path, texts in wanted.items():
-        # Another alternative of the union may have found a problem inside the value.
-        if not any(other[: len(path)] == path for other in (*exact, *wanted) if other is not path):
-            exact[path] = f"got {describe_value(got[path])}, wanted {' or '.join(dict.fromkeys(texts))}"
-    return [_problem(path, text) for path, text in exact.items()]
+            found[path] = str(cause)
+        elif not any(other[: len(path)] == path and other != path for other in paths):  # inside the value
+            before = (
+                f"{found[path]} or" if path in found else f"got {describe_value(details['input'])}, wanted"
+            )
+            found[path] = f"{before} {_wanted(details['msg'])}"
+    return [_problem(path, text) for path, text in found.items()]
 
 
 def _wanted(message: str) -> str:

@@ -76,11 +76,14 @@ def test_a_changed_run_is_valid_or_refused(changes) -> None:
         file = Path(folder, "run.yaml")
         file.write_bytes(changed(RUN, changes))
         Path(folder, "part.yaml").write_text("training: {seed: 7}")
+        refusal = ""
         try:
             run = load_run([file])
         except ConfigurationError as error:
-            assert len(str(error).splitlines()) == 1
-            assert str(file) in str(error)
+            refusal = str(error)
+        if refusal:
+            assert len(refusal.splitlines()) == 1
+            assert str(file) in refusal
             return
     assert run.model.moe_layers
     again = parse_yaml(format_yaml(run.model_dump(mode="json")), "again")
