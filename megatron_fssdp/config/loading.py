@@ -8,6 +8,7 @@ import json
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,15 +19,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.yaml_text import parse_yaml
 
 _MAX_ERRORS_SHOWN = 4
-
-_TYPE_NAMES: dict[type, str] = {
-    bool: "a boolean",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "a mapping",
-}
 
 
 class Problem(NamedTuple):
@@ -135,12 +127,12 @@ def checked[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any])
 
 def one_line(problems: Sequence[tuple[str, str]]) -> str:
     """Join pairs of source and problem into one line. Of many problems, the last ones are only counted."""
-    shown, last = "", ""
-    for source, problem in problems[:_MAX_ERRORS_SHOWN]:
-        shown += "; " * bool(shown) + (f"{source}: " if source != last else "") + problem
-        last = source
+    shown = [
+        f"{source}: {'; '.join(text for _, text in group)}"
+        for source, group in groupby(problems[:_MAX_ERRORS_SHOWN], key=lambda one: one[0])
+    ]
     hidden = len(problems) - _MAX_ERRORS_SHOWN
-    return f"{shown}; and {hidden} more" if hidden > 0 else shown
+    return "; ".join([*shown, *([f"and {hidden} more"] if hidden > 0 else [])])
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
@@ -158,14 +150,9 @@ def closest(name: str, known: Sequence[str]) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value and its type in words, short enough for an error message."""
-    if value is None:
-        return "nothing (null)"
-    kind = _TYPE_NAMES.get(type(value), type(value).__name__)
-    if isinstance(value, list | dict):
-        return kind
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind.removeprefix('a ')})"
+    """Return a value as an error message shows it: texts in quotes, and short."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _problem(path: Sequence[str], text: str) -> Problem:

@@ -36,11 +36,15 @@ _OF_BERT: Mapping[str, tuple[Any, ...]] = {
 
 def problems(run: "RunConfig") -> Iterator[str]:
     """Yield a text of one line for everything in a run that contradicts something else."""
-    values = {name: value for part in (run.model, run.parallelism, run.training) for name, value in part}
-    shown = {
-        name: f"{part}.{name} {value if isinstance(value, str) else json.dumps(value, default=str)}"
+    given = [
+        (part, name, value)
         for part in ("model", "parallelism", "training")
         for name, value in getattr(run, part)
+    ]
+    values = {name: value for _, name, value in given}
+    shown = {
+        name: f"{part}.{name} {value if isinstance(value, str) else json.dumps(value, default=str)}"
+        for part, name, value in given
     }
     shown["strategy"] = f"strategy '{run.strategy.name}'"
     for rules in (

@@ -32,9 +32,12 @@ class Section(BaseModel):
     def megatron_values(self) -> dict[str, Any]:
         """Return the arguments of Megatron that were given, by name. None: to be left out."""
         given = self.model_fields_set.difference(self.own_keys())
-        declared = {name: getattr(self, name) for name in type(self).model_fields if name in given}
-        values = {name: value for name, value in declared.items() if value is not None}
-        return {**values, **(self.model_extra or {})}
+        declared = type(self).model_fields
+        return {
+            name: value
+            for name, value in self
+            if name in given and (value is not None or name not in declared)
+        }
 
 
 class ModelArguments(Section):

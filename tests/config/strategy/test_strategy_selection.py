@@ -32,7 +32,7 @@ def test_unknown_strategy_lists_the_known_ones():
         ("ep", "slots=2", "belongs to fssdp"),
         ("fssdp", "window=5", "belongs to smartmoe, flexmoe"),
         ("fssdp", "slot=2", "did you mean 'slots'"),
-        ("fssdp", "slots=two", "slots: got 'two' (string), wanted a valid integer"),
+        ("fssdp", "slots=two", "slots: got 'two', wanted a valid integer"),
         ("fssdp", "slots=-1", "wanted greater than or equal to 0"),
         # settings without effect
         ("fssdp", "slots=0 rematerialize=true", "rematerialize true has no effect with slots 0"),
