@@ -24,14 +24,8 @@ class BuiltFile:
 class DataManifest:
     """Description of built data.
 
-    Attributes:
-        fingerprint: Hash of the sources and settings that the data was built from.
-        tokenizer: Kind of tokenizer.
-        vocab_size: Number of token ids, end-of-document included.
-        eod_id: Token id that ends a document.
-        num_documents: Number of documents.
-        num_tokens: Number of tokens, end-of-document included.
-        files: Size and hash of each file, by file name.
+    ``fingerprint`` is a hash of the sources and settings that it was built from. ``vocab_size`` and
+    ``num_tokens`` count the id that ends a document (``eod_id``), too. ``files`` are known by their names.
     """
 
     fingerprint: str

@@ -52,14 +52,8 @@ def test_the_overrides_of_a_run_give_its_settings() -> None:
 
 def test_a_growing_sweep_keeps_the_folders_of_its_runs() -> None:
     before = planned_runs(sweep_of(vary={"training.lr": [1e-3]}))
-    after = planned_runs(
-        sweep_of(
-            strategies=["ep", "fssdp", "quota"],
-            vary={"training.lr": [1e-3, 1e-4]},
-            seeds=[1, 2],
-            repetitions=2,
-        )
-    )
+    more = {"strategies": ["ep", "fssdp", "quota"], "vary": {"training.lr": [1e-3, 1e-4]}, "seeds": [1, 2]}
+    after = planned_runs(sweep_of(**more, repetitions=2))
     assert {run.folder for run in before} < {run.folder for run in after}
 
 
