@@ -93,9 +93,9 @@ def test_an_unpacked_wheel_finds_its_configs_from_any_folder(
         "from megatron_fssdp.config.cluster_files import load_cluster;"
         "assert files.__file__.startswith(SITE), files.__file__;"
         "assert str(files.shipped_folder()).startswith(SITE);"
-        "load_run(['models/tiny-mixtral', 'parallelism/cpu', 'training/tiny']);"
         "load_cluster('hecate-a'); import sys;"
-        "assert 'torch' not in sys.modules"
+        "assert 'torch' not in sys.modules;"
+        "load_run(['models/tiny-mixtral', 'parallelism/cpu', 'training/tiny'])"
     ).replace("SITE", repr(str(site)))
     subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(site)}, check=True, timeout=60

@@ -46,10 +46,10 @@ def schema_command(
     ] = False,
 ) -> None:
     """Print the JSON Schema of a run's YAML, or of a sweep's."""
-    from megatron_fssdp.config.run.json_schema import run_config_schema_text
-    from megatron_fssdp.config.sweep.json_schema import sweep_schema_text
+    from megatron_fssdp.config.run.json_schema import run_config_schema, schema_text
+    from megatron_fssdp.config.sweep.sweep_config import sweep_schema
 
-    sys.stdout.write(sweep_schema_text() if sweep else run_config_schema_text())
+    sys.stdout.write(schema_text(sweep_schema() if sweep else run_config_schema()))
 
 
 def shipped_names() -> str:

@@ -5,9 +5,9 @@ profile`` measures a cluster and writes its description. Descriptions can also b
 in ``configs/clusters/`` state the source of every figure.
 """
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 CollectiveName = Literal[
     "point_to_point", "row_exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast"
@@ -73,12 +73,3 @@ class ClusterDescription(BaseModel):
     def num_devices(self) -> int:
         """Number of devices of the whole cluster."""
         return self.num_nodes * self.devices_per_node
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        known = sorted(set(type(self).model_fields) - {"sources"})
-        if unknown := sorted(set(self.sources) - set(known)):
-            raise ValueError(
-                f"sources names {unknown}, which are no keys of a cluster; wanted some of {known}"
-            )
-        return self

@@ -7,9 +7,10 @@ import difflib
 import json
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -18,33 +19,9 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.yaml_text import parse_yaml
 
 _MAX_ERRORS_SHOWN = 4
-_MOST_BYTES = 1 << 20  # settings have a few kB, and PyYAML needs seconds to read one MB
-
-_TYPE_NAMES: dict[type, str] = {
-    bool: "a boolean",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "a mapping",
-}
-
-_WANTED: dict[str, str] = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "a string",
-    "path": "a path",
-    "list": "a list",
-    "tuple": "a list",
-    "dict": "a mapping of keys to values",
-    "model": "a mapping of keys to values",
-}
-"""What is wanted, by the beginning of the name of pydantic's error."""
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What is wrong in a mapping: the path of the key, and one line that names it."""
 
     path: tuple[str, ...]
@@ -55,30 +32,15 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
     """Read a YAML file that holds one mapping of keys to values. An empty file is an empty mapping.
 
     Raises:
-        ConfigurationError: The file cannot be read, is larger than a settings file can be, is not valid YAML,
-            has a key twice, or does not hold a mapping.
+        ConfigurationError: The file cannot be read, is not valid YAML, or does not hold a mapping.
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        text = content.decode("utf-8")
+        text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
-    except IsADirectoryError:
-        inside = path / "config.yaml"
-        instead = str(inside) if inside.exists() else "the path of a YAML file"
-        raise ConfigurationError(f"{path}: is a folder, wanted a YAML file; give {instead}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"{path}: not UTF-8 text (byte {error.start}); save the YAML file as UTF-8"
-        ) from None
-    except (OSError, ValueError) as error:  # a ValueError is about a null byte in the file's name
-        raise ConfigurationError(f"{path}: cannot be read ({error}); give a readable file") from None
-    if len(content) > _MOST_BYTES:
-        raise ConfigurationError(
-            f"{path}: larger than {_MOST_BYTES >> 20} MiB, so it is not a settings file; give a run's YAML"
-        )
+    except (OSError, ValueError) as error:  # a ValueError is about bytes that are no UTF-8, or in the name
+        raise ConfigurationError(f"{path}: cannot be read ({error}); give a YAML file in UTF-8") from None
     data = parse_yaml(text, str(path))
     if data is not None and not isinstance(data, dict):
         raise ConfigurationError(
@@ -90,52 +52,57 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 def apply_overrides(
     data: Mapping[str, Any], overrides: Iterable[str], asked_by: str = "override"
 ) -> dict[str, Any]:
-    """Return a mapping with ``key=value`` overrides applied; the argument is left unchanged.
-
-    Args:
-        data: The mapping.
-        overrides: Texts ``key=value``. The key can be dotted (``training.train_iters=5``). The value is read
-            as YAML (``2``, ``1e-4``, ``true``, ``null``, ``[a, b]``). Later overrides win.
-        asked_by: The option that gives the overrides. Error messages start with it.
+    """Return a mapping with ``key=value`` overrides merged into it, of which later ones win.
 
     Raises:
-        ConfigurationError: An override is not ``key=value``, or its dotted key goes through a value that is
-            not a mapping.
+        ConfigurationError: A text is not ``key=value`` (see :func:`parse_override`).
     """
-    result = _copy(data)
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        path = key.strip().split(".")
-        if not separator or not all(path):
-            raise ConfigurationError(
-                f"{asked_by} '{override}': wanted key=value, such as slots=2 or training.train_iters=50"
-            )
-        value = parse_yaml(text, f"{asked_by} '{override}'")
-        target = result
-        for depth, part in enumerate(path[:-1], start=1):
-            if target.get(part) is None:
-                target[part] = {}
-            if not isinstance(target[part], dict):
-                raise ConfigurationError(
-                    f"{asked_by} '{override}': '{'.'.join(path[:depth])}' is {describe_value(target[part])}, "
-                    "not a mapping, so nothing can be set inside it"
-                )
-            target = target[part]
-        target[path[-1]] = value
+    return reduce(merged, (parse_override(text, asked_by) for text in overrides), dict(data))
+
+
+def parse_override(text: str, asked_by: str) -> dict[str, Any]:
+    """Return ``key=value`` as nested mappings; messages start with the option ``asked_by``.
+
+    The key can be dotted (``training.train_iters=5``). The value is read as YAML (``1e-4``, ``[a, b]``).
+
+    Raises:
+        ConfigurationError: The text is not ``key=value``.
+    """
+    key, separator, value = text.partition("=")
+    path = key.strip().split(".")
+    if not separator or not all(path):
+        raise ConfigurationError(
+            f"{asked_by} '{text}': wanted key=value, such as slots=2 or training.train_iters=50"
+        )
+    result = parse_yaml(value, f"{asked_by} '{text}'")
+    for part in reversed(path):
+        result = {part: result}
+    return dict(result)
+
+
+def merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Combine nested mappings key by key. Where both have a key, the value of ``high`` wins.
+
+    A ``null`` in place of a mapping changes nothing.
+    """
+    result = dict(low)
+    for key, value in high.items():
+        below = low.get(key)
+        if not isinstance(below, Mapping):
+            result[key] = value
+        elif isinstance(value, Mapping):
+            result[key] = merged(below, value)
+        elif value is not None:
+            result[key] = value
     return result
 
 
 def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any], source: str) -> ModelT:
-    """Build a settings model from plain values, without converting types.
-
-    Args:
-        model_cls: Pydantic model class of the settings.
-        data: Plain values, as YAML gives them.
-        source: Name of the file or option that the values come from. Error messages start with it.
+    """Build a settings model from plain values of a file or option ``source``, without converting types.
 
     Raises:
-        ConfigurationError: The values are invalid. The message is one line. For each problem it gives the key
-            path, the value that was got, and what is wanted.
+        ConfigurationError: The values are invalid. One line has the source, and for each problem the path of
+            the key, the value that was got, and what is wanted.
     """
     result = checked(model_cls, data)
     if isinstance(result, list):
@@ -160,12 +127,12 @@ def checked[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any])
 
 def one_line(problems: Sequence[tuple[str, str]]) -> str:
     """Join pairs of source and problem into one line. Of many problems, the last ones are only counted."""
-    shown, last = "", ""
-    for source, problem in problems[:_MAX_ERRORS_SHOWN]:
-        shown += "; " * bool(shown) + (f"{source}: " if source != last else "") + problem
-        last = source
+    shown = [
+        f"{source}: {'; '.join(text for _, text in group)}"
+        for source, group in groupby(problems[:_MAX_ERRORS_SHOWN], key=lambda one: one[0])
+    ]
     hidden = len(problems) - _MAX_ERRORS_SHOWN
-    return f"{shown}; and {hidden} more" if hidden > 0 else shown
+    return "; ".join([*shown, *([f"and {hidden} more"] if hidden > 0 else [])])
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
@@ -183,18 +150,9 @@ def closest(name: str, known: Sequence[str]) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value and its type in words, short enough for an error message."""
-    if value is None:
-        return "nothing (null)"
-    kind = _TYPE_NAMES.get(type(value), type(value).__name__)
-    if isinstance(value, list | dict):
-        return kind
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind.removeprefix('a ')})"
-
-
-def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in data.items()}
+    """Return a value as an error message shows it: texts in quotes, and short."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _problem(path: Sequence[str], text: str) -> Problem:
@@ -206,37 +164,27 @@ def _problem(path: Sequence[str], text: str) -> Problem:
 def _problems(
     model_cls: type[BaseModel], data: Mapping[str, Any], errors: Sequence[ErrorDetails]
 ) -> list[Problem]:
-    """Turn pydantic's errors into one problem for each key."""
-    found: list[Problem] = []
-    mismatches: dict[tuple[str, ...], list[ErrorDetails]] = {}  # a union gives one for each alternative
-    for details in errors:
-        path, cause = _key_path(details, data), details.get("ctx", {}).get("error")
+    """Turn pydantic's errors into one problem for each key; a union has an error for each alternative."""
+    paths = [_key_path(details, data) for details in errors]
+    found: dict[tuple[str, ...], str] = {}
+    for path, details in zip(paths, errors, strict=True):
+        cause = details.get("ctx", {}).get("error")
         if details["type"] == "extra_forbidden":
-            known = _model_at(model_cls, path[:-1]).model_fields
-            found.append(_problem(path, unknown_name("key", path[-1], known)))
+            found[path] = unknown_name("key", path[-1], _model_at(model_cls, path[:-1]).model_fields)
         elif details["type"] == "missing":
-            found.append(_problem(path, "missing; add this key"))
+            found[path] = "missing; add this key"
         elif isinstance(cause, ValueError):
-            found.append(_problem(path, str(cause)))
-        else:
-            mismatches.setdefault(path, []).append(details)
-    paths = [*mismatches, *(problem.path for problem in found)]
-    for path, alternatives in mismatches.items():
-        # Another alternative of the union may have found a more exact problem.
-        if any(other[: len(path)] == path for other in paths if other is not path):
-            continue
-        wanted = " or ".join(dict.fromkeys(map(_wanted, alternatives)))
-        found.append(
-            _problem(path, f"got {describe_value(alternatives[0]['input'])}, wanted {wanted}"),
-        )
-    return found
+            found[path] = str(cause)
+        elif not any(other[: len(path)] == path and other != path for other in paths):  # inside the value
+            before = (
+                f"{found[path]} or" if path in found else f"got {describe_value(details['input'])}, wanted"
+            )
+            found[path] = f"{before} {_wanted(details['msg'])}"
+    return [_problem(path, text) for path, text in found.items()]
 
 
-def _wanted(details: ErrorDetails) -> str:
-    kind, _, error = details["type"].partition("_")
-    if error in ("type", "parsing", "from_float", "attributes_type") and kind in _WANTED:
-        return _WANTED[kind]
-    rest = details["msg"].partition(" should ")[2] or details["msg"]
+def _wanted(message: str) -> str:
+    rest = message.partition(" should ")[2] or message
     return rest.removeprefix("be ") if rest.startswith("be ") else f"it to {rest}"
 
 

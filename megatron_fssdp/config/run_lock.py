@@ -20,7 +20,6 @@ HELD_VARIABLE = "MEGATRON_FSSDP_HELD_FOLDER"
 """Environment variable by which ``train`` tells its ranks the folder that it holds for them."""
 
 _held: dict[Path, IO[str]] = {}
-_LAST_BYTES = 1 << 16
 
 
 def hold(folder: Path, asked_by: str) -> int:
@@ -81,16 +80,10 @@ def _is_held_for_us(place: Path) -> bool:
 
 
 def _taken(folder: Path, asked_by: str) -> ConfigurationError:
-    holder: dict[str, object] = {}
-    iteration = 0
+    holder = {"process": "unknown", "host": "an unknown host"}
     with suppress(OSError, ValueError):
-        holder = json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
-    with suppress(OSError, ValueError, IndexError, KeyError), (folder / "metrics.jsonl").open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
-        lines = file.read().rpartition(b"\n")[0]
-        iteration = json.loads(lines.splitlines()[-1])["iteration"]
+        holder |= json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
     return ConfigurationError(
-        f"{asked_by} {folder}: a run is in progress here (process {holder.get('process', 'unknown')} on "
-        f"{holder.get('host', 'an unknown host')}, iteration {iteration}); wait for it or end it, or give "
-        f"another folder"
+        f"{asked_by} {folder}: a run is in progress here (process {holder['process']} on {holder['host']}); "
+        "wait for it or end it, or give another folder"
     )

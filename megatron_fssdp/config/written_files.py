@@ -19,12 +19,11 @@ _LINE_BYTES = 32
 
 
 @contextmanager
-def written_whole(folder: Path | str, asked_by: str, *, is_ours: bool = False) -> Iterator[Path]:
+def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
     """Yield an empty temporary folder. When the block ends, its files move into ``folder``.
 
     The files replace those of the same names only after all of them are written. A process that is killed
-    leaves at most a folder ``.partial-…`` behind. If it is known that all files of these names in the folder
-    are of this package, their beginnings do not matter.
+    leaves at most a folder ``.partial-…`` behind.
 
     Raises:
         ConfigurationError: A file cannot be written because of missing rights, a full disk, or something of
@@ -39,9 +38,6 @@ def written_whole(folder: Path | str, asked_by: str, *, is_ours: bool = False) -
             yield partial
             names = sorted(path.name for path in partial.iterdir())
             for name in names:
-                if is_ours:
-                    refuse_special_file(folder / name, asked_by)
-                    continue
                 with (partial / name).open("rb") as file:
                     refuse_foreign(folder / name, asked_by, file.read(_BEGINNING_BYTES))
             for name in names:
@@ -82,9 +78,7 @@ def refuse_foreign(path: Path | str, asked_by: str, beginning: bytes) -> None:
 
 
 def _mark(beginning: bytes) -> bytes:
-    """Return what files of one kind have in common: the first line or bytes, or a picture's software."""
-    if beginning.startswith(b"\x89PNG"):
-        return b"PNG of ours" if b"megatron-fssdp" in beginning else b"PNG"
+    """Return what files of one kind have in common: the first line or bytes."""
     is_binary = b"\0" in beginning[:_LINE_BYTES]
     return beginning[:4] if is_binary else beginning.partition(b"\n")[0][:_LINE_BYTES]
 

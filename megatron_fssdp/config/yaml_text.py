@@ -14,7 +14,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 _MOST_INTEGER_BITS = 63
 
 _WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
-_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _DEFAULT_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
@@ -93,9 +92,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         return text
     if text in _WORDS or (text.lower() in _WORDS and text in (text.title(), text.upper())):
         return _WORDS[text.lower()]
-    if _NOT_FINITE.fullmatch(text):
-        text = "inf"
-    elif not _NUMBER.fullmatch(text):
+    if not _NUMBER.fullmatch(text):
         return text
     number = int(text) if _WHOLE.fullmatch(text) else float(text)
     if not math.isfinite(number):

@@ -32,11 +32,8 @@ class Document(NamedTuple):
 class Corpus:
     """Text documents in a fixed order. A text file is one document, and so is each line of a JSON-lines file.
 
-    Attributes:
-        name: Name of the corpus in messages.
-        files: Files of the documents.
-        folders: Folders in which files were looked for.
-        json_key: Key that holds the text in the lines of files with a suffix of ``JSON_SUFFIXES``.
+    Messages have the ``name``. Files were looked for in the ``folders``. ``json_key`` is the key of the text
+    in the lines of files with a suffix of ``JSON_SUFFIXES``.
     """
 
     name: str

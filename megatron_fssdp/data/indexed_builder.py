@@ -1,8 +1,6 @@
 """Builds Megatron's indexed data (``.bin`` and ``.idx``) from a corpus, completely or not at all."""
 
 import hashlib
-import logging
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import batched, islice
 from pathlib import Path
@@ -12,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.quiet_output import quiet_output
 from megatron_fssdp.config.written_files import written_whole
 from megatron_fssdp.data.corpus import Corpus, Document
 from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, BuiltFile, DataManifest, read_manifest
@@ -177,9 +176,7 @@ def _followed(corpus: Corpus, phase: str, on_progress: OnProgress) -> Iterator[D
 
 def _megatrons_builder() -> Callable[[str, int], Any]:
     """Import Megatron's builder without warnings on optional packages, ranks and CUDA."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_output():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     return lambda path, vocab_size: IndexedDatasetBuilder(path, dtype=DType.optimal_dtype(vocab_size))

@@ -24,14 +24,8 @@ class BuiltFile:
 class DataManifest:
     """Description of built data.
 
-    Attributes:
-        fingerprint: Hash of the sources and settings that the data was built from.
-        tokenizer: Kind of tokenizer.
-        vocab_size: Number of token ids, end-of-document included.
-        eod_id: Token id that ends a document.
-        num_documents: Number of documents.
-        num_tokens: Number of tokens, end-of-document included.
-        files: Size and hash of each file, by file name.
+    ``fingerprint`` is a hash of the sources and settings that it was built from. ``vocab_size`` and
+    ``num_tokens`` count the id that ends a document (``eod_id``), too. ``files`` are known by their names.
     """
 
     fingerprint: str
@@ -49,11 +43,7 @@ class DataManifest:
 
 
 def read_manifest(folder: Path, complete: bool = True) -> DataManifest:
-    """Read the manifest of built data.
-
-    Args:
-        folder: Folder that ``megatron-fssdp data build --out`` wrote.
-        complete: Whether to check that the files exist with the right sizes.
+    """Read the manifest of built data; ``complete``: its files must exist with the right sizes.
 
     Raises:
         ConfigurationError: The folder contains no built data, or the data is damaged.

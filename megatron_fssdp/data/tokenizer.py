@@ -73,10 +73,7 @@ class TextTokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     """Train byte-level byte-pair encoding. End-of-document has the last id.
 
-    Args:
-        texts: Documents to train on.
-        vocab_size: Wanted number of token ids. A small amount of text gives fewer. With ``MIN_VOCAB_SIZE``,
-            each byte is a token.
+    A small amount of text gives fewer than ``vocab_size`` ids. With ``MIN_VOCAB_SIZE``, each byte is a token.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -15,7 +15,6 @@ from megatron_fssdp.config.run.megatron_arguments import (
     TokenizedData,
     megatron_arguments,
 )
-from megatron_fssdp.config.run.rules import NO_CONTEXT_ON_CPU, shown_keys
 from megatron_fssdp.config.run.run_config import RunConfig
 
 _DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
@@ -105,7 +104,10 @@ def rank_command(config: RunConfig, data: TokenizedData | None, out_dir: Path, r
     asked = training.device if training.device != "auto" else os.environ.get(_DEVICE_VARIABLE, "")
     on_cpu = asked.lower() == "cpu" if asked else not has_gpus
     if on_cpu and config.parallelism.context_parallel_size > 1:
-        raise ConfigurationError(NO_CONTEXT_ON_CPU.format_map(shown_keys(config)))
+        raise ConfigurationError(
+            f"parallelism.context_parallel_size {config.parallelism.context_parallel_size} needs Transformer "
+            "Engine's attention, which does not run on CPUs; set it to 1 or train on GPUs"
+        )
     has_te = training.transformer_engine
     if has_te is None:
         # A machine without GPUs only prints the command, so what it has installed says nothing about others.

@@ -5,10 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import IO
 
@@ -40,9 +39,8 @@ def run_to_the_end(
         command: Words of the command line.
         environment: Environment variables in addition to those of this process.
         output: File for all output, or None for the output of this process.
-        on_poll: Function that is called several times per second while the command runs, and once after.
-        lock: File descriptor that the command inherits, or -1. Ranks may outlive this process, and they then
-            hold the lock.
+        on_poll: Is called several times per second while the command runs, and once after.
+        lock: File descriptor that the command inherits, or -1, for ranks that outlive this process.
 
     Returns:
         The exit code of the command.
@@ -60,12 +58,13 @@ def run_to_the_end(
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         pass_fds=() if lock < 0 else (lock,),
     )
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        with _terminated_like_interrupted():
-            while process.poll() is None:
-                on_poll()
-                time.sleep(_POLL_S)
+        while process.poll() is None:
+            on_poll()
+            time.sleep(_POLL_S)
     finally:
+        signal.signal(signal.SIGTERM, previous)
         end_group(process)
     on_poll()
     return process.returncode
@@ -91,18 +90,5 @@ def _end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Inside this context, SIGTERM raises Terminated, a kind of KeyboardInterrupt."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated

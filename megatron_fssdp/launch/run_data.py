@@ -97,8 +97,6 @@ def build_with_progress(
         ConfigurationError: The text cannot be read, or the folder cannot be written or has other files of the
             names.
     """
-    if any(path.resolve() == out.resolve() for path in paths):
-        raise ConfigurationError(f"--out {out}: is also the folder of the text; give another folder")
     corpus = corpus_from_paths(paths, json_key) if paths else default_corpus()
     if tokenizer not in TRAINED_KINDS and difflib.get_close_matches(tokenizer, TRAINED_KINDS, n=1):
         raise ConfigurationError(f"--tokenizer: {unknown_name('tokenizer', tokenizer, TRAINED_KINDS)}")

@@ -32,15 +32,10 @@ _OVERRIDES_HEADER = "# What options of `megatron-fssdp train` changed in the YAM
 
 
 class RunFolder:
-    """Output folder of a run.
+    """Output folder of a run, and the paths of what is in it.
 
-    Attributes:
-        path: The folder.
-        config: File with the combined settings of the run.
-        overrides: File with the settings that options changed, in the form of a run's YAML.
-        metrics: File with the metrics: one JSON object per iteration, one per line.
-        log: File with the output of all ranks.
-        checkpoints: Folder of Megatron's checkpoints.
+    ``config`` has the combined settings of the run, ``overrides`` those of them that options changed,
+    ``metrics`` the records of its iterations, ``log`` the output of all ranks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,53 +51,45 @@ class RunFolder:
     def check(self, training: TrainingArguments, resume: bool, overwrite: bool = False) -> None:
         """Refuse a folder that cannot hold a new run, or cannot be resumed.
 
-        Args:
-            training: Training settings of the run, which name its iterations and checkpoint folders.
-            resume: Whether to continue the run in the folder.
-            overwrite: Whether a new run may take the place of the run in the folder.
-
         Raises:
             ConfigurationError: The folder holds another run or a live one, it has no checkpoint to resume
                 from, or the run in it is finished.
         """
         refuse_non_folder(self.path, "--out")
-        if resume and overwrite:
-            raise ConfigurationError(
-                "--resume and --overwrite exclude each other: one continues the run in the folder, the other "
-                "starts a new one; give one of them"
-            )
         refuse_live(self.path, "--out")
-        taken, saved = self.taken(), saved_iteration(training.save or self.checkpoints)
-        if not resume and not overwrite and taken:
-            next_step = "it has no checkpoint to continue from, so move it aside with --overwrite"
-            if saved is not None:
-                next_step = "continue it with --resume, move it aside with --overwrite"
-            raise ConfigurationError(
-                f"--out {self.path}: already holds a run ({', '.join(taken)}); {next_step}, or choose "
-                "another folder"
-            )
-        if resume and saved is None:
-            raise ConfigurationError(
-                f"--resume: no checkpoint in {training.save or self.checkpoints}; give a folder with a "
-                "checkpoint, or start the run again with --overwrite"
-            )
-        if resume and saved is not None and saved >= training.train_iters:
-            raise ConfigurationError(
-                f"--resume: {self.path} has already finished {saved} iterations; ask for more with --iters"
-            )
-        if not resume and training.load is not None and saved_iteration(training.load) is None:
-            raise ConfigurationError(
-                f"training.load: no checkpoint in {training.load}; give a folder with a checkpoint, or start "
-                "a new run"
-            )
+        own, start = training.save or self.checkpoints, training.load
+        taken, saved = self.taken(), saved_iteration(own)
+        step = "continue it with --resume, move it aside with --overwrite"
+        if saved is None:
+            step = "it has no checkpoint to continue from, so move it aside with --overwrite"
+        for is_wrong, problem in (
+            (resume and overwrite, "--resume and --overwrite exclude each other; give one of them"),
+            (
+                resume and saved is None,
+                f"--resume: no checkpoint in {own}; give a folder with a checkpoint, or start the run again "
+                "with --overwrite",
+            ),
+            (
+                resume and (saved or 0) >= training.train_iters,
+                f"--resume: {self.path} has already finished {saved} iterations; ask for more with --iters",
+            ),
+            (
+                taken and not resume and not overwrite,
+                f"--out {self.path}: already holds a run ({', '.join(taken)}); {step}, or choose another "
+                "folder",
+            ),
+            (
+                start is not None and not resume and saved_iteration(start) is None,
+                f"training.load: no checkpoint in {start}; give a folder with one, or start a new run",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigurationError(problem)
 
     def refuse_other(self, config: RunConfig, asked_by: str, *, only_fixed: bool) -> None:
-        """Refuse settings that differ from those of the run in the folder.
+        """Refuse settings that differ from those of the run in the folder; messages begin with ``asked_by``.
 
-        Args:
-            config: The wanted settings.
-            asked_by: Option that the message begins with.
-            only_fixed: Whether only the model and the optimizer matter, which checkpoints belong to.
+        With ``only_fixed``, only the model and the optimizer matter, which checkpoints belong to.
 
         Raises:
             ConfigurationError: A setting differs, or the run's ``config.yaml`` is damaged.
@@ -155,11 +142,7 @@ class RunFolder:
         return aside
 
     def create(self, config: RunConfig, overrides: Mapping[str, Any] | None = None) -> None:
-        """Create the folder and write the settings of the run.
-
-        Args:
-            config: All settings of the run.
-            overrides: The part of them that options changed. A resumed run keeps this part.
+        """Create the folder and write the settings, and those that options changed: a resumed run keeps them.
 
         Raises:
             ConfigurationError: The folder cannot be written.
@@ -168,9 +151,11 @@ class RunFolder:
             self.config: RECORDED_RUN_HEADER + format_yaml(config.model_dump(mode="json")),
             self.overrides: _OVERRIDES_HEADER + format_yaml(dict(overrides or {})),
         }
-        with written_whole(self.path, "--out", is_ours=True) as partial:  # the run in it is resumed
+        with written_whole(self.path, "--out") as partial:
             for path, text in texts.items():
                 (partial / path.name).write_text(text, encoding="utf-8")
+            for path in texts:  # those of the run that is resumed
+                path.unlink(missing_ok=True)
 
     def note_stop(self, iteration: int, reason: str) -> None:
         """Write to the log that the ranks ended after an iteration (0: before the first); pages show it.

@@ -1,21 +1,19 @@
 """The options of ``megatron-fssdp train``, and the settings that follow from them and the YAML files."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.config.loading import apply_overrides
+from megatron_fssdp.config.loading import load_yaml, parse_override
 from megatron_fssdp.config.run.composition import (
     Composition,
-    RunOption,
-    changed,
+    Layer,
+    combined,
     compose,
-    difference,
-    lay_over,
-    set_options,
-    words_option,
+    set_layers,
+    words_layer,
 )
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.launch.run_folder import RunFolder
@@ -42,25 +40,23 @@ class TrainRequest:
         Raises:
             ConfigurationError: A file or an option is invalid.
         """
-        return self._composition.with_options(self.options())
+        return self._files.under(self._options).validated()
 
     def changed_settings(self) -> dict[str, Any]:
         """The settings that options changed in the files, also earlier options of a resumed run."""
-        return difference(self._files.data, changed(self._composition.data, self.options()))
+        changed = combined(self._options)
+        if "strategy" in changed:  # as a whole: options may have dropped settings of the files
+            changed["strategy"] = self._files.under(self._options).data["strategy"]
+        return changed
 
     @cached_property
     def _files(self) -> Composition:
         return compose(self.config_paths)
 
     @cached_property
-    def _composition(self) -> Composition:
-        kept = self.folder.overrides
-        return self._files.with_file(kept) if self.resume and kept.exists() else self._files
-
-    @cached_property
     def folder(self) -> RunFolder:
         """The output folder of the run."""
-        section = changed(self._files.data, self.options()).get("strategy")
+        section = self._files.under(self._given).data.get("strategy")
         strategy = str(section.get("name", "none") if isinstance(section, Mapping) else "none")
         first, *others = (path.stem for path in self.config_paths)
         names = [first, *(name for name in others if name != strategy), strategy]
@@ -80,38 +76,32 @@ class TrainRequest:
             words += [word for value in values if value is not None for word in (flag, str(value))]
         return [*words, *(["--", *self.megatron_words] if self.megatron_words else [])]
 
-    def options(self) -> list[RunOption]:
-        """The options that change the settings of the files, in the order in which they apply."""
-        options = set_options(self.overrides)
+    @cached_property
+    def _options(self) -> list[Layer]:
+        """What options change in the files, and before it what earlier options of a resumed run changed."""
+        kept = self.folder.overrides
+        earlier = [Layer(str(kept), load_yaml(kept))] if self.resume and kept.exists() else []
+        return [*earlier, *self._given]
+
+    @cached_property
+    def _given(self) -> list[Layer]:
+        """The options of this command, in the order in which they apply."""
+        layers = set_layers(self.overrides)
         if self.nproc is not None:
-            value = f"parallelism.nproc_per_node={self.nproc}"
-            options += [replace(option, text=f"--nproc {self.nproc}") for option in set_options([value])]
+            layers.append(Layer(f"--nproc {self.nproc}", {"parallelism": {"nproc_per_node": self.nproc}}))
         if self.iterations is not None:
-            change = partial(_with_iterations, self.iterations)
-            options.append(RunOption(f"--iters {self.iterations}", change))
+            training = {"train_iters": self.iterations}
+            below = self._files.under(layers).data.get("training")
+            warm_up = below.get("lr_warmup_iters") if isinstance(below, Mapping) else None
+            if isinstance(warm_up, int) and warm_up >= self.iterations > 0:
+                training["lr_warmup_iters"] = self.iterations - 1  # it ends before the last iteration
+            layers.append(Layer(f"--iters {self.iterations}", {"training": training}))
         if self.strategy is not None:
-            strategy = {"strategy": {"name": self.strategy}}
-            options.append(RunOption(f"--moe-strategy {self.strategy}", partial(lay_over, high=strategy)))
-        options += [
-            RunOption(f"--moe-strategy-set {text}", partial(_with_strategy_setting, text))
-            for text in self.strategy_overrides
-        ]
-        return [*options, *([words_option(self.megatron_words)] if self.megatron_words else [])]
-
-
-def _with_iterations(iterations: int, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the number of iterations, and let the warm-up of the learning rate end before the last one."""
-    result = apply_overrides(data, [f"training.train_iters={iterations}"], "--iters")
-    warm_up = result["training"].get("lr_warmup_iters")
-    if isinstance(warm_up, int) and warm_up >= iterations > 0:
-        result["training"]["lr_warmup_iters"] = iterations - 1
-    return result
-
-
-def _with_strategy_setting(text: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    section = data.get("strategy") or {}
-    settings = (section.get("settings") or {}) if isinstance(section, dict) else None
-    if not isinstance(settings, dict):
-        return dict(data)  # validation reports the wrong type
-    settings = apply_overrides(settings, [text], "--moe-strategy-set")
-    return {**data, "strategy": {**section, "settings": settings}}
+            layers.append(Layer(f"--moe-strategy {self.strategy}", {"strategy": {"name": self.strategy}}))
+        flag = "--moe-strategy-set"
+        for text in self.strategy_overrides:
+            settings = parse_override(text, flag)
+            layers.append(Layer(f"{flag} {text}", {"strategy": {"settings": settings}}))
+        if self.megatron_words:
+            layers.append(words_layer(self.megatron_words, self._files.under(layers).data))
+        return layers

@@ -24,15 +24,7 @@ class TrainingProgress:
     def __init__(
         self, metrics: Path, iterations: int, nproc: int, console: Console, *, saves: bool = False
     ) -> None:
-        """Prepare the display.
-
-        Args:
-            metrics: Path of the run's ``metrics.jsonl``.
-            iterations: Number of iterations of the run.
-            nproc: Number of ranks, which the text names while they start.
-            console: Console that shows the progress.
-            saves: Whether the run writes a checkpoint after its last iteration.
-        """
+        """Follow the run's ``metrics.jsonl``; ``saves``: a checkpoint is written after the last iteration."""
         self._tail = MetricsTail(metrics, from_end=True)
         self._iterations, self._saves = iterations, saves
         self._console, self._start = console, f"starting {nproc} ranks"
@@ -49,11 +41,13 @@ class TrainingProgress:
 
     def __enter__(self) -> "TrainingProgress":
         self._status.start()
-        self._plain(self._start)
+        if not self._console.is_terminal:
+            self._console.print(self._start, highlight=False, soft_wrap=True)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._status.stop()
+        self._saves = False
         self._print()
 
     def update(self) -> None:
@@ -63,15 +57,8 @@ class TrainingProgress:
             self._durations_s.extend(record.iteration_s for record in records)
             self._status.update(Text(self._text(self.last), no_wrap=True, overflow="ellipsis"))
             is_due = time.monotonic() - self._printed_s >= _PLAIN_INTERVAL_S
-            # The last iteration is printed at the end.
-            if is_due and self.last.iteration < self._iterations and not self._console.is_terminal:
+            if not self._console.is_terminal and (is_due or self.last.iteration >= self._iterations):
                 self._print()
-        elif self._saves and self.last is not None and self.last.iteration >= self._iterations:
-            self._saves = False  # is said once
-            self._status.update("saving a checkpoint …")
-            if not self._console.is_terminal:
-                self._print()
-            self._plain("saving a checkpoint …")
 
     def _text(self, record: IterationMetrics) -> str:
         parts = [
@@ -84,14 +71,13 @@ class TrainingProgress:
             plain = sum(layer.ep_load_max_over_mean for layer in record.layers) / len(record.layers)
             parts.append(f"load max/mean {used:.2f} (plain EP {plain:.2f})")
         left_s = max(self._iterations - record.iteration, 0) * sum(self._durations_s) / len(self._durations_s)
-        return "  ".join([*parts, "ETA {}:{:02d}".format(*divmod(round(left_s), 60))])
+        parts.append("ETA {}:{:02d}".format(*divmod(round(left_s), 60)))
+        if self._saves and record.iteration >= self._iterations:
+            parts.append("saving a checkpoint …")
+        return "  ".join(parts)
 
     def _print(self) -> None:
         """Print the last iteration, once."""
         if self.last is not None and self._printed is not self.last:
             self._printed, self._printed_s = self.last, time.monotonic()
             self._console.print(self._text(self.last), highlight=False, soft_wrap=True)
-
-    def _plain(self, text: str) -> None:
-        if not self._console.is_terminal:
-            self._console.print(text, highlight=False)

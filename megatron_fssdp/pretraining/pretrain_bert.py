@@ -31,22 +31,19 @@ from megatron_fssdp.pretraining.script_parts import (
     data_config,
     refuse_arguments,
     refuse_bad_losses,
-    timed_batch,
 )
 
 _BATCH_KEYS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
 
-# Arguments that BertModel or its data set does not support and would silently ignore.
-_UNSUPPORTED = (
-    *("mock_data", "spec", "qk_layernorm", "mtp_num_layers"),
-    *("calculate_per_token_loss", "multi_latent_attention"),
-)
-
-_ONLY: dict[str, tuple[object, ...]] = {
+_SUPPORTED: dict[str, tuple[object, ...]] = {
     "context_parallel_size": (1,),
     "position_embedding_type": ("learned_absolute", "rope"),
     "rotary_base": (10000,),
+    **dict.fromkeys(("mock_data", "qk_layernorm", "calculate_per_token_loss"), (False,)),
+    **dict.fromkeys(("spec", "mtp_num_layers"), (None,)),
+    "multi_latent_attention": (False,),
 }
+"""The values of arguments of which BertModel or its data set would silently ignore all others."""
 
 
 def build_model(
@@ -122,7 +119,7 @@ def forward_step(
     data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
     """Run the model on one micro-batch. Megatron's schedules call this function."""
-    batch = timed_batch(load_batch, data_iterator)
+    batch = load_batch(data_iterator)
     output = model(
         batch["text"],
         batch["padding_mask"],
@@ -163,13 +160,7 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]
 def main() -> None:
     """Pretrain a BERT as the command line describes it."""
     args = parse_and_validate_args()
-    refuse_arguments(args, _UNSUPPORTED, "Megatron's BERT, which this script trains, does not support it")
-    for name, wanted in _ONLY.items():
-        if (got := getattr(args, name)) not in wanted:
-            raise SystemExit(
-                f"--{name.replace('_', '-')}: got {got}, wanted {' or '.join(map(str, wanted))}; Megatron's "
-                "BERT supports nothing else"
-            )
+    refuse_arguments(args, _SUPPORTED, "Megatron's BERT, which this script trains, supports nothing else")
     if args.tokenizer_type == "NullTokenizer" and args.tokenizer_model is None:
         raise SystemExit(
             "--tokenizer-type NullTokenizer: got no --tokenizer-model, wanted the folder that "

@@ -33,13 +33,14 @@ from megatron_fssdp.pretraining.script_parts import (
     data_config,
     refuse_arguments,
     refuse_bad_losses,
-    timed_batch,
 )
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 # Arguments for other kinds of training, which need other batches or losses.
-_UNSUPPORTED = ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking")
+_SUPPORTED = dict.fromkeys(
+    ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"), (False,)
+)
 
 
 def load_batch(samples: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def forward_step(
     Returns:
         The model's output, or the plan; and the function that computes the loss from the output.
     """
-    batch = timed_batch(load_batch, data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    batch = load_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     run: Any = model.build_schedule_plan if return_schedule_plan else model
     output = run(
         batch["tokens"],
@@ -152,9 +153,7 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]
 def main() -> None:
     """Pretrain a GPT as the command line describes it."""
     args = parse_and_validate_args()
-    refuse_arguments(
-        args, _UNSUPPORTED, "this script does not support it; use Megatron-LM's own pretrain_gpt.py"
-    )
+    refuse_arguments(args, _SUPPORTED, "Megatron-LM's own pretrain_gpt.py supports it")
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
 

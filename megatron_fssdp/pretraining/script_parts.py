@@ -1,6 +1,6 @@
 """Parts of both training scripts."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import get_args, get_timers
+from megatron.training import get_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
 
@@ -35,15 +35,6 @@ def built_datasets(kind: type, num_samples: list[int], config: Any, *, is_needed
     return tuple(BlendedMegatronDatasetBuilder(kind, num_samples, reads_data, config).build())
 
 
-def timed_batch(load: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Load a micro-batch under the name that Megatron's timers give to this."""
-    timer = get_timers()("batch-generator", log_level=2)
-    timer.start()
-    batch = load(*arguments)
-    timer.stop()
-    return batch
-
-
 def refuse_bad_losses(losses: Mapping[str, torch.Tensor]) -> None:
     """Let Megatron's rerun machine refuse losses that are not finite, if its arguments ask for that."""
     for name, loss in losses.items() if get_args().check_for_nan_in_loss_and_grad else ():
@@ -57,8 +48,9 @@ def refuse_bad_losses(losses: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def refuse_arguments(args: Any, names: Iterable[str], reason: str) -> None:
-    """End the script if one of these arguments is set."""
-    for name in names:
-        if getattr(args, name, None):
-            raise SystemExit(f"--{name.replace('_', '-')}: {reason}")
+def refuse_arguments(args: Any, supported: Mapping[str, Collection[object]], reason: str) -> None:
+    """End the script if one of these arguments has another value than the supported ones."""
+    for name, values in supported.items():
+        if (got := getattr(args, name, None)) not in (None, *values):
+            wanted = " or ".join(map(str, values))
+            raise SystemExit(f"--{name.replace('_', '-')}: got {got}, wanted {wanted}; {reason}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.run.megatron_options import options, plain
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.written_files import written_file
 from megatron_fssdp.config.yaml_text import format_yaml
@@ -112,9 +113,11 @@ def _kind(key: str) -> str:
 
 
 def _differs(key: str, known: Sequence[Mapping[str, Any]]) -> bool:
-    # A missing key stands for a default, unless the whole section is unknown.
-    section = key.partition(".")[0]
-    values = [one.get(key) for one in known if any(name.partition(".")[0] == section for name in one)]
+    # A missing key stands for Megatron's default, unless the whole section is unknown.
+    section, _, name = key.partition(".")
+    option = options().get(name)
+    default = plain(option.default) if option else None
+    values = [one.get(key, default) for one in known if any(key.partition(".")[0] == section for key in one)]
     return any(value != values[0] for value in values)
 
 

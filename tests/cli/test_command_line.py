@@ -50,8 +50,8 @@ def test_the_schema_command_prints_json(command):
             ["--set", "model.num_experts=6"],
             "--set model.num_experts=6: parallelism.expert_model_parallel_size 4 does not divide",
         ),
-        (["--nproc", "6"], "--nproc 6: parallelism: expert_model_parallel_size 4"),
-        (["--iters", "0"], "--iters 0: training.train_iters: got 0 (whole number), wanted"),
+        (["--nproc", "6"], "--nproc 6: parallelism.expert_model_parallel_size 4"),
+        (["--iters", "0"], "--iters 0: training.train_iters: got 0, wanted"),
         (["--moe-strategy-set", "slots=two"], "--moe-strategy-set slots=two: strategy"),
         (["--moe-strategy", "none", "--moe-strategy-set", "slots=2"], "no meaning under strategy 'none'"),
         (

@@ -65,11 +65,11 @@ def test_bert_uses_its_own_script_and_sentence_data(printed, tmp_path):
         (TINY, ["data.tokenizer=wordpiece"], "set data.tokenizer to bpe"),
         (BERT, ["model.position_embedding_type=none"], "learned_absolute or rope"),
         (BERT, ["model.qk_layernorm=true"], "qk_layernorm"),
-        (BERT, ["model.rotary_base=50000"], "supports only 10000"),
+        (BERT, ["model.rotary_base=50000"], "rotary_base: got 50000, wanted 10000"),
         (
             BERT,
             ["parallelism.context_parallel_size=2", "parallelism.nproc_per_node=8"],
-            "no context parallelism",
+            "context_parallel_size: got 2, wanted 1",
         ),
         (BERT, ["data.path={bpe}"], "wanted --tokenizer wordpiece for model.family bert"),
         (TINY, ["data.path={wordpiece}"], "wanted --tokenizer bpe or bytes for model.family gpt"),

@@ -1,6 +1,5 @@
 """`megatron-fssdp train` in a folder that has a run: refused, resumed, overwritten."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -84,10 +83,9 @@ def test_a_live_run_is_left_alone(refused, out):
     code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(120)"
     with subprocess.Popen([sys.executable, "-c", code, out], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        (out / "metrics.jsonl").write_text(json.dumps({"iteration": 7}) + "\n")
+        (out / "metrics.jsonl").touch()
         for flag in ((), ("--overwrite",), ("--resume",)):
             err = refused(*flag)
             assert f"a run is in progress here (process {other.pid} on" in err
-            assert "iteration 7)" in err
         other.kill()
     assert "already holds a run" in refused()

@@ -170,7 +170,7 @@ def test_records_that_are_damaged_or_lack_the_last_checkpoint_are_not_finished(s
         ("iterations: 4", "iterations: 5", "run ep-seed1: .*train_iters is 5, but .* was started with 4"),
         ("gpt_moe_tiny", "gpt_moe_tinny", "run ep-seed1: gpt_moe_tinny: no such file.* did you mean"),
         ("fssdp]", "fsdp]", "run fsdp-seed1: .*did you mean 'fssdp'"),
-        ("settings: {", "settings: {training.lr: fast, ", "--set training.lr=fast: training.lr: got 'fast'"),
+        ("settings: {", "settings: {training.lr: fast, ", "training.lr: got 'fast'"),
         (
             "settings: {",
             "settings: {parallelism.num_nodes: 2, training.global_batch_size: 32, ",

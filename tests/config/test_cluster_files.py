@@ -3,40 +3,11 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
 from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
-from tests.drawn_examples import examples
 
-SECONDS = st.floats(0, 1, allow_subnormal=False)
-RATES = st.floats(1e3, 1e18)
-LINKS = st.builds(LinkDescription, alpha_s=SECONDS, bandwidth_bytes_per_s=RATES)
-FITTED = st.builds(
-    FittedLink,
-    alpha_s=SECONDS,
-    bandwidth_bytes_per_s=RATES,
-    r_squared=st.none() | st.floats(-10, 1),
-    worst_relative_error=st.none() | SECONDS,
-)
-DESCRIPTIONS = st.builds(
-    ClusterDescription,
-    name=st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "Zs")), min_size=1),
-    num_nodes=st.integers(1, 512),
-    devices_per_node=st.integers(1, 16),
-    intra_node=LINKS,
-    inter_node=LINKS,
-    expert_flops_per_s=RATES,
-    non_expert_flops_per_s=RATES,
-    memory_bytes=st.none() | st.integers(1, 1 << 50),
-    collectives=st.dictionaries(
-        st.sampled_from(["all_to_all", "broadcast"]),
-        st.dictionaries(st.sampled_from(["intra_node", "inter_node"]), FITTED),
-    ),
-    sources=st.dictionaries(st.sampled_from(["intra_node", "memory_bytes"]), st.text("ab: #'§,π")),
-)
 EXAMPLE = ClusterDescription(
     name="pair",
     num_nodes=2,
@@ -48,9 +19,11 @@ EXAMPLE = ClusterDescription(
 )
 
 
-@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(DESCRIPTIONS)
-def test_a_written_description_is_read_back(tmp_path: Path, description: ClusterDescription) -> None:
+@pytest.mark.parametrize("name", ["pair", "§ 1: '#'", "2", "null"])
+def test_a_written_description_is_read_back(tmp_path: Path, name: str) -> None:
+    link = FittedLink(alpha_s=1e-7, bandwidth_bytes_per_s=3e18, r_squared=-0.5)
+    changes = {"name": name, "memory_bytes": 1 << 50, "sources": {"intra_node": "π: measured"}}
+    description = EXAMPLE.model_copy(update={**changes, "collectives": {"broadcast": {"inter_node": link}}})
     path = tmp_path / "cluster.yaml"
     path.write_text(cluster_yaml(description, "two\nlines"), encoding="utf-8")
     assert path.read_text(encoding="utf-8").startswith("# two\n# lines\nname:")
@@ -74,5 +47,5 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"bad.yaml: no such file"):
         load_cluster(path)
     path.write_text(cluster_yaml(EXAMPLE).replace("num_nodes: 2", "num_nodes: none"), encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=r"bad.yaml: num_nodes: got 'none' .*wanted a whole number"):
+    with pytest.raises(ConfigurationError, match=r"bad.yaml: num_nodes: got 'none', wanted a valid integer"):
         load_cluster(path)

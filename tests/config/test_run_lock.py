@@ -1,6 +1,5 @@
 """A live run holds its folder against other processes, and a killed one does not."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +20,8 @@ def test_a_live_run_is_named_and_a_killed_one_forgotten(tmp_path: Path) -> None:
     )
     assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
-    (folder / "metrics.jsonl").write_text(json.dumps({"iteration": 17}) + "\n" + '{"iterat')
     for refused in (run_lock.hold, run_lock.refuse_live):
-        with pytest.raises(ConfigurationError, match=rf"process {other.pid} on .*iteration 17"):
+        with pytest.raises(ConfigurationError, match=rf"process {other.pid} on "):
             refused(folder, "--out")
     other.kill()
     other.wait()

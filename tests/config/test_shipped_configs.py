@@ -165,21 +165,17 @@ def test_layer_of_later_tokens_has_the_stated_size() -> None:
     assert counted("deepseek-v3").multi_token_prediction / 1e9 == pytest.approx(11.6, abs=0.1)
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "embedding", "hidden"),
-    [
-        ("s", 12, 512, 1024),
-        ("m", 12, 1024, 2048),
-        ("l", 12, 2048, 4096),
-        ("ds", 24, 512, 1024),
-        ("dm", 24, 1024, 2048),
-    ],
-)
-def test_pro_prophets_models_are_those_of_its_table_iii(
-    name: str, layers: int, embedding: int, hidden: int
-) -> None:
+# Layers, embedding and hidden size in Pro-Prophet's Table III.
+TABLE_III = {
+    **{"s": (12, 512, 1024), "m": (12, 1024, 2048), "l": (12, 2048, 4096)},
+    **{"ds": (24, 512, 1024), "dm": (24, 1024, 2048)},
+}
+
+
+@pytest.mark.parametrize("name", TABLE_III)
+def test_pro_prophets_models_are_those_of_its_table_iii(name: str) -> None:
     model = load_run([f"models/pro-prophet-moe-gpt-{name}", "training/tiny"]).model
-    assert (model.num_layers, model.hidden_size, model.moe_ffn_hidden_size) == (layers, embedding, hidden)
+    assert (model.num_layers, model.hidden_size, model.moe_ffn_hidden_size) == TABLE_III[name]
     assert all(model.moe_layers)
 
 

@@ -52,13 +52,3 @@ def test_the_list_has_a_description_and_a_parameter_count_for_each_file() -> Non
     assert all(len(line) > 70 and line.rstrip()[-1] in ".…" for line in lines), text
     (mixtral,) = [line for line in lines if line.split()[0] == "models/mixtral-8x7b"]
     assert "46.7 B (12.9 B a token)" in mixtral
-
-
-@pytest.mark.parametrize(
-    ("name", "absent"), [("models/mixtral-8x7b", "training"), ("strategies/ep", "model and training")]
-)
-def test_a_part_alone_is_refused_with_what_to_combine(name: str, absent: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=f"^{name}: is a part of a run, without {absent}; .*gpt_moe_tiny"
-    ):
-        load_run([name])

@@ -8,11 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
+from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.config.yaml_text import format_yaml, parse_yaml
 from tests.drawn_examples import examples
 
@@ -21,9 +19,25 @@ RUN = (CONFIGS / "gpt_moe_tiny.yaml").read_bytes()
 
 # Pieces with a meaning in YAML or for the readers, so that mutations reach deeper than the first character.
 PIECES = [
-    *("{", "}", "[", "]", ": ", "- ", "? ", "\n", "\n  ", "&a ", "*a", "<<: ", "!!int ", "!!bool ", "!!map "),
-    *("!!binary ", "!!timestamp ", "!!set ", "!!python/name:os.x ", "|\n", "'", '"', "#", "%", "\t", "---\n"),
-    *("null", "true", "-1", "0", "1e400", ".nan", "1_0:59", "0x", "2026-01-01", "99999999999999999999", "~"),
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        ": ",
+        "- ",
+        "? ",
+        "\n",
+        "\n  ",
+        "&a ",
+        "*a",
+        "<<: ",
+        "!!int ",
+        "!!binary ",
+        "|\n",
+        "'",
+    ),
+    *('"', "#", "%", "\t", "---\n", "null", "true", "-1", "1e400", ".nan", "1_0:59", "0x", "2026-01-01", "~"),
     *(
         "include: [part.yaml]\n",
         "include: 3\n",
@@ -52,12 +66,6 @@ def changed(content: bytes, changes: list[tuple[float, int, bytes]]) -> bytes:
     return content
 
 
-def refused_in_one_line(error: ConfigurationError, *names: str) -> None:
-    message = str(error)
-    assert len(message.splitlines()) == 1
-    assert any(name in message for name in names), message
-
-
 @given(CHANGES)
 @example([(0.5, 0, b"- " * 5000)])
 @example([(1.0, 0, b"x: " + b"{a: " * 90 + b"1" + b"}" * 90)])
@@ -68,10 +76,14 @@ def test_a_changed_run_is_valid_or_refused(changes) -> None:
         file = Path(folder, "run.yaml")
         file.write_bytes(changed(RUN, changes))
         Path(folder, "part.yaml").write_text("training: {seed: 7}")
+        refusal = ""
         try:
             run = load_run([file])
         except ConfigurationError as error:
-            refused_in_one_line(error, str(file))
+            refusal = str(error)
+        if refusal:
+            assert len(refusal.splitlines()) == 1
+            assert str(file) in refusal
             return
     assert run.model.moe_layers
     again = parse_yaml(format_yaml(run.model_dump(mode="json")), "again")
@@ -94,22 +106,3 @@ def test_written_yaml_is_read_back(data: dict[str, Any]) -> None:
         file = Path(folder, "data.yaml")
         file.write_text(format_yaml(data), encoding="utf-8")
         assert load_yaml(file) == data
-
-
-@given(
-    st.lists(st.text(max_size=20) | st.builds("{}={}".format, KEYS, st.text(max_size=12)), max_size=3),
-    st.sampled_from(sorted(STRATEGIES)),
-)
-@examples(150)
-def test_overrides_are_valid_or_refused(overrides: list[str], name: str) -> None:
-    try:
-        data = apply_overrides({}, overrides, "--moe-strategy-set")
-    except ConfigurationError as error:
-        refused_in_one_line(error, "--moe-strategy-set '")
-        return
-    try:
-        settings = strategy_settings(name, data, "--moe-strategy-set")
-    except ConfigurationError as error:
-        refused_in_one_line(error, "--moe-strategy-set")
-        return
-    assert strategy_settings(name, settings.model_dump(mode="json"), "again") == settings

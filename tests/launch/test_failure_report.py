@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from megatron_fssdp.launch.failure_report import failure_reason
@@ -38,39 +36,24 @@ TRACEBACKS = """\
 """
 
 
-@pytest.fixture
-def reason(tmp_path):
-    def find(text: str, start: int = 0) -> str:
-        log: Path = tmp_path / "log.txt"
-        log.write_text(text)
-        return failure_reason(log, start)
-
-    return find
+OWN_ERROR = "[default2]:[fssdp] error on rank 2: too few slots\n"
+USAGE = "[default1]:usage: script\n[default1]:script: error: unrecognized arguments: --x\n"
 
 
-def test_the_report_shows_the_exception_of_the_rank_that_failed_first(reason):
-    assert reason(TRACEBACKS + SUMMARY.format(code=1)) == "rank 1: ValueError: the real reason"
-
-
-def test_without_torchruns_summary_the_first_traceback_is_shown(reason):
-    assert reason(TRACEBACKS) == "rank 0: RuntimeError: Connection closed by peer"
-
-
-def test_the_plugins_own_error_line_comes_first(reason):
-    text = "[default0]:[fssdp] error: slots: got -1\n" + TRACEBACKS
-    assert reason(text) == "slots: got -1"
-    assert reason("[default2]:[fssdp] error on rank 2: too few slots\n") == "too few slots"
-
-
-def test_ranks_that_exit_without_an_exception_are_reported(reason):
-    usage = "[default1]:usage: script\n[default1]:script: error: unrecognized arguments: --x\n"
-    assert reason(usage + SUMMARY.format(code=2)) == "rank 1: script: error: unrecognized arguments: --x"
-    assert reason(SUMMARY.format(code=3)) == "rank 1: exit code 3"
-    killed = reason("[default1]:iteration 7\n" + SUMMARY.format(code=-9))
-    assert killed == "rank 1: killed by SIGKILL; last output: iteration 7"
-
-
-def test_output_of_earlier_starts_is_ignored(reason):
-    earlier = "[default0]:[fssdp] error: old\n"
-    assert reason(earlier + "torchrun: no such module\n", len(earlier)) == "torchrun: no such module"
-    assert reason("") == "the ranks wrote nothing"
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (TRACEBACKS + SUMMARY.format(code=1), "rank 1: ValueError: the real reason"),
+        (TRACEBACKS, "rank 0: RuntimeError: Connection closed by peer"),
+        (OWN_ERROR + TRACEBACKS, "too few slots"),
+        (USAGE + SUMMARY.format(code=2), "rank 1: script: error: unrecognized arguments: --x"),
+        (SUMMARY.format(code=3), "rank 1: exit code 3"),
+        ("[default1]:it 7\n" + SUMMARY.format(code=-9), "rank 1: killed by SIGKILL; last output: it 7"),
+        ("torchrun: no such module\n", "torchrun: no such module"),
+        ("", "the ranks wrote nothing"),
+    ],
+)
+def test_the_line_that_explains_the_failure_is_found_after_earlier_starts(tmp_path, text, reason):
+    log, earlier = tmp_path / "log.txt", "[default0]:[fssdp] error: old\n"
+    log.write_text(earlier + text)
+    assert failure_reason(log, len(earlier)) == reason

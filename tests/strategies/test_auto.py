@@ -229,7 +229,7 @@ def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
         ({"quota": {"overlap": False}}, "quota.overlap has no meaning"),
         ({"fssdp": {"slots": 0, "overlap_degree": 1}}, "exclude each other"),
         ({"fssdp": {"slotz": 0}}, "did you mean 'slots'"),
-        ({"fssdp": 3}, "wanted true or false or a mapping"),
+        ({"fssdp": 3}, "wanted a valid boolean or an object"),
         ({"slots": 3}, "has no meaning under strategy 'auto'"),
     ],
 )

@@ -48,19 +48,11 @@ def choose_strategy_settings(schema: dict[str, Any], section: str) -> None:
     definitions[section]["properties"]["name"]["enum"] = list(STRATEGIES)
     definitions[section]["allOf"] = []
     for name, entry in STRATEGIES.items():
-        settings = entry.settings.__name__
-        definitions[settings] = entry.settings.model_json_schema()
-        # Nested settings are those of other strategies, which have their own definitions.
-        definitions[settings].pop("$defs", None)
+        settings = entry.settings.model_json_schema()
+        definitions.update(settings.pop("$defs", {}))  # those of candidates of `auto`
         # If this file has no name, another file can name the strategy that the settings belong to.
         choice = {"properties": {"name": {"const": name}}, "required": ["name"]}
-        reference = {"properties": {"settings": {"$ref": f"#/$defs/{settings}"}}}
-        definitions[section]["allOf"].append({"if": choice, "then": reference})
-
-
-def run_config_schema_text() -> str:
-    """Return the schema as JSON text."""
-    return schema_text(run_config_schema())
+        definitions[section]["allOf"].append({"if": choice, "then": {"properties": {"settings": settings}}})
 
 
 def schema_text(schema: dict[str, Any]) -> str:

@@ -64,22 +64,17 @@ def megatron_arguments(
 ) -> list[str]:
     """Return the arguments of a Megatron pretraining script for a run.
 
-    What the run gives under Megatron's names wins over what is derived here, and null removes it.
-
-    Args:
-        config: Settings of the run.
-        data: The training data. None if Megatron's own arguments name it (``data.external``).
-        installation: Hardware and libraries of the ranks.
-        out_dir: Output folder of the run.
-        resume: Whether the run continues from its own checkpoints.
+    What the run gives under Megatron's names wins over what is derived here, and null removes it. Without
+    ``data``, Megatron's own arguments name it (``data.external``). A resumed run continues from its own
+    checkpoints.
 
     Raises:
         ConfigurationError: The data has too few documents for its split, or Megatron lacks an argument.
     """
     values = {
+        **_outputs(config, out_dir),
         **_derived(config, installation),
         **({} if data is None else _data_values(config, data)),
-        **_outputs(config, out_dir),
         **config.megatron_values(),
         **_required(config, out_dir, resume),
     }
@@ -110,14 +105,8 @@ def run_config_from_arguments(
     """Describe a run by its parsed arguments, for a script that no YAML describes.
 
     The settings have what the package computes with, and all other arguments that differ from Megatron's
-    default. The data is described as external, with the size of the vocabulary.
-
-    Args:
-        args: Megatron's arguments after its own checks.
-        family: Kind of the model that the script built.
-        ranks_per_node: Number of ranks on each machine.
-        on_cpu: Whether the ranks run on CPUs.
-        strategy: Name and settings of the strategy, as in a run's YAML.
+    default. The data is described as external, with the size of the vocabulary. ``args`` are Megatron's
+    arguments after its own checks, ``strategy`` has a name and settings as in a run's YAML.
 
     Raises:
         ConfigurationError: A run's YAML cannot describe these arguments.
@@ -171,17 +160,18 @@ def _derived(config: RunConfig, installation: Installation) -> dict[str, Any]:
 
 
 def _data_values(config: RunConfig, data: TokenizedData) -> dict[str, Any]:
-    # The data is already tokenized, so Megatron needs only the size of the vocabulary and the end-of-document
-    # id, which text never contains. BERT's script also needs the vocabulary itself, because it masks whole
-    # words.
+    """Return what describes tokenized data; text never contains the id that ends a document.
+
+    BERT's script also needs the vocabulary itself, because it masks whole words.
+    """
     return {
-        "data_path": str(data.prefix),
-        "data_cache_path": str(data.cache_dir),
+        "data_path": data.prefix,
+        "data_cache_path": data.cache_dir,
         "split": _split(config, data),
         "tokenizer_type": "NullTokenizer",
         "vocab_size": data.vocab_size,
         "null_tokenizer_eod_id": data.eod_id,
-        "tokenizer_model": str(data.prefix.parent) if config.model.family == "bert" else None,
+        "tokenizer_model": data.prefix.parent if config.model.family == "bert" else None,
     }
 
 

@@ -4,22 +4,13 @@ import argparse
 import enum
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import closest, describe_value
-from megatron_fssdp.config.run.megatron_parser import Converter, megatron_parser
+from megatron_fssdp.config.run.megatron_parser import megatron_parser
 
-_KINDS: dict[Any, tuple[str, tuple[type, ...], str]] = {
-    int: ("a whole number", (int,), "integer"),
-    float: ("a number", (int, float), "number"),
-    str: ("a string", (str,), "string"),
-    bool: ("true or false", (bool,), "boolean"),
-    None: ("a string or a number", (str, int, float), "string"),
-}
-"""What is wanted, the accepted Python types, and JSON Schema's type, by the type of an option."""
-
+_SCHEMA_TYPES: Mapping[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
 _MODEL_GROUPS = ("transformer", "network size", "moe", "mla", "regularization", "experimental_attention")
 
 
@@ -38,12 +29,9 @@ def section_of(name: str) -> str:
 
 
 def unknown_option(name: str, declared: Sequence[str], own: Sequence[str]) -> str:
-    """Return the message for a key that is no option.
+    """Return the message for a key that is no option, but maybe one of ``declared``.
 
-    Args:
-        name: The key.
-        declared: Keys that are most likely meant.
-        own: Those of them that are not arguments of Megatron.
+    ``own`` are those of them that are not arguments of Megatron.
     """
     flag = f"--{name.replace('_', '-')}"
     given = [dest for dest, action in options().items() if flag in action.option_strings]
@@ -53,50 +41,35 @@ def unknown_option(name: str, declared: Sequence[str], own: Sequence[str]) -> st
 
 
 def problem(name: str, value: Any) -> str:
-    """Return what is wrong with the value of an option, or an empty text. None stands for no value."""
-    action = options()[name]
-    if value is None:
-        return ""
-    if action.nargs == 0:
-        return "" if isinstance(value, bool) else f"got {describe_value(value)}, wanted true or false"
-    for item in value if _takes_list(action) and isinstance(value, list | tuple) else (value,):
-        wanted, kinds, _ = _KINDS.get(action.type, ("a value that Megatron accepts", (object,), ""))
-        is_right = isinstance(item, kinds) and (not isinstance(item, bool) or kinds in ((bool,), (object,)))
-        if is_right and kinds == (object,):
-            try:
-                assert callable(action.type)
-                action.type(_text(action, item))
-            except Exception:  # Megatron's own converters raise many kinds of errors
-                is_right = False
-        if action.choices and item not in action.choices:
-            is_right, wanted = False, f"one of {', '.join(map(str, action.choices))}"
-        if not is_right:
-            return f"got {describe_value(item)}, wanted {wanted}"
+    """Return what Megatron's parser says against the value of an option, or an empty text."""
+    try:
+        parsed(words({name: value}))
+    except ConfigurationError as error:
+        flags = "/".join(options()[name].option_strings)
+        return str(error).removeprefix(f"argument {flags}: ").removeprefix(f"{name}: ")
     return ""
 
 
 def words(values: Mapping[str, Any]) -> list[str]:
-    """Return the command-line words of Megatron's arguments.
-
-    Args:
-        values: Values by the names of parsed arguments. None leaves an argument out.
+    """Return the command-line words of Megatron's arguments. None and an empty list leave one out.
 
     Raises:
-        ConfigurationError: A name or value is none of Megatron's.
+        ConfigurationError: Megatron has no argument of a name, or no words for a value.
     """
     result: list[str] = []
     for name, value in values.items():
-        value = str(value) if isinstance(value, Path) else value
         if name not in options():
             raise ConfigurationError(f"{name}: the installed Megatron has no such argument; remove the key")
         action = options()[name]
-        if not isinstance(action.type, Converter) and (found := problem(name, value)):
-            raise ConfigurationError(f"{name}: {found}")
-        if isinstance(value, bool) and action.nargs == 0:
+        if value is None or value == []:
+            continue
+        if action.nargs == 0:
             result += _switch(name, value)
-        elif value is not None:
-            items = value if isinstance(value, list | tuple) and _takes_list(action) else [value]
-            result += [action.option_strings[0], *(_text(action, item) for item in items)]
+            continue
+        items = value if isinstance(value, list | tuple) and _takes_list(action) else [value]
+        if any(isinstance(item, dict | list | tuple) and action.type in (None, str) for item in items):
+            raise ConfigurationError(f"{name}: got {describe_value(items[0])}, wanted a string or a number")
+        result += [action.option_strings[0], *(_text(action, item) for item in items)]
     return result
 
 
@@ -112,7 +85,7 @@ def parsed(given: Sequence[str]) -> dict[str, Any]:
         known, unknown = megatron_parser().parse_known_args(list(given), absent)
     except ConfigurationError:
         raise
-    except Exception as error:
+    except Exception as error:  # Megatron's own converters raise many kinds of errors
         raise ConfigurationError(f"Megatron refuses a value: {error or type(error).__name__}") from None
     if unknown:
         flags = [flag for action in megatron_parser()._actions for flag in action.option_strings]
@@ -136,7 +109,7 @@ def schema() -> dict[str, Any]:
     """Return a JSON Schema of all options."""
     found: dict[str, Any] = {}
     for name, action in sorted(options().items()):
-        kind = "boolean" if action.nargs == 0 else _KINDS.get(action.type, ("", (), ""))[2]
+        kind = "boolean" if action.nargs == 0 else _SCHEMA_TYPES.get(action.type or str)
         one: dict[str, Any] = {"type": kind} if kind else {}
         if action.choices:
             one = {"enum": list(action.choices)}
@@ -157,8 +130,10 @@ def _takes_list(action: argparse.Action) -> bool:
     return action.nargs not in (None, 0, "?")
 
 
-def _switch(name: str, value: bool) -> list[str]:
+def _switch(name: str, value: Any) -> list[str]:
     """Return the flag that gives a switch a value; none if it has the value without a flag."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}: got {describe_value(value)}, wanted true or false")
     for action in megatron_parser()._actions:
         if action.dest != name:
             continue

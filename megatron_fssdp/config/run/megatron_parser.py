@@ -12,20 +12,17 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import logging
 import os
 import pickle
 import sys
-import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.quiet_output import quiet_output
 
 _PACKAGES = ("megatron-fssdp", "megatron-core", "torch", "transformer-engine", "nvidia-modelopt")
 
@@ -49,7 +46,7 @@ class Converter:
 
     def __call__(self, text: str) -> Any:
         """Convert a word as Megatron does."""
-        with _quiet():
+        with quiet_output():
             return getattr(importlib.import_module(self.module), self.name)(text)
 
 
@@ -66,12 +63,12 @@ def megatron_parser() -> Parser:
             actions = pickle.loads(kept.read_bytes())
     if actions is None:
         actions = _read_actions()
-        with suppress(OSError):
+        with suppress(OSError):  # a cache that cannot be written only costs time
             if kept is not None:
                 kept.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-                    file.write(pickle.dumps(actions))
-                os.replace(file.name, kept)
+                partial = kept.with_suffix(f".{os.getpid()}")
+                partial.write_bytes(pickle.dumps(actions))
+                os.replace(partial, kept)
     parser = Parser(allow_abbrev=False, add_help=False)
     for action in actions:
         parser._add_action(action)
@@ -80,7 +77,7 @@ def megatron_parser() -> Parser:
 
 def _read_actions() -> list[argparse.Action]:
     """Ask Megatron for its options, in a form that can be written to a file."""
-    with _quiet():
+    with quiet_output():
         from megatron.training import arguments
 
         parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
@@ -115,16 +112,3 @@ def _cache_file() -> Path | None:
             digest.update(f"{path} {state.st_size} {state.st_mtime_ns}".encode())
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "megatron-fssdp" / f"arguments-{digest.hexdigest()}.pickle" if spec else None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Megatron's import from writing about packages that are missing on this machine."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -62,17 +62,14 @@ class RunConfig(BaseModel):
     @staticmethod
     def key_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield path and problem of every key of a run that no section declares and Megatron refuses."""
-        found: dict[str, str] = {}
         homes = {key: section for section, model in SECTIONS.items() for key in model.model_fields}
         for section, model in SECTIONS.items():
             values = data.get(section)
             for key, value in values.items() if isinstance(values, Mapping) else ():
-                if (home := homes.get(key)) == section:
+                if key in model.model_fields:
                     continue
-                if home is not None:
-                    problem = f"unknown key '{key}'; it belongs under {home}"
-                elif key in found:
-                    problem = f"unknown key '{key}'; it is given under {found[key]}, too"
+                if (home := homes.setdefault(key, section)) != section:
+                    problem = f"unknown key '{key}'; it is under {home}"
                 elif key not in megatron_options.options():
                     declared = list(model.model_fields)
                     problem = megatron_options.unknown_option(key, declared, model.own_keys())
@@ -80,7 +77,6 @@ class RunConfig(BaseModel):
                     problem = megatron_options.problem(key, value)
                 if problem:
                     yield (section, key), problem
-                found[key] = section
 
     def megatron_values(self) -> dict[str, Any]:
         """Return the arguments of Megatron that this run gives, by name. None: without a value."""

@@ -11,9 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 _Size = Annotated[int, Field(ge=1)]
-_Share = Annotated[float, Field(ge=0, lt=1)]
-_NonNegative = Annotated[float, Field(ge=0)]
-_Positive = Annotated[float, Field(gt=0)]
 _Positions = Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"]
 
 
@@ -35,9 +32,12 @@ class Section(BaseModel):
     def megatron_values(self) -> dict[str, Any]:
         """Return the arguments of Megatron that were given, by name. None: to be left out."""
         given = self.model_fields_set.difference(self.own_keys())
-        declared = {name: getattr(self, name) for name in type(self).model_fields if name in given}
-        values = {name: value for name, value in declared.items() if value is not None}
-        return {**values, **(self.model_extra or {})}
+        declared = type(self).model_fields
+        return {
+            name: value
+            for name, value in self
+            if name in given and (value is not None or name not in declared)
+        }
 
 
 class ModelArguments(Section):
@@ -56,19 +56,11 @@ class ModelArguments(Section):
     kv_channels: _Size | None = None
     seq_length: Annotated[int, Field(ge=2)]
     position_embedding_type: _Positions = "learned_absolute"
-    rotary_base: _Size = 10000
-    rope_type: Literal["rope", "yarn"] | None = None
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    layernorm_epsilon: _Positive = 1e-5
     swiglu: bool = False
     quick_geglu: bool = False
-    activation_func_clamp_value: _Positive | None = None
-    glu_linear_offset: float = 0.0
     add_bias_linear: bool = True
     untie_embeddings_and_output_weights: bool = False
-    hidden_dropout: _Share = 0.1
-    attention_dropout: _Share = 0.1
-    init_method_std: _Positive = 0.02
     qk_layernorm: bool = False
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     window_size: tuple[int, int] | None = None
@@ -85,18 +77,8 @@ class ModelArguments(Section):
     moe_shared_expert_intermediate_size: _Size | None = None
     moe_router_topk: _Size = 2
     moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
-    moe_aux_loss_coeff: _NonNegative | tuple[_NonNegative, ...] = 0.0
-    moe_z_loss_coeff: _NonNegative | None = None
-    moe_router_pre_softmax: bool = False
-    moe_router_dtype: Literal["fp32", "fp64"] | None = None
-    moe_router_score_function: str = "softmax"
-    moe_router_enable_expert_bias: bool = False
-    moe_router_bias_update_rate: _NonNegative = 1e-3
-    moe_router_num_groups: Annotated[int, Field(ge=2)] | None = None
-    moe_router_group_topk: _Size | None = None
-    moe_router_topk_scaling_factor: _Positive | None = None
+    moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
     mtp_num_layers: Annotated[int, Field(ge=1, le=100)] | None = None
-    mtp_loss_scaling_factor: _NonNegative = 0.1
 
     @property
     def num_key_heads(self) -> int:
@@ -148,14 +130,12 @@ class ParallelismArguments(Section):
     )
     tensor_model_parallel_size: _Size = 1
     pipeline_model_parallel_size: _Size = 1
-    num_virtual_stages_per_pipeline_rank: Annotated[int, Field(ge=2)] | None = None
     context_parallel_size: _Size = 1
     expert_model_parallel_size: _Size = 1
     expert_tensor_parallel_size: _Size | None = None
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
 
     @property
     def world_size(self) -> int:
@@ -233,22 +213,14 @@ class TrainingArguments(Section):
     micro_batch_size: _Size = 1
     global_batch_size: _Size | None = None
     optimizer: str = "adam"
-    lr: _Positive = 1e-3
-    min_lr: _NonNegative = 0.0
-    lr_decay_style: str = "linear"
+    lr: float = 1e-3
     lr_warmup_iters: Annotated[int, Field(ge=0)] = 0
-    weight_decay: _NonNegative = 0.01
-    clip_grad: _NonNegative = 1.0
-    adam_beta2: _Share = 0.999
     seed: Annotated[int, Field(ge=0)] = 1234
     bf16: bool = False
     fp16: bool = False
     recompute_granularity: Literal["full", "selective"] | None = None
-    log_interval: _Size = 100
     eval_interval: _Size | None = None
-    eval_iters: Annotated[int, Field(ge=0)] = 100
     save: Path | None = None
-    save_interval: _Size | None = None
     load: Path | None = None
     tensorboard_dir: Path | None = None
     profile: bool = False

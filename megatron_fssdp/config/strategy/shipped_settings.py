@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, create_model, model_validator
+from pydantic import model_validator
 
 from megatron_fssdp.config.strategy.strategy_settings import (
     CollectiveOrder,
@@ -21,6 +21,9 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     TokenTravel,
     key,
 )
+
+NO_SLOTS = {"slots": (0,)}
+NO_REPLICAS = {"slots": (0,), "overlap_degree": (0,)}
 
 
 class NoneSettings(StrategySettings):
@@ -43,23 +46,19 @@ class SlotKeys(ExchangeKeys):
 
     counts_of_experts: ClassVar[tuple[str, ...]] = ("slots",)
     decided_for_all: ClassVar[tuple[str, ...]] = ("overlap",)
-    need_replicas: ClassVar[tuple[str, ...]] = ("overlap",)
-    """Keys that have no effect if ``slots`` is 0."""
 
     slots: int | None = key(
         None,
-        "Maximum number of replicas of a layer on a device. Default: as many as fit into the free memory, "
-        "which is measured in the first iterations.",
+        "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit into "
+        "the free memory, which is measured in the first iterations. Before, fssdp has as many as the device "
+        "owns experts.",
         ge=0,
     )
-    overlap: bool = key(True, "Whether experts are sent at the same time as tokens. Off: before the tokens.")
-
-    @model_validator(mode="after")
-    def _check_replicas(self) -> Self:
-        if self.slots == 0:
-            because = "without replicas; set slots to 1 or more"
-            self._refuse_without_effect(*self.need_replicas, because=because)
-        return self
+    overlap: bool = key(
+        True,
+        "Whether experts are sent at the same time as tokens. Off: before the tokens.",
+        no_effect_if=NO_SLOTS,
+    )
 
 
 class FssdpSettings(SlotKeys):
@@ -67,15 +66,6 @@ class FssdpSettings(SlotKeys):
 
     counts_of_experts = ("slots", "overlap_degree")
     decided_for_all = ("overlap", "reshard_interval")
-    need_replicas = ("rematerialize", "overlap")
-
-    slots: int | None = key(
-        None,
-        "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit "
-        "into the free memory, which is measured in the first iterations, and before as many as the device "
-        "owns experts.",
-        ge=0,
-    )
     overlap_degree: int | None = key(
         None,
         "Maximum number of experts of a layer that can be replicated (Hecate Alg. 1, t). Default with "
@@ -95,12 +85,14 @@ class FssdpSettings(SlotKeys):
         True,
         "Whether replicas are gathered during the compute before the layer, such as attention, and their "
         "gradients are reduced during its backward pass. Off: the layer waits for both (for comparisons).",
+        no_effect_if=NO_REPLICAS,
     )
     rematerialize: bool = key(
         False,
         "Whether replicas are released after a layer's forward pass and gathered again before its backward "
         "pass (Hecate §4.2). Memory then holds the replicas of one layer, for one more gather per "
         "micro-batch.",
+        no_effect_if=NO_REPLICAS,
     )
     reshard_interval: int = key(
         100,
@@ -122,16 +114,11 @@ class FssdpSettings(SlotKeys):
                 f"slots {slots} and overlap_degree {degree} exclude each other: one forbids the replicas "
                 "that the other allows; set both to 0, or both to 1 or more"
             )
-        if degree == 0:
-            because = "without replicas; set overlap_degree to 1 or more"
-            self._refuse_without_effect(*self.need_replicas, because=because)
         return self
 
 
 class ProphetSettings(SlotKeys):
     """``prophet``: Pro-Prophet: hot experts on some of the devices, planned ahead."""
-
-    need_replicas = ("overlap", "left_out")
 
     left_out: int | None = key(
         None,
@@ -139,6 +126,7 @@ class ProphetSettings(SlotKeys):
         "(Pro-Prophet §IV-B, n). If it is given, only the paper's Eq. 1 to 8 decide. Default: the number "
         "among 0, 1, 2, 4, … with the fewest seconds over the real links, or no replicas if they are "
         "faster.",
+        no_effect_if=NO_SLOTS,
         ge=0,
     )
     overlap: bool = key(
@@ -147,13 +135,12 @@ class ProphetSettings(SlotKeys):
         "the layer, those that take longer in two parts, one of them during the experts of the layer before "
         "(§V-B), and gradients during the backward pass, in one part. The planner takes this into account "
         "(Eq. 8). Off: one runs after the other (Eq. 6).",
+        no_effect_if=NO_SLOTS,
     )
 
 
 class FastermoeSettings(SlotKeys, FasterMoEKeys):
     """``fastermoe``: FasterMoE: the hottest experts of each micro-batch on all devices."""
-
-    need_replicas = ("overlap", "latency")
 
     latency: Literal["complete", "paper", "authors"] = key(
         "complete",
@@ -161,6 +148,7 @@ class FastermoeSettings(SlotKeys, FasterMoEKeys):
         "are still sent, and therefore shadows an expert even under balanced loads. 'complete' counts "
         "them. 'authors' is Eq. 8 as in the authors' scripts, which divide a shadow's transfers by the "
         "number of devices.",
+        no_effect_if=NO_SLOTS,
     )
 
 
@@ -209,16 +197,8 @@ class ParmSettings(PlacementSettings):
         None,
         "Cluster description (cluster.yaml of megatron-fssdp profile) from which 'auto' takes the costs of "
         "collectives. Default: they are measured in the layer's first forward pass.",
+        no_effect_if={"schedule": ("baseline", "megatron", "s1", "s2")},
     )
-
-    @model_validator(mode="after")
-    def _check_cluster(self) -> Self:
-        if self.schedule != "auto":
-            because = (
-                f"under schedule {self.schedule}, because only schedule auto uses costs; set schedule to auto"
-            )
-            self._refuse_without_effect("cluster", because=because)
-        return self
 
 
 class AutoSettings(ExchangeKeys):
@@ -232,29 +212,17 @@ class AutoSettings(ExchangeKeys):
         ge=1,
     )
 
-    candidate_settings: ClassVar[Mapping[str, type[PlacementSettings]]] = {}
-    """Settings models of the strategies that can be selected in addition to ``ep``, each under a key."""
+    candidate_settings: ClassVar[Mapping[str, type[Any]]] = {}
+    """Settings models of the strategies that can be selected in addition to ``ep``, each under a key.
+
+    The table of strategies adds the keys.
+    """
 
     @property
     def travel(self) -> TokenTravel:
         """The schedule is selected by modelled seconds; tokens that are sent once have Megatron's."""
         schedule: CollectiveOrder = "auto" if self.exchange == "megatron" else "megatron"
         return replace(super().travel, schedule=schedule)
-
-    @classmethod
-    def with_candidates(
-        cls, candidates: Mapping[str, tuple[type[PlacementSettings], str]]
-    ) -> type["AutoSettings"]:
-        """Return a settings model with a key for each candidate: its settings model and one-line summary."""
-        also = "true: with default settings. false: not a candidate. A mapping: with these settings."
-        fields: dict[str, Any] = {
-            name: (bool | settings, Field(default=True, description=f"Candidate: {summary}. {also}"))
-            for name, (settings, summary) in candidates.items()
-        }
-        model = create_model(cls.__name__, __base__=cls, __module__=cls.__module__, **fields)
-        model.__doc__ = cls.__doc__
-        model.candidate_settings = {name: settings for name, (settings, _) in candidates.items()}
-        return model
 
     @model_validator(mode="after")
     def _check_candidates(self) -> Self:

@@ -11,8 +11,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
+
+from pydantic import Field, create_model
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.shipped_settings import (
@@ -41,7 +44,6 @@ BASELINE = "ep"
 """Plain expert parallelism, which the others are compared with and which ``auto`` starts from."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_COLOUR = re.compile(r"#[0-9A-Fa-f]{6}")
 
 
 @dataclass(frozen=True)
@@ -85,22 +87,13 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         self._broken: dict[str, BrokenStrategy] = {}
         self._is_loaded = False
         self._loading: str | None = None
-        self._automatic: tuple[Mapping[str, Any], RegisteredStrategy] | None = None
 
     def __getitem__(self, name: str) -> RegisteredStrategy:
         self._load_installed()
         entry = self._entries[name]
         if not issubclass(entry.settings, AutoSettings):
             return entry
-        candidates = {
-            other.name: (other.settings, other.summary)
-            for other in self._entries.values()
-            if other.is_candidate and issubclass(other.settings, PlacementSettings)
-        }
-        if self._automatic is None or self._automatic[0] != candidates:
-            settings = entry.settings.with_candidates(candidates)
-            self._automatic = candidates, replace(entry, settings=settings)
-        return self._automatic[1]
+        return _automatic(entry, tuple(one for one in self._entries.values() if one.is_candidate))
 
     def __iter__(self) -> Iterator[str]:
         self._load_installed()
@@ -123,18 +116,21 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
             ConfigurationError: The name is taken or no name, or something else in the entry does not fit.
         """
         entry = replace(entry, package=self._loading or entry.package)
-        _check(entry)
+        problem = ""
         if entry.name in self._entries:
-            raise ConfigurationError(
-                f"register_strategy: strategy '{entry.name}' is registered already, by "
-                f"{self._entries[entry.name].package}; give the strategy of {entry.package} another name"
+            problem = f"is registered already, by {self._entries[entry.name].package}; give it another name"
+        elif not _NAME.fullmatch(entry.name):
+            problem = "wanted a name of a lower-case letter, then such letters, digits and underscores"
+        elif not (isinstance(entry.settings, type) and issubclass(entry.settings, PlacementSettings)):
+            problem = (
+                f"got settings {entry.settings!r}, wanted a subclass of PlacementSettings from "
+                "megatron_fssdp.config.strategy.strategy_settings"
             )
-        names = {one.settings.__name__: one.name for one in self._entries.values()}
-        if (other := names.get(entry.settings.__name__)) is not None:
+        elif needed := [key for key, field in entry.settings.model_fields.items() if field.is_required()]:
+            problem = f"settings key '{needed[0]}' has no default, wanted one for each key"
+        if problem:
             raise ConfigurationError(
-                f"register_strategy: the settings of '{entry.name}' are called {entry.settings.__name__}, "
-                f"as those of '{other}'; give the class another name, because the JSON Schema has one "
-                "definition for each"
+                f"register_strategy: strategy '{entry.name}' of {entry.package}: {problem}"
             )
         self._entries[entry.name] = entry
 
@@ -199,25 +195,18 @@ def _package(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.module
 
 
-def _check(entry: RegisteredStrategy) -> None:
-    """Raise where an entry would fail later and elsewhere."""
-    settings, make = entry.settings, entry.strategy
-    problem = ""
-    if not _NAME.fullmatch(entry.name):
-        problem = "got this name, wanted a lower-case letter, then such letters, digits and underscores"
-    elif not (isinstance(settings, type) and issubclass(settings, PlacementSettings)):
-        problem = (
-            f"got settings {settings!r}, wanted a subclass of PlacementSettings from "
-            "megatron_fssdp.config.strategy.strategy_settings"
-        )
-    elif needed := [key for key, field in settings.model_fields.items() if field.is_required()]:
-        problem = f"settings key '{needed[0]}' has no default, wanted one for each key"
-    elif not (callable(make) or (isinstance(make, str) and make.count(":") == 1)):
-        problem = f"got strategy {make!r}, wanted its class, a function that makes one, or 'module:attribute'"
-    elif entry.colour is not None and not _COLOUR.fullmatch(entry.colour):
-        problem = f"got colour {entry.colour!r}, wanted #RRGGBB, such as #0072B2"
-    if problem:
-        raise ConfigurationError(f"register_strategy: strategy '{entry.name}' of {entry.package}: {problem}")
+@cache
+def _automatic(entry: RegisteredStrategy, candidates: tuple[RegisteredStrategy, ...]) -> RegisteredStrategy:
+    """The entry of ``auto`` with a settings key for each candidate."""
+    also = "true: with default settings. false: not a candidate. A mapping: with these settings."
+    keys: dict[str, Any] = {
+        one.name: (bool | one.settings, Field(default=True, description=f"Candidate: {one.summary}. {also}"))
+        for one in candidates
+    }
+    model = create_model("AutoSettings", __base__=AutoSettings, __module__=AutoSettings.__module__, **keys)
+    model.__doc__ = AutoSettings.__doc__
+    model.candidate_settings = {one.name: one.settings for one in candidates}
+    return replace(entry, settings=model)
 
 
 def _shipped(

@@ -13,15 +13,7 @@ from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 def resolve_strategy(
     name: str, config_path: Path | str | None = None, overrides: Iterable[str] = ()
 ) -> tuple[str, StrategySettings]:
-    """Look up a strategy and build its settings.
-
-    Args:
-        name: Name of a registered strategy.
-        config_path: YAML file with the strategy's own keys at the top level, or None.
-        overrides: ``key=value`` settings of the strategy. They win over the file.
-
-    Returns:
-        The name and the settings.
+    """Return the name of a strategy and its settings: the keys of a YAML file, then ``key=value`` overrides.
 
     Raises:
         ConfigurationError: The strategy or a key is unknown, a value has the wrong type, or settings exclude
@@ -36,12 +28,10 @@ def resolve_strategy(
 
 
 def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategySettings:
-    """Validate one strategy's keys, as :func:`resolve_strategy` does.
+    """Validate a strategy's keys, which a file or option ``source`` gives.
 
-    Args:
-        name: Name of the strategy.
-        data: Keys and values of the strategy.
-        source: Name of the file or option that the values come from. Error messages start with it.
+    Raises:
+        ConfigurationError: As for :func:`resolve_strategy`.
     """
     if name not in STRATEGIES:
         broken = STRATEGIES.broken.get(name)

@@ -5,6 +5,8 @@ Each strategy has one settings model. Its keys are given without the strategy's 
 """
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -28,10 +30,7 @@ def profile_iterations() -> int:
     Raises:
         ConfigurationError: The variable is no whole number of at least 1.
     """
-    given = os.environ.get(PROFILE_VARIABLE, "3")
-    if not given.isdecimal() or int(given) < 1:
-        raise _wrong(PROFILE_VARIABLE, "a whole number of at least 1")
-    return int(given)
+    return _number_in(PROFILE_VARIABLE, "3", r"0*[1-9][0-9]*", "a whole number of at least 1")
 
 
 def checks_plans() -> bool:
@@ -40,17 +39,16 @@ def checks_plans() -> bool:
     Raises:
         ConfigurationError: The variable is neither 0 nor 1.
     """
-    given = os.environ.get(CHECK_VARIABLE, "0")
-    if given not in ("0", "1"):
-        raise _wrong(CHECK_VARIABLE, "0 or 1")
-    return given == "1"
+    return _number_in(CHECK_VARIABLE, "0", "[01]", "0 or 1") == 1
 
 
-def _wrong(variable: str, wanted: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{variable}: got '{os.environ[variable]}', wanted {wanted}; change the environment variable or "
-        "unset it"
-    )
+def _number_in(variable: str, default: str, pattern: str, wanted: str) -> int:
+    given = os.environ.get(variable, default)
+    if not re.fullmatch(pattern, given):
+        raise ConfigurationError(
+            f"{variable}: got '{given}', wanted {wanted}; change the environment variable or unset it"
+        )
+    return int(given)
 
 
 CollectiveOrder = Literal["auto", "baseline", "megatron", "s1", "s2"]
@@ -78,9 +76,17 @@ class TokenTravel:
         return "by_price" in (self.smart_schedule, self.exchange)
 
 
-def key(default: Any, description: str, **limits: float) -> Any:
-    """A setting with a default, a text for users, and pydantic's limits such as ``ge=1``."""
-    return Field(default=default, description=description, **limits)  # type: ignore[call-overload]
+def key(
+    default: Any, description: str, no_effect_if: Mapping[str, tuple[Any, ...]] | None = None, **limits: float
+) -> Any:
+    """A setting with a default, a text for users, and pydantic's limits such as ``ge=1``.
+
+    ``no_effect_if`` has the values of other keys under which the setting does nothing. It is then refused.
+    """
+    extra = {"no_effect_if": {other: list(values) for other, values in (no_effect_if or {}).items()}}
+    return Field(  # type: ignore[call-overload]
+        default=default, description=description, json_schema_extra=extra if no_effect_if else None, **limits
+    )
 
 
 class StrategySettings(BaseModel):
@@ -92,16 +98,18 @@ class StrategySettings(BaseModel):
         None, "Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records."
     )
 
-    def _refuse_without_effect(self, *keys: str, because: str) -> None:
-        """Refuse keys that were given another value than their default, where they have no effect.
-
-        Raises:
-            ValueError: One of the keys was given such a value.
-        """
-        for key in keys:
-            value = getattr(self, key)
-            if value != type(self).model_fields[key].default:
-                raise ValueError(f"{key} {_text(value)} has no meaning {because}, or remove {key}")
+    @model_validator(mode="after")
+    def _refuse_without_effect(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            extra: Any = field.json_schema_extra or {}
+            value = getattr(self, name)
+            for other, values in extra.get("no_effect_if", {}).items():
+                if value != field.default and (found := getattr(self, other)) in values:
+                    raise ValueError(
+                        f"{name} {_text(value)} has no effect with {other} {_text(found)}; change {other}, "
+                        f"or remove {name}"
+                    )
+        return self
 
 
 class PlacementSettings(StrategySettings):
@@ -187,6 +195,7 @@ class FasterMoEKeys(PlacementSettings):
         None,
         "Number of ranks in a group of the smart schedule. It must divide the number of expert-parallel "
         "ranks. Default: the ranks of a node, or one rank if there is only one node.",
+        no_effect_if={"smart_schedule": (False,)},
         ge=1,
     )
     router: Literal["stock", "topology_aware"] = key(
@@ -199,6 +208,7 @@ class FasterMoEKeys(PlacementSettings):
         "Required for router=topology_aware: share of a rank's tokens that can leave their node. The paper "
         "uses W_net / (M * W_local): the bandwidth of a node's network divided by that of its M devices "
         "inside it.",
+        no_effect_if={"router": ("stock",)},
         ge=0,
         le=1,
     )
@@ -206,6 +216,7 @@ class FasterMoEKeys(PlacementSettings):
         "each",
         "Which of a token's k choices leaving_share limits. 'each': each of them. 'one': only the best one "
         "can leave, and the others stay in the node, as in the gate that FasterMoE's authors published.",
+        no_effect_if={"router": ("stock",)},
     )
 
     @model_validator(mode="after")
@@ -215,12 +226,6 @@ class FasterMoEKeys(PlacementSettings):
                 "router topology_aware needs leaving_share, a number from 0 to 1: W_net / (M * W_local) for "
                 "nodes of M devices, with the bandwidths that megatron-fssdp profile measures"
             )
-        if self.router == "stock":
-            because = "under router stock; set router to topology_aware, which changes the routing"
-            self._refuse_without_effect("leaving_share", "leaving_choices", because=because)
-        if not self.smart_schedule:
-            because = "without the smart schedule; set smart_schedule to true or by_price"
-            self._refuse_without_effect("group_size", because=because)
         return self
 
 

@@ -4,13 +4,11 @@ import itertools
 import json
 import re
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.sweep.sweep_config import SweepConfig, SweptStrategy
-from megatron_fssdp.config.yaml_text import parse_yaml
 
 _MOST_CHARACTERS = 40
 """Length of a value in a folder's name. Together they stay far below the 255 bytes of common file systems."""
@@ -81,11 +79,7 @@ def _run(
 
 def _override(key: str, value: Any) -> str:
     """Return ``key=value`` as options take it: they read the value as YAML, and JSON is YAML."""
-    text = json.dumps(value, ensure_ascii=False)
-    if isinstance(value, str):
-        with suppress(ConfigurationError):
-            text = value if value and parse_yaml(value, "") == value else text
-    return f"{key}={text}"
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _plain(value: Any) -> str:

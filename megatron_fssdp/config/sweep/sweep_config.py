@@ -5,8 +5,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.run.json_schema import choose_strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 _OWN_KEYS = {
     "strategy": "list strategies and their settings under strategies",
@@ -95,13 +96,17 @@ def load_sweep(file: Path) -> SweepConfig:
     Raises:
         ConfigurationError: The file cannot be read, or its settings are invalid.
     """
-    data = load_yaml(file)
-    if sections := [name for name in ("model", "training") if name in data]:
-        raise ConfigurationError(
-            f"{file}: got a run (it has {' and '.join(sections)}), wanted a sweep (with run and strategies); "
-            f"`megatron-fssdp train {file}` trains it"
-        )
-    sweep = validate(SweepConfig, data, str(file))
+    sweep = validate(SweepConfig, load_yaml(file), str(file))
     beside = [file.parent / name for name in sweep.run]
     names = [str(path) if path.exists() else name for path, name in zip(beside, sweep.run, strict=True)]
     return sweep.model_copy(update={"run": tuple(names)})
+
+
+def sweep_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a sweep's YAML."""
+    schema = SweepConfig.model_json_schema()
+    choose_strategy_settings(schema, "SweptStrategy")
+    for choice in schema["properties"]["strategies"]["items"]["anyOf"]:
+        if choice.get("type") == "string":
+            choice["enum"] = list(STRATEGIES)
+    return schema

@@ -9,16 +9,7 @@ from megatron_fssdp.config.run import megatron_parser as parser
 
 def options() -> dict[str, tuple[object, ...]]:
     found = parser.megatron_parser.__wrapped__()._actions
-    return {
-        action.option_strings[0]: (
-            action.dest,
-            action.nargs,
-            str(action.type),
-            action.choices,
-            action.default,
-        )
-        for action in found
-    }
+    return {one.dest: (one.nargs, str(one.type), one.choices, one.default) for one in found}
 
 
 def test_kept_options_equal_those_that_megatron_is_asked_for(
@@ -27,7 +18,7 @@ def test_kept_options_equal_those_that_megatron_is_asked_for(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fresh = options()
     (kept,) = (tmp_path / "megatron-fssdp").iterdir()
-    assert fresh["--attention-backend"][3:] == (["flash", "fused", "unfused", "local", "auto"], "auto")
+    assert fresh["attention_backend"][2:] == (["flash", "fused", "unfused", "local", "auto"], "auto")
     assert len(fresh) > 500
     kept.write_bytes(b"damaged")
     assert options() == fresh

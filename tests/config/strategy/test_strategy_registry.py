@@ -15,7 +15,6 @@ from megatron_fssdp.config.strategy.strategy_registry import (
     STRATEGIES,
     RegisteredStrategy,
     StrategyRegistry,
-    register_strategy,
 )
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
@@ -49,17 +48,10 @@ def registry(*entries: RegisteredStrategy) -> StrategyRegistry:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"settings": EpSettings},
-            "'made' is registered already, by theirs; give the strategy of mine another",
-        ),
-        ({"name": "other"}, "the settings of 'other' are called MadeSettings, as those of 'made'"),
-        ({"name": "Made-Up"}, "wanted a lower-case letter"),
+        ({"settings": EpSettings}, "of mine: is registered already, by theirs"),
+        ({"name": "Made-Up"}, "a lower-case letter"),
         ({"name": "other", "settings": NoneSettings}, "wanted a subclass of PlacementSettings"),
         ({"name": "other", "settings": NeedySettings}, "settings key 'number' has no default"),
-        ({"name": "other", "settings": EpSettings, "strategy": "no path"}, "wanted its class, a function"),
-        ({"name": "other", "settings": EpSettings, "strategy": None}, "wanted its class, a function"),
-        ({"name": "other", "settings": EpSettings, "colour": "red"}, "got colour 'red', wanted #RRGGBB"),
     ],
 )
 def test_what_would_fail_later_is_refused_with_the_package(changes: dict[str, object], words: str) -> None:
@@ -70,32 +62,25 @@ def test_what_would_fail_later_is_refused_with_the_package(changes: dict[str, ob
     assert list(table) == ["made"]
 
 
-def test_a_registered_name_is_refused_whoever_has_it() -> None:
-    with pytest.raises(ConfigurationError, match="'ep' is registered already, by megatron-fssdp"):
-        register_strategy("ep", settings=MadeSettings, strategy="nowhere:Nothing", summary="another ep")
+class Moving(EpStrategy):
+    moves_owners = True
 
 
-def test_what_makes_no_strategy_is_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STRATEGIES._entries, "made", replace(ENTRY, strategy=lambda _: "nothing"))
-    with pytest.raises(ConfigurationError, match="strategy made of package megatron-fssdp: got str, wanted"):
-        build_strategy("made", MadeSettings())
-    for broken, reason in (
-        ("a_module_that_is_not_there:Made", "No module named"),
-        (Strategy, "Strategy does not implement before_gate"),
-        (lambda _: 1 / 0, "ZeroDivisionError: division by zero"),
-    ):
-        entry = replace(ENTRY, strategy=broken, package="theirs")
-        monkeypatch.setitem(STRATEGIES._entries, "made", entry)
-        with pytest.raises(ConfigurationError, match=f"made of package theirs cannot be built: .*{reason}"):
-            build_strategy("made", MadeSettings())
-
-
-def test_an_ability_needs_the_methods_of_its_base_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Moving(EpStrategy):
-        moves_owners = True
-
-    monkeypatch.setitem(STRATEGIES._entries, "made", replace(ENTRY, strategy=Moving, package="theirs"))
-    with pytest.raises(ConfigurationError, match=r"of package theirs: got moves_owners .* of MovesOwners"):
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda _: "nothing", "got str, wanted a"),
+        ("a_module_that_is_not_there:Made", "cannot be built: .*No module named"),
+        (Strategy, "cannot be built: .*Strategy does not implement before_gate"),
+        (lambda _: 1 / 0, "cannot be built: ZeroDivisionError: division by zero"),
+        (Moving, "got moves_owners .* of MovesOwners"),
+    ],
+)
+def test_what_makes_no_strategy_is_refused_when_it_is_built(
+    monkeypatch: pytest.MonkeyPatch, make: object, reason: str
+) -> None:
+    monkeypatch.setitem(STRATEGIES._entries, "made", replace(ENTRY, strategy=make, package="theirs"))
+    with pytest.raises(ConfigurationError, match=f"strategy made of package theirs:? {reason}"):
         build_strategy("made", MadeSettings())
 
 
@@ -139,10 +124,8 @@ def register():
     ("strategy", "body", "reason"),
     [
         ("lost", "import a_module_that_is_not_there", "No module named 'a_module_that_is_not_there'"),
-        ("lost", "def register():\n    1 / 0", "ZeroDivisionError"),
         ("lost", "def register():\n    pass", "registered no strategy of this name"),
-        ("lost", "nothing = 1", "has no attribute 'register'"),
-        ("ep", REGISTER.format(name="ep"), "'ep' is registered already, by megatron-fssdp"),
+        ("ep", REGISTER.format(name="ep"), "is registered already, by megatron-fssdp"),
     ],
 )
 def test_a_broken_package_is_named_once_and_breaks_nothing_else(
@@ -172,7 +155,6 @@ def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_pa
     write_package(tmp_path, "brittle", "lost", "print('loaded')")
     code = (
         "import sys, megatron_fssdp; megatron_fssdp.register_strategy\n"
-        "from megatron_fssdp.config.strategy import strategy_registry\n"
         "assert not {'torch', 'numpy', 'brittle'} & set(sys.modules)"
     )
     done = run_python(tmp_path, code)
@@ -196,12 +178,13 @@ def test_autos_keys_are_its_candidates_and_are_checked_by_their_models(made_cand
     assert given.candidates["made"] == MadeSettings(number=3)  # type: ignore[attr-defined]
     left_out = strategy_settings("auto", {"made": False}, "test")
     assert "made" not in left_out.candidates  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match=r"made\.number: got -1"):
-        strategy_settings("auto", {"made": {"number": -1}}, "test")
-    with pytest.raises(ConfigurationError, match="unknown key 'numbr'; did you mean 'number'"):
-        strategy_settings("auto", {"made": {"numbr": 1}}, "test")
-    with pytest.raises(ConfigurationError, match=r"made\.nodes has no meaning for a candidate"):
-        strategy_settings("auto", {"made": {"nodes": 1}}, "test")
+    for value, words in (
+        ({"number": -1}, r"made\.number: got -1"),
+        ({"numbr": 1}, "unknown key 'numbr'; did you mean 'number'"),
+        ({"nodes": 1}, r"made\.nodes has no meaning for a candidate"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            strategy_settings("auto", {"made": value}, "test")
 
 
 def test_a_candidate_that_cannot_be_built_is_left_out_with_a_warning(
