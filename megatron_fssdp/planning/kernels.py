@@ -93,49 +93,35 @@ class Trees:
             at = at + 1 if at + 1 < end else first
         return num
 
-    def write_edges(self, edges: memoryview) -> int:
-        """Write a row for each edge, and return their number; see :func:`two_level_edges`."""
+    def write_edges(self, edges: memoryview) -> None:
+        """Write the edges by which each expert crosses to each node once, and then spreads inside the node.
+
+        ``edges`` gets a row for each: expert, source, destination and depth, int64 ``[P, 4]``. The depth is
+        twice the number of hops before the edge, plus 1 inside a node.
+        """
         row = 0
         for expert in range(self.num_experts):
-            node = self.node_D[self.owner_E[expert]]
             leader = self.owner_E[expert]
+            node = self.node_D[leader]
             hops = 0
             for _ in range(self.num_nodes):
                 num = self.line_up(expert, node)
                 node = node + 1 if node + 1 < self.num_nodes else 0
                 if num == 0:
                     continue
-                if hops > 0:
-                    self.write_edge(edges, row, expert, leader, self.line_D[0], 2 * (hops - 1))
-                    row += 1
-                leader = self.line_D[0]
                 depth = hops - 1
                 level_end = 1  # the first position whose depth is higher
-                for i in range(1, num):
+                for i in range(num):
                     if i == level_end:
                         depth += 1
                         level_end = 2 * level_end + 1
-                    self.write_edge(
-                        edges, row, expert, self.line_D[(i - 1) // 2], self.line_D[i], 2 * depth + 1
-                    )
-                    row += 1
+                    if i > 0 or hops > 0:
+                        edges[row, 0], edges[row, 2] = expert, self.line_D[i]
+                        edges[row, 1] = self.line_D[(i - 1) // 2] if i > 0 else leader
+                        edges[row, 3] = 2 * depth + (i > 0)
+                        row += 1
+                leader = self.line_D[0]
                 hops += 1
-        return row
-
-    def write_edge(self, edges: memoryview, row: int, expert: int, source: int, to: int, depth: int) -> None:
-        """Write one edge."""
-        edges[row, 0], edges[row, 1], edges[row, 2], edges[row, 3] = expert, source, to, depth
-
-
-def two_level_edges(owner_E: object, nodes: object, present_ED: object, edges: object) -> int:
-    """The edges by which each expert crosses to each node once, and then spreads inside the node.
-
-    ``edges`` gets expert, source, destination and depth of each edge, int64 ``[P, 4]``. The depth is twice
-    the number of hops before the edge, plus 1 inside a node. The other arguments are those of :class:`Trees`;
-    the result is the number of edges.
-    """
-    trees = Trees(owner_E, nodes, present_ED)
-    return trees.write_edges(edges)
 
 
 class Price:
@@ -155,7 +141,7 @@ class Price:
         is_resident: Whether replicas are resident, or live for a pass of the layer (``is_pass``) or for a
             micro-batch (``is_micro_batch``); otherwise for an iteration.
         in_turn: Whether links inside nodes work after those between nodes in an exchange.
-        early: Part of a gather beside the experts of the layer before, and ``late`` of a reduction.
+        early: Part of a gather beside the experts of the layer before.
         first: Seconds of the gather before the gate if it is not that of all replicas; otherwise -1.
         added: Seconds of the gather after the gate.
         all_to_all, experts, waits, waits_back: The seconds by their cause, after a call of ``seconds``.
@@ -176,7 +162,6 @@ class Price:
         life: str = "ITERATION",
         in_turn: bool = False,
         early: float = 0.0,
-        late: float = 0.0,
     ) -> None:
         """Set the attributes; ``life`` is a name of ``ReplicaLife``."""
         self.dispatch, self.combine, self.moves, self.of_hops = dispatch, combine, moves, of_hops
@@ -184,7 +169,7 @@ class Price:
         self.hidden, self.hidden_back = hidden, hidden_back
         self.is_resident, self.is_pass = life == "RESIDENT", life == "LAYER_PASS"
         self.is_micro_batch, self.in_turn = life == "MICRO_BATCH", in_turn
-        self.early, self.late, self.first, self.added = early, late, -1.0, 0.0
+        self.early, self.first, self.added = early, -1.0, 0.0
 
     def parts(
         self, tokens: float, near: float, far: float, replicas: tuple, gather: tuple, addition: tuple
@@ -246,7 +231,7 @@ class Price:
         again = self.transfer(1, moved_near, moved_far, hops, fill)
         again_is_far = self.is_far
         gather = again if self.first < 0.0 else self.first
-        reduce = (1.0 - self.late) * self.transfer(2, moved_near, moved_far, hops, fill)
+        reduce = self.transfer(2, moved_near, moved_far, hops, fill)
         if self.is_resident:
             self.waits, self.waits_back = 0.0, max(0.0, 2.0 * reduce - self.hidden_back)
         else:
@@ -424,6 +409,15 @@ class Layer(Trees):
             self.look_at(node, node, 0.0)
         return self.price_with(-1, -1)
 
+    def busier(self, place: int, column: int, weight: float) -> float:
+        """The higher of what a device or node gets and sends, ``own`` included with a weight.
+
+        ``column`` is that of what it gets; the next one is of what it sends.
+        """
+        got = self.busy[place, column] + weight * self.own[place, column]
+        sent = self.busy[place, column + 1] + weight * self.own[place, column + 1]
+        return max(got, sent)
+
     def look_at(self, node: int, row: int, weight: float) -> None:
         """Write to a row of ``most`` what a node's devices do, ``own`` included with a weight."""
         tokens = pairs = moved = 0.0
@@ -431,13 +425,9 @@ class Layer(Trees):
         for i in range(self.first_N[node], self.first_N[node + 1]):
             device = self.member_D[i]
             computed = self.busy[device, _WORK] + weight * self.own[device, _WORK]
-            got = self.busy[device, _IN] + weight * self.own[device, _IN]
-            sent = self.busy[device, _OUT] + weight * self.own[device, _OUT]
             tokens = _join(is_smooth, tokens, _raised(is_smooth, computed))
-            pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
-            got = self.busy[device, _GETS] + weight * self.own[device, _GETS]
-            sent = self.busy[device, _SENDS] + weight * self.own[device, _SENDS]
-            moved = _join(is_smooth, moved, _raised(is_smooth, max(got, sent)))
+            pairs = _join(is_smooth, pairs, _raised(is_smooth, self.busier(device, _IN, weight)))
+            moved = _join(is_smooth, moved, _raised(is_smooth, self.busier(device, _GETS, weight)))
         self.most[row, 0] = tokens
         self.most[row, 1] = pairs
         self.most[row, 2] = moved
@@ -457,12 +447,8 @@ class Layer(Trees):
             hops, fill = max(hops, self.hops_E[beside]), max(fill, self.fill_E[beside])
         for node in range(self.num_nodes):
             place = self.num_devices + node
-            got = self.busy[place, _IN] + weight * self.own[place, _IN]
-            sent = self.busy[place, _OUT] + weight * self.own[place, _OUT]
-            far = _join(is_smooth, far, _raised(is_smooth, max(got, sent)))
-            got = self.busy[place, _GETS] + weight * self.own[place, _GETS]
-            sent = self.busy[place, _SENDS] + weight * self.own[place, _SENDS]
-            moved_far = _join(is_smooth, moved_far, _raised(is_smooth, max(got, sent)))
+            far = _join(is_smooth, far, _raised(is_smooth, self.busier(place, _IN, weight)))
+            moved_far = _join(is_smooth, moved_far, _raised(is_smooth, self.busier(place, _GETS, weight)))
             is_held = expert >= 0 and self.holders_EN[expert, node] > 0
             row = node
             if is_held or (beside >= 0 and self.holders_EN[beside, node] > 0):
@@ -1025,57 +1011,6 @@ def spill_below(
 
 
 def greedy_steps(
-    layer: tuple,
-    computed_D: np.ndarray,
-    received_D: np.ndarray,
-    *,
-    tolerance: float,
-    num_left_out: int,
-    slots: int,
-    most_steps: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Send the most loaded experts of the most loaded devices to others, until the load is balanced.
-
-    This is Pro-Prophet's greedy search for one number of devices that are left out (Alg. 1).
-
-    Args:
-        layer: Owner of each expert, inputs of each expert, inputs by expert and source device, and for each
-            expert the devices in the order of their inputs, ascending.
-        computed_D: Inputs that each device computes before the first step, int64 ``[D]``.
-        received_D: Inputs that each device receives before the first step, int64 ``[D]``.
-        tolerance: The load is balanced if the highest and the lowest load of a device differ by less.
-        num_left_out: Devices to which a selected expert is not sent: those with the fewest inputs for it.
-        slots: Most replicas on a device.
-        most_steps: Most steps.
-
-    Returns:
-        For each step the number of replicas so far, the most inputs that a device receives and the most that
-        one computes, int64 ``[S, 3]``; and expert and device of each replica in that order, int64 ``[P, 2]``.
-    """
-    num_devices = len(computed_D)
-    after = np.zeros((most_steps if slots > 0 else 0, 3), np.int64)
-    replicas = np.zeros((max(min(slots * num_devices, most_steps * (num_devices - 1)), 1), 2), np.int64)
-    left_D, is_selected_E = np.full(num_devices, slots, np.int64), _ints(len(layer[0]))
-    owner_E, load_E, inputs_ED, fewest_first_ED = layer
-    computed_D, received_D = memoryview(computed_D.copy()), memoryview(received_D.copy())
-    num_steps = _greedy_steps(
-        owner_E,
-        load_E,
-        inputs_ED,
-        fewest_first_ED,
-        computed_D,
-        received_D,
-        left_D,
-        is_selected_E,
-        replicas,
-        after,
-        tolerance,
-        num_left_out,
-    )
-    return after[:num_steps], replicas[: after[num_steps - 1, 0] if num_steps else 0]
-
-
-def _greedy_steps(
     owner_E: memoryview,
     load_E: memoryview,
     inputs_ED: memoryview,
@@ -1089,7 +1024,28 @@ def _greedy_steps(
     tolerance: float,
     num_left_out: int,
 ) -> int:
-    """Write the steps of :func:`greedy_steps`; return their number."""
+    """Send the most loaded experts of the most loaded devices to others, until the load is balanced.
+
+    This is Pro-Prophet's greedy search for one number of devices that are left out (Alg. 1).
+
+    Args:
+        owner_E: Owner of each expert.
+        load_E: Inputs of each expert, and ``inputs_ED`` by source device.
+        inputs_ED: See ``load_E``.
+        fewest_first_ED: For each expert the devices in the order of their inputs, ascending.
+        computed_D: Inputs that each device computes, and ``received_D`` receives; changed.
+        received_D: See ``computed_D``.
+        left_D: Replicas that each device may still get; changed.
+        is_selected_E: Zeros; changed.
+        replicas: Gets expert and device of each replica, in the order of the steps.
+        after: Zeros, a row for each step. It gets the number of replicas so far, the most inputs that a
+            device receives and the most that one computes.
+        tolerance: The load is balanced if the highest and the lowest load of a device differ by less.
+        num_left_out: Devices to which a selected expert is not sent: those with the fewest inputs for it.
+
+    Returns:
+        The number of steps.
+    """
     num_replicas = 0
     for step in range(after.shape[0]):
         owner = 0

@@ -37,9 +37,8 @@ class ExpertOptimizer:
     Attributes:
         num_state_tensors: Number of fp32 tensors of the parameter's size: 2 for Adam (both moments), 1 for
             SGD with momentum, 0 for plain SGD.
-        has_master_weights: Whether the optimizer keeps an fp32 copy of the parameter, as for half-precision
-            models.
-        is_distributed: Whether the states and master weights are divided over the expert-data-parallel ranks.
+        has_master_weights: Whether it keeps an fp32 copy of the parameter, as for half-precision models.
+        is_distributed: Whether the expert-data-parallel ranks share the states and master weights.
     """
 
     num_state_tensors: int = 2
@@ -56,25 +55,17 @@ class ExpertOptimizer:
         return part * FP32_BYTES * (self.num_state_tensors + self.has_master_weights)
 
     def owned_bytes(self, num_elements: int, dtype_bytes: int, num_copies: int) -> int:
-        """Bytes on a rank that move with an owned expert: parameters, masters, optimizer states."""
+        """Bytes that move with an owned expert: parameters, masters, optimizer states."""
         return num_elements * dtype_bytes + self.state_bytes(num_elements, num_copies)
 
 
 @dataclass(frozen=True)
 class ExpertMemory:
-    """Bytes of the experts of one rank.
+    """Bytes of one rank's owned experts and replicas: parameters, ``main_grad`` and optimizer.
 
-    The last four numbers are upper bounds: the most that can be there at the same time.
-
-    Attributes:
-        slot_parameters_bytes: Parameters of the owned experts.
-        slot_gradients_bytes: ``main_grad`` of the owned experts.
-        optimizer_bytes: Optimizer states and fp32 master weights of the owned experts.
-        replica_parameters_bytes: Parameters of replicas.
-        replica_gradients_bytes: Gradients of replicas.
-        replica_optimizer_bytes: Optimizer states and fp32 master weights of resident replicas.
-        transfer_buffers_bytes: Flat copies of experts or gradients that are made for sending, gradients
-            received from other devices, and their sums.
+    The optimizer's are states and fp32 master weights; only resident replicas have some. Buffers are flat
+    copies of experts or gradients that are made for sending, gradients received from other devices, and their
+    sums. The last four numbers are upper bounds: the most that can be there at the same time.
     """
 
     slot_parameters_bytes: int
@@ -172,8 +163,7 @@ def memory_capacity(
 
     This is not for resident replicas, which also need gradients and optimizer states. Ranks with different
     free memory get different results. All ranks must plan with the lowest one. The other limit is how many
-    experts can be transferred while the device computes
-    (:func:`megatron_fssdp.planning.cost.cost_model.overlap_degree`).
+    experts can be transferred while the device computes (``LayerProfile.overlap_degree``).
 
     ``free_bytes`` of the device are free at the peak of an iteration without replicas, and a layer has
     ``num_experts`` experts. Without ``messages``, no buffers are counted for the gradients that a replica's

@@ -30,19 +30,17 @@ def quota_assignment(
         owner_E: Owner of every expert, integers ``[E]``.
         counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
         topology: Nodes of the devices.
-        slots: Most experts of other owners that a device may compute, m.
+        slots: Most experts of other owners that a device may compute, m; 0 means that nothing spills.
 
     Returns:
         Tokens by expert and device, int64 ``[E, D]``. Row ``e`` sums to the tokens of expert ``e``.
 
     Raises:
-        ValueError: The counts do not match the owners and devices, or ``slots`` is negative.
+        ValueError: The counts do not match the owners and devices.
     """
     owner = np.asarray(owner_E, dtype=np.int64)
     num_experts, num_devices = len(owner), topology.num_devices
     counts = checked_counts(counts_DE, num_devices, num_experts)
-    if slots < 0:
-        raise ValueError(f"slots is {slots}: wanted 0 or more; 0 means that nothing spills")
     load_E = counts.sum(axis=0)
     load_D = np.bincount(owner, weights=load_E, minlength=num_devices).astype(np.int64)
     tokens_ED = np.zeros((num_experts, num_devices), np.int64)

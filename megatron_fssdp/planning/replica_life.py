@@ -36,10 +36,9 @@ class PipelineStage:
     """One rank's pipeline stage, with the order of passes of Megatron's schedules (1F1B).
 
     Attributes:
-        layers_of_chunk: Number of MoE layers in each of the stage's model chunks. Several chunks mean an
-            interleaved pipeline.
-        num_stages: Number of pipeline stages; 1 without pipelining.
-        stage: Number of this stage, from 0.
+        layers_of_chunk: Number of MoE layers in each of the stage's model chunks; several if the pipeline is
+            interleaved.
+        num_stages: Number of pipeline stages; 1 without pipelining. ``stage`` counts from 0.
         group_size: Micro-batches that a chunk runs before the next chunk starts
             (``--microbatch-group-size-per-virtual-pipeline-stage``); ``None`` means the number of stages.
     """
@@ -82,8 +81,7 @@ class HeldReplicas:
     Attributes:
         life: How long a replica stays on its device.
         stage: The rank's pipeline stage: its layers and the order of their passes.
-        num_micro_batches: Number of micro-batches in an iteration. If the number changes during training, the
-            largest number that is still to come.
+        num_micro_batches: Number of micro-batches in an iteration, the largest that is still to come.
         fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums
             (Transformer Engine's ``fuse_wgrad_accumulation``), and not autograd.
     """

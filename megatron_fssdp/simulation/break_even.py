@@ -44,14 +44,7 @@ class BreakEven:
 class BreakEvenSearch:
     """A strategy on some loads, which is compared with plain expert parallelism at other sizes.
 
-    Attributes:
-        name: Name of the strategy.
-        settings: Settings of the strategy.
-        counts_ILDE: Integers ``[I, L, D, E]``. Pairs of the iterations to simulate.
-        cluster: Link and compute costs of the cluster.
-        job: Sizes and parallelism of the training job.
-        past_ILDE: Pairs of the iterations before them, for the load history, or None.
-        on_plan: Function that is called after every plan, as :func:`simulate` calls it.
+    The attributes are those of :func:`simulate`.
     """
 
     name: str
@@ -63,7 +56,7 @@ class BreakEvenSearch:
     on_plan: OnPlan | None = None
 
     def tokens(self) -> BreakEven:
-        """Find the tokens per rank and iteration below which the strategy does not pay."""
+        """The tokens per rank and iteration below which the strategy does not pay."""
 
         def pays(factor: float) -> bool:
             past_ILDE = None if self.past_ILDE is None else scaled_loads(self.past_ILDE, factor)
@@ -73,7 +66,7 @@ class BreakEvenSearch:
         return _search(pays, self.job.tokens_per_micro_batch * self.job.num_micro_batches, pays_above=True)
 
     def bandwidth(self) -> BreakEven:
-        """Find the bandwidth of a node's network, in bytes/s, above which the strategy does not pay."""
+        """The bandwidth of a node's network, in bytes/s, above which the strategy does not pay."""
 
         def pays(factor: float) -> bool:
             return replace(self, cluster=_faster_network(self.cluster, factor)).pays()
@@ -89,7 +82,7 @@ class BreakEvenSearch:
 
 
 def _faster_network(cluster: ClusterDescription, factor: float) -> ClusterDescription:
-    """Return the cluster with ``factor`` times the bandwidth between nodes."""
+    """The cluster with ``factor`` times the bandwidth between nodes."""
 
     def faster[LinkT: (LinkDescription, FittedLink)](link: LinkT) -> LinkT:
         return link.model_copy(update={"bandwidth_bytes_per_s": link.bandwidth_bytes_per_s * factor})

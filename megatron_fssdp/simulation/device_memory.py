@@ -49,7 +49,7 @@ def device_memory(
     iterations: Sequence[IterationRecord[LayerRecord]] = (),
     life: ReplicaLife,
 ) -> DeviceMemory:
-    """Compute the peak memory of the device that needs the most under a strategy.
+    """The peak memory of the device that needs the most under a strategy.
 
     A device holds at most ``slots`` replicas of one layer, as long as ``life`` says. Memory for resident
     replicas is reserved from the start. Without decisions of the strategy (``iterations``), loads are

@@ -60,25 +60,16 @@ class WorkloadShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """A named kind of routing.
-
-    Attributes:
-        name: Short name, for example ``W1``.
-        description: Description of the uneven loads, in one line.
-    """
+    """A named kind of routing, for example ``W1``, with a description of the uneven loads in one line."""
 
     name: str
     description: str
 
     def counts(self, shape: WorkloadShape, seed: int = 0) -> Counts:
-        """Return the assignments (token, k) of every source device to every expert: int64 ``[I, D, E]``.
+        """The assignments (token, k) of every source device to every expert: int64 ``[I, D, E]``.
 
         A source sends to an expert at most as many assignments as it has tokens. Therefore each token can
-        have ``top_k`` different experts.
-
-        Args:
-            shape: Sizes of the workload.
-            seed: Seed of random workloads.
+        have ``top_k`` different experts. The seed is that of random workloads.
         """
         devices = shape.num_devices
         tokens_D = np.full(devices, shape.tokens_per_device)
@@ -89,7 +80,7 @@ class Workload:
         return counts_of_shares(share_IDE, tokens_D, shape.top_k)
 
     def _popularity_IE(self, shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-        """Return each expert's share of all assignments on any positive scale, float64 ``[I, E]``."""
+        """Each expert's share of all assignments on any positive scale, float64 ``[I, E]``."""
         experts, owners = shape.num_experts, min(shape.num_devices, shape.num_experts)
         of_device = experts // owners
         rng, even_E = np.random.default_rng(seed), np.full(experts, 1 / experts)

@@ -9,6 +9,7 @@ Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 import numpy as np
 
@@ -68,8 +69,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         self.splits = any(one.splits for one in candidates.values())
         self.moves_owners = any(one.moves_owners for one in candidates.values())
         self._selected: dict[int, str] = {}
-        self._has_selected = False
-        self._reshard_due = False
+        self._has_selected = self._reshard_due = False
         self._last_change: SelectionReport | None = None
         self._barred: dict[tuple[int, str], int] = {}
 
@@ -97,7 +97,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         return self.candidates[self.selected(layer)]
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """The plan of the layer's selected strategy, from the part of the history that it needs."""
+        """The plan of the layer's selected strategy."""
         candidate = self._of(context.layer)
         with mistakes_named(candidate, f"before_gate for layer {context.layer}"):
             return candidate.before_gate(context, history.excerpt(candidate.window))
@@ -117,13 +117,8 @@ class AutoStrategy(MovesOwners[AutoSettings]):
     def reshards_at(self, iteration: int) -> bool:
         """Whether a selected strategy reconsiders owners now, or a layer has just got such a strategy."""
         # Candidates may remember when they were asked. All selected ones are therefore asked, on all ranks.
-        selected = set(self._selected.values())
-        asked = [
-            one
-            for name, one in self.candidates.items()
-            if name in selected and isinstance(one, MovesOwners) and one.moves_owners
-        ]
-        due = [one.reshards_at(iteration) for one in asked]
+        selected = [self.candidates[name] for name in dict.fromkeys(self._selected.values())]
+        due = [one.reshards_at(iteration) for one in selected if _moving(one)]
         return self._reshard_due or any(due)
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
@@ -134,8 +129,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
         """New owners of a layer by its selected strategy."""
         candidate = self._of(context.layer)
-        moves = isinstance(candidate, MovesOwners) and candidate.moves_owners
-        return candidate.reshard_layer(context, load_E) if moves else context.owner_E  # type: ignore[attr-defined]
+        return candidate.reshard_layer(context, load_E) if _moving(candidate) else context.owner_E
 
     # The selection.
 
@@ -162,8 +156,8 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         the selection is reconsidered. The layers have profiles, and histories of at least two iterations.
         """
         layers = zip(contexts, histories, strict=True)
-        seconds = [self._price(name, *layer) for layer in layers for name in self.candidates]
-        return np.array(seconds).reshape(len(contexts), len(self.candidates))
+        seconds_LC = [[self._price(name, *layer) for name in self.candidates] for layer in layers]
+        return np.reshape(seconds_LC, (len(contexts), len(self.candidates)))
 
     def select(
         self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
@@ -189,18 +183,14 @@ class AutoStrategy(MovesOwners[AutoSettings]):
                     self._barred[layer, before[layer]] = BARRED_SELECTIONS
                     self._selected[layer] = last.before[layer]
         names = list(self.candidates)
-        before_L, present_L = (
-            np.array([names.index(name) for name in of], np.int64)
-            for of in (before.values(), map(self.selected, layers))
-        )
+        before_L = np.array([names.index(name) for name in before.values()], np.int64)
+        present_L = np.array([names.index(self.selected(layer)) for layer in layers], np.int64)
         barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
-        selected_L = select_by_seconds(seconds_LC, present_L, barred_LC=barred_LC)
+        selected_L = select_by_seconds(seconds_LC, present_L, barred_LC)
         changed = np.flatnonzero(selected_L != before_L)
-        saving_s = float(
-            sum(seconds_LC[changed, before_L[changed]] - seconds_LC[changed, selected_L[changed]])
-        )
+        saved_L = seconds_LC[changed, before_L[changed]] - seconds_LC[changed, selected_L[changed]]
+        saving_s, left_s = float(sum(saved_L)), 0.0
         is_little = since_change is not None and saving_s < LEAST_OF_ITERATION * since_change.median_s
-        left_s = 0.0
         if is_little and not is_slower:
             selected_L, left_s, saving_s = before_L, saving_s, 0.0
         selected = {layer: names[index] for layer, index in zip(layers, selected_L, strict=True)}
@@ -247,7 +237,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         profile = context.profile
         assert profile is not None
         moving_s = 0.0
-        if isinstance(candidate, MovesOwners) and candidate.moves_owners:
+        if _moving(candidate):
             old_E, load_E = context.owner_E, history.excerpt(candidate.window).mean_E()
             context = replace(context, owner_E=candidate.reshard_layer(context, load_E))
             moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
@@ -270,30 +260,31 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         return float(np.mean(seconds)) + moving_s / self.settings.choice_interval
 
 
-def select_by_seconds(
-    seconds_LC: np.ndarray, present_L: np.ndarray, *, barred_LC: np.ndarray, least_gain: float = LEAST_GAIN
-) -> np.ndarray:
+def _moving(candidate: Strategy) -> TypeGuard[MovesOwners]:
+    return isinstance(candidate, MovesOwners) and candidate.moves_owners
+
+
+def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray, barred_LC: np.ndarray) -> np.ndarray:
     """Select for each layer the first candidate that is close to the fewest seconds, if it saves enough.
 
-    A layer keeps its present candidate if the saving is too small. Candidates are close if they differ by
-    less than the fraction ``least_gain``. The model cannot distinguish close candidates, so the first one is
-    selected: candidates that move less are first in the order.
+    Candidates are close if they differ by less than the fraction :data:`LEAST_GAIN`. The model cannot
+    distinguish them, so the first one is selected: candidates that move less are first in the order. A layer
+    keeps its present candidate if another one saves less than this fraction of its seconds.
 
     Args:
         seconds_LC: Modelled seconds of an iteration, float ``[L, C]``; infinite if a candidate cannot serve
             the layer.
         present_L: Index of the present candidate of each layer, int64 ``[L]``.
         barred_LC: Whether a layer must not change to a candidate, bool ``[L, C]``.
-        least_gain: Fraction of a candidate's seconds that another candidate must save to replace it.
 
     Returns:
         Index of the selected candidate of each layer, int64 ``[L]``.
     """
     layers = np.arange(len(seconds_LC))
     allowed_LC = np.where(barred_LC, np.inf, seconds_LC)
-    close_LC = allowed_LC <= (1 + least_gain) * allowed_LC.min(axis=1, keepdims=True)
+    close_LC = allowed_LC <= (1 + LEAST_GAIN) * allowed_LC.min(axis=1, keepdims=True)
     best_L = close_LC.argmax(axis=1)
-    saves_L = allowed_LC[layers, best_L] < (1 - least_gain) * seconds_LC[layers, present_L]
+    saves_L = allowed_LC[layers, best_L] < (1 - LEAST_GAIN) * seconds_LC[layers, present_L]
     return np.where(saves_L, best_L, present_L).astype(np.int64)
 
 

@@ -24,7 +24,7 @@ from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_sear
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
 from megatron_fssdp.strategies.paying_owners import ReshardClock, paying_owners
-from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_price, plan_seconds, split_of
+from megatron_fssdp.strategies.plan_seconds import early_share, exchange_s, plan_price, plan_seconds
 from megatron_fssdp.strategies.strategy import MovesOwners
 
 WINDOW = 5
@@ -93,7 +93,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         if placement.num_replicas:
             plan = replace(plan, dispatch_policy=self._policy(plan, context, history))
             if self.splits:
-                plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
+                early = early_share(plan.transfer, float(history.mean_E().sum()), context)
+                plan = replace(plan, early=early)
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds
+from megatron_fssdp.planning.cost.layer_seconds import exchange_times
 from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.loads import LoadHistory
@@ -96,8 +96,8 @@ def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, pl
     times, cluster = profile.num_micro_batches, profile.cluster
     dispatch = plan.dispatch(_forecast(history), topology, times)
     tokens = float(dispatch.device_tokens_D.max())
-    experts_s = expert_seconds(tokens, profile.flops_per_token, cluster.expert_flops_per_s, times)
-    links = plain_links(cluster).all_to_all
+    experts_s = tokens * profile.flops_per_token / cluster.expert_flops_per_s / times
+    links = plain_links(cluster)
     return steps.saves(*exchange_times(links, dispatch.busiest, profile.token_bytes, times), experts_s)
 
 

@@ -78,45 +78,6 @@ def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
     )
 
 
-def test_exposed_transfers_are_waited_for() -> None:
-    """Attention takes 0.02 s forward and 0.04 s backward; an expert of 100 bytes takes 0.1 s."""
-    job = job_of(before_gate_flops_L=(0.1,))
-    outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job)
-    counts_s = 2 * 8 / 1000
-    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1 - 0.02 - counts_s)
-    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(0.1 - 0.04)
-    apart = simulate(
-        "fssdp", settings_of("fssdp", **REPLICATE, overlap=False), loads(HOT, HOT), cluster_of(), job
-    )
-    assert seconds(apart, 1)["waiting for spAG"] == pytest.approx(0.1)
-    assert seconds(apart, 1)["waiting for spRS"] == pytest.approx(0.1)
-
-
-def test_several_micro_batches_gather_once_and_reduce_fp32_sums_once() -> None:
-    job = job_of(before_gate_flops_L=(0.0,), num_micro_batches=4)
-    cluster = cluster_of()
-    outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster, job)
-    counts_s = 2 * 8 / 1000
-    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1 - counts_s)
-    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(0.2)
-    # The rows are divided among the micro-batches, the counts are gathered in each.
-    assert seconds(outcome, 1)["all-to-all"] == pytest.approx(2 * 2 * (10 + 6) / 1000 + 4 * counts_s)
-    assert seconds(outcome, 1)["experts"] == pytest.approx(9.0)
-
-
-def test_rematerialization_gathers_again_for_every_micro_batch() -> None:
-    job = job_of(before_gate_flops_L=(0.0,), num_micro_batches=4)
-    keys = REPLICATE | {"rematerialize": True}
-    outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(HOT, HOT), cluster_of(), job)
-    counts_s, combine_s = 2 * 8 / 1000, 2 * 6 / 4 / 1000
-    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(4 * 0.1)
-    # It follows combine's backward, which shares the link meanwhile and takes twice as long.
-    again_s = 0.1 + combine_s - 2 * combine_s
-    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(4 * (0.1 - counts_s) + 4 * again_s)
-    plain_all_to_all = 2 * 2 * (10 + 6) / 1000 + 4 * counts_s
-    assert seconds(outcome, 1)["all-to-all"] == pytest.approx(plain_all_to_all + 4 * combine_s)
-
-
 def test_a_transfer_is_pipelined_in_chunks_along_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """With three nodes of one device, the transfer takes two hops; the second starts a chunk later."""
     monkeypatch.setattr("megatron_fssdp.simulation.moe_job.message_rule", lambda on_cuda: FixedMessages(20))

@@ -294,7 +294,5 @@ def test_selections_equal_those_worked_out_by_hand(
     seconds: list[float], present: int, barred: tuple[int, ...], wanted: int
 ) -> None:
     barred_LC = np.array([[index in barred for index in range(len(seconds))]])
-    chosen_L = select_by_seconds(
-        np.array([seconds]), np.array([present]), least_gain=0.03, barred_LC=barred_LC
-    )
+    chosen_L = select_by_seconds(np.array([seconds]), np.array([present]), barred_LC)
     assert chosen_L.tolist() == [wanted]

@@ -313,8 +313,6 @@ def test_transfers_are_split_where_the_compute_before_does_not_hide_them(
     plan = build_strategy(name, model.model_validate(settings)).before_gate(context, history)
     assert plan.placement.num_replicas
     assert plan.is_split == is_split
-    if is_split:
-        assert 0 < plan.split.gather < 1
-        assert 0 < plan.split.reduce < 1
+    assert (0 < plan.early < 1) == is_split
     in_turn = model.model_validate({**settings, "overlap": False})
     assert not build_strategy(name, in_turn).before_gate(context, history).is_split

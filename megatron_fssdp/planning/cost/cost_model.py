@@ -107,21 +107,3 @@ class ClusterCost:
             raise ValueError(
                 f"expert_flops_per_s is {self.expert_flops_per_s}: wanted a positive throughput in flops/s"
             )
-
-
-def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes: int) -> int:
-    """Experts whose transfer hides under the compute before the layer: ``t = ⌊T_nonMoE · bw / size⌋``.
-
-    That is Hecate, §4.2, with the bandwidth of the slowest link.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
-    if expert_bytes <= 0:
-        raise ValueError(f"expert_bytes is {expert_bytes}: wanted the bytes of one expert's parameters")
-    if not (np.isfinite(non_moe_s * bandwidth_bytes_per_s) and non_moe_s >= 0 and bandwidth_bytes_per_s >= 0):
-        raise ValueError(
-            f"non_moe_s is {non_moe_s} and bandwidth_bytes_per_s is {bandwidth_bytes_per_s}: wanted finite "
-            "numbers of 0 or more; measure them again"
-        )
-    return int(non_moe_s * bandwidth_bytes_per_s / expert_bytes)

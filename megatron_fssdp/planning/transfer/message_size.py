@@ -106,14 +106,9 @@ def message_rule(*, on_cuda: bool) -> MessageRule:
     return CUDA_MESSAGES if on_cuda else HOST_MESSAGES
 
 
-def gather_stages(num_hops: int) -> int:
-    """Number of stages of SparseAllGather: the hops of its longest path."""
-    return num_hops
-
-
-def reduction_stages(num_hops: int) -> int:
-    """Number of stages of SparseReduceScatter: the hops of its longest path, then the addition."""
-    return num_hops + 1
+def num_stages(num_hops: int, *, adds: bool) -> int:
+    """Number of stages of a transfer: the hops of its longest path, then SparseReduceScatter's addition."""
+    return num_hops + adds
 
 
 def num_batches(expert_bytes: int, message_bytes: int, num_hops: int) -> int:

@@ -13,7 +13,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
-from megatron_fssdp.strategies.plan_seconds import plan_seconds, split_of
+from megatron_fssdp.strategies.plan_seconds import early_share, plan_seconds
 
 BALANCE = 0.5
 """Largest accepted difference of device loads, in units of the mean load of an expert (Eq. 7, alpha)."""
@@ -58,7 +58,7 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
             return LayerPlan.owners_only(context)
         plan = self.plan_of(placement, context, dispatch_policy="owner")
         if self.splits:
-            plan = replace(plan, split=split_of(plan.transfer, float(counts_DE.sum()), context))
+            plan = replace(plan, early=early_share(plan.transfer, float(counts_DE.sum()), context))
         return plan
 
 

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import moving_seconds, placement_seconds
+from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.papers.flexmoe_planner import next_resident_placement
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from tests.drawn_examples import examples
+from tests.planning.placement_cases import placement_price
 
 MEGA = 10**6
 # A token takes a second to compute and next to nothing to send (probabilities and router counts, some
@@ -43,7 +44,7 @@ class Price:
 
     def iteration_s(self, placement: ExpertPlacement) -> float:
         layer = (self.counts_DE, placement, self.topology, self.profile)
-        return float(placement_seconds(*layer, ReplicaLife.RESIDENT).moe_s)
+        return placement_price(*layer, ReplicaLife.RESIDENT).moe_s
 
     def saving_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
         expert_P, device_P = np.nonzero(after.present_ED & ~before.present_ED)
