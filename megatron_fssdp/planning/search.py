@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.planning.arrays import checked_load
 from megatron_fssdp.planning.compiled_form import kernels
 from megatron_fssdp.planning.cost.deduplicated_traffic import tokens_per_pair
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -92,8 +91,11 @@ class LayerSearch:
         plain = ExpertPlacement.owners_only(self.owner_E, num_devices)
         if not slots or not most_replicated or not self.load_DE.any():
             return plain, self.plain_s
-        if start is not None:  # checked here, because the kernel would write beyond its arrays
-            start = ExpertPlacement(self.owner_E, start.present_ED, slots=slots)
+        # The kernel would write beyond its arrays.
+        if start is not None and (
+            start.replicas_per_device_D.max() > slots or not np.array_equal(start.owner_E, self.owner_E)
+        ):
+            raise ValueError(f"start: wanted the layer's owners, and at most {slots} replicas on a device")
         plain_s, found_s, present_ED = kernels().search_replicas(
             self._arguments(slots, plain.present_ED),
             most_replicated,
@@ -102,7 +104,7 @@ class LayerSearch:
         )
         if found_s > (1 - LEAST_SAVING) * plain_s:
             return plain, plain_s
-        return ExpertPlacement(self.owner_E, present_ED.astype(np.bool_), slots=slots), found_s
+        return ExpertPlacement(self.owner_E, present_ED.astype(np.bool_)), found_s
 
     def _arguments(self, slots: int, present_ED: np.ndarray) -> tuple[object, ...]:
         """The arguments of ``kernels.Layer``."""
@@ -126,8 +128,9 @@ def plan_materialization(
         ValueError: The loads do not match the owners ``[E]`` and devices.
     """
     owner = ExpertPlacement.owners_only(owner_E, topology.num_devices).owner_E
-    wanted = (topology.num_devices, len(owner))
-    load = checked_load(load_DE, "load_DE", wanted, "by source device of the topology and expert of owner_E")
+    load, wanted = np.asarray(load_DE, np.float64), (topology.num_devices, len(owner))
+    if load.shape != wanted:
+        raise ValueError(f"load_DE has shape {load.shape}: wanted {wanted}, by source device and expert")
     # Only the highest device load counts, and a little each transfer.
     expert = TRANSFER_OVER_LOAD * float(load.sum()) / topology.num_devices
     moves, of_hops = np.array([[0.0, expert, expert]] * 2), np.zeros((_most_hops(topology) + 1, 6))

@@ -20,7 +20,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_seconds, with_exchange
+from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_price, with_exchange
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.selection_report import (
     LEAST_SEEN,
@@ -253,7 +253,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
             planned = candidate.before_gate(context, past)
             plan = candidate.after_gate(context, counts_DE // times, planned, times)
             ways = [
-                plan_seconds(plan, counts_DE, priced, num_micro_batches=times, planned=planned)
+                plan_price(plan, counts_DE, priced, num_micro_batches=times, planned=planned).seconds
                 for priced in by_exchange
             ]
             seconds.append(min(ways))

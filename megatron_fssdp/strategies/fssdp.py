@@ -24,7 +24,7 @@ from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_sear
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
 from megatron_fssdp.strategies.paying_owners import ReshardClock, paying_owners
-from megatron_fssdp.strategies.plan_seconds import early_share, exchange_s, plan_price, plan_seconds
+from megatron_fssdp.strategies.plan_seconds import early_share, exchange_s, fastest
 from megatron_fssdp.strategies.strategy import MovesOwners
 
 WINDOW = 5
@@ -120,11 +120,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         found = calibration_candidates(plan.placement, counts_DE, context.topology, **limits)
         plans = [plan, *(self._plan_of(placement, context) for placement in found)]
         times = num_micro_batches
-        seconds = [
-            plan_price(one, times * counts_DE, context, num_micro_batches=times, planned=plan).moe_s
-            for one in plans
-        ]
-        return plans[int(np.argmin(seconds))]
+        return fastest(plans, times * counts_DE, context, num_micro_batches=times, planned=plan)
 
     def _limited(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
         """The placement by Alg. 1 or by the lowest device load, within overlap degree and slots."""
@@ -152,9 +148,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             assert context.profile is not None
             times, counts_DE = context.profile.num_micro_batches, history.counts_DE(0)
             ways: tuple[DispatchPolicy, ...] = ("even", "exact")
-            plans = [replace(plan, dispatch_policy=way) for way in ways]
-            seconds = [plan_seconds(one, counts_DE, context, num_micro_batches=times) for one in plans]
-            known = self._policies[context.layer] = plan.placement, ways[int(np.argmin(seconds))]
+            plans = (replace(plan, dispatch_policy=way) for way in ways)
+            best = fastest(plans, counts_DE, context, num_micro_batches=times)
+            known = self._policies[context.layer] = plan.placement, best.dispatch_policy
         return known[1]
 
     def _search(self, context: LayerContext, load_DE: np.ndarray) -> LayerSearch:

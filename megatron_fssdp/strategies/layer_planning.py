@@ -19,7 +19,7 @@ from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_seconds, with_exchange
+from megatron_fssdp.strategies.plan_seconds import plan_price, with_exchange
 from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
 
 LEAST_GAIN = 0.08
@@ -77,8 +77,8 @@ def exchange_seconds(
         return None
     counts_DE, times = _forecast(history), context.profile.num_micro_batches
     megatron_s, deduplicated_s = (
-        plan_seconds(plan, counts_DE, with_exchange(context, deduplicated), num_micro_batches=times)
-        for deduplicated in (False, True)
+        plan_price(plan, counts_DE, with_exchange(context, way), num_micro_batches=times).seconds
+        for way in (False, True)
     )
     return megatron_s, deduplicated_s
 

@@ -5,6 +5,7 @@ Also those of a move of owners, and the part of a gather that travels early.
 Shape letters: D devices, E experts, L MoE layers.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -72,17 +73,22 @@ def plan_price(
     )
 
 
-def plan_seconds(
-    plan: LayerPlan,
+def fastest(
+    plans: Iterable[LayerPlan],
     counts_DE: np.ndarray,
     context: LayerContext,
     *,
     num_micro_batches: int = 1,
     planned: LayerPlan | None = None,
-) -> float:
-    """Total seconds of :func:`plan_price`: both passes of the layer and the compute before it."""
-    price = plan_price(plan, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned)
-    return float(price.seconds)
+) -> LayerPlan:
+    """The plan with the fewest seconds of :func:`plan_price`; of equal ones the first."""
+    times = num_micro_batches
+    return min(
+        plans,
+        key=lambda plan: (
+            plan_price(plan, counts_DE, context, num_micro_batches=times, planned=planned).seconds
+        ),
+    )
 
 
 def with_exchange(context: LayerContext, deduplicated: bool) -> LayerContext:

@@ -17,6 +17,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search, plan_materialization
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages
 from tests.drawn_examples import examples
+from tests.support.random_placement import with_replicas
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE
 
@@ -38,7 +39,7 @@ PROFILE = LayerProfile(
 NEARLY = 1e-3
 """Seconds that probabilities and router counts take at most in the layers below."""
 PLAIN = ExpertPlacement.owners_only(OWNERS, 4)
-SHARED = PLAIN.with_replicas([(0, 2)])
+SHARED = with_replicas(PLAIN, [(0, 2)])
 
 
 def plan_replicas(
@@ -116,8 +117,8 @@ def test_the_price_equals_that_of_exact_dispatch_and_transfer(
     rng = np.random.default_rng(seed)
     counts_DE = rng.poisson(rng.gamma(0.5, 200, 8), (4, 8)) * 12
     topology = Topology.uniform(4, num_nodes)
-    placement = PLAIN.with_replicas(
-        [(e, d) for e in range(8) for d in range(4) if OWNERS[e] != d and rng.random() < 0.3]
+    placement = with_replicas(
+        PLAIN, [(e, d) for e in range(8) for d in range(4) if OWNERS[e] != d and rng.random() < 0.3]
     )
     life = ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION
     exact_s = placement_price(counts_DE, placement, topology, profile, life).moe_s
@@ -147,7 +148,7 @@ def shadowed(
     )
     plain = ExpertPlacement.owners_only(owner_E, len(counts_DE))
     experts = select_shadows(owner_E, counts_DE, costs, most=slots)
-    return plain.with_replicas([(e, d) for e in experts for d in range(len(counts_DE))])
+    return with_replicas(plain, [(e, d) for e in experts for d in range(len(counts_DE))])
 
 
 @examples(150)
@@ -224,10 +225,10 @@ def test_skewed_loads_end_near_balance(num_experts: int, num_devices: int, most:
 def test_a_start_beyond_the_limits_is_refused() -> None:
     """The kernel would write beyond its arrays."""
     search = layer_search(OWNERS, HOT, TOPOLOGY, PROFILE, rematerialize=False, hides=True)
-    full = PLAIN.with_replicas([(0, 2), (1, 2)])
+    full = with_replicas(PLAIN, [(0, 2), (1, 2)])
     assert search.best_placement(slots=2, most_replicated=8, start=full)
-    with pytest.raises(ValueError, match="wanted at most slots = 1"):
+    with pytest.raises(ValueError, match="at most 1 replicas"):
         search.best_placement(slots=1, most_replicated=8, start=full)
     moved = ExpertPlacement.owners_only(np.roll(OWNERS, 2), 4)
-    with pytest.raises(ValueError, match="is not present on its owner"):
+    with pytest.raises(ValueError, match="wanted the layer's owners"):
         search.best_placement(slots=2, most_replicated=8, start=moved)

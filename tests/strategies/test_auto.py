@@ -19,7 +19,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies import auto
 from megatron_fssdp.strategies.auto import BARRED_SELECTIONS, AutoStrategy, select_by_seconds
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.plan_seconds import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.selection_report import IterationSpread, SeenSaving
 from tests.drawn_examples import examples
@@ -85,7 +85,7 @@ def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatc
     history = history_of(strategy, *loads)
     prices = dict(zip(strategy.candidates, strategy.price([CONTEXT], [history])[0].tolist(), strict=True))
     plain = LayerPlan.owners_only(CONTEXT)
-    assert prices["ep"] == pytest.approx(np.mean([plan_seconds(plain, c, CONTEXT) for c in loads[-2:]]))
+    assert prices["ep"] == pytest.approx(np.mean([plan_price(plain, c, CONTEXT).seconds for c in loads[-2:]]))
     for name in ("fssdp", "prophet", "fastermoe", "quota"):
         fixed = build_strategy(name, strategy.settings.candidates[name])
         charged = []
@@ -95,7 +95,7 @@ def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatc
                 past.append(counts_DE)
             planned = fixed.before_gate(CONTEXT, past)
             plan = fixed.after_gate(CONTEXT, loads[upto], planned, 1)
-            charged.append(plan_seconds(plan, loads[upto], CONTEXT, planned=planned))
+            charged.append(plan_price(plan, loads[upto], CONTEXT, planned=planned).seconds)
         assert prices[name] == pytest.approx(np.mean(charged)), name
 
 

@@ -28,6 +28,7 @@ from tests.planning.placement_cases import (
     placement_price,
     random_counts_DE,
 )
+from tests.support.random_placement import with_replicas
 
 MEGA = 10**6
 # A second a megabyte inside a node and ten across, a second a flop. Probabilities and router counts, some
@@ -72,7 +73,7 @@ def test_gains_of_a_layer_equal_those_worked_out_by_hand():
     # With a replica on device 1: no all-to-all, experts 3 * 10 s; 70 s less.
     planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
     counts_DE, topology = [[10, 0], [10, 0]], Topology.uniform(2, 1)
-    everywhere = planned.with_replicas([(0, 1)])
+    everywhere = with_replicas(planned, [(0, 1)])
     for placement, seconds in ((planned, 100.0), (everywhere, 30.0)):
         price = placement_price(np.array(counts_DE), placement, topology, PROFILE)
         assert float(price.all_to_all_s + price.experts_s) == pytest.approx(seconds, abs=1e-3)

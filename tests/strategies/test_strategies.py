@@ -25,7 +25,7 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 from tests.drawn_examples import examples
-from tests.support.random_placement import plain_transfer
+from tests.support.random_placement import plain_transfer, with_replicas
 
 PLACEMENT_STRATEGIES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
 
@@ -286,7 +286,7 @@ def test_an_iteration_without_loads_is_planned_by_its_counts_if_slots_are_given(
 
 
 def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:
-    placement = ExpertPlacement.owners_only(np.array([0, 1]), 3).with_replicas([(0, 2), (1, 0)])
+    placement = with_replicas(ExpertPlacement.owners_only(np.array([0, 1]), 3), [(0, 2), (1, 0)])
     with pytest.raises(ValueError, match="does not reach device"):
         LayerPlan(placement, TransferPlan(3, plain_transfer(placement).edges[:1]))
 

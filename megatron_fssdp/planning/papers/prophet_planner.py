@@ -159,5 +159,5 @@ def greedy_placements(
             expert_P, device_P = replicas[: after[step_s.argmin(), 0]].T
             present_ED = plain.present_ED.copy()
             present_ED[expert_P, device_P] = True
-            found[-1] = ExpertPlacement(owner, present_ED, slots=slots)
+            found[-1] = ExpertPlacement(owner, present_ED)
     return found

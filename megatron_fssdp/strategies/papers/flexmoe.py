@@ -10,7 +10,7 @@ from megatron_fssdp.planning.papers.flexmoe_planner import next_resident_placeme
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.plan_seconds import plan_price
 from megatron_fssdp.strategies.strategy import ResidentReplicas
 
 THRESHOLD = 1.1
@@ -49,7 +49,7 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
 
         def layer_s(placement: ExpertPlacement) -> float:
             plan, times = self._plan_of(placement, context), profile.num_micro_batches
-            return plan_seconds(plan, counts_DE, context, num_micro_batches=times)
+            return plan_price(plan, counts_DE, context, num_micro_batches=times).seconds
 
         def saving_s(before: ExpertPlacement, after: ExpertPlacement) -> float:
             saved_s = layer_s(before) - layer_s(after)

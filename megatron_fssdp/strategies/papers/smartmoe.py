@@ -12,7 +12,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.strategies.ep import EpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_seconds
+from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_price
 from megatron_fssdp.strategies.strategy import MovesOwners
 
 
@@ -61,10 +61,9 @@ class SmartmoeStrategy(EpStrategy[SmartmoeSettings], MovesOwners[SmartmoeSetting
         new_E = permuted_owners(old_E, load_E, context.num_devices)
         # Every source is assumed to send an expert equally much.
         counts_DE = np.tile(np.rint(load_E / context.num_devices).astype(np.int64), (context.num_devices, 1))
+        times = profile.num_micro_batches
         old_s, new_s = (
-            plan_seconds(
-                LayerPlan.owners_only(of), counts_DE, of, num_micro_batches=profile.num_micro_batches
-            )
+            plan_price(LayerPlan.owners_only(of), counts_DE, of, num_micro_batches=times).seconds
             for of in (context, replace(context, owner_E=new_E))
         )
         saved_s = self.settings.reshard_interval * (old_s - new_s)
