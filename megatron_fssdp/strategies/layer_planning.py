@@ -43,11 +43,10 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
         plan = strategy.before_gate(context, history)
     _check(strategy, context, plan)
     exchange = strategy.travel.exchange
-    is_deduplicated = exchange == "deduplicated"
-    if exchange == "by_price" and context.num_devices > 1:
-        seconds = exchange_seconds(context, history, plan)
-        is_deduplicated = seconds is not None and seconds[1] < (1 - LEAST_GAIN) * seconds[0]
-    return _travelling(plan, in_steps(strategy, context, history, plan), is_deduplicated)
+    by_price = exchange == "by_price" and _deduplicates(context, history, plan)
+    return _travelling(
+        plan, in_steps(strategy, context, history, plan), by_price or exchange == "deduplicated"
+    )
 
 
 def plan_after_gate(
@@ -66,21 +65,16 @@ def plan_after_gate(
     return _travelling(new, plan.in_steps, plan.deduplicated)
 
 
-def exchange_seconds(
-    context: LayerContext, history: LoadHistory, plan: LayerPlan
-) -> tuple[float, float] | None:
-    """Modelled seconds of a layer in an iteration under Megatron's and under the deduplicated exchange.
-
-    ``None`` without measured costs or without a forecast.
-    """
-    if context.profile is None or context.profile.choices is None or not len(history):
-        return None
+def _deduplicates(context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
+    """Whether the deduplicated exchange saves enough modelled seconds of an iteration."""
+    if context.num_devices == 1 or context.profile is None or context.profile.choices is None or not history:
+        return False
     counts_DE, times = _forecast(history), context.profile.num_micro_batches
     megatron_s, deduplicated_s = (
         plan_price(plan, counts_DE, with_exchange(context, way), num_micro_batches=times).seconds
         for way in (False, True)
     )
-    return megatron_s, deduplicated_s
+    return deduplicated_s < (1 - LEAST_GAIN) * megatron_s
 
 
 def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:

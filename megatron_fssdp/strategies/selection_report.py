@@ -70,8 +70,8 @@ class SelectionReport:
 
     def describe(self) -> list[str]:
         """Lines for the log: what the last change saved, and which strategies are selected now."""
-        lines, whole_s = [], None if self.measured is None else self.measured.median_s
-        if (seen := self.seen) is not None:
+        lines, whole_s, seen = [], None if self.measured is None else self.measured.median_s, self.seen
+        if seen is not None:
             before_s = seen.before.median_s
             verdict = "; iterations are slower, so the change is reverted" if seen.is_slower else ""
             lines.append(
@@ -100,8 +100,9 @@ def _numbers(layers: Sequence[int]) -> str:
     """Layer numbers as a text, for example ``layer 3`` or ``layers 1-4, 6``."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
-        if not runs or layer != runs[-1][-1] + 1:
-            runs.append([])
-        runs[-1].append(layer)
-    ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    ranges = ", ".join("-".join(map(str, run)) for run in runs)
     return f"layer{'s' if len(layers) > 1 else ''} {ranges}"

@@ -177,7 +177,7 @@ class OwnerMap:
 
 
 EMPTY = -1
-"""Stands for an expert's number in a resident slot that holds no expert."""
+"""The number in a resident slot that holds no expert."""
 
 
 @dataclass(frozen=True, eq=False)
