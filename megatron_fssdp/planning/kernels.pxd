@@ -66,7 +66,7 @@ cdef class Search(Layer):
     cdef void become(self, unsigned char[:, ::1] to_ED) noexcept nogil
     @cython.locals(num=Py_ssize_t)
     cdef bint may_grow(self, Py_ssize_t expert) noexcept nogil
-    @cython.locals(at=Py_ssize_t, column=Py_ssize_t, kind=Py_ssize_t, most=double)
+    @cython.locals(at=Py_ssize_t, column=Py_ssize_t, first=Py_ssize_t, last=Py_ssize_t, kind=Py_ssize_t, most=double, seconds=double)
     cdef void rank(self, bint of_links) noexcept nogil
     cdef Py_ssize_t least_loaded(self, Py_ssize_t expert, Py_ssize_t node, bint is_full) noexcept nogil
     cdef void note(self, Py_ssize_t expert) noexcept nogil

@@ -554,14 +554,12 @@ class Search(Layer):
         at = 0
         column = _WORK
         most = -1.0
+        first = _IN if of_links else _WORK
+        last = _OUT if of_links else _WORK
         for place in range(self.num_devices + (self.num_nodes if of_links else 0)):
-            if not of_links:
-                if self.busy[place, _WORK] > most:
-                    most, at = self.busy[place, _WORK], place
-                continue
             kind = 0 if place < self.num_devices else 1
-            seconds = self.costs.dispatch[kind, 1] + self.costs.combine[kind, 1]
-            for side in range(_IN, _OUT + 1):
+            seconds = self.costs.dispatch[kind, 1] + self.costs.combine[kind, 1] if of_links else 1.0
+            for side in range(first, last + 1):
                 if seconds * self.busy[place, side] > most:
                     most, at, column = seconds * self.busy[place, side], place, side
         for expert in range(self.num_experts):
@@ -933,16 +931,11 @@ class Search(Layer):
 def search_replicas(
     layer: tuple, most_replicated: int, most_prices: int, start_ED: object
 ) -> tuple[float, float, np.ndarray]:
-    """Find a placement with few modelled seconds.
+    """Seconds of a layer without replicas and with those that are found; the placement, bytes ``[E, D]``.
 
-    Args:
-        layer: The arguments of :class:`Layer`, with a placement without replicas.
-        most_replicated: Most experts that may have replicas.
-        most_prices: Number of prices after which the descent ends.
-        start_ED: Bytes ``[E, D]``: a placement within the limits that serves as one more seed.
-
-    Returns:
-        Seconds without replicas and with those that were found, and the placement, bytes ``[E, D]``.
+    ``layer`` has the arguments of :class:`Layer`, with a placement without replicas. At most
+    ``most_replicated`` experts get some. A descent ends after ``most_prices``. ``start_ED`` is one more seed
+    within the limits, bytes ``[E, D]``.
     """
     search = Search(layer, most_replicated, most_prices, start_ED)
     with cython.nogil:
@@ -968,18 +961,13 @@ def spill_below(
 ) -> int:
     """Spill the tokens of devices above a ceiling to the nearest devices with room.
 
-    Args:
-        load_E: Tokens of each expert.
-        by_owner_E: The experts by owner, then by tokens, descending; those of a device begin at ``first_D``.
-        first_D: Where the experts of each device begin.
-        busiest_first_D: The devices by load, descending.
-        nearest_ED: The devices in the order in which an expert's tokens spill to them.
-        room_D: Tokens that each device may still take, negative above the ceiling; changed.
-        left_D: Experts of others that each device may still take; changed.
-        spilled: Gets expert, device and number of the tokens that spill, a row for each.
+    ``by_owner_E`` has the experts by owner, then by tokens, descending; those of a device begin at
+    ``first_D``. Devices come by load, descending (``busiest_first_D``), and for each expert in the order in
+    which its tokens spill to them. A device may still take ``room_D`` tokens, negative above the ceiling, and
+    ``left_D`` experts of others.
 
-    Returns:
-        The number of rows, or -1 if tokens find no room.
+    The result is the number of rows of ``spilled`` that were written, each an expert, a device and a number
+    of tokens; or -1 if tokens find no room.
     """
     num = 0
     for i in range(room_D.shape[0]):
@@ -1028,23 +1016,14 @@ def greedy_steps(
 
     This is Pro-Prophet's greedy search for one number of devices that are left out (Alg. 1).
 
-    Args:
-        owner_E: Owner of each expert.
-        load_E: Inputs of each expert, and ``inputs_ED`` by source device.
-        inputs_ED: See ``load_E``.
-        fewest_first_ED: For each expert the devices in the order of their inputs, ascending.
-        computed_D: Inputs that each device computes, and ``received_D`` receives; changed.
-        received_D: See ``computed_D``.
-        left_D: Replicas that each device may still get; changed.
-        is_selected_E: Zeros; changed.
-        replicas: Gets expert and device of each replica, in the order of the steps.
-        after: Zeros, a row for each step. It gets the number of replicas so far, the most inputs that a
-            device receives and the most that one computes.
-        tolerance: The load is balanced if the highest and the lowest load of a device differ by less.
-        num_left_out: Devices to which a selected expert is not sent: those with the fewest inputs for it.
+    An expert has ``load_E`` inputs, ``inputs_ED`` by source device; ``fewest_first_ED`` has the devices in
+    the order of these, ascending. Devices compute ``computed_D`` inputs, receive ``received_D`` and may still
+    get ``left_D`` replicas. A selected expert is not sent to the ``num_left_out`` devices with the fewest
+    inputs for it. The load is balanced if the highest and the lowest load of a device differ by less than
+    ``tolerance``.
 
-    Returns:
-        The number of steps.
+    The result is the number of steps. ``replicas`` gets expert and device of each replica, and ``after`` a
+    row for each step: replicas so far, the most inputs that a device receives and the most that one computes.
     """
     num_replicas = 0
     for step in range(after.shape[0]):

@@ -20,17 +20,12 @@ CEILING_TOLERANCE = 0.005
 def quota_assignment(
     owner_E: np.ndarray, counts_DE: np.ndarray, topology: Topology, *, slots: int
 ) -> np.ndarray:
-    """Plan how many tokens of each expert each device computes.
+    """Plan which device computes how many tokens of each expert, from (token, k) pairs ``[D, E]``.
 
     A binary search finds the lowest ceiling of device loads that is possible with at most ``slots`` experts
-    of other owners on a device. An owner above the ceiling spills tokens of its most loaded experts first, to
-    devices with room in the nodes from which most of the expert's tokens come, then with the lowest number.
-
-    Args:
-        owner_E: Owner of every expert, integers ``[E]``.
-        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
-        topology: Nodes of the devices.
-        slots: Most experts of other owners that a device may compute, m; 0 means that nothing spills.
+    of other owners on a device (m). An owner above the ceiling spills tokens of its most loaded experts
+    first, to devices with room in the nodes from which most of the expert's tokens come, then with the lowest
+    number.
 
     Returns:
         Tokens by expert and device, int64 ``[E, D]``. Row ``e`` sums to the tokens of expert ``e``.

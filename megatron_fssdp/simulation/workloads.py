@@ -29,14 +29,9 @@ LOG_NORMAL_SIGMAS = {"weak": 0.5, "medium": 1.0, "strong": 1.5}
 
 @dataclass(frozen=True)
 class WorkloadShape:
-    """Sizes of a workload.
+    """Sizes of a workload: the experts are a multiple of the devices, or fewer.
 
-    Attributes:
-        num_devices: Number of devices, D.
-        num_experts: Number of experts, E. A multiple of D, or less than D.
-        tokens_per_device: Tokens of each source device, or their mean if the devices have different numbers.
-        top_k: Number of different experts of each token.
-        num_iterations: Number of iterations, I.
+    ``tokens_per_device`` is a mean if the devices have different numbers.
 
     Raises:
         ValueError: The sizes do not fit each other.
@@ -135,11 +130,7 @@ def counts_of_shares(share_IDE: NDArray[np.float64], tokens_D: Counts, top_k: in
     Ties are broken in turn, starting where the previous source stopped, so that no expert gets the remainders
     of all sources.
 
-    Args:
-        share_IDE: Shares ``[I, D, E]`` of each source's assignments that go to each expert, on any positive
-            scale.
-        tokens_D: int64 ``[D]``. Tokens of every source device.
-        top_k: Number of different experts of each token.
+    The shares ``[I, D, E]`` are on any positive scale. A source has ``tokens_D[d]`` tokens.
 
     Returns:
         int64 ``[I, D, E]``. The assignments of source ``d`` sum to ``tokens_D[d] · top_k``, and none exceeds

@@ -271,14 +271,8 @@ def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray, barred_LC: 
     distinguish them, so the first one is selected: candidates that move less are first in the order. A layer
     keeps its present candidate if another one saves less than this fraction of its seconds.
 
-    Args:
-        seconds_LC: Modelled seconds of an iteration, float ``[L, C]``; infinite if a candidate cannot serve
-            the layer.
-        present_L: Index of the present candidate of each layer, int64 ``[L]``.
-        barred_LC: Whether a layer must not change to a candidate, bool ``[L, C]``.
-
-    Returns:
-        Index of the selected candidate of each layer, int64 ``[L]``.
+    Seconds are infinite where a candidate cannot serve a layer, and a layer must not change to a candidate
+    that is barred. The present and the selected candidates are indices, int64 ``[L]``.
     """
     layers = np.arange(len(seconds_LC))
     allowed_LC = np.where(barred_LC, np.inf, seconds_LC)

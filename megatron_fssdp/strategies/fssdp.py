@@ -4,7 +4,8 @@ Shape letters: D devices, E experts, L MoE layers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -175,11 +176,18 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         assert context.profile is not None
         search, slots, start = self._search(context, load_DE), self.slots(context), None
         kept = self._kept.get(context.layer)
-        if kept is not None and kept.fits(context, slots, number):
+        if (
+            kept is not None
+            and number - kept.number in (0, 1)
+            and kept.slots == slots
+            and np.array_equal(kept.placement.owner_E, context.owner_E)
+        ):
             start, seconds = kept.placement, search.seconds(kept.placement)
-            holds = seconds - kept.least_s(search.plain_s) <= LEAST_SAVING * seconds
+            # Loads that cost less lower the promise in proportion.
+            promised_s = kept.planned_s * min(1.0, search.plain_s / max(kept.plain_s, 1e-12))
+            holds = seconds - promised_s <= LEAST_SAVING * seconds
             if holds and kept.profile is context.profile and (number + context.layer) % RENEWAL:
-                self._kept[context.layer] = replace(kept, number=number)
+                self._kept[context.layer] = kept._replace(number=number)
                 return start
         placement, seconds = search.best_placement(
             slots=slots, most_replicated=context.num_experts, start=start
@@ -238,8 +246,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         return search.best_placement(slots=self.slots(context), most_replicated=context.num_experts)[1]
 
 
-@dataclass(frozen=True, eq=False)
-class _Kept:
+class _Kept(NamedTuple):
     """A layer's last placement, used last after ``number`` iterations, and what its search promised.
 
     ``planned_s`` and ``plain_s`` are the modelled seconds of the layer with and without its replicas, under
@@ -252,12 +259,3 @@ class _Kept:
     plain_s: float
     slots: int
     profile: LayerProfile
-
-    def fits(self, context: LayerContext, slots: int, number: int) -> bool:
-        """Whether the placement is that of the iteration before, and still possible."""
-        is_last = number - self.number in (0, 1)
-        return is_last and self.slots == slots and np.array_equal(self.placement.owner_E, context.owner_E)
-
-    def least_s(self, plain_s: float) -> float:
-        """Fewest seconds that a search would find: loads that cost less lower the promise in proportion."""
-        return self.planned_s * min(1.0, plain_s / max(self.plain_s, 1e-12))

@@ -113,13 +113,8 @@ def early_share(transfer: TransferPlan, num_pairs: float, context: LayerContext)
 
     As much as fits travels beside the compute between the layers, such as attention, and the rest beside the
     experts (Pro-Prophet, §V-B, Alg. 2). What neither of them hides travels beside the compute between the
-    layers, which then has to wait. Costs are measured.
-
-    Args:
-        transfer: Transfer plan of the layer's replicas.
-        num_pairs: Number of (token, k) pairs in an iteration. The function assumes that the layer before has
-            the same number, spread evenly over the devices.
-        context: Data of the layer.
+    layers, which then has to wait. The layer before is assumed to have as many (token, k) pairs in an
+    iteration, ``num_pairs``, spread evenly over the devices. Costs are measured.
     """
     profile = context.profile
     assert profile is not None

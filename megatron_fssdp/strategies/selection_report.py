@@ -48,8 +48,7 @@ class SelectionReport:
     """The result of one selection for all layers of a pipeline stage.
 
     Attributes:
-        before: Strategy of each layer before the selection, by the layer's number.
-        selected: Strategy of each layer now.
+        before: Strategy of each layer before the selection, by the layer's number; ``selected`` now.
         saving_s: Modelled seconds that all changes together save in an iteration.
         measured: Times of the iterations since the last change or since the start.
         seen: Predicted and measured saving of the last change; ``None`` if they cannot be compared.

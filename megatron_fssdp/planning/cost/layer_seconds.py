@@ -79,12 +79,8 @@ def exchange_times(
 ) -> tuple[LinkTimes, LinkTimes]:
     """Seconds of dispatch and of combine of one micro-batch. The backward pass takes the same seconds again.
 
-    Args:
-        links: Costs of all-to-alls.
-        pairs: (token, k) pairs of an iteration on the busiest links, or tokens of both deduplicated hops.
-        token_bytes: Bytes of one token's hidden state.
-        num_micro_batches: Number of micro-batches, which have equal parts of the pairs.
-        num_choices: Choices that travel with a token of the deduplicated exchange; otherwise 0.
+    The busiest links have (token, k) pairs of an iteration, or tokens of both deduplicated hops, with
+    ``num_choices`` choices each. Micro-batches have equal parts of them.
     """
     dispatch, combine = (
         links.times(pairs, unit_bytes, starts, in_turn=num_choices > 0)
@@ -139,12 +135,8 @@ def moving_seconds(
 class LayerPrice:
     """Seconds of one layer in an iteration, in both passes, by their cause.
 
-    Attributes:
-        before_s: Seconds of the compute before the layer, such as attention.
-        all_to_all_s: Seconds of router counts, dispatches and combines.
-        experts_s: Seconds of the experts on the device that computes most.
-        gather_s: Seconds for which compute waits for spAG.
-        reduce_s: Seconds for which compute waits for spRS.
+    They are those of the compute before the layer, such as attention; of router counts, dispatches and
+    combines; of the experts on the device that computes most; and for which compute waits for spAG and spRS.
     """
 
     before_s: float

@@ -47,14 +47,10 @@ class ScheduledLayer:
 
     Attributes:
         num_tokens: Number of tokens of one MP group, B·L.
-        hidden_size: Model dimension, M.
+        hidden_size: Model dimension, M, in numbers of ``element_bytes``.
         num_rows: Number of (token, k) pairs that are sent, E·T. With a capacity factor f it is k·f·B·L.
-        n_mp: Number of ranks of an MP group, N_MP.
-        n_esp: Number of ranks of an ESP group, N_ESP.
-        n_ep: Number of ranks of an EP group.
-        element_bytes: Bytes of one number of a token's hidden state.
-        is_split: Whether the ranks of an MP group already have different tokens, as under sequence
-            parallelism.
+        n_mp: Number of ranks of an MP group, N_MP; ``n_esp`` of an ESP group, ``n_ep`` of an EP group.
+        is_split: Whether the ranks of an MP group have different tokens, as under sequence parallelism.
     """
 
     num_tokens: float

@@ -79,7 +79,9 @@ class TokenDispatch:
     def _moves(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Pairs that a device gets from its node and from other nodes, and sends there; each ``[E, D]``."""
         wanted_ED, leaving_ED = self.tokens_ED - self._own_ED, np.asarray(self.counts_DE).T - self._own_ED
-        wanted_EN, leaving_EN = (_over_nodes(moving_ED, self.topology) for moving_ED in (wanted_ED, leaving_ED))
+        wanted_EN, leaving_EN = (
+            _over_nodes(moving_ED, self.topology) for moving_ED in (wanted_ED, leaving_ED)
+        )
         near_EN, node_D = np.minimum(wanted_EN, leaving_EN), self.topology.node_of_device_D
         got, sent = ((near_EN / np.maximum(all_EN, 1e-300))[:, node_D] for all_EN in (wanted_EN, leaving_EN))
         return wanted_ED * got, wanted_ED * (1 - got), leaving_ED * sent, leaving_ED * (1 - sent)

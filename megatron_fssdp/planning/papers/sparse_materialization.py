@@ -58,18 +58,12 @@ def sparse_materialization(
 
 
 def apportion_replicas(loads: list[float], total: int, most: int) -> list[int]:
-    """Share slots among experts in proportion to load (Hecate, Alg. 1, line 9).
+    """Share ``total`` slots among experts in proportion to load (Hecate, Alg. 1, line 9).
 
     Fractions are rounded by the method of largest remainders. An expert whose share exceeds ``most`` gets
     ``most``. The rest is again shared among the next experts in proportion to load.
 
-    Args:
-        loads: Positive loads of the experts in descending order.
-        total: Number of slots to share.
-        most: Most replicas of one expert.
-
-    Returns:
-        Number of replicas of every expert, in the order of ``loads``.
+    Loads are positive and descending; the numbers of replicas are in their order.
     """
     load_left = np.cumsum(loads[::-1])[::-1].tolist()
     num_capped = 0
@@ -92,12 +86,8 @@ def _best_devices(owner: int, free_D: np.ndarray, topology: Topology) -> np.ndar
     """The devices with a free slot other than an expert's owner, in the order in which Alg. 1 takes them.
 
     Taking a device gives its node the expert and one free slot less. In a node, devices are taken in a fixed
-    order, so the key of the i-th one is known beforehand, and all of them can be sorted at once.
-
-    Args:
-        owner: Owner of the expert. At first only its node has the expert.
-        free_D: Number of free slots of every device, int64 ``[D]``.
-        topology: Nodes of the devices.
+    order, so the key of the i-th one is known beforehand, and all of them can be sorted at once. At first,
+    only the owner's node has the expert.
     """
     node_D = topology.node_of_device_D
     node_free_N = np.bincount(node_D, weights=free_D).astype(np.int64)
