@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -22,7 +21,6 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.selection_report import IterationSpread, SeenSaving
-from tests.drawn_examples import examples
 
 TOPOLOGY = Topology.uniform(4, 2)
 LINK = LinkCost(0.0, 1e-9)
@@ -236,25 +234,6 @@ def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
 def test_keys_that_no_candidate_has_are_refused(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         strategy_settings("auto", keys, "test")
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6), st.integers(1, 3))
-@examples(15)
-def test_a_selection_is_never_modelled_slower_than_doing_nothing(
-    seeds: list[int], micro_batches: int
-) -> None:
-    strategy = automatic()
-    context = replace(CONTEXT, profile=replace(PROFILE, num_micro_batches=micro_batches))
-    loads = [np.random.default_rng(seed).poisson(50, (4, 8)) ** 2 // 10 for seed in seeds]
-    history = history_of(strategy, *loads)
-    prices_LC = strategy.price([context], [history])
-    report = strategy.select([1], prices_LC, None)
-    modelled = dict(zip(strategy.candidates, prices_LC[0], strict=True))
-    assert modelled[strategy.selected(1)] <= modelled["ep"]
-    assert report.saving_s == pytest.approx(modelled["ep"] - modelled[strategy.selected(1)])
-    again = automatic()
-    again.select([1], prices_LC, None)
-    assert again.selected(1) == strategy.selected(1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
@@ -89,27 +88,6 @@ def test_strategies_state_how_long_their_replicas_live() -> None:
     released = build_strategy("fssdp", FssdpSettings(rematerialize=True))
     assert released.replica_life is ReplicaLife.LAYER_PASS
     assert released.before_gate(CONTEXT, LoadHistory(5, 4, 8)).life is ReplicaLife.LAYER_PASS
-
-
-@given(layers(), bounds, bounds, st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4))
-@examples(60)
-def test_fssdp_keeps_its_bounds_and_never_raises_the_modelled_load(
-    context: LayerContext, slots: int | None, degree: int | None, seeds: list[int]
-) -> None:
-    strategy = build_strategy("fssdp", FssdpSettings.model_construct(slots=slots, overlap_degree=degree))
-    history = history_of(context, strategy.window, seeds)
-    placement = strategy.before_gate(context, history).placement
-    # By default as many slots as a device owns experts on average, rounded up.
-    most = -(-context.num_experts // context.num_devices) if slots is None else slots
-    assert placement.replicas_per_device_D.max() <= most
-    replicated = int((placement.present_ED.sum(axis=1) > 1).sum())
-    assert replicated <= (context.num_experts if degree is None else degree)
-    owners = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
-    before, after = (
-        plan_dispatch("even", history.forecast_DE(), p, context.topology).device_tokens_D.max()
-        for p in (owners, placement)
-    )
-    assert after <= before * (1 + 1e-9)
 
 
 def hot_counts_DE(hot: int) -> np.ndarray:
