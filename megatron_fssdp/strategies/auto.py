@@ -8,6 +8,7 @@ Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -48,21 +49,17 @@ BARRED_SELECTIONS = 5
 class AutoStrategy(MovesOwners[AutoSettings]):
     """Asks the selected strategy of each layer for plans, and reconsiders the selection at an interval.
 
-    Args:
-        settings: Settings of ``auto``, which contain those of the candidates.
-        candidates: The candidates by name, built from these settings; ``ep`` is the first one.
-        priced: The same candidates, built once more. Each rank prices only a part of the layers, and
-            candidates remember what they have planned, so one set would make other plans on each rank.
+    The candidates are built from the settings of ``auto``; ``ep`` is the first one.
     """
 
     replica_life = ReplicaLife.SELECTED
     selects = True
 
-    def __init__(
-        self, settings: AutoSettings, candidates: Mapping[str, Strategy], priced: Mapping[str, Strategy]
-    ) -> None:
+    def __init__(self, settings: AutoSettings, candidates: Mapping[str, Strategy]) -> None:
         super().__init__(settings)
-        self.candidates, self._priced = dict(candidates), dict(priced)
+        # Each rank prices only a part of the layers, and candidates remember what they have planned, so one
+        # set of them would make other plans on each rank.
+        self.candidates, self._priced = dict(candidates), deepcopy(dict(candidates))
         self.window = max(one.window for one in candidates.values()) + COMPARED_ITERATIONS
         self.profile_iterations = profile_iterations()
         self.overlaps = any(one.overlaps for one in candidates.values())
@@ -291,16 +288,16 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
     Raises:
         Exception: Whatever a shipped candidate raises while it is built.
     """
-    candidates, priced = {}, {}
+    candidates = {}
     for name, keys in settings.candidates.items():
         try:
-            pair = build_strategy(name, keys), build_strategy(name, keys)
-            if pair[0].resident_slots or pair[0].selects:
+            candidate = build_strategy(name, keys)
+            if candidate.resident_slots or candidate.selects:
                 raise ValueError(
                     "got a strategy with resident replicas or with candidates of its own, wanted a "
                     "strategy that a layer can start and stop using between two iterations"
                 )
-            candidates[name], priced[name] = pair
+            candidates[name] = candidate
         except Exception as error:
             package = STRATEGIES[name].package
             if package == SHIPPED:
@@ -309,4 +306,4 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
                 f"[fssdp] auto: candidate '{name}' of package {package} is left out: {error}; update the "
                 f"package, or leave the candidate out with --moe-strategy-set {name}=false"
             )
-    return AutoStrategy(settings, candidates, priced)
+    return AutoStrategy(settings, candidates)

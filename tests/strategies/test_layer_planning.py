@@ -100,7 +100,7 @@ def test_a_candidate_of_another_package_that_fails_is_not_selected_and_is_named(
     """Each rank prices other layers: an exception on one rank would leave the others waiting."""
     settings = STRATEGIES["auto"].settings()
     ep, failing = build_strategy("ep", EpSettings()), Given(ZeroDivisionError())
-    auto = AutoStrategy(settings, {"ep": ep, "given": failing}, {"ep": ep, "given": failing})  # type: ignore[arg-type]
+    auto = AutoStrategy(settings, {"ep": ep, "given": failing})  # type: ignore[arg-type]
     history = LoadHistory(auto.window, 4, 8)
     for _ in range(3):
         history.append(COUNTS_DE)

@@ -209,21 +209,17 @@ def cluster_links(
         all_to_all = "row_exchange"
     counts: CollectiveName = "all_gather" if is_megatrons or on_cuda else all_to_all
 
-    def links_of(name: CollectiveName, num_sharing: int) -> tuple[LinkCost, LinkCost, LinkCost]:
-        """Costs inside a node, of a node's NICs, and of what was measured there, zero if nothing was."""
+    def links_of(name: CollectiveName) -> LinkSet:
         measured = cluster.collectives.get(name, {})
         near = link_cost(measured.get("intra_node", cluster.intra_node))
-        inter = measured.get("inter_node")
-        if inter is None:
-            return near, far, FREE
-        return near, LinkCost(inter.alpha_s, far.beta_s_per_byte), link_cost(inter, num_sharing)
+        if (inter := measured.get("inter_node")) is None:
+            return LinkSet(near, far)
+        of_node = LinkCost(inter.alpha_s, far.beta_s_per_byte)
+        if name == "point_to_point":
+            return LinkSet(near, of_node, far_of_device=link_cost(inter))
+        return LinkSet(near, of_node, far_of_all=link_cost(inter, cluster.devices_per_node))
 
-    def shared(name: CollectiveName) -> LinkSet:
-        """Costs of a collective that all devices of the group take part in."""
-        near, of_node, of_all = links_of(name, cluster.devices_per_node)
-        return LinkSet(near, of_node, far_of_all=of_all)
-
-    return ClusterLinks(shared(all_to_all), LinkSet(*links_of("point_to_point", 1)), shared(counts))
+    return ClusterLinks(links_of(all_to_all), links_of("point_to_point"), links_of(counts))
 
 
 def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:

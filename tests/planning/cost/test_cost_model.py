@@ -55,10 +55,3 @@ def test_a_fit_recovers_a_known_line_and_reports_its_error(alpha_s, beta_s_per_b
     assert squares <= sum((error / (1 + error)) ** 2 for error in noise) + 1e-9
     assert noisy.worst_relative_error <= squares**0.5 + 1e-9
     assert noisy.r_squared <= 1
-
-
-def test_bad_costs_say_what_was_wanted():
-    with pytest.raises(ValueError, match="beta_s_per_byte is -1"):
-        LinkCost(0.0, -1.0)
-    with pytest.raises(ValueError, match="expert_flops_per_s is 0"):
-        ClusterCost(LinkCost(0, 0), LinkCost(0, 0), 0.0)
