@@ -47,7 +47,6 @@ cdef class Layer(Trees):
     cdef void add(self, Py_ssize_t place, double sign) noexcept nogil
     cdef void put(self, Py_ssize_t expert, Py_ssize_t device, Py_ssize_t sign) noexcept nogil
     cdef double price(self) noexcept nogil
-    cdef double busier(self, Py_ssize_t place, Py_ssize_t column, double weight) noexcept nogil
     @cython.locals(tokens=double, pairs=double, moved=double, is_smooth=bint)
     cdef void look_at(self, Py_ssize_t node, Py_ssize_t row, double weight) noexcept nogil
     @cython.locals(tokens=double, near=double, far=double, moved_near=double, moved_far=double, hops=Py_ssize_t, fill=Py_ssize_t, is_held=bint, is_smooth=bint, weight=double, row=Py_ssize_t)

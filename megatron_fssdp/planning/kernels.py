@@ -409,15 +409,6 @@ class Layer(Trees):
             self.look_at(node, node, 0.0)
         return self.price_with(-1, -1)
 
-    def busier(self, place: int, column: int, weight: float) -> float:
-        """The higher of what a device or node gets and sends, ``own`` included with a weight.
-
-        ``column`` is that of what it gets; the next one is of what it sends.
-        """
-        got = self.busy[place, column] + weight * self.own[place, column]
-        sent = self.busy[place, column + 1] + weight * self.own[place, column + 1]
-        return max(got, sent)
-
     def look_at(self, node: int, row: int, weight: float) -> None:
         """Write to a row of ``most`` what a node's devices do, ``own`` included with a weight."""
         tokens = pairs = moved = 0.0
@@ -425,9 +416,13 @@ class Layer(Trees):
         for i in range(self.first_N[node], self.first_N[node + 1]):
             device = self.member_D[i]
             computed = self.busy[device, _WORK] + weight * self.own[device, _WORK]
+            got = self.busy[device, _IN] + weight * self.own[device, _IN]
+            sent = self.busy[device, _OUT] + weight * self.own[device, _OUT]
             tokens = _join(is_smooth, tokens, _raised(is_smooth, computed))
-            pairs = _join(is_smooth, pairs, _raised(is_smooth, self.busier(device, _IN, weight)))
-            moved = _join(is_smooth, moved, _raised(is_smooth, self.busier(device, _GETS, weight)))
+            pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
+            got = self.busy[device, _GETS] + weight * self.own[device, _GETS]
+            sent = self.busy[device, _SENDS] + weight * self.own[device, _SENDS]
+            moved = _join(is_smooth, moved, _raised(is_smooth, max(got, sent)))
         self.most[row, 0] = tokens
         self.most[row, 1] = pairs
         self.most[row, 2] = moved
@@ -447,8 +442,12 @@ class Layer(Trees):
             hops, fill = max(hops, self.hops_E[beside]), max(fill, self.fill_E[beside])
         for node in range(self.num_nodes):
             place = self.num_devices + node
-            far = _join(is_smooth, far, _raised(is_smooth, self.busier(place, _IN, weight)))
-            moved_far = _join(is_smooth, moved_far, _raised(is_smooth, self.busier(place, _GETS, weight)))
+            got = self.busy[place, _IN] + weight * self.own[place, _IN]
+            sent = self.busy[place, _OUT] + weight * self.own[place, _OUT]
+            far = _join(is_smooth, far, _raised(is_smooth, max(got, sent)))
+            got = self.busy[place, _GETS] + weight * self.own[place, _GETS]
+            sent = self.busy[place, _SENDS] + weight * self.own[place, _SENDS]
+            moved_far = _join(is_smooth, moved_far, _raised(is_smooth, max(got, sent)))
             is_held = expert >= 0 and self.holders_EN[expert, node] > 0
             row = node
             if is_held or (beside >= 0 and self.holders_EN[beside, node] > 0):
