@@ -113,7 +113,7 @@ class LoadHistory:
         return self._num_settled if self._num_settled < len(self._latest) else None
 
     def mean_DE(self) -> np.ndarray:
-        """Mean counts over the window, float64 ``[D, E]``, zeros at first; Hecate's prediction (§4.2)."""
+        """Mean counts of the window, float64 ``[D, E]``, zeros at first; Hecate's prediction (§4.2)."""
         return self._sum_DE / max(len(self._latest), 1)
 
     def forecast_DE(self) -> np.ndarray:

@@ -156,20 +156,12 @@ class LayerPlan:
     def dispatch(
         self, counts_DE: np.ndarray, topology: Topology, num_micro_batches: int = 1
     ) -> TokenDispatch:
-        """All dispatches of some micro-batches together. The plan keeps the last answer.
+        """All dispatches of some micro-batches together.
 
         Every micro-batch is assumed to have an equal part of the (token, k) pairs by source and expert,
         ``[D, E]``.
         """
-        question = (counts_DE, topology, num_micro_batches)
-        known: tuple[tuple[object, ...], TokenDispatch] | None = self.__dict__.get("_known_dispatch")
-        if known is not None and all(a is b for a, b in zip(known[0], question, strict=True)):
-            return known[1]
         if self.tokens_ED is None:
-            dispatch = plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
-        else:
-            # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
-            dispatch = TokenDispatch(counts_DE, num_micro_batches * self.tokens_ED, topology)
-        if not counts_DE.flags.writeable:
-            self.__dict__["_known_dispatch"] = (question, dispatch)
-        return dispatch
+            return plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
+        # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
+        return TokenDispatch(counts_DE, num_micro_batches * self.tokens_ED, topology)
