@@ -39,10 +39,8 @@ class StrategyOutcome:
     """Result of simulating a strategy.
 
     Attributes:
-        name: Name of the strategy.
         parts_s: Seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``.
         iterations: Decisions of the strategy in every iteration, and the traffic that they cause.
-        topology: Node of each device.
         memory: Peak memory of the device that needs the most.
         prices: Prices of the layers, from which the spans of an iteration are computed.
         warm_up: Number of first iterations in which the strategy measures or has no history.

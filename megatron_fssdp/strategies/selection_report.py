@@ -52,7 +52,7 @@ class SelectionReport:
         saving_s: Modelled seconds that all changes together save in an iteration.
         measured: Times of the iterations since the last change or since the start.
         seen: Predicted and measured saving of the last change; ``None`` if they cannot be compared.
-        left_s: Modelled seconds that others would save in an iteration, if that was too little for a change.
+        left_s: Modelled seconds that others would save, if that was too little for a change.
     """
 
     before: dict[int, str]

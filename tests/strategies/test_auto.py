@@ -225,8 +225,6 @@ def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
         ({"fssdp": {"nodes": 2}}, "fssdp.nodes has no meaning for a candidate"),
         ({"fssdp": {"reshard_interval": 5}}, "fssdp.reshard_interval has no meaning"),
         ({"quota": {"overlap": False}}, "quota.overlap has no meaning"),
-        ({"fssdp": {"slots": 0, "overlap_degree": 1}}, "exclude each other"),
-        ({"fssdp": {"slotz": 0}}, "did you mean 'slots'"),
         ({"fssdp": 3}, "wanted true or false or a mapping"),
         ({"slots": 3}, "has no meaning under strategy 'auto'"),
     ],

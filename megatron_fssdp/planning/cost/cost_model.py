@@ -23,12 +23,7 @@ LEAST_BETA_S_PER_BYTE = 1e-13
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Seconds of one transfer over a link: ``alpha + beta * bytes`` (Parm, §V, Eq. 12).
-
-    Attributes:
-        alpha_s: Start-up seconds, which do not depend on the size.
-        beta_s_per_byte: Seconds for each byte, the inverse of the bandwidth.
-    """
+    """Seconds of one transfer over a link: ``alpha + beta * bytes`` (Parm, §V, Eq. 12)."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -56,11 +51,8 @@ def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkC
 class LinkFit:
     """A fitted cost, and how well it agrees with the measurements.
 
-    Attributes:
-        cost: The fitted cost.
-        r_squared: Share of the variance of the measured seconds that the fit explains; 1 if all measured
-            seconds are equal.
-        worst_relative_error: Largest ``|fitted - measured| / measured`` of all sizes.
+    ``r_squared`` is the share of the variance of the measured seconds that the fit explains, 1 if all are
+    equal, and ``worst_relative_error`` the largest ``|fitted - measured| / measured`` of all sizes.
     """
 
     cost: LinkCost
@@ -82,10 +74,8 @@ class LinkFit:
 class ClusterCost:
     """Costs of links and compute in a cluster of equal devices.
 
-    Attributes:
-        intra: Cost of one direction of a device's link inside its node.
-        inter: Cost of one direction of a node's NIC.
-        expert_flops_per_s: Throughput of one device on expert GEMMs, in FLOPs for each second.
+    They are those of one direction of a device's link inside its node (``intra``), of one direction of a
+    node's NIC (``inter``), and the throughput of one device on expert GEMMs.
     """
 
     intra: LinkCost

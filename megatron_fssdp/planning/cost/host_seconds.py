@@ -20,10 +20,9 @@ SIZES = ((16, 8), (64, 32), (256, 64), (256, 256), (512, 1024))
 class HostWork:
     """What the host of a rank does for one layer, in seconds.
 
-    Attributes:
-        before_gate_s: Plan of an iteration, which on a GPU is made while the host would wait.
-        after_gate_s: Plan with the exact counts of a micro-batch, for which the device waits.
-        dispatch_s: A rank's own part of a micro-batch's dispatch, for which the device waits.
+    It plans an iteration before the gate, on a GPU while it would wait, and a micro-batch with its exact
+    counts after the gate; then its own part of the micro-batch's dispatch. The device waits for the latter
+    two.
     """
 
     before_gate_s: float = 0.0

@@ -28,11 +28,10 @@ class LayerProfile:
         token_bytes: Bytes of one token's hidden state.
         flops_per_token: Floating-point operations of one expert's forward pass for one token.
         memory_capacity: Number of replicas that a device can hold for one layer (Hecate §4.2, m).
-        gradient_bytes: Bytes of one expert's gradient as it is sent to the owner; ``None`` means
-            ``expert_bytes``.
+        gradient_bytes: Bytes of one expert's gradient as it is sent; ``None`` means ``expert_bytes``.
         num_micro_batches: Number of micro-batches in an iteration.
-        owned_bytes: Bytes of parameters, master weights and optimizer states of one expert on the device that
-            owns it; ``None`` if they are not known.
+        owned_bytes: Bytes of parameters, master weights and optimizer states of one expert on its owner;
+            ``None`` if they are not known.
         messages: How a transfer divides an expert into messages.
         choices: What is known about the experts of the tokens; ``None`` if nothing is.
         exact_shares_s: Seconds in which the device computes exact shares of a micro-batch

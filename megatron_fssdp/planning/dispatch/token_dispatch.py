@@ -42,11 +42,8 @@ LEAST_LOAD = 1e-4
 class BusiestLinks:
     """Number of units (tokens or experts) on the busiest link of each kind, in its busier direction.
 
-    Attributes:
-        near: Units between the busiest device and other devices of its node.
-        far_of_device: Units between the busiest device and other nodes.
-        far_of_node: Units between the busiest node and other nodes.
-        far_of_mean_node: Units between an average node and other nodes.
+    They are between the busiest device and its node (``near``), and between other nodes and the busiest
+    device, the busiest node, or an average node.
     """
 
     near: float = 0.0

@@ -25,11 +25,9 @@ class FixedMessages:
 
     Attributes:
         num_bytes: Most bytes of a message.
-        num_open: Most messages of one sender that a receiving device keeps at the same time. Messages are
-            received early.
+        num_open: Most messages of one sender that a receiving device keeps at the same time; they come early.
         batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
-        step_host_s: Seconds of the host for each step of the smart schedule, which delay the next messages
-            and the step's results.
+        step_host_s: Seconds of the host for each step of the smart schedule, which delay its next messages.
     """
 
     num_bytes: int

@@ -4,14 +4,10 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import (
     LEAST_BETA_S_PER_BYTE,
-    ClusterCost,
     LinkCost,
     LinkFit,
     fit_link_cost,
 )
-
-FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
-
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 
