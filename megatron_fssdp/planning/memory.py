@@ -122,7 +122,7 @@ def expert_memory(
     """
     expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
     are_resident = held.life is ReplicaLife.RESIDENT
-    resident_elements = held.num_layers * replicas_per_layer * expert_elements if are_resident else 0
+    resident_elements = held.stage.num_layers * replicas_per_layer * expert_elements if are_resident else 0
     # A device sends no experts if there are no replicas.
     sent = owned_per_layer if replicas_per_layer else 0
     if are_resident:
@@ -131,9 +131,9 @@ def expert_memory(
     else:
         # Sums over micro-batches are flat already and need no copy.
         all_summed = held.sums_gradients and held.life is not ReplicaLife.SELECTED
-        gradients = 0 if all_summed else min(held.num_layers, 1) * replicas_per_layer
+        gradients = 0 if all_summed else min(held.stage.num_layers, 1) * replicas_per_layer
         # A layer's experts are gathered again while the gradients of the layer above are sent.
-        at_once = held.life is ReplicaLife.LAYER_PASS and held.num_layers > 1
+        at_once = held.life is ReplicaLife.LAYER_PASS and held.stage.num_layers > 1
         packed_bytes = (sent + gradients if at_once else max(sent, gradients)) * expert_bytes
     # A device receives gradients of the experts that it owns, and of replicas whose gradients it passes on.
     # It buffers the messages of each child in the transfer tree. Owned experts also need the sums.
@@ -195,7 +195,7 @@ def _gradient_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> in
     """
     adds_to_own_sums = held.fuses_gradients and not held.layers_with_sums
     made_bytes = max(expert_bytes, sum_bytes) if adds_to_own_sums else expert_bytes
-    return min(held.num_layers, 1) * made_bytes + held.layers_with_sums * sum_bytes
+    return min(held.stage.num_layers, 1) * made_bytes + held.layers_with_sums * sum_bytes
 
 
 def _received_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int, messages: MessageRule) -> int:

@@ -92,11 +92,6 @@ class HeldReplicas:
     fuses_gradients: bool = False
 
     @property
-    def num_layers(self) -> int:
-        """Number of MoE layers of the pipeline stage, L."""
-        return self.stage.num_layers
-
-    @property
     def sums_gradients(self) -> bool:
         """Whether replicas sum gradients over micro-batches (:meth:`ReplicaLife.sums_gradients`)."""
         return self.life.sums_gradients(self.num_micro_batches)
@@ -115,13 +110,13 @@ class HeldReplicas:
         replicas, most memory is used when all live for a micro-batch.
         """
         if self.life is ReplicaLife.LAYER_PASS:
-            return min(self.num_layers, 1)
+            return min(self.stage.num_layers, 1)
         if self.life in (ReplicaLife.MICRO_BATCH, ReplicaLife.SELECTED):
             return self.stage.layers_in_flight(self.num_micro_batches)
-        return self.num_layers
+        return self.stage.num_layers
 
     @property
     def layers_with_sums(self) -> int:
         """Number of layers whose replicas' gradients are kept in extra sums until the last micro-batch."""
         # Resident replicas need no extra sums, because they sum gradients in their main_grad.
-        return self.num_layers if self.sums_gradients and self.life is not ReplicaLife.RESIDENT else 0
+        return self.stage.num_layers if self.sums_gradients and self.life is not ReplicaLife.RESIDENT else 0
