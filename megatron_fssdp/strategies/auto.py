@@ -84,8 +84,6 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         """Largest number of replicas of a layer that any candidate places on a device."""
         return max(candidate.slots(context) for candidate in self.candidates.values())
 
-    # Plans: those of the layer's selected strategy.
-
     def selected(self, layer: int) -> str:
         """Name of the selected strategy of the layer with this number; ``ep`` before the first selection."""
         return self._selected.get(layer, BASELINE)
@@ -128,8 +126,6 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         candidate = self._of(context.layer)
         return candidate.reshard_layer(context, load_E) if _moving(candidate) else context.owner_E
 
-    # The selection.
-
     def resume(self, selected: Mapping[int, str]) -> None:
         """Start with the selection of another run, names by layer number; unknown names are ignored."""
         self._selected = {layer: name for layer, name in selected.items() if name in self.candidates}
@@ -162,12 +158,8 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         """Reconsider the strategies of a pipeline stage's layers.
 
         If the last change made iterations slower, it is reverted first, and its layers cannot change to the
-        same strategies again for :data:`BARRED_SELECTIONS` selections.
-
-        Args:
-            layers: Numbers of the layers.
-            seconds_LC: Results of :meth:`price`, equal on all ranks that share owners, float ``[L, C]``.
-            since_change: Times of the iterations since the last change or since the start, equal there too.
+        same strategies again for :data:`BARRED_SELECTIONS` selections. The results of :meth:`price` and the
+        times of the iterations since the last change or the start are equal on all ranks that share owners.
         """
         self._has_selected = True
         seen, last = self._seen(since_change), self._last_change
@@ -284,9 +276,6 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
 
     A candidate of another package may fail to build, or may have abilities that one layer alone cannot use.
     Such a candidate is left out with a warning, because a user of ``auto`` may not know that it exists.
-
-    Raises:
-        Exception: Whatever a shipped candidate raises while it is built.
     """
     candidates = {}
     for name, keys in settings.candidates.items():
@@ -297,6 +286,7 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
                     "got a strategy with resident replicas or with candidates of its own, wanted a "
                     "strategy that a layer can start and stop using between two iterations"
                 )
+            deepcopy(candidate)  # A candidate that cannot be copied, as auto does, is left out as well.
             candidates[name] = candidate
         except Exception as error:
             package = STRATEGIES[name].package
