@@ -220,7 +220,7 @@ def price_arguments(
 ) -> tuple[Any, ...]:
     """The arguments of ``kernels.Price``, from those of :func:`layer_seconds`.
 
-    ``most_hops`` are the most hops of a path, ``num_choices`` those of :class:`LayerWork`, and
+    ``most_hops`` are the most hops of a path, ``num_choices`` those of :func:`layer_seconds`, and
     ``units_per_pair`` the rows that travel for a pair, inside nodes and between nodes.
     """
     cluster, links = profile.cluster, plain_links(profile.cluster)
