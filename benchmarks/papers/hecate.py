@@ -25,7 +25,6 @@ from benchmarks.papers.hecate_systems import (
 )
 from benchmarks.papers.setting import OF_MOE_LAYERS, Setting
 from benchmarks.papers.systems import STEPPED_HECATE
-from megatron_fssdp.planning.cost.cost_model import overlap_degree
 
 PLACES = (("hecate-a", 16), ("hecate-a", 32), ("hecate-b", 32))
 """Clusters and numbers of GPUs of Fig. 9 and 10."""
@@ -96,7 +95,7 @@ def hidden_experts(setting: Setting) -> int:
     """Return Hecate's overlap degree t (§4.2) with the assumed compute and the nominal bandwidth."""
     job, cluster = setting.job, setting.description
     seconds = min(job.before_gate_flops_L) / cluster.non_expert_flops_per_s
-    return overlap_degree(seconds, cluster.inter_node.bandwidth_bytes_per_s, job.expert_bytes)
+    return int(seconds * cluster.inter_node.bandwidth_bytes_per_s / job.expert_bytes)
 
 
 def changed_gains(

@@ -74,7 +74,7 @@ def balanced_moe_s(size: StackSize, topology: Topology, cluster: ClusterCost) ->
     counts_DE = np.full((devices, size.num_experts), size.tokens_per_rank * size.top_k // size.num_experts)
     owners = ExpertPlacement.owners_only(even_owners(size.num_experts, devices), devices)
     pairs = plan_dispatch("even", counts_DE, owners, topology).busiest
-    exchange_s = float(plain_links(cluster).all_to_all.times(pairs, size.token_bytes).seconds)
+    exchange_s = float(plain_links(cluster).times(pairs, size.token_bytes).seconds)
     rows = size.tokens_per_rank * size.top_k
     return 4 * exchange_s + 3 * rows * size.flops_per_token / cluster.expert_flops_per_s
 

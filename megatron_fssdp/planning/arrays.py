@@ -1,4 +1,4 @@
-"""Arrays of plans, which are read-only, and checks of the loads and counts that planners are given."""
+"""Arrays of plans, which are read-only, and a check of the counts that planners are given."""
 
 from typing import Any
 
@@ -18,26 +18,6 @@ def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
     array = np.array(values, dtype=dtype, order="C", copy=True)
     array.setflags(write=False)
     return array
-
-
-def checked_load(load: np.ndarray, name: str, shape: tuple[int, ...], meaning: str) -> np.ndarray:
-    """Check loads and return them as a contiguous float64 array of the wanted shape.
-
-    Errors name the array and the meaning of its entries and axes.
-
-    Raises:
-        ValueError: The shape is wrong, or a load is negative or not finite.
-    """
-    checked = np.ascontiguousarray(load, dtype=np.float64)
-    if checked.shape != shape:
-        raise ValueError(f"{name} has shape {checked.shape}: wanted {shape}, {meaning}")
-    # If an entry is not a number, the minimum and the maximum are not numbers and both tests fail.
-    if not (float(checked.min()) >= 0 and np.isfinite(float(checked.max()))):
-        place = tuple(int(i) for i in np.argwhere(~((checked >= 0) & np.isfinite(checked)))[0])
-        raise ValueError(
-            f"{name}[{', '.join(map(str, place))}] is {checked[place]}: wanted a finite load of 0 or more"
-        )
-    return checked
 
 
 def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) -> np.ndarray:

@@ -12,12 +12,12 @@ cdef class Trees:
     cdef unsigned char[:, ::1] has_ED
     cdef Py_ssize_t leader_at(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
     cdef Py_ssize_t line_up(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
-    cdef Py_ssize_t write_edges(self, Py_ssize_t[:, ::1] edges) noexcept nogil
-    cdef void write_edge(self, Py_ssize_t[:, ::1] edges, Py_ssize_t row, Py_ssize_t expert, Py_ssize_t source, Py_ssize_t to, Py_ssize_t depth) noexcept nogil
+    @cython.locals(leader=Py_ssize_t, depth=Py_ssize_t)
+    cpdef void write_edges(self, Py_ssize_t[:, ::1] edges) noexcept
 
 cdef class Price:
     cdef double[:, ::1] dispatch, combine, moves, of_hops
-    cdef double per_token, times, counts, hidden, hidden_back, early, late, first, added
+    cdef double per_token, times, counts, hidden, hidden_back, early, first, added
     cdef double all_to_all, experts, waits, waits_back
     cdef bint is_resident, is_pass, is_micro_batch, in_turn, is_far
     cdef double gather_of(self, tuple traffic)
@@ -65,7 +65,7 @@ cdef class Search(Layer):
     cdef void become(self, unsigned char[:, ::1] to_ED) noexcept nogil
     @cython.locals(num=Py_ssize_t)
     cdef bint may_grow(self, Py_ssize_t expert) noexcept nogil
-    @cython.locals(at=Py_ssize_t, column=Py_ssize_t, kind=Py_ssize_t, most=double)
+    @cython.locals(at=Py_ssize_t, column=Py_ssize_t, first=Py_ssize_t, last=Py_ssize_t, kind=Py_ssize_t, most=double, seconds=double)
     cdef void rank(self, bint of_links) noexcept nogil
     cdef Py_ssize_t least_loaded(self, Py_ssize_t expert, Py_ssize_t node, bint is_full) noexcept nogil
     cdef void note(self, Py_ssize_t expert) noexcept nogil
@@ -98,7 +98,7 @@ cdef class Search(Layer):
 cpdef Py_ssize_t spill_below(Py_ssize_t[::1] load_E, Py_ssize_t[::1] by_owner_E, Py_ssize_t[::1] first_D, Py_ssize_t[::1] busiest_first_D, Py_ssize_t[:, ::1] nearest_ED, Py_ssize_t[::1] room_D, Py_ssize_t[::1] left_D, Py_ssize_t[:, ::1] spilled) noexcept nogil
 
 @cython.locals(has_room=bint)
-cdef Py_ssize_t _greedy_steps(Py_ssize_t[::1] owner_E, Py_ssize_t[::1] load_E, Py_ssize_t[:, ::1] inputs_ED, Py_ssize_t[:, ::1] fewest_first_ED, Py_ssize_t[::1] computed_D, Py_ssize_t[::1] received_D, Py_ssize_t[::1] left_D, Py_ssize_t[::1] is_selected_E, Py_ssize_t[:, ::1] replicas, Py_ssize_t[:, ::1] after, double tolerance, Py_ssize_t num_left_out) noexcept nogil
+cpdef Py_ssize_t greedy_steps(Py_ssize_t[::1] owner_E, Py_ssize_t[::1] load_E, Py_ssize_t[:, ::1] inputs_ED, Py_ssize_t[:, ::1] fewest_first_ED, Py_ssize_t[::1] computed_D, Py_ssize_t[::1] received_D, Py_ssize_t[::1] left_D, Py_ssize_t[::1] is_selected_E, Py_ssize_t[:, ::1] replicas, Py_ssize_t[:, ::1] after, double tolerance, Py_ssize_t num_left_out) noexcept nogil
 
 cdef void _copy(unsigned char[:, ::1] source_ED, unsigned char[:, ::1] to_ED) noexcept nogil
 cdef double _raised(bint is_smooth, double value) noexcept nogil

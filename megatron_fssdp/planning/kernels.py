@@ -93,49 +93,35 @@ class Trees:
             at = at + 1 if at + 1 < end else first
         return num
 
-    def write_edges(self, edges: memoryview) -> int:
-        """Write a row for each edge, and return their number; see :func:`two_level_edges`."""
+    def write_edges(self, edges: memoryview) -> None:
+        """Write the edges by which each expert crosses to each node once, and then spreads inside the node.
+
+        ``edges`` gets a row for each: expert, source, destination and depth, int64 ``[P, 4]``. The depth is
+        twice the number of hops before the edge, plus 1 inside a node.
+        """
         row = 0
         for expert in range(self.num_experts):
-            node = self.node_D[self.owner_E[expert]]
             leader = self.owner_E[expert]
+            node = self.node_D[leader]
             hops = 0
             for _ in range(self.num_nodes):
                 num = self.line_up(expert, node)
                 node = node + 1 if node + 1 < self.num_nodes else 0
                 if num == 0:
                     continue
-                if hops > 0:
-                    self.write_edge(edges, row, expert, leader, self.line_D[0], 2 * (hops - 1))
-                    row += 1
-                leader = self.line_D[0]
                 depth = hops - 1
                 level_end = 1  # the first position whose depth is higher
-                for i in range(1, num):
+                for i in range(num):
                     if i == level_end:
                         depth += 1
                         level_end = 2 * level_end + 1
-                    self.write_edge(
-                        edges, row, expert, self.line_D[(i - 1) // 2], self.line_D[i], 2 * depth + 1
-                    )
-                    row += 1
+                    if i > 0 or hops > 0:
+                        edges[row, 0], edges[row, 2] = expert, self.line_D[i]
+                        edges[row, 1] = self.line_D[(i - 1) // 2] if i > 0 else leader
+                        edges[row, 3] = 2 * depth + (i > 0)
+                        row += 1
+                leader = self.line_D[0]
                 hops += 1
-        return row
-
-    def write_edge(self, edges: memoryview, row: int, expert: int, source: int, to: int, depth: int) -> None:
-        """Write one edge."""
-        edges[row, 0], edges[row, 1], edges[row, 2], edges[row, 3] = expert, source, to, depth
-
-
-def two_level_edges(owner_E: object, nodes: object, present_ED: object, edges: object) -> int:
-    """The edges by which each expert crosses to each node once, and then spreads inside the node.
-
-    ``edges`` gets expert, source, destination and depth of each edge, int64 ``[P, 4]``. The depth is twice
-    the number of hops before the edge, plus 1 inside a node. The other arguments are those of :class:`Trees`;
-    the result is the number of edges.
-    """
-    trees = Trees(owner_E, nodes, present_ED)
-    return trees.write_edges(edges)
 
 
 class Price:
@@ -155,7 +141,7 @@ class Price:
         is_resident: Whether replicas are resident, or live for a pass of the layer (``is_pass``) or for a
             micro-batch (``is_micro_batch``); otherwise for an iteration.
         in_turn: Whether links inside nodes work after those between nodes in an exchange.
-        early: Part of a gather beside the experts of the layer before, and ``late`` of a reduction.
+        early: Part of a gather beside the experts of the layer before.
         first: Seconds of the gather before the gate if it is not that of all replicas; otherwise -1.
         added: Seconds of the gather after the gate.
         all_to_all, experts, waits, waits_back: The seconds by their cause, after a call of ``seconds``.
@@ -176,7 +162,6 @@ class Price:
         life: str = "ITERATION",
         in_turn: bool = False,
         early: float = 0.0,
-        late: float = 0.0,
     ) -> None:
         """Set the attributes; ``life`` is a name of ``ReplicaLife``."""
         self.dispatch, self.combine, self.moves, self.of_hops = dispatch, combine, moves, of_hops
@@ -184,7 +169,7 @@ class Price:
         self.hidden, self.hidden_back = hidden, hidden_back
         self.is_resident, self.is_pass = life == "RESIDENT", life == "LAYER_PASS"
         self.is_micro_batch, self.in_turn = life == "MICRO_BATCH", in_turn
-        self.early, self.late, self.first, self.added = early, late, -1.0, 0.0
+        self.early, self.first, self.added = early, -1.0, 0.0
 
     def parts(
         self, tokens: float, near: float, far: float, replicas: tuple, gather: tuple, addition: tuple
@@ -246,7 +231,7 @@ class Price:
         again = self.transfer(1, moved_near, moved_far, hops, fill)
         again_is_far = self.is_far
         gather = again if self.first < 0.0 else self.first
-        reduce = (1.0 - self.late) * self.transfer(2, moved_near, moved_far, hops, fill)
+        reduce = self.transfer(2, moved_near, moved_far, hops, fill)
         if self.is_resident:
             self.waits, self.waits_back = 0.0, max(0.0, 2.0 * reduce - self.hidden_back)
         else:
@@ -568,14 +553,12 @@ class Search(Layer):
         at = 0
         column = _WORK
         most = -1.0
+        first = _IN if of_links else _WORK
+        last = _OUT if of_links else _WORK
         for place in range(self.num_devices + (self.num_nodes if of_links else 0)):
-            if not of_links:
-                if self.busy[place, _WORK] > most:
-                    most, at = self.busy[place, _WORK], place
-                continue
             kind = 0 if place < self.num_devices else 1
-            seconds = self.costs.dispatch[kind, 1] + self.costs.combine[kind, 1]
-            for side in range(_IN, _OUT + 1):
+            seconds = self.costs.dispatch[kind, 1] + self.costs.combine[kind, 1] if of_links else 1.0
+            for side in range(first, last + 1):
                 if seconds * self.busy[place, side] > most:
                     most, at, column = seconds * self.busy[place, side], place, side
         for expert in range(self.num_experts):
@@ -947,16 +930,11 @@ class Search(Layer):
 def search_replicas(
     layer: tuple, most_replicated: int, most_prices: int, start_ED: object
 ) -> tuple[float, float, np.ndarray]:
-    """Find a placement with few modelled seconds.
+    """Seconds of a layer without replicas and with those that are found; the placement, bytes ``[E, D]``.
 
-    Args:
-        layer: The arguments of :class:`Layer`, with a placement without replicas.
-        most_replicated: Most experts that may have replicas.
-        most_prices: Number of prices after which the descent ends.
-        start_ED: Bytes ``[E, D]``: a placement within the limits that serves as one more seed.
-
-    Returns:
-        Seconds without replicas and with those that were found, and the placement, bytes ``[E, D]``.
+    ``layer`` has the arguments of :class:`Layer`, with a placement without replicas. At most
+    ``most_replicated`` experts get some. A descent ends after ``most_prices``. ``start_ED`` is one more seed
+    within the limits, bytes ``[E, D]``.
     """
     search = Search(layer, most_replicated, most_prices, start_ED)
     with cython.nogil:
@@ -982,18 +960,13 @@ def spill_below(
 ) -> int:
     """Spill the tokens of devices above a ceiling to the nearest devices with room.
 
-    Args:
-        load_E: Tokens of each expert.
-        by_owner_E: The experts by owner, then by tokens, descending; those of a device begin at ``first_D``.
-        first_D: Where the experts of each device begin.
-        busiest_first_D: The devices by load, descending.
-        nearest_ED: The devices in the order in which an expert's tokens spill to them.
-        room_D: Tokens that each device may still take, negative above the ceiling; changed.
-        left_D: Experts of others that each device may still take; changed.
-        spilled: Gets expert, device and number of the tokens that spill, a row for each.
+    ``by_owner_E`` has the experts by owner, then by tokens, descending; those of a device begin at
+    ``first_D``. Devices come by load, descending (``busiest_first_D``), and for each expert in the order in
+    which its tokens spill to them. A device may still take ``room_D`` tokens, negative above the ceiling, and
+    ``left_D`` experts of others.
 
-    Returns:
-        The number of rows, or -1 if tokens find no room.
+    The result is the number of rows of ``spilled`` that were written, each an expert, a device and a number
+    of tokens; or -1 if tokens find no room.
     """
     num = 0
     for i in range(room_D.shape[0]):
@@ -1025,57 +998,6 @@ def spill_below(
 
 
 def greedy_steps(
-    layer: tuple,
-    computed_D: np.ndarray,
-    received_D: np.ndarray,
-    *,
-    tolerance: float,
-    num_left_out: int,
-    slots: int,
-    most_steps: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Send the most loaded experts of the most loaded devices to others, until the load is balanced.
-
-    This is Pro-Prophet's greedy search for one number of devices that are left out (Alg. 1).
-
-    Args:
-        layer: Owner of each expert, inputs of each expert, inputs by expert and source device, and for each
-            expert the devices in the order of their inputs, ascending.
-        computed_D: Inputs that each device computes before the first step, int64 ``[D]``.
-        received_D: Inputs that each device receives before the first step, int64 ``[D]``.
-        tolerance: The load is balanced if the highest and the lowest load of a device differ by less.
-        num_left_out: Devices to which a selected expert is not sent: those with the fewest inputs for it.
-        slots: Most replicas on a device.
-        most_steps: Most steps.
-
-    Returns:
-        For each step the number of replicas so far, the most inputs that a device receives and the most that
-        one computes, int64 ``[S, 3]``; and expert and device of each replica in that order, int64 ``[P, 2]``.
-    """
-    num_devices = len(computed_D)
-    after = np.zeros((most_steps if slots > 0 else 0, 3), np.int64)
-    replicas = np.zeros((max(min(slots * num_devices, most_steps * (num_devices - 1)), 1), 2), np.int64)
-    left_D, is_selected_E = np.full(num_devices, slots, np.int64), _ints(len(layer[0]))
-    owner_E, load_E, inputs_ED, fewest_first_ED = layer
-    computed_D, received_D = memoryview(computed_D.copy()), memoryview(received_D.copy())
-    num_steps = _greedy_steps(
-        owner_E,
-        load_E,
-        inputs_ED,
-        fewest_first_ED,
-        computed_D,
-        received_D,
-        left_D,
-        is_selected_E,
-        replicas,
-        after,
-        tolerance,
-        num_left_out,
-    )
-    return after[:num_steps], replicas[: after[num_steps - 1, 0] if num_steps else 0]
-
-
-def _greedy_steps(
     owner_E: memoryview,
     load_E: memoryview,
     inputs_ED: memoryview,
@@ -1089,7 +1011,19 @@ def _greedy_steps(
     tolerance: float,
     num_left_out: int,
 ) -> int:
-    """Write the steps of :func:`greedy_steps`; return their number."""
+    """Send the most loaded experts of the most loaded devices to others, until the load is balanced.
+
+    This is Pro-Prophet's greedy search for one number of devices that are left out (Alg. 1).
+
+    An expert has ``load_E`` inputs, ``inputs_ED`` by source device; ``fewest_first_ED`` has the devices in
+    the order of these, ascending. Devices compute ``computed_D`` inputs, receive ``received_D`` and may still
+    get ``left_D`` replicas. A selected expert is not sent to the ``num_left_out`` devices with the fewest
+    inputs for it. The load is balanced if the highest and the lowest load of a device differ by less than
+    ``tolerance``.
+
+    The result is the number of steps. ``replicas`` gets expert and device of each replica, and ``after`` a
+    row for each step: replicas so far, the most inputs that a device receives and the most that one computes.
+    """
     num_replicas = 0
     for step in range(after.shape[0]):
         owner = 0

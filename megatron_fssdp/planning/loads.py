@@ -26,18 +26,10 @@ class LoadHistory:
         num_devices: Number of source devices, D.
         num_experts: Number of experts, E.
         num_seen: Number of iterations appended so far, also those that are no longer kept.
-
-    Raises:
-        ValueError: The window or a number is less than 1.
     """
 
     def __init__(self, window: int, num_devices: int, num_experts: int) -> None:
-        for name, value in (("window", window), ("num_devices", num_devices), ("num_experts", num_experts)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}: wanted 1 or more")
-        self.window = window
-        self.num_devices = num_devices
-        self.num_experts = num_experts
+        self.window, self.num_devices, self.num_experts = window, num_devices, num_experts
         self.num_seen = 0
         self._latest: deque[np.ndarray] = deque(maxlen=window)
         self._num_settled = 0
@@ -73,10 +65,9 @@ class LoadHistory:
     def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
         """The history that would exist with a shorter window, or ``without_latest`` iterations earlier."""
         shorter = LoadHistory(window, self.num_devices, self.num_experts)
-        known = list(self._latest)[: len(self._latest) - without_latest]
         # Iterations before the window only tell since when the loads have not jumped, and which forecast
         # would have been best.
-        known = known[-2 * window :]
+        known = list(self._latest)[: len(self._latest) - without_latest][-2 * window :]
         shorter.num_seen = self.num_seen - without_latest - len(known)
         for counts_DE in known:
             shorter.append(counts_DE)
@@ -84,8 +75,7 @@ class LoadHistory:
 
     def state(self) -> dict[str, Any]:
         """All that is known, as lists of numbers and one int32 array ``[I, D, E]``, for :meth:`resume`."""
-        shape = (0, self.num_devices, self.num_experts)
-        counts_IDE = np.stack(self._latest) if self._latest else np.zeros(shape)
+        counts_IDE = np.reshape(list(self._latest), (-1, self.num_devices, self.num_experts))
         return {
             "counts_IDE": counts_IDE.astype(np.int32),
             "errors": [list(pair) for pair in self._errors],
@@ -123,7 +113,7 @@ class LoadHistory:
         return self._num_settled if self._num_settled < len(self._latest) else None
 
     def mean_DE(self) -> np.ndarray:
-        """Mean counts over the window, float64 ``[D, E]``, zeros at first; Hecate's prediction (§4.2)."""
+        """Mean counts of the window, float64 ``[D, E]``, zeros at first; Hecate's prediction (§4.2)."""
         return self._sum_DE / max(len(self._latest), 1)
 
     def forecast_DE(self) -> np.ndarray:
@@ -142,7 +132,7 @@ class LoadHistory:
 
     def mean_E(self) -> np.ndarray:
         """Mean load of every expert over the window, float64 ``[E]``."""
-        return self._sum_DE.sum(axis=0) / max(len(self._latest), 1)
+        return self._sum_DE.sum(axis=0) / max(len(self), 1)
 
     def total_DE(self) -> np.ndarray:
         """Sum of the counts over the window, int64 ``[D, E]``."""

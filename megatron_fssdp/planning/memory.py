@@ -37,9 +37,8 @@ class ExpertOptimizer:
     Attributes:
         num_state_tensors: Number of fp32 tensors of the parameter's size: 2 for Adam (both moments), 1 for
             SGD with momentum, 0 for plain SGD.
-        has_master_weights: Whether the optimizer keeps an fp32 copy of the parameter, as for half-precision
-            models.
-        is_distributed: Whether the states and master weights are divided over the expert-data-parallel ranks.
+        has_master_weights: Whether it keeps an fp32 copy of the parameter, as for half-precision models.
+        is_distributed: Whether the expert-data-parallel ranks share the states and master weights.
     """
 
     num_state_tensors: int = 2
@@ -56,25 +55,17 @@ class ExpertOptimizer:
         return part * FP32_BYTES * (self.num_state_tensors + self.has_master_weights)
 
     def owned_bytes(self, num_elements: int, dtype_bytes: int, num_copies: int) -> int:
-        """Bytes on a rank that move with an owned expert: parameters, masters, optimizer states."""
+        """Bytes that move with an owned expert: parameters, masters, optimizer states."""
         return num_elements * dtype_bytes + self.state_bytes(num_elements, num_copies)
 
 
 @dataclass(frozen=True)
 class ExpertMemory:
-    """Bytes of the experts of one rank.
+    """Bytes of one rank's owned experts and replicas: parameters, ``main_grad`` and optimizer.
 
-    The last four numbers are upper bounds: the most that can be there at the same time.
-
-    Attributes:
-        slot_parameters_bytes: Parameters of the owned experts.
-        slot_gradients_bytes: ``main_grad`` of the owned experts.
-        optimizer_bytes: Optimizer states and fp32 master weights of the owned experts.
-        replica_parameters_bytes: Parameters of replicas.
-        replica_gradients_bytes: Gradients of replicas.
-        replica_optimizer_bytes: Optimizer states and fp32 master weights of resident replicas.
-        transfer_buffers_bytes: Flat copies of experts or gradients that are made for sending, gradients
-            received from other devices, and their sums.
+    The optimizer's are states and fp32 master weights; only resident replicas have some. Buffers are flat
+    copies of experts or gradients that are made for sending, gradients received from other devices, and their
+    sums. The last four numbers are upper bounds: the most that can be there at the same time.
     """
 
     slot_parameters_bytes: int
@@ -131,7 +122,7 @@ def expert_memory(
     """
     expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
     are_resident = held.life is ReplicaLife.RESIDENT
-    resident_elements = held.num_layers * replicas_per_layer * expert_elements if are_resident else 0
+    resident_elements = held.stage.num_layers * replicas_per_layer * expert_elements if are_resident else 0
     # A device sends no experts if there are no replicas.
     sent = owned_per_layer if replicas_per_layer else 0
     if are_resident:
@@ -140,9 +131,9 @@ def expert_memory(
     else:
         # Sums over micro-batches are flat already and need no copy.
         all_summed = held.sums_gradients and held.life is not ReplicaLife.SELECTED
-        gradients = 0 if all_summed else min(held.num_layers, 1) * replicas_per_layer
+        gradients = 0 if all_summed else min(held.stage.num_layers, 1) * replicas_per_layer
         # A layer's experts are gathered again while the gradients of the layer above are sent.
-        at_once = held.life is ReplicaLife.LAYER_PASS and held.num_layers > 1
+        at_once = held.life is ReplicaLife.LAYER_PASS and held.stage.num_layers > 1
         packed_bytes = (sent + gradients if at_once else max(sent, gradients)) * expert_bytes
     # A device receives gradients of the experts that it owns, and of replicas whose gradients it passes on.
     # It buffers the messages of each child in the transfer tree. Owned experts also need the sums.
@@ -172,8 +163,7 @@ def memory_capacity(
 
     This is not for resident replicas, which also need gradients and optimizer states. Ranks with different
     free memory get different results. All ranks must plan with the lowest one. The other limit is how many
-    experts can be transferred while the device computes
-    (:func:`megatron_fssdp.planning.cost.cost_model.overlap_degree`).
+    experts can be transferred while the device computes (``LayerProfile.overlap_degree``).
 
     ``free_bytes`` of the device are free at the peak of an iteration without replicas, and a layer has
     ``num_experts`` experts. Without ``messages``, no buffers are counted for the gradients that a replica's
@@ -205,7 +195,7 @@ def _gradient_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> in
     """
     adds_to_own_sums = held.fuses_gradients and not held.layers_with_sums
     made_bytes = max(expert_bytes, sum_bytes) if adds_to_own_sums else expert_bytes
-    return min(held.num_layers, 1) * made_bytes + held.layers_with_sums * sum_bytes
+    return min(held.stage.num_layers, 1) * made_bytes + held.layers_with_sums * sum_bytes
 
 
 def _received_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int, messages: MessageRule) -> int:

@@ -20,29 +20,22 @@ CEILING_TOLERANCE = 0.005
 def quota_assignment(
     owner_E: np.ndarray, counts_DE: np.ndarray, topology: Topology, *, slots: int
 ) -> np.ndarray:
-    """Plan how many tokens of each expert each device computes.
+    """Plan which device computes how many tokens of each expert, from (token, k) pairs ``[D, E]``.
 
     A binary search finds the lowest ceiling of device loads that is possible with at most ``slots`` experts
-    of other owners on a device. An owner above the ceiling spills tokens of its most loaded experts first, to
-    devices with room in the nodes from which most of the expert's tokens come, then with the lowest number.
-
-    Args:
-        owner_E: Owner of every expert, integers ``[E]``.
-        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
-        topology: Nodes of the devices.
-        slots: Most experts of other owners that a device may compute, m.
+    of other owners on a device (m). An owner above the ceiling spills tokens of its most loaded experts
+    first, to devices with room in the nodes from which most of the expert's tokens come, then with the lowest
+    number.
 
     Returns:
         Tokens by expert and device, int64 ``[E, D]``. Row ``e`` sums to the tokens of expert ``e``.
 
     Raises:
-        ValueError: The counts do not match the owners and devices, or ``slots`` is negative.
+        ValueError: The counts do not match the owners and devices.
     """
     owner = np.asarray(owner_E, dtype=np.int64)
     num_experts, num_devices = len(owner), topology.num_devices
     counts = checked_counts(counts_DE, num_devices, num_experts)
-    if slots < 0:
-        raise ValueError(f"slots is {slots}: wanted 0 or more; 0 means that nothing spills")
     load_E = counts.sum(axis=0)
     load_D = np.bincount(owner, weights=load_E, minlength=num_devices).astype(np.int64)
     tokens_ED = np.zeros((num_experts, num_devices), np.int64)

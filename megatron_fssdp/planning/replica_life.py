@@ -36,10 +36,9 @@ class PipelineStage:
     """One rank's pipeline stage, with the order of passes of Megatron's schedules (1F1B).
 
     Attributes:
-        layers_of_chunk: Number of MoE layers in each of the stage's model chunks. Several chunks mean an
-            interleaved pipeline.
-        num_stages: Number of pipeline stages; 1 without pipelining.
-        stage: Number of this stage, from 0.
+        layers_of_chunk: Number of MoE layers in each of the stage's model chunks; several if the pipeline is
+            interleaved.
+        num_stages: Number of pipeline stages; 1 without pipelining. ``stage`` counts from 0.
         group_size: Micro-batches that a chunk runs before the next chunk starts
             (``--microbatch-group-size-per-virtual-pipeline-stage``); ``None`` means the number of stages.
     """
@@ -82,8 +81,7 @@ class HeldReplicas:
     Attributes:
         life: How long a replica stays on its device.
         stage: The rank's pipeline stage: its layers and the order of their passes.
-        num_micro_batches: Number of micro-batches in an iteration. If the number changes during training, the
-            largest number that is still to come.
+        num_micro_batches: Number of micro-batches in an iteration, the largest that is still to come.
         fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums
             (Transformer Engine's ``fuse_wgrad_accumulation``), and not autograd.
     """
@@ -92,11 +90,6 @@ class HeldReplicas:
     stage: PipelineStage
     num_micro_batches: int = 1
     fuses_gradients: bool = False
-
-    @property
-    def num_layers(self) -> int:
-        """Number of MoE layers of the pipeline stage, L."""
-        return self.stage.num_layers
 
     @property
     def sums_gradients(self) -> bool:
@@ -117,13 +110,13 @@ class HeldReplicas:
         replicas, most memory is used when all live for a micro-batch.
         """
         if self.life is ReplicaLife.LAYER_PASS:
-            return min(self.num_layers, 1)
+            return min(self.stage.num_layers, 1)
         if self.life in (ReplicaLife.MICRO_BATCH, ReplicaLife.SELECTED):
             return self.stage.layers_in_flight(self.num_micro_batches)
-        return self.num_layers
+        return self.stage.num_layers
 
     @property
     def layers_with_sums(self) -> int:
         """Number of layers whose replicas' gradients are kept in extra sums until the last micro-batch."""
         # Resident replicas need no extra sums, because they sum gradients in their main_grad.
-        return self.num_layers if self.sums_gradients and self.life is not ReplicaLife.RESIDENT else 0
+        return self.stage.num_layers if self.sums_gradients and self.life is not ReplicaLife.RESIDENT else 0

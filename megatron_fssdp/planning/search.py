@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.planning.arrays import checked_load
 from megatron_fssdp.planning.compiled_form import kernels
 from megatron_fssdp.planning.cost.deduplicated_traffic import tokens_per_pair
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -61,14 +60,7 @@ It leaves out replicas that hardly lower the highest device load.
 
 @dataclass(frozen=True, eq=False)
 class LayerSearch:
-    """One layer as the search gets it.
-
-    Attributes:
-        owner_E: Owner of every expert, int64 ``[E]``.
-        load_DE: (token, k) pairs by source device and expert, float64 ``[D, E]``.
-        topology: Nodes of the devices.
-        costs: The arguments of ``kernels.Price``.
-    """
+    """One layer as the search gets it: owners, (token, k) pairs, and the arguments of ``kernels.Price``."""
 
     owner_E: np.ndarray
     load_DE: np.ndarray
@@ -85,35 +77,25 @@ class LayerSearch:
         return self.seconds(ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices))
 
     def best_placement(
-        self,
-        *,
-        slots: int,
-        most_replicated: int,
-        start: ExpertPlacement | None = None,
+        self, *, slots: int, most_replicated: int, start: ExpertPlacement | None = None
     ) -> tuple[ExpertPlacement, float]:
         """The placement that the search finds, and its seconds.
 
-        It has no replicas if they would save less than :data:`LEAST_SAVING`.
-
-        Args:
-            slots: Most replicas that a device may hold, m.
-            most_replicated: Most experts that may have replicas, t.
-            start: Placement within these limits, which serves as one more seed.
+        A device has at most ``slots`` replicas (m), and ``most_replicated`` experts have some (t). There are
+        none if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed.
 
         Raises:
             ValueError: ``start`` has other owners, or a device with more than ``slots`` replicas.
         """
-        if start is not None and (
-            start.replicas_per_device_D.max() > slots or not np.array_equal(start.owner_E, self.owner_E)
-        ):
-            raise ValueError(
-                f"start has up to {start.replicas_per_device_D.max()} replicas on a device: wanted at most "
-                f"slots = {slots}, and the owners of the layer"
-            )
         num_devices, num_experts = self.load_DE.shape
         plain = ExpertPlacement.owners_only(self.owner_E, num_devices)
         if not slots or not most_replicated or not self.load_DE.any():
             return plain, self.plain_s
+        # The kernel would write beyond its arrays.
+        if start is not None and (
+            start.replicas_per_device_D.max() > slots or not np.array_equal(start.owner_E, self.owner_E)
+        ):
+            raise ValueError(f"start: wanted the layer's owners, and at most {slots} replicas on a device")
         plain_s, found_s, present_ED = kernels().search_replicas(
             self._arguments(slots, plain.present_ED),
             most_replicated,
@@ -122,7 +104,7 @@ class LayerSearch:
         )
         if found_s > (1 - LEAST_SAVING) * plain_s:
             return plain, plain_s
-        return ExpertPlacement(self.owner_E, present_ED.astype(np.bool_), slots=slots), found_s
+        return ExpertPlacement(self.owner_E, present_ED.astype(np.bool_)), found_s
 
     def _arguments(self, slots: int, present_ED: np.ndarray) -> tuple[object, ...]:
         """The arguments of ``kernels.Layer``."""
@@ -138,31 +120,17 @@ def plan_materialization(
 ) -> ExpertPlacement:
     """Plan the placement with the lowest highest device load that the search finds.
 
-    It serves where no costs are measured: transfers of ``overlap_degree`` experts count as hidden. The
-    placement has no replicas if they would lower the load by less than :data:`LEAST_SAVING`.
-
-    Args:
-        owner_E: Owner of every expert, integers ``[E]``.
-        load_DE: Expected load by source device and expert, ``[D, E]``, in any non-negative unit.
-        topology: Nodes of the devices.
-        overlap_degree: Most experts that may be replicated, t.
-        slots: Most replicas that a device may hold, m.
+    It serves where no costs are measured: transfers of ``overlap_degree`` experts (t) count as hidden. Loads
+    ``[D, E]`` are in any unit, and a device has at most ``slots`` replicas (m). There are none if they would
+    lower the load by less than :data:`LEAST_SAVING`.
 
     Raises:
-        ValueError: The loads do not match the owners and devices, or a limit is negative.
+        ValueError: The loads do not match the owners ``[E]`` and devices.
     """
     owner = ExpertPlacement.owners_only(owner_E, topology.num_devices).owner_E
-    load = checked_load(
-        load_DE,
-        "load_DE",
-        (topology.num_devices, len(owner)),
-        "by source device of the topology and expert of owner_E",
-    )
-    if overlap_degree < 0 or slots < 0:
-        raise ValueError(
-            f"overlap_degree is {overlap_degree} and slots is {slots}: wanted 0 or more of each; "
-            "0 of either means no replicas"
-        )
+    load, wanted = np.asarray(load_DE, np.float64), (topology.num_devices, len(owner))
+    if load.shape != wanted:
+        raise ValueError(f"load_DE has shape {load.shape}: wanted {wanted}, by source device and expert")
     # Only the highest device load counts, and a little each transfer.
     expert = TRANSFER_OVER_LOAD * float(load.sum()) / topology.num_devices
     moves, of_hops = np.array([[0.0, expert, expert]] * 2), np.zeros((_most_hops(topology) + 1, 6))

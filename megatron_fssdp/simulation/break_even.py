@@ -4,13 +4,14 @@ Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
+from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.simulation.job_loads import scaled_loads
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import OnPlan, simulate
@@ -40,56 +41,39 @@ class BreakEven:
     value: float | None
 
 
-@dataclass(frozen=True, eq=False)
-class BreakEvenSearch:
-    """A strategy on some loads, which is compared with plain expert parallelism at other sizes.
+def break_evens(
+    name: str,
+    settings: StrategySettings,
+    counts_ILDE: np.ndarray,
+    cluster: ClusterDescription,
+    job: MoeJob,
+    *,
+    past_ILDE: np.ndarray | None = None,
+    on_plan: OnPlan | None = None,
+) -> tuple[BreakEven, BreakEven | None]:
+    """Where a strategy starts to pay, with the arguments of :func:`simulate`.
 
-    Attributes:
-        name: Name of the strategy.
-        settings: Settings of the strategy.
-        counts_ILDE: Integers ``[I, L, D, E]``. Pairs of the iterations to simulate.
-        cluster: Link and compute costs of the cluster.
-        job: Sizes and parallelism of the training job.
-        past_ILDE: Pairs of the iterations before them, for the load history, or None.
-        on_plan: Function that is called after every plan, as :func:`simulate` calls it.
+    The first result is in tokens per rank and iteration; with fewer, it does not pay. The second one is the
+    bandwidth of a node's network in bytes/s; with more, it does not pay. On one node there is none.
     """
 
-    name: str
-    settings: StrategySettings
-    counts_ILDE: np.ndarray
-    cluster: ClusterDescription
-    job: MoeJob
-    past_ILDE: np.ndarray | None = None
-    on_plan: OnPlan | None = None
-
-    def tokens(self) -> BreakEven:
-        """Find the tokens per rank and iteration below which the strategy does not pay."""
-
-        def pays(factor: float) -> bool:
-            past_ILDE = None if self.past_ILDE is None else scaled_loads(self.past_ILDE, factor)
-            counts_ILDE, job = scaled_loads(self.counts_ILDE, factor), self.job.with_tokens(factor)
-            return replace(self, counts_ILDE=counts_ILDE, past_ILDE=past_ILDE, job=job).pays()
-
-        return _search(pays, self.job.tokens_per_micro_batch * self.job.num_micro_batches, pays_above=True)
-
-    def bandwidth(self) -> BreakEven:
-        """Find the bandwidth of a node's network, in bytes/s, above which the strategy does not pay."""
-
-        def pays(factor: float) -> bool:
-            return replace(self, cluster=_faster_network(self.cluster, factor)).pays()
-
-        return _search(pays, self.cluster.inter_node.bandwidth_bytes_per_s, pays_above=False)
-
-    def pays(self) -> bool:
-        """Whether the strategy is faster than plain expert parallelism by more than the least gain."""
-        loads = (self.counts_ILDE, self.cluster, self.job)
+    def pays(*, tokens: float = 1.0, network: float = 1.0) -> bool:
+        """Whether it is faster than plain expert parallelism by more than the least gain."""
+        loads = scaled_loads(counts_ILDE, tokens), _faster_network(cluster, network), job.with_tokens(tokens)
+        past = None if past_ILDE is None else scaled_loads(past_ILDE, tokens)
         plain_s = simulate("ep", EpSettings(), *loads).mean_s
-        outcome = simulate(self.name, self.settings, *loads, past_ILDE=self.past_ILDE, on_plan=self.on_plan)
+        outcome = simulate(name, settings, *loads, past_ILDE=past, on_plan=on_plan)
         return outcome.mean_s * (1 + LEAST_GAIN) < plain_s
+
+    num_tokens, bandwidth = job.tokens_per_micro_batch * job.num_micro_batches, None
+    if topology_of(cluster, job.num_devices).num_nodes > 1:
+        bytes_per_s = cluster.inter_node.bandwidth_bytes_per_s
+        bandwidth = _search(lambda factor: pays(network=factor), bytes_per_s, pays_above=False)
+    return _search(lambda factor: pays(tokens=factor), num_tokens, pays_above=True), bandwidth
 
 
 def _faster_network(cluster: ClusterDescription, factor: float) -> ClusterDescription:
-    """Return the cluster with ``factor`` times the bandwidth between nodes."""
+    """The cluster with ``factor`` times the bandwidth between nodes."""
 
     def faster[LinkT: (LinkDescription, FittedLink)](link: LinkT) -> LinkT:
         return link.model_copy(update={"bandwidth_bytes_per_s": link.bandwidth_bytes_per_s * factor})

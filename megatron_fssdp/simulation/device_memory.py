@@ -15,14 +15,9 @@ from megatron_fssdp.simulation.replay import IterationRecord
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Peak memory of a device.
+    """Peak memory of a device: experts, everything else (``dense_bytes``), and what the device has, if known.
 
-    Attributes:
-        experts: Memory of experts: parameters, gradients, optimizer states, replicas and transfers.
-        dense_bytes: Bytes of parameters, gradients and optimizer states of everything else.
-        activation_bytes: Estimated bytes that are kept for the backward pass, without attention matrices and
-            with the rows of the most loaded device.
-        capacity_bytes: Memory that the device has, in bytes, or None if it is unknown.
+    Activations are an estimate without attention matrices and with the rows of the most loaded device.
     """
 
     experts: ExpertMemory
@@ -49,7 +44,7 @@ def device_memory(
     iterations: Sequence[IterationRecord[LayerRecord]] = (),
     life: ReplicaLife,
 ) -> DeviceMemory:
-    """Compute the peak memory of the device that needs the most under a strategy.
+    """The peak memory of the device that needs the most under a strategy.
 
     A device holds at most ``slots`` replicas of one layer, as long as ``life`` says. Memory for resident
     replicas is reserved from the start. Without decisions of the strategy (``iterations``), loads are

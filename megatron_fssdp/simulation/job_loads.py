@@ -11,16 +11,9 @@ from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 
 
 def generated_loads(name: str, job: MoeJob, num_iterations: int, seed: int = 0) -> np.ndarray:
-    """Generate a named workload for every layer, each layer with its own seed.
+    """A workload of ``WORKLOADS`` for every layer of a job: (token, k) pairs, int32 ``[I, L, D, E]``.
 
-    Args:
-        name: A key of ``WORKLOADS``.
-        job: Training job whose sizes the loads have.
-        num_iterations: Number of iterations, I.
-        seed: Seed of the first layer. Each next layer uses the next number.
-
-    Returns:
-        int32 ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
+    ``seed`` is that of the first layer. Each next layer uses the next number.
     """
     shape = WorkloadShape(
         num_devices=job.num_devices,
@@ -34,15 +27,11 @@ def generated_loads(name: str, job: MoeJob, num_iterations: int, seed: int = 0) 
 
 
 def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, float]:
-    """Adapt recorded loads to a job that can have another number of devices or tokens.
+    """Adapt recorded loads, integers ``[I, L, sources, E]``, to a job with other devices or tokens.
 
     If the record has fewer source devices than the job, neighbouring devices get the same counts. If it has
     more, the counts of neighbours are added. All counts are then scaled and rounded, so that the mean device
     has the job's number of tokens.
-
-    Args:
-        counts_ILDE: Recorded counts, integers ``[I, L, sources, E]``.
-        job: Training job whose sizes the loads must have.
 
     Returns:
         The adapted counts, int32 ``[I, L, D, E]``, and the factor by which tokens were scaled (1.0: not
@@ -79,5 +68,5 @@ def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, floa
 
 
 def scaled_loads(counts_ILDE: np.ndarray, factor: float) -> np.ndarray:
-    """Return counts multiplied by ``factor`` and rounded: int32 of the same shape."""
+    """Counts multiplied by ``factor`` and rounded: int32 of the same shape."""
     return np.rint(counts_ILDE * factor).astype(np.int32)

@@ -13,8 +13,7 @@ The backward pass is the reverse, with twice the compute. spRS starts after the 
 must end together with the same layer's compute before the gate. Re-materialized replicas are gathered again
 after the spRS of the layer above, and must arrive before the backward of the experts.
 
-If transfers are split, a part of spAG runs at the same time as the experts of the layer before, and a part of
-spRS at the same time as their backward pass.
+If weights are split, a part of spAG runs at the same time as the experts of the layer before.
 
 If an all-to-all and a transfer run at the same time and both take longest on the same kind of link, each gets
 half of the link until one of them ends. So the link is never idle.
@@ -23,7 +22,6 @@ half of the link until one of them ends. So the link is never idle.
 from collections.abc import Callable, Sequence
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
-from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
 from megatron_fssdp.simulation.replay import IterationRecord
@@ -98,70 +96,56 @@ class Lanes:
         iteration, and their gradients are sent to the owners only in the last one.
         """
         around = (None, *layers, None)
-        for layer, parts in enumerate(layers):
-            self._forward(f"layer {layer + 1}", parts, is_first, around[layer + 2])
+        for number, layer in enumerate(layers, start=1):
+            self._forward(f"layer {number}", layer, is_first, around[number + 1])
         self._run("other compute", "behind the layers", behind_s)
         self._run("other compute", "behind the layers'", BACKWARD_PER_FORWARD * behind_s)
-        for layer in range(len(layers) - 1, -1, -1):
-            self._backward(f"layer {layer + 1}", layers[layer], is_last, around[layer], around[layer + 2])
+        for number in range(len(layers), 0, -1):
+            self._backward(f"layer {number}", layers[number - 1], is_last, around[number - 1])
 
     def _forward(self, name: str, layer: LayerRecord, is_first: bool, above: LayerRecord | None) -> None:
         """Add a layer's forward pass. ``above`` is the next MoE layer."""
         self._run("other compute", f"before {name}", layer.before_layer_s)
         gather_s = 0.0
         if is_first:
-            gather_s = (1 - layer.split.gather) * layer.gather_s
+            gather_s = (1 - layer.early) * layer.gather_s
         elif layer.life is ReplicaLife.LAYER_PASS:
             gather_s = layer.regather.seconds
         arrival_s, self._early_s = self._early_s, 0.0
         if layer.ahead:
-            arrival_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, gather_s))
+            arrival_s, gather_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, gather_s)), 0.0
         self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
         self._run("all-to-all", f"counts {name}", layer.counts_s)
         self._run("host", f"plan {name}", layer.plan_s + is_first * layer.first_plan_s)
-        late_s = 0.0 if layer.ahead else gather_s
         if is_first or layer.life is ReplicaLife.MICRO_BATCH:
-            late_s += layer.addition_s
-        arrival_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, late_s))
+            gather_s += layer.addition_s
+        arrival_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, gather_s))
         if layer.steps is not None:
-            self._run_in_steps(name, layer, layer.dispatch, layer.combine, layer.experts_s, arrival_s)
+            self._run_in_steps(name, layer, arrival_s)
             return
         self._wait("waiting for spAG", arrival_s)
         self._run("all-to-all", f"dispatch {name}", layer.dispatch.seconds)
         if above is not None and is_first:
-            early_s = above.split.gather * above.gather_s
+            early_s = above.early * above.gather_s
             self._early_s = self._transfer(f"spAG, first part, behind {name}", self.now_s, early_s)
         self._run("experts", f"experts {name}", layer.experts_s)
         self._run("all-to-all", f"combine {name}", layer.combine.seconds)
 
-    def _backward(
-        self,
-        name: str,
-        layer: LayerRecord,
-        is_last: bool,
-        below: LayerRecord | None,
-        above: LayerRecord | None,
-    ) -> None:
-        """Add a layer's backward pass. ``below`` and ``above`` are the MoE layers before and after it."""
+    def _backward(self, name: str, layer: LayerRecord, is_last: bool, below: LayerRecord | None) -> None:
+        """Add a layer's backward pass. ``below`` is the MoE layer before it."""
         again = layer.life is ReplicaLife.LAYER_PASS
         if again and not self._regathers:
             self._regather(f"spAG again {name}", layer)
-        needed_s = self.lane_s if again else 0.0
-        experts_s, rest_s = BACKWARD_PER_FORWARD * layer.experts_s, 0.0
         if layer.steps is not None:
-            self._run_in_steps(f"{name}, backward", layer, layer.combine, layer.dispatch, experts_s, needed_s)
+            self._run_in_steps(f"{name}, backward", layer, self.lane_s if again else 0.0, backward=True)
         else:
             self._contended_all_to_all(f"combine' {name}", layer, again)
             if again:
                 self._wait("waiting for spAG", self.lane_s)
-            if above is not None and is_last:
-                late_s = above.split.reduce * above.reduce_s
-                rest_s = self._transfer(f"spRS, last part, behind {name}", self.now_s, late_s)
-            self._run("experts", f"experts' {name}", experts_s)
+            self._run("experts", f"experts' {name}", BACKWARD_PER_FORWARD * layer.experts_s)
             self._run("all-to-all", f"dispatch' {name}", layer.dispatch.seconds)
         sends_home = is_last or layer.life in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
-        reduce_s = (1 - layer.split.reduce) * layer.reduce_s if sends_home else 0.0
-        home_s = max(rest_s, self._transfer(f"spRS {name}", self.now_s, reduce_s))
+        home_s = self._transfer(f"spRS {name}", self.now_s, layer.reduce_s if sends_home else 0.0)
         if not layer.ahead:
             self._wait("waiting for spRS", home_s)
         self._regathers = False
@@ -183,25 +167,19 @@ class Lanes:
             self.now_s = until_s
 
     def _run_in_steps(
-        self,
-        name: str,
-        layer: LayerRecord,
-        first: LinkTimes,
-        second: LinkTimes,
-        experts_s: float,
-        needed_s: float,
+        self, name: str, layer: LayerRecord, needed_s: float, *, backward: bool = False
     ) -> None:
         """Add both exchanges and the experts in the steps of the smart schedule.
 
         The first step of the experts waits for replicas until ``needed_s``.
         """
         assert layer.steps is not None
-        first_step_s = layer.steps.step_s(first, 0)
+        first_step_s = layer.steps.step_s(layer.combine if backward else layer.dispatch, 0)
+        experts_s = layer.experts_s * (BACKWARD_PER_FORWARD if backward else 1)
         self._wait("waiting for spAG", needed_s - first_step_s)
-        together_s = layer.exchange_and_experts_s(first, second, experts_s)
-        begin_s, self.now_s = self.now_s, self.now_s + together_s
+        begin_s, self.now_s = self.now_s, self.now_s + layer.together_s(backward=backward)
         self.parts_s["experts"] += experts_s
-        self.parts_s["all-to-all"] += together_s - experts_s
+        self.parts_s["all-to-all"] += self.now_s - begin_s - experts_s
         self._tell(ALL_TO_ALL, f"exchange in steps {name}", begin_s, self.now_s)
         self._tell(COMPUTE, f"experts {name}", begin_s + first_step_s, begin_s + first_step_s + experts_s)
 

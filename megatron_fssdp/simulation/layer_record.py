@@ -5,7 +5,7 @@ The seconds come from the price functions that all planners use (``planning/cost
 Shape letters: D devices, E experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -15,21 +15,21 @@ from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import EXACT_SHARES_S
-from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds, transfer_times
+from megatron_fssdp.planning.cost.layer_seconds import exchange_times, transfer_times
 from megatron_fssdp.planning.cost.link_seconds import (
     NO_TRANSFER,
     ClusterLinks,
     LinkTimes,
     TransferTraffic,
+    gather_counts_s,
     moves_traffic,
     transfer_traffic,
 )
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
-from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.memory import FP32_BYTES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.transfer.message_size import gather_stages, num_batches, reduction_stages
+from megatron_fssdp.planning.transfer.message_size import num_batches, num_stages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import IterationRecord
@@ -45,25 +45,21 @@ class LayerRecord:
     Attributes:
         tokens_D: (token, k) pairs that each device computes in the iteration, int32 ``[D]``.
         cross_node: Pairs that are sent to another node.
-        gathered: Experts whose weights travel to replicas.
-        gathered_between_nodes: Those of them that travel from one node to another.
-        replicas: Replicas on all devices together.
-        most_replicas: Replicas on the device that has the most.
+        gathered: Experts whose weights travel to replicas; ``gathered_between_nodes`` of them change nodes.
+        replicas: Replicas on all devices together, and ``most_replicas`` on the device that has the most.
         most_owned: Experts of the layer on the device that owns the most.
         deduplicated: Whether tokens travel by the deduplicated exchange.
         life: How long the replicas live.
         ahead: Whether spAG and spRS run at the same time as the compute before the layer.
-        split: Shares of spAG and spRS that run at the same time as the experts of the layer before.
+        early: Share of spAG that runs at the same time as the experts of the layer before.
         steps: Steps of the smart schedule, if the layer runs in them; otherwise None.
         before_layer_s: Seconds of compute between the previous MoE layer and this transformer layer.
         before_gate_s: Seconds of compute before the gate, under which spAG can be hidden.
         counts_s: Seconds of gathering the router counts and, with exact dispatch, of computing shares.
-        dispatch: Seconds of the all-to-alls of rows and probabilities.
-        combine: Seconds of the all-to-all of results.
-        experts_s: Seconds of the experts on the slowest device.
-        gather_s: Seconds of spAG.
+        dispatch: Seconds of the all-to-alls of rows and probabilities; ``combine`` of that of results.
+        experts_s: Seconds of the experts on the slowest device (FasterMoE, Eq. 1).
+        gather_s: Seconds of spAG, and ``reduce_s`` of spRS.
         addition_s: Seconds of the transfer that a plan after the gate adds.
-        reduce_s: Seconds of spRS.
         regather: Seconds of the spAG of all replicas before the backward pass.
         plan_s: Seconds in which the device waits for the host between the counts and the dispatch.
         first_plan_s: More of these seconds in an iteration's first micro-batch.
@@ -80,7 +76,7 @@ class LayerRecord:
     deduplicated: bool = False
     life: ReplicaLife = ReplicaLife.ITERATION
     ahead: bool = True
-    split: TransferSplit = WHOLE
+    early: float = 0.0
     steps: SteppedExchange | None = None
     before_layer_s: float = 0.0
     before_gate_s: float = 0.0
@@ -96,29 +92,31 @@ class LayerRecord:
     first_plan_s: float = 0.0
     host_s: float = 0.0
 
-    def exchange_and_experts_s(self, first: LinkTimes, second: LinkTimes, experts_s: float) -> float:
-        """Return the seconds from the first sent row to the last result of two exchanges and the experts."""
+    def together_s(self, *, backward: bool) -> float:
+        """Seconds of a pass from the first sent row to the last result, without counts."""
+        first, second, experts_s = self.dispatch, self.combine, self.experts_s
+        if backward:
+            first, second, experts_s = second, first, BACKWARD_PER_FORWARD * experts_s
         if self.steps is not None:
-            return float(self.steps.seconds(first, second, experts_s))
-        return float(first.seconds + experts_s + second.seconds)
+            return self.steps.seconds(first, second, experts_s)
+        return first.seconds + experts_s + second.seconds
 
     @property
     def moe_s(self) -> float:
         """Seconds of the all-to-alls and experts of a micro-batch, both passes included."""
-        back_s = BACKWARD_PER_FORWARD * self.experts_s
-        moe_s = self.counts_s + self.exchange_and_experts_s(self.dispatch, self.combine, self.experts_s)
-        return moe_s + self.exchange_and_experts_s(self.combine, self.dispatch, back_s)
+        return self.counts_s + self.together_s(backward=False) + self.together_s(backward=True)
 
     @property
     def exchange_s(self) -> float:
         """Seconds of the counts and all-to-alls of a micro-batch, in both passes, one after the other."""
-        return float(2 * (self.dispatch.seconds + self.combine.seconds) + self.counts_s)
+        return 2 * (self.dispatch.seconds + self.combine.seconds) + self.counts_s
 
 
+@dataclass(eq=False)
 class LayerPrices:
     """Prices layers on the cluster and for the job of a simulation.
 
-    Args:
+    Attributes:
         cluster: Link and compute costs of the cluster.
         links: Links of the cluster, as each kind of transfer uses them.
         job: Sizes and parallelism of the training job.
@@ -127,63 +125,52 @@ class LayerPrices:
         host: What the host of a rank does for each layer.
     """
 
-    def __init__(
-        self,
-        cluster: ClusterDescription,
-        links: ClusterLinks,
-        job: MoeJob,
-        topology: Topology,
-        steps: SteppedExchange | None = None,
-        host: HostWork | None = None,
-    ) -> None:
-        self.cluster, self.links, self.job, self.topology = cluster, links, job, topology
-        self._steps, self._host, self._messages = steps, host or HostWork(), job.messages
-        self._counts_s = links.gather_counts_s(topology, job.num_experts)
-        self._choices = job.choices or TokenChoices(job.top_k)
-        self._reduced_bytes = {
-            life: job.expert_elements * FP32_BYTES if job.held_replicas(life).sends_fp32 else job.expert_bytes
-            for life in ReplicaLife
-        }
+    cluster: ClusterDescription
+    links: ClusterLinks
+    job: MoeJob
+    topology: Topology
+    steps: SteppedExchange | None = None
+    host: HostWork = field(default_factory=HostWork)
 
     def record(self, layer: int, planned: LayerPlan, plan: LayerPlan, counts_DE: np.ndarray) -> LayerRecord:
-        """Return the record of one layer in one iteration; ``planned`` is the plan before the gate.
+        """The record of one layer in one iteration; ``planned`` is the plan before the gate.
 
         ``layer`` is the index among the MoE layers. The counts are an iteration's pairs, int64 ``[D, E]``.
         """
-        job, host, times, life = self.job, self._host, self.job.num_micro_batches, plan.life
-        tokens = plan.dispatch(counts_DE, self.topology, times)
+        job, topology, times, life = self.job, self.topology, self.job.num_micro_batches, plan.life
+        placement, tokens = plan.placement, plan.dispatch(counts_DE, topology, times)
         pairs, cross_node, num_choices = tokens.busiest, tokens.cross_node_tokens, 0
         if plan.deduplicated:
-            hops = expected_hops(counts_DE, plan.placement, self.topology, self._choices)
+            hops = expected_hops(counts_DE, placement, topology, job.choices or TokenChoices(job.top_k))
             pairs, cross_node, num_choices = hops_traffic(hops), hops.tokens_between_nodes, job.top_k
         dispatch, combine = exchange_times(self.links.all_to_all, pairs, job.token_bytes, times, num_choices)
-        gather = reduce = transfer_traffic(planned.transfer, self.topology)
+        gather = replicas = transfer_traffic(planned.transfer, topology)
         addition = NO_TRANSFER
         if plan is not planned:
-            reduce = addition = transfer_traffic(plan.transfer, self.topology)
+            replicas = addition = transfer_traffic(plan.transfer, topology)
             if not plan.each_micro_batch:
-                added = additional_transfer(planned.placement, plan.placement, self.topology)
-                addition = transfer_traffic(added, self.topology)
+                added = additional_transfer(planned.placement, placement, topology)
+                addition = transfer_traffic(added, topology)
         # Gradients of resident replicas are summed at the owners, and the sums travel back.
         gather, reductions = (NO_TRANSFER, 2) if plan.resident else (gather, 1)
+        reduced_bytes = FP32_BYTES if job.held_replicas(life).sends_fp32 else job.dtype_bytes
+        gather_times, num_gathers = self._transfer(gather)
+        addition_times, num_additions = self._transfer(addition)
+        regather, num_regathers = self._transfer(replicas)
+        reduce_times, num_reductions = self._transfer(replicas, reduced_bytes, adds=True)
         # How often an iteration gathers again before a backward pass, and how often it plans.
         again = times if life is ReplicaLife.LAYER_PASS else 0
         each = times if life is ReplicaLife.MICRO_BATCH else 1
-        gather_times, num_gathers = self._transfer(gather)
-        addition_times, num_additions = self._transfer(addition)
-        regather, num_regathers = self._transfer(reduce)
-        reduce_times, num_reductions = self._transfer(reduce, self._reduced_bytes[life], adds=True)
         posted = (again or 1) * num_gathers + again * num_regathers + each * num_additions
         posted += (again or each) * reductions * num_reductions
-        each_plan_s, first_plan_s = host.dispatch_s, host.after_gate_s
+        each_plan_s, first_plan_s = self.host.dispatch_s, self.host.after_gate_s
         if life is ReplicaLife.MICRO_BATCH:
             each_plan_s, first_plan_s = each_plan_s + first_plan_s, 0.0
-        host_s = host.before_gate_s + times * each_plan_s + first_plan_s
+        host_s = self.host.before_gate_s + times * each_plan_s + first_plan_s
         # The source with the most tokens sets the time. It also computes tokens that are dropped later.
         slowest = max(int(counts_DE.sum(axis=1).max()) / job.pairs_per_device, 1.0)
         s_per_flop = slowest / self.cluster.non_expert_flops_per_s
-        placement, most_tokens = plan.placement, float(tokens.device_tokens_D.max())
-        flops, flops_per_s = job.expert_flops_per_token, self.cluster.expert_flops_per_s
+        s_per_token = job.expert_flops_per_token / self.cluster.expert_flops_per_s / times
         return LayerRecord(
             tokens_D=tokens.whole_tokens_D.astype(np.int32),
             cross_node=round(cross_node),
@@ -196,29 +183,31 @@ class LayerPrices:
             life=life,
             ahead=plan.gather_ahead,
             # No experts before the first layer could hide a part, and the smart schedule leaves no room.
-            split=plan.split if plan.is_split and layer and self._steps is None else WHOLE,
-            steps=self._steps if plan.in_steps else None,
+            early=plan.early if plan.is_split and layer and self.steps is None else 0.0,
+            steps=self.steps if plan.in_steps else None,
             before_layer_s=job.before_layer_flops_L[layer] * s_per_flop,
             before_gate_s=job.before_gate_flops_L[layer] * s_per_flop,
             counts_s=self._counts_s + plan.shares_exactly * (self._counts_s + EXACT_SHARES_S),
             dispatch=dispatch,
             combine=combine,
-            experts_s=expert_seconds(most_tokens, flops, flops_per_s, times),
+            experts_s=float(tokens.device_tokens_D.max()) * s_per_token,
             gather_s=gather_times.seconds,
             addition_s=addition_times.seconds,
             reduce_s=reductions * reduce_times.seconds,
             regather=regather,
             plan_s=each_plan_s,
             first_plan_s=first_plan_s,
-            host_s=host_s + self._messages.batch_host_s * posted,
+            host_s=host_s + job.messages.batch_host_s * posted,
         )
 
     def moving_s(self, iteration: IterationRecord[LayerRecord]) -> float:
-        """Return the seconds of moving experts before an iteration, while everything else waits."""
-        if not iteration.num_moved:
-            return 0.0
+        """Seconds of moving experts before an iteration, while everything else waits."""
         moved = moves_traffic(iteration.source_P, iteration.device_P, self.topology)
-        return float(self.links.transfer.times(moved, self.job.owned_bytes).seconds)
+        return self.links.transfer.times(moved, self.job.owned_bytes).seconds
+
+    @cached_property
+    def _counts_s(self) -> float:
+        return gather_counts_s(self.links.counts, self.topology, self.job.num_experts)
 
     @cached_property
     def gradient_sync_s(self) -> float:
@@ -237,16 +226,16 @@ class LayerPrices:
         return link.alpha_s + num_bytes / slowest
 
     def _transfer(
-        self, traffic: TransferTraffic, num_bytes: int | None = None, *, adds: bool = False
+        self, traffic: TransferTraffic, element_bytes: int | None = None, *, adds: bool = False
     ) -> tuple[LinkTimes, int]:
-        """Return the seconds of a transfer, and the number of batches of messages that a rank posts for it.
+        """The seconds of a transfer, and the number of batches of messages that a rank posts for it.
 
-        An expert has ``num_bytes`` as it is sent, by default those of its weights. SparseReduceScatter adds.
+        Elements have ``element_bytes``, by default those of weights. SparseReduceScatter adds.
         """
         if not traffic.num_experts:
             return UNUSED, 0
-        num_bytes, hops = num_bytes or self.job.expert_bytes, traffic.num_hops
-        stages = reduction_stages(hops) if adds else gather_stages(hops)
-        message = self._messages.message_bytes(num_bytes, stages)
-        times = transfer_times(self.links.transfer, traffic, num_bytes, self._messages, adds=adds)
-        return times, int(num_batches(num_bytes, message, hops))
+        num_bytes = self.job.expert_elements * (element_bytes or self.job.dtype_bytes)
+        messages, hops = self.job.messages, traffic.num_hops
+        message = messages.message_bytes(num_bytes, num_stages(hops, adds=adds))
+        times = transfer_times(self.links.transfer, traffic, num_bytes, messages, adds=adds)
+        return times, num_batches(num_bytes, message, hops)

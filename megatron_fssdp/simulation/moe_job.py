@@ -114,11 +114,11 @@ class MoeJob:
         return self.tokens_per_micro_batch * self.num_micro_batches * self.top_k
 
     def held_replicas(self, life: ReplicaLife) -> HeldReplicas:
-        """Return when a device holds replicas: one micro-batch is in flight, without pipelines."""
+        """When a device holds replicas: one micro-batch is in flight, without pipelines."""
         return HeldReplicas(life, PipelineStage((self.num_layers,)), self.num_micro_batches)
 
     def with_tokens(self, factor: float) -> "MoeJob":
-        """Return the job with ``factor`` times as many tokens on every device, in equally long sequences."""
+        """The job with ``factor`` times as many tokens on every device, in equally long sequences."""
         return replace(
             self,
             tokens_per_micro_batch=self.tokens_per_micro_batch * factor,
@@ -130,7 +130,7 @@ class MoeJob:
 
 
 def job_of_run(run: RunConfig) -> MoeJob:
-    """Return the job of a training run's settings.
+    """The job of a training run's settings.
 
     FLOPs count matrix products, with two operations for each multiply-add. Attention is counted in full
     although half of it is masked, as in Megatron's own throughput figure.
@@ -196,7 +196,7 @@ def job_of_run(run: RunConfig) -> MoeJob:
 def _flops_by_layer(
     model: ModelArguments, vocab_size: int, tokens: int
 ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-    """Return FLOPs before each MoE layer's transformer layer, in it up to the dispatch, and at the end."""
+    """FLOPs before each MoE layer's transformer layer, in it up to the dispatch, and at the end."""
     hidden, scores_width = model.hidden_size, 2 * model.head_width
     if model.multi_latent_attention:
         scores_width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim

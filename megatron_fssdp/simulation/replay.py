@@ -25,9 +25,8 @@ class IterationRecord[Layer]:
 
     Attributes:
         layers: What ``on_layer`` returned for each MoE layer.
-        source_P: Device that each moved expert comes from, int64 ``[P]``. Experts move before the iteration,
-            to a new owner or for a new resident replica.
-        device_P: Device that each moved expert goes to, int64 ``[P]``.
+        source_P: Device that each moved expert comes from, int64 ``[P]``, and ``device_P`` goes to. Experts
+            move before the iteration, to a new owner or for a new resident replica.
     """
 
     layers: list[Layer]
@@ -60,22 +59,18 @@ def replay_strategy[Layer](
 
     Args:
         strategy: A new strategy object without history.
-        counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
+        counts_ILDE: (token, k) pairs that each source device sends to each expert, integers.
         topology: Node of each device.
         profile: Profile that measuring would have found.
         on_layer: Function that is called for every layer with the iteration, the layer's index, the plan
             before the gate, the plan that is executed, and the counts ``[D, E]``. It returns the record.
         num_micro_batches: Number of micro-batches of an iteration.
-        past_ILDE: Pairs of the iterations before the first one, as ``counts_ILDE``. They only fill the load
-            history.
+        past_ILDE: Pairs of the iterations before the first one, which only fill the load history.
         layer_numbers: Megatron's number of each layer, or None for 1 to L.
-
-    Returns:
-        The records of all iterations.
     """
     _, num_layers, num_devices, num_experts = counts_ILDE.shape
     owners = OwnerMap.even(num_layers, num_experts, num_devices)
-    numbers = list(range(1, num_layers + 1) if layer_numbers is None else layer_numbers)
+    numbers = list(layer_numbers or range(1, num_layers + 1))
     contexts = [
         LayerContext(number, owners.device_LE[layer], topology) for layer, number in enumerate(numbers)
     ]
@@ -131,7 +126,7 @@ def replay_strategy[Layer](
 
 
 def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
-    """Return the number of first iterations in which a strategy cannot decide as it does later.
+    """Number of first iterations in which a strategy cannot decide as it does later.
 
     A strategy that needs measured costs waits for its profile. A strategy that plans from past loads has none
     in the first iteration. A strategy that acts only at an interval (resident replicas, owners without

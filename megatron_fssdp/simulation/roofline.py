@@ -1,6 +1,6 @@
 """FasterMoE's DDL-Roofline: how close MoE layers come to the limits of compute and communication (§3.3).
 
-This module has Eq. 3 to 6. Eq. 1 is ``layer_seconds.expert_seconds``, and Eq. 2 is ``LinkSet.times``.
+This module has Eq. 3 to 6. Eq. 1 is in ``layer_record.py``, and Eq. 2 is ``LinkSet.times``.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,13 @@ from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """The MoE layers of an iteration under one strategy.
+    """The MoE layers of an iteration under one strategy, on N devices.
 
     Attributes:
         compute_s: Seconds of the experts on the slowest device of each layer, forward and backward.
         communication_s: Seconds of all communication, if nothing else runs at the same time.
         end_to_end_s: Seconds that the layers take in total.
         total_flops: Floating-point operations of all experts on all devices, ``12 α H² Σ B_w``.
-        num_devices: Number of devices, N.
 
     Raises:
         ValueError: The layers take no time or do not communicate.
@@ -53,17 +52,17 @@ class RooflinePoint:
 
 
 def ideal_flops_per_s[Ratio: (float, np.ndarray)](ratio: Ratio, peak_flops_per_s: float) -> Ratio:
-    """Return the throughput if communication overlaps computation fully: ``P_w · min(1, R_CC)`` (Eq. 5)."""
+    """The throughput if communication overlaps computation fully: ``P_w · min(1, R_CC)`` (Eq. 5)."""
     return peak_flops_per_s * np.minimum(1.0, ratio)
 
 
 def semi_ideal_flops_per_s[Ratio: (float, np.ndarray)](ratio: Ratio, peak_flops_per_s: float) -> Ratio:
-    """Return the throughput with even loads and no overlap: ``P_w · R_CC / (R_CC + 1)`` (Eq. 6)."""
+    """The throughput with even loads and no overlap: ``P_w · R_CC / (R_CC + 1)`` (Eq. 6)."""
     return peak_flops_per_s * ratio / (ratio + 1)
 
 
 def roofline_point(outcome: StrategyOutcome, job: MoeJob) -> RooflinePoint:
-    """Return a strategy's point: the mean of its MoE layers over iterations.
+    """A strategy's point: the mean of its MoE layers over iterations.
 
     Communication consists of all-to-alls, counts, and the exposed part of spAG and spRS. The part of spAG and
     spRS that is hidden under compute outside the layers does not count.

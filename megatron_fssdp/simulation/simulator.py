@@ -13,6 +13,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
+from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import cluster_cost, cluster_links, topology_of
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
@@ -38,10 +39,8 @@ class StrategyOutcome:
     """Result of simulating a strategy.
 
     Attributes:
-        name: Name of the strategy.
         parts_s: Seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``.
         iterations: Decisions of the strategy in every iteration, and the traffic that they cause.
-        topology: Node of each device.
         memory: Peak memory of the device that needs the most.
         prices: Prices of the layers, from which the spans of an iteration are computed.
         warm_up: Number of first iterations in which the strategy measures or has no history.
@@ -87,11 +86,11 @@ class StrategyOutcome:
         return np.array([iteration.num_moved for iteration in self.iterations])
 
     def of_layers(self, name: str) -> np.ndarray:
-        """Return the named attribute of every layer's record, ``[I, L]``, or ``[I, L, D]`` for tokens."""
+        """The named attribute of every layer's record, ``[I, L]``, or ``[I, L, D]`` for tokens."""
         return np.array([[getattr(layer, name) for layer in one.layers] for one in self.iterations])
 
     def spans(self, iteration: int) -> list[tuple[str, str, float, float]]:
-        """Return the spans of one iteration as (lane, name, begin, end), with times in seconds."""
+        """The spans of one iteration as (lane, name, begin, end), with times in seconds."""
         found: list[tuple[str, str, float, float]] = []
         lanes = Lanes(lambda *span: found.append(span))
         lanes.run_iteration(self.iterations[iteration], self.prices)
@@ -109,22 +108,18 @@ def simulate(
     layer_numbers: Sequence[int] | None = None,
     on_plan: OnPlan | None = None,
 ) -> StrategyOutcome:
-    """Simulate a strategy on loads.
+    """Simulate a strategy on loads: its seconds, decisions, traffic and memory.
 
     Args:
         name: Name of the strategy. ``none`` is simulated as ``ep`` with the collectives of Megatron's
             dispatcher.
         settings: Settings of the strategy.
-        counts_ILDE: Integers ``[I, L, D, E]``. (token, k) pairs that each source device sends to each expert.
+        counts_ILDE: (token, k) pairs that each source device sends to each expert, integers.
         cluster: Link and compute costs of the cluster.
         job: Sizes and parallelism of the training job.
-        past_ILDE: Pairs of the iterations before the first one, as ``counts_ILDE``. They only fill the load
-            history.
+        past_ILDE: Pairs of the iterations before the first one, which only fill the load history.
         layer_numbers: Megatron's number of each layer, or None for 1 to L.
         on_plan: Function that is called with the iteration, the layer's index and the final plan.
-
-    Returns:
-        Seconds, decisions, traffic and memory of the strategy.
 
     Raises:
         ValueError: The loads do not have the job's sizes, or the job does not fit cluster or strategy.
@@ -144,7 +139,7 @@ def simulate(
     links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
-    host = None if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
+    host = HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
     prices = LayerPrices(cluster, links, job, topology, steps, host)
 
     def on_layer(
@@ -180,7 +175,7 @@ def simulate(
 def checked_strategy(
     name: str, settings: StrategySettings, cluster: ClusterDescription, job: MoeJob
 ) -> Strategy:
-    """Return a new strategy object, after a check that it can train a job. ``none`` is simulated as ``ep``.
+    """A new strategy object, after a check that it can train a job. ``none`` is simulated as ``ep``.
 
     Raises:
         ValueError: The job does not fit the cluster or the strategy.
@@ -195,10 +190,9 @@ def checked_strategy(
 
 
 def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
-    """Return one iteration in which every source sends the same number of pairs to each expert.
+    """One iteration in which every source sends equally many pairs to each expert, int64 ``[1, L, D, E]``.
 
-    The result is int64 ``[1, L, D, E]``. Each source has its mean number of pairs of ``counts_ILDE``. The
-    remainders are distributed over the experts, so that no expert gets those of all sources.
+    Each source has its mean number of pairs of ``counts_ILDE``. No expert gets the remainders of all sources.
     """
     pairs_LD = np.rint(counts_ILDE.sum(axis=3).mean(axis=0)).astype(np.int64)
     even_IDE = np.ones((1, *counts_ILDE.shape[2:]))
@@ -206,18 +200,12 @@ def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
 
 
 def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> float:
-    """Return the seconds of an iteration under plain expert parallelism with balanced routing.
-
-    Each source has as many pairs as in ``counts_ILDE``, integers ``[I, L, D, E]``.
-    """
+    """Seconds of an iteration under plain expert parallelism with the :func:`balanced_counts` of loads."""
     return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job).mean_s
 
 
 def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -> LayerProfile:
-    """Return the profile that a run on the cluster would measure in its first iterations.
-
-    The life of the replicas decides how much memory they need.
-    """
+    """The profile that a run on the cluster would measure; the life of replicas decides about memory."""
     capacity, held = job.num_experts, job.held_replicas(life)
     if cluster.memory_bytes is not None:
         without = device_memory(job, cluster, slots=0, life=life)

@@ -29,14 +29,9 @@ LOG_NORMAL_SIGMAS = {"weak": 0.5, "medium": 1.0, "strong": 1.5}
 
 @dataclass(frozen=True)
 class WorkloadShape:
-    """Sizes of a workload.
+    """Sizes of a workload: the experts are a multiple of the devices, or fewer.
 
-    Attributes:
-        num_devices: Number of devices, D.
-        num_experts: Number of experts, E. A multiple of D, or less than D.
-        tokens_per_device: Tokens of each source device, or their mean if the devices have different numbers.
-        top_k: Number of different experts of each token.
-        num_iterations: Number of iterations, I.
+    ``tokens_per_device`` is a mean if the devices have different numbers.
 
     Raises:
         ValueError: The sizes do not fit each other.
@@ -60,25 +55,16 @@ class WorkloadShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """A named kind of routing.
-
-    Attributes:
-        name: Short name, for example ``W1``.
-        description: Description of the uneven loads, in one line.
-    """
+    """A named kind of routing, for example ``W1``, with a description of the uneven loads in one line."""
 
     name: str
     description: str
 
     def counts(self, shape: WorkloadShape, seed: int = 0) -> Counts:
-        """Return the assignments (token, k) of every source device to every expert: int64 ``[I, D, E]``.
+        """The assignments (token, k) of every source device to every expert: int64 ``[I, D, E]``.
 
         A source sends to an expert at most as many assignments as it has tokens. Therefore each token can
-        have ``top_k`` different experts.
-
-        Args:
-            shape: Sizes of the workload.
-            seed: Seed of random workloads.
+        have ``top_k`` different experts. The seed is that of random workloads.
         """
         devices = shape.num_devices
         tokens_D = np.full(devices, shape.tokens_per_device)
@@ -89,7 +75,7 @@ class Workload:
         return counts_of_shares(share_IDE, tokens_D, shape.top_k)
 
     def _popularity_IE(self, shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-        """Return each expert's share of all assignments on any positive scale, float64 ``[I, E]``."""
+        """Each expert's share of all assignments on any positive scale, float64 ``[I, E]``."""
         experts, owners = shape.num_experts, min(shape.num_devices, shape.num_experts)
         of_device = experts // owners
         rng, even_E = np.random.default_rng(seed), np.full(experts, 1 / experts)
@@ -144,11 +130,7 @@ def counts_of_shares(share_IDE: NDArray[np.float64], tokens_D: Counts, top_k: in
     Ties are broken in turn, starting where the previous source stopped, so that no expert gets the remainders
     of all sources.
 
-    Args:
-        share_IDE: Shares ``[I, D, E]`` of each source's assignments that go to each expert, on any positive
-            scale.
-        tokens_D: int64 ``[D]``. Tokens of every source device.
-        top_k: Number of different experts of each token.
+    The shares ``[I, D, E]`` are on any positive scale. A source has ``tokens_D[d]`` tokens.
 
     Returns:
         int64 ``[I, D, E]``. The assignments of source ``d`` sum to ``tokens_D[d] · top_k``, and none exceeds

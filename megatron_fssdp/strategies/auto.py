@@ -8,7 +8,9 @@ Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from typing import TypeGuard
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_seconds, with_exchange
+from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_price, with_exchange
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.selection_report import (
     LEAST_SEEN,
@@ -47,29 +49,24 @@ BARRED_SELECTIONS = 5
 class AutoStrategy(MovesOwners[AutoSettings]):
     """Asks the selected strategy of each layer for plans, and reconsiders the selection at an interval.
 
-    Args:
-        settings: Settings of ``auto``, which contain those of the candidates.
-        candidates: The candidates by name, built from these settings; ``ep`` is the first one.
-        priced: The same candidates, built once more. Each rank prices only a part of the layers, and
-            candidates remember what they have planned, so one set would make other plans on each rank.
+    The candidates are built from the settings of ``auto``; ``ep`` is the first one.
     """
 
     replica_life = ReplicaLife.SELECTED
     selects = True
 
-    def __init__(
-        self, settings: AutoSettings, candidates: Mapping[str, Strategy], priced: Mapping[str, Strategy]
-    ) -> None:
+    def __init__(self, settings: AutoSettings, candidates: Mapping[str, Strategy]) -> None:
         super().__init__(settings)
-        self.candidates, self._priced = dict(candidates), dict(priced)
+        # Each rank prices only a part of the layers, and candidates remember what they have planned, so one
+        # set of them would make other plans on each rank.
+        self.candidates, self._priced = dict(candidates), deepcopy(dict(candidates))
         self.window = max(one.window for one in candidates.values()) + COMPARED_ITERATIONS
         self.profile_iterations = profile_iterations()
         self.overlaps = any(one.overlaps for one in candidates.values())
         self.splits = any(one.splits for one in candidates.values())
         self.moves_owners = any(one.moves_owners for one in candidates.values())
         self._selected: dict[int, str] = {}
-        self._has_selected = False
-        self._reshard_due = False
+        self._has_selected = self._reshard_due = False
         self._last_change: SelectionReport | None = None
         self._barred: dict[tuple[int, str], int] = {}
 
@@ -87,8 +84,6 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         """Largest number of replicas of a layer that any candidate places on a device."""
         return max(candidate.slots(context) for candidate in self.candidates.values())
 
-    # Plans: those of the layer's selected strategy.
-
     def selected(self, layer: int) -> str:
         """Name of the selected strategy of the layer with this number; ``ep`` before the first selection."""
         return self._selected.get(layer, BASELINE)
@@ -97,7 +92,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         return self.candidates[self.selected(layer)]
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """The plan of the layer's selected strategy, from the part of the history that it needs."""
+        """The plan of the layer's selected strategy."""
         candidate = self._of(context.layer)
         with mistakes_named(candidate, f"before_gate for layer {context.layer}"):
             return candidate.before_gate(context, history.excerpt(candidate.window))
@@ -117,13 +112,8 @@ class AutoStrategy(MovesOwners[AutoSettings]):
     def reshards_at(self, iteration: int) -> bool:
         """Whether a selected strategy reconsiders owners now, or a layer has just got such a strategy."""
         # Candidates may remember when they were asked. All selected ones are therefore asked, on all ranks.
-        selected = set(self._selected.values())
-        asked = [
-            one
-            for name, one in self.candidates.items()
-            if name in selected and isinstance(one, MovesOwners) and one.moves_owners
-        ]
-        due = [one.reshards_at(iteration) for one in asked]
+        selected = [self.candidates[name] for name in dict.fromkeys(self._selected.values())]
+        due = [one.reshards_at(iteration) for one in selected if _moving(one)]
         return self._reshard_due or any(due)
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
@@ -134,10 +124,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
         """New owners of a layer by its selected strategy."""
         candidate = self._of(context.layer)
-        moves = isinstance(candidate, MovesOwners) and candidate.moves_owners
-        return candidate.reshard_layer(context, load_E) if moves else context.owner_E  # type: ignore[attr-defined]
-
-    # The selection.
+        return candidate.reshard_layer(context, load_E) if _moving(candidate) else context.owner_E
 
     def resume(self, selected: Mapping[int, str]) -> None:
         """Start with the selection of another run, names by layer number; unknown names are ignored."""
@@ -162,8 +149,8 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         the selection is reconsidered. The layers have profiles, and histories of at least two iterations.
         """
         layers = zip(contexts, histories, strict=True)
-        seconds = [self._price(name, *layer) for layer in layers for name in self.candidates]
-        return np.array(seconds).reshape(len(contexts), len(self.candidates))
+        seconds_LC = [[self._price(name, *layer) for name in self.candidates] for layer in layers]
+        return np.reshape(seconds_LC, (len(contexts), len(self.candidates)))
 
     def select(
         self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
@@ -171,12 +158,8 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         """Reconsider the strategies of a pipeline stage's layers.
 
         If the last change made iterations slower, it is reverted first, and its layers cannot change to the
-        same strategies again for :data:`BARRED_SELECTIONS` selections.
-
-        Args:
-            layers: Numbers of the layers.
-            seconds_LC: Results of :meth:`price`, equal on all ranks that share owners, float ``[L, C]``.
-            since_change: Times of the iterations since the last change or since the start, equal there too.
+        same strategies again for :data:`BARRED_SELECTIONS` selections. The results of :meth:`price` and the
+        times of the iterations since the last change or the start are equal on all ranks that share owners.
         """
         self._has_selected = True
         seen, last = self._seen(since_change), self._last_change
@@ -189,18 +172,14 @@ class AutoStrategy(MovesOwners[AutoSettings]):
                     self._barred[layer, before[layer]] = BARRED_SELECTIONS
                     self._selected[layer] = last.before[layer]
         names = list(self.candidates)
-        before_L, present_L = (
-            np.array([names.index(name) for name in of], np.int64)
-            for of in (before.values(), map(self.selected, layers))
-        )
+        before_L = np.array([names.index(name) for name in before.values()], np.int64)
+        present_L = np.array([names.index(self.selected(layer)) for layer in layers], np.int64)
         barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
-        selected_L = select_by_seconds(seconds_LC, present_L, barred_LC=barred_LC)
+        selected_L = select_by_seconds(seconds_LC, present_L, barred_LC)
         changed = np.flatnonzero(selected_L != before_L)
-        saving_s = float(
-            sum(seconds_LC[changed, before_L[changed]] - seconds_LC[changed, selected_L[changed]])
-        )
+        saved_L = seconds_LC[changed, before_L[changed]] - seconds_LC[changed, selected_L[changed]]
+        saving_s, left_s = float(sum(saved_L)), 0.0
         is_little = since_change is not None and saving_s < LEAST_OF_ITERATION * since_change.median_s
-        left_s = 0.0
         if is_little and not is_slower:
             selected_L, left_s, saving_s = before_L, saving_s, 0.0
         selected = {layer: names[index] for layer, index in zip(layers, selected_L, strict=True)}
@@ -247,7 +226,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         profile = context.profile
         assert profile is not None
         moving_s = 0.0
-        if isinstance(candidate, MovesOwners) and candidate.moves_owners:
+        if _moving(candidate):
             old_E, load_E = context.owner_E, history.excerpt(candidate.window).mean_E()
             context = replace(context, owner_E=candidate.reshard_layer(context, load_E))
             moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
@@ -263,37 +242,32 @@ class AutoStrategy(MovesOwners[AutoSettings]):
             planned = candidate.before_gate(context, past)
             plan = candidate.after_gate(context, counts_DE // times, planned, times)
             ways = [
-                plan_seconds(plan, counts_DE, priced, num_micro_batches=times, planned=planned)
+                plan_price(plan, counts_DE, priced, num_micro_batches=times, planned=planned).seconds
                 for priced in by_exchange
             ]
             seconds.append(min(ways))
         return float(np.mean(seconds)) + moving_s / self.settings.choice_interval
 
 
-def select_by_seconds(
-    seconds_LC: np.ndarray, present_L: np.ndarray, *, barred_LC: np.ndarray, least_gain: float = LEAST_GAIN
-) -> np.ndarray:
+def _moving(candidate: Strategy) -> TypeGuard[MovesOwners]:
+    return isinstance(candidate, MovesOwners) and candidate.moves_owners
+
+
+def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray, barred_LC: np.ndarray) -> np.ndarray:
     """Select for each layer the first candidate that is close to the fewest seconds, if it saves enough.
 
-    A layer keeps its present candidate if the saving is too small. Candidates are close if they differ by
-    less than the fraction ``least_gain``. The model cannot distinguish close candidates, so the first one is
-    selected: candidates that move less are first in the order.
+    Candidates are close if they differ by less than the fraction :data:`LEAST_GAIN`. The model cannot
+    distinguish them, so the first one is selected: candidates that move less are first in the order. A layer
+    keeps its present candidate if another one saves less than this fraction of its seconds.
 
-    Args:
-        seconds_LC: Modelled seconds of an iteration, float ``[L, C]``; infinite if a candidate cannot serve
-            the layer.
-        present_L: Index of the present candidate of each layer, int64 ``[L]``.
-        barred_LC: Whether a layer must not change to a candidate, bool ``[L, C]``.
-        least_gain: Fraction of a candidate's seconds that another candidate must save to replace it.
-
-    Returns:
-        Index of the selected candidate of each layer, int64 ``[L]``.
+    Seconds are infinite where a candidate cannot serve a layer, and a layer must not change to a candidate
+    that is barred. The present and the selected candidates are indices, int64 ``[L]``.
     """
     layers = np.arange(len(seconds_LC))
     allowed_LC = np.where(barred_LC, np.inf, seconds_LC)
-    close_LC = allowed_LC <= (1 + least_gain) * allowed_LC.min(axis=1, keepdims=True)
+    close_LC = allowed_LC <= (1 + LEAST_GAIN) * allowed_LC.min(axis=1, keepdims=True)
     best_L = close_LC.argmax(axis=1)
-    saves_L = allowed_LC[layers, best_L] < (1 - least_gain) * seconds_LC[layers, present_L]
+    saves_L = allowed_LC[layers, best_L] < (1 - LEAST_GAIN) * seconds_LC[layers, present_L]
     return np.where(saves_L, best_L, present_L).astype(np.int64)
 
 
@@ -302,20 +276,18 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
 
     A candidate of another package may fail to build, or may have abilities that one layer alone cannot use.
     Such a candidate is left out with a warning, because a user of ``auto`` may not know that it exists.
-
-    Raises:
-        Exception: Whatever a shipped candidate raises while it is built.
     """
-    candidates, priced = {}, {}
+    candidates = {}
     for name, keys in settings.candidates.items():
         try:
-            pair = build_strategy(name, keys), build_strategy(name, keys)
-            if pair[0].resident_slots or pair[0].selects:
+            candidate = build_strategy(name, keys)
+            if candidate.resident_slots or candidate.selects:
                 raise ValueError(
                     "got a strategy with resident replicas or with candidates of its own, wanted a "
                     "strategy that a layer can start and stop using between two iterations"
                 )
-            candidates[name], priced[name] = pair
+            deepcopy(candidate)  # A candidate that cannot be copied, as auto does, is left out as well.
+            candidates[name] = candidate
         except Exception as error:
             package = STRATEGIES[name].package
             if package == SHIPPED:
@@ -324,4 +296,4 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
                 f"[fssdp] auto: candidate '{name}' of package {package} is left out: {error}; update the "
                 f"package, or leave the candidate out with --moe-strategy-set {name}=false"
             )
-    return AutoStrategy(settings, candidates, priced)
+    return AutoStrategy(settings, candidates)

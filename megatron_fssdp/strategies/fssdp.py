@@ -4,7 +4,8 @@ Shape letters: D devices, E experts, L MoE layers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_sear
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
 from megatron_fssdp.strategies.paying_owners import ReshardClock, paying_owners
-from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_price, plan_seconds, split_of
+from megatron_fssdp.strategies.plan_seconds import early_share, exchange_s, fastest
 from megatron_fssdp.strategies.strategy import MovesOwners
 
 WINDOW = 5
@@ -93,7 +94,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         if placement.num_replicas:
             plan = replace(plan, dispatch_policy=self._policy(plan, context, history))
             if self.splits:
-                plan = replace(plan, split=split_of(plan.transfer, float(history.mean_E().sum()), context))
+                early = early_share(plan.transfer, float(history.mean_E().sum()), context)
+                plan = replace(plan, early=early)
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
@@ -119,11 +121,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         found = calibration_candidates(plan.placement, counts_DE, context.topology, **limits)
         plans = [plan, *(self._plan_of(placement, context) for placement in found)]
         times = num_micro_batches
-        seconds = [
-            plan_price(one, times * counts_DE, context, num_micro_batches=times, planned=plan).moe_s
-            for one in plans
-        ]
-        return plans[int(np.argmin(seconds))]
+        return fastest(plans, times * counts_DE, context, num_micro_batches=times, planned=plan)
 
     def _limited(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
         """The placement by Alg. 1 or by the lowest device load, within overlap degree and slots."""
@@ -151,9 +149,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             assert context.profile is not None
             times, counts_DE = context.profile.num_micro_batches, history.counts_DE(0)
             ways: tuple[DispatchPolicy, ...] = ("even", "exact")
-            plans = [replace(plan, dispatch_policy=way) for way in ways]
-            seconds = [plan_seconds(one, counts_DE, context, num_micro_batches=times) for one in plans]
-            known = self._policies[context.layer] = plan.placement, ways[int(np.argmin(seconds))]
+            plans = (replace(plan, dispatch_policy=way) for way in ways)
+            best = fastest(plans, counts_DE, context, num_micro_batches=times)
+            known = self._policies[context.layer] = plan.placement, best.dispatch_policy
         return known[1]
 
     def _search(self, context: LayerContext, load_DE: np.ndarray) -> LayerSearch:
@@ -178,11 +176,18 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         assert context.profile is not None
         search, slots, start = self._search(context, load_DE), self.slots(context), None
         kept = self._kept.get(context.layer)
-        if kept is not None and kept.fits(context, slots, number):
+        if (
+            kept is not None
+            and number - kept.number in (0, 1)
+            and kept.slots == slots
+            and np.array_equal(kept.placement.owner_E, context.owner_E)
+        ):
             start, seconds = kept.placement, search.seconds(kept.placement)
-            holds = seconds - kept.least_s(search.plain_s) <= LEAST_SAVING * seconds
+            # Loads that cost less lower the promise in proportion.
+            promised_s = kept.planned_s * min(1.0, search.plain_s / max(kept.plain_s, 1e-12))
+            holds = seconds - promised_s <= LEAST_SAVING * seconds
             if holds and kept.profile is context.profile and (number + context.layer) % RENEWAL:
-                self._kept[context.layer] = replace(kept, number=number)
+                self._kept[context.layer] = kept._replace(number=number)
                 return start
         placement, seconds = search.best_placement(
             slots=slots, most_replicated=context.num_experts, start=start
@@ -241,8 +246,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         return search.best_placement(slots=self.slots(context), most_replicated=context.num_experts)[1]
 
 
-@dataclass(frozen=True, eq=False)
-class _Kept:
+class _Kept(NamedTuple):
     """A layer's last placement, used last after ``number`` iterations, and what its search promised.
 
     ``planned_s`` and ``plain_s`` are the modelled seconds of the layer with and without its replicas, under
@@ -255,12 +259,3 @@ class _Kept:
     plain_s: float
     slots: int
     profile: LayerProfile
-
-    def fits(self, context: LayerContext, slots: int, number: int) -> bool:
-        """Whether the placement is that of the iteration before, and still possible."""
-        is_last = number - self.number in (0, 1)
-        return is_last and self.slots == slots and np.array_equal(self.placement.owner_E, context.owner_E)
-
-    def least_s(self, plain_s: float) -> float:
-        """Fewest seconds that a search would find: loads that cost less lower the promise in proportion."""
-        return self.planned_s * min(1.0, plain_s / max(self.plain_s, 1e-12))

@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -56,7 +55,7 @@ class LayerContext:
 
     @property
     def placement(self) -> ExpertPlacement:
-        """The devices on which each expert has Parameters: its owner and its resident replicas."""
+        """The devices on which each expert has Parameters: owners and resident replicas."""
         return self.resident or self.owners_only.placement
 
     @cached_property
@@ -84,9 +83,9 @@ class LayerPlan:
         each_micro_batch: Whether to ask :meth:`Strategy.after_gate` again with the counts of every
             micro-batch. The replicas of its answer are gathered beside the dispatch and reduced for that
             micro-batch alone. The plan of the iteration then has no replicas.
-        split: Shares of the transfers that run beside the experts of the layer before, instead of the compute
-            between the two layers. It applies to weights that stay for an iteration, and not under the smart
-            schedule.
+        early: Share of every expert's weights, from 0 to 1, that travels beside the experts of the layer
+            before, instead of the compute between the two layers. It applies to weights that stay for an
+            iteration, and not under the smart schedule.
         tokens_ED: Number of pairs of each expert that each device computes in this micro-batch, int64
             ``[E, D]``. It replaces the dispatch policy. ``None`` uses the policy.
         resident: Whether the replicas are resident. They have Parameters of their own, so no weights travel.
@@ -102,7 +101,7 @@ class LayerPlan:
     rematerialize: bool = False
     dispatch_policy: DispatchPolicy = "even"
     each_micro_batch: bool = False
-    split: TransferSplit = WHOLE
+    early: float = 0.0
     tokens_ED: np.ndarray | None = None
     resident: bool = False
     in_steps: bool = False
@@ -110,6 +109,8 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         self.transfer.check_serves(self.placement)
+        if not 0 <= self.early <= 1:
+            raise ValueError(f"early is {self.early}: wanted a share from 0 to 1")
 
     @property
     def life(self) -> ReplicaLife:
@@ -122,8 +123,8 @@ class LayerPlan:
 
     @property
     def is_split(self) -> bool:
-        """Whether a part of the transfers runs beside the experts of the layer before, if there is one."""
-        return self.gather_ahead and self.life is ReplicaLife.ITERATION and self.split != WHOLE
+        """Whether a part of the weights travels beside the experts of the layer before, if there is one."""
+        return self.gather_ahead and self.life is ReplicaLife.ITERATION and self.early > 0
 
     @property
     def needs_counts(self) -> bool:
@@ -141,9 +142,9 @@ class LayerPlan:
         digest = hashlib.blake2b(self.placement.digest(), digest_size=16)
         digest.update(self.transfer.table.tobytes())
         digest.update(b"" if self.tokens_ED is None else self.tokens_ED.astype("<i8").tobytes())
-        split = float(self.split.gather), float(self.split.reduce)
-        ways = (self.gather_ahead, self.rematerialize, self.dispatch_policy, self.each_micro_batch, split)
-        digest.update(repr((*ways, self.resident, self.in_steps, self.deduplicated)).encode())
+        ways = (self.gather_ahead, self.rematerialize, self.dispatch_policy, self.each_micro_batch)
+        more = (float(self.early), self.resident, self.in_steps, self.deduplicated)
+        digest.update(repr((*ways, *more)).encode())
         return digest.digest()
 
     @classmethod
@@ -155,20 +156,12 @@ class LayerPlan:
     def dispatch(
         self, counts_DE: np.ndarray, topology: Topology, num_micro_batches: int = 1
     ) -> TokenDispatch:
-        """All dispatches of some micro-batches together. The plan keeps the last answer.
+        """All dispatches of some micro-batches together.
 
         Every micro-batch is assumed to have an equal part of the (token, k) pairs by source and expert,
         ``[D, E]``.
         """
-        question = (counts_DE, topology, num_micro_batches)
-        known: tuple[tuple[object, ...], TokenDispatch] | None = self.__dict__.get("_known_dispatch")
-        if known is not None and all(a is b for a, b in zip(known[0], question, strict=True)):
-            return known[1]
         if self.tokens_ED is None:
-            dispatch = plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
-        else:
-            # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
-            dispatch = TokenDispatch(counts_DE, num_micro_batches * self.tokens_ED, topology)
-        if not counts_DE.flags.writeable:
-            self.__dict__["_known_dispatch"] = (question, dispatch)
-        return dispatch
+            return plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
+        # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
+        return TokenDispatch(counts_DE, num_micro_batches * self.tokens_ED, topology)

@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.planning.cost.layer_seconds import exchange_times, expert_seconds
+from megatron_fssdp.planning.cost.layer_seconds import exchange_times
 from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_seconds, with_exchange
+from megatron_fssdp.strategies.plan_seconds import plan_price, with_exchange
 from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
 
 LEAST_GAIN = 0.08
@@ -43,11 +43,10 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
         plan = strategy.before_gate(context, history)
     _check(strategy, context, plan)
     exchange = strategy.travel.exchange
-    is_deduplicated = exchange == "deduplicated"
-    if exchange == "by_price" and context.num_devices > 1:
-        seconds = exchange_seconds(context, history, plan)
-        is_deduplicated = seconds is not None and seconds[1] < (1 - LEAST_GAIN) * seconds[0]
-    return _travelling(plan, in_steps(strategy, context, history, plan), is_deduplicated)
+    by_price = exchange == "by_price" and _deduplicates(context, history, plan)
+    return _travelling(
+        plan, in_steps(strategy, context, history, plan), by_price or exchange == "deduplicated"
+    )
 
 
 def plan_after_gate(
@@ -66,21 +65,16 @@ def plan_after_gate(
     return _travelling(new, plan.in_steps, plan.deduplicated)
 
 
-def exchange_seconds(
-    context: LayerContext, history: LoadHistory, plan: LayerPlan
-) -> tuple[float, float] | None:
-    """Modelled seconds of a layer in an iteration under Megatron's and under the deduplicated exchange.
-
-    ``None`` without measured costs or without a forecast.
-    """
-    if context.profile is None or context.profile.choices is None or not len(history):
-        return None
+def _deduplicates(context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
+    """Whether the deduplicated exchange saves enough modelled seconds of an iteration."""
+    if context.num_devices == 1 or context.profile is None or context.profile.choices is None or not history:
+        return False
     counts_DE, times = _forecast(history), context.profile.num_micro_batches
     megatron_s, deduplicated_s = (
-        plan_seconds(plan, counts_DE, with_exchange(context, deduplicated), num_micro_batches=times)
-        for deduplicated in (False, True)
+        plan_price(plan, counts_DE, with_exchange(context, way), num_micro_batches=times).seconds
+        for way in (False, True)
     )
-    return megatron_s, deduplicated_s
+    return deduplicated_s < (1 - LEAST_GAIN) * megatron_s
 
 
 def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
@@ -96,8 +90,8 @@ def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, pl
     times, cluster = profile.num_micro_batches, profile.cluster
     dispatch = plan.dispatch(_forecast(history), topology, times)
     tokens = float(dispatch.device_tokens_D.max())
-    experts_s = expert_seconds(tokens, profile.flops_per_token, cluster.expert_flops_per_s, times)
-    links = plain_links(cluster).all_to_all
+    experts_s = tokens * profile.flops_per_token / cluster.expert_flops_per_s / times
+    links = plain_links(cluster)
     return steps.saves(*exchange_times(links, dispatch.busiest, profile.token_bytes, times), experts_s)
 
 

@@ -63,9 +63,8 @@ def paying_owners(
     Args:
         old: The present owner map.
         new: An owner map to consider.
-        layer_s: Function of a layer's index and owners ``[E]`` that returns the layer's modelled seconds in
-            an iteration.
-        moving_s: Function of an owner map that returns the seconds to move experts there from ``old``.
+        layer_s: Modelled seconds in an iteration of a layer's index with owners ``[E]``.
+        moving_s: Seconds to move experts from ``old`` to an owner map.
         num_iterations: Number of iterations for which the new owners will last.
     """
     changed = np.flatnonzero((old.device_LE != new.device_LE).any(axis=1)).tolist()
@@ -89,11 +88,6 @@ def closed_part(old: OwnerMap, new: OwnerMap, layers: Collection[int]) -> OwnerM
 
     Devices have a fixed number of slots for all layers. A set of moves is possible if it consists of circles:
     from a device to a second one, from there to a third, and so on back to the first.
-
-    Args:
-        old: The present owner map.
-        new: The owner map whose moves are considered.
-        layers: Indices of the layers that may move.
     """
     leaving: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for layer in layers:

@@ -1,10 +1,11 @@
 """The modelled seconds of a strategy's plan by :func:`layer_seconds`, with which strategies are compared.
 
-Also those of a move of owners, and the split of a plan's transfers by seconds.
+Also those of a move of owners, and the part of a gather that travels early.
 
 Shape letters: D devices, E experts, L MoE layers.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -13,14 +14,12 @@ from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hop
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import (
     LayerPrice,
-    LayerWork,
     counts_seconds,
     layer_seconds,
     moving_seconds,
     transfer_times,
 )
-from megatron_fssdp.planning.cost.link_seconds import plain_links, transfer_traffic
-from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit, split_transfers
+from megatron_fssdp.planning.cost.link_seconds import NO_TRANSFER, plain_links, transfer_traffic
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -45,46 +44,51 @@ def plan_price(
     """
     profile, topology = context.profile, context.topology
     assert profile is not None
-    addition, planned = None, planned or plan
+    addition, planned = NO_TRANSFER, planned or plan
     if planned is not plan and not plan.each_micro_batch:
-        addition = additional_transfer(planned.placement, plan.placement, topology)
-    work = LayerWork.of(
-        plan.dispatch(counts_DE, topology, num_micro_batches),
-        plan.transfer,
-        topology,
-        planned=planned.transfer,
-        addition=addition,
-    )
-    choices = profile.sent_choices
-    if choices is not None:
+        added = additional_transfer(planned.placement, plan.placement, topology)
+        addition = transfer_traffic(added, topology)
+    dispatch, choices = plan.dispatch(counts_DE, topology, num_micro_batches), profile.sent_choices
+    if choices is None:
+        pairs = dispatch.busiest
+    else:
         # Other dispatches than the even one are estimated like it: they differ in few of the tokens.
-        hops = expected_hops(counts_DE, plan.placement, topology, choices)
-        work = replace(work, pairs=hops_traffic(hops), num_choices=choices.top_k)
+        pairs = hops_traffic(expected_hops(counts_DE, plan.placement, topology, choices))
     counts_s = counts_seconds(profile, topology, context.num_experts)
     if plan.shares_exactly:
         counts_s += counts_s + profile.exact_shares_s
     return layer_seconds(
-        work,
         profile,
         plan.life,
+        float(dispatch.device_tokens_D.max()),
+        pairs,
+        transfer_traffic(plan.transfer, topology),
+        gather=transfer_traffic(planned.transfer, topology),
+        addition=addition,
+        num_choices=choices.top_k if choices else 0,
         counts_s=counts_s,
         num_micro_batches=num_micro_batches,
         hides=plan.gather_ahead,
-        split=plan.split if plan.is_split else WHOLE,
+        early=plan.early if plan.is_split else 0.0,
     )
 
 
-def plan_seconds(
-    plan: LayerPlan,
+def fastest(
+    plans: Iterable[LayerPlan],
     counts_DE: np.ndarray,
     context: LayerContext,
     *,
     num_micro_batches: int = 1,
     planned: LayerPlan | None = None,
-) -> float:
-    """Total seconds of :func:`plan_price`: both passes of the layer and the compute before it."""
-    price = plan_price(plan, counts_DE, context, num_micro_batches=num_micro_batches, planned=planned)
-    return float(price.seconds)
+) -> LayerPlan:
+    """The plan with the fewest seconds of :func:`plan_price`; of equal ones the first."""
+    times = num_micro_batches
+    return min(
+        plans,
+        key=lambda plan: (
+            plan_price(plan, counts_DE, context, num_micro_batches=times, planned=planned).seconds
+        ),
+    )
 
 
 def with_exchange(context: LayerContext, deduplicated: bool) -> LayerContext:
@@ -104,22 +108,18 @@ def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topo
     return moving_seconds(old_E[moves], new_E[moves], topology, profile)
 
 
-def split_of(transfer: TransferPlan, num_pairs: float, context: LayerContext) -> TransferSplit:
-    """The split of transfers over the compute before the layer (Pro-Prophet, §V-B); costs are measured.
+def early_share(transfer: TransferPlan, num_pairs: float, context: LayerContext) -> float:
+    """Share of each expert's weights that travels beside the experts of the layer before.
 
-    Args:
-        transfer: Transfer plan of the layer's replicas.
-        num_pairs: Number of (token, k) pairs in an iteration. The function assumes that the layer before has
-            the same number, spread evenly over the devices.
-        context: Data of the layer.
+    As much as fits travels beside the compute between the layers, such as attention, and the rest beside the
+    experts (Pro-Prophet, §V-B, Alg. 2). What neither of them hides travels beside the compute between the
+    layers, which then has to wait. The layer before is assumed to have as many (token, k) pairs in an
+    iteration, ``num_pairs``, spread evenly over the devices. Costs are measured.
     """
     profile = context.profile
     assert profile is not None
-    links, traffic = plain_links(profile.cluster).transfer, transfer_traffic(transfer, context.topology)
-    gather_s, reduce_s = (
-        transfer_times(links, traffic, num_bytes, profile.messages).seconds
-        for num_bytes in (profile.expert_bytes, profile.reduced_bytes)
-    )
+    links, traffic = plain_links(profile.cluster), transfer_traffic(transfer, context.topology)
+    gather_s = transfer_times(links, traffic, profile.expert_bytes, profile.messages).seconds
     flops = num_pairs * profile.flops_per_token / (context.num_devices * profile.num_micro_batches)
     expert_s = flops / profile.cluster.expert_flops_per_s
-    return split_transfers(gather_s, reduce_s, non_expert_s=profile.non_moe_s, expert_s=expert_s)
+    return min(max(gather_s - profile.non_moe_s, 0.0), expert_s) / gather_s if gather_s else 0.0

@@ -10,7 +10,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import ReplicasAfterGate
-from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.plan_seconds import fastest
 
 
 class QuotaStrategy(ReplicasAfterGate[QuotaSettings]):
@@ -34,5 +34,4 @@ class QuotaStrategy(ReplicasAfterGate[QuotaSettings]):
         if not placement.num_replicas:
             return plan
         quotas = self.plan_of(placement, context, each_micro_batch=True, tokens_ED=tokens_ED)
-        saves = plan_seconds(quotas, counts_DE, context) < plan_seconds(plan, counts_DE, context)
-        return quotas if saves else plan
+        return fastest((plan, quotas), counts_DE, context)

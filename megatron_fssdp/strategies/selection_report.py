@@ -48,12 +48,11 @@ class SelectionReport:
     """The result of one selection for all layers of a pipeline stage.
 
     Attributes:
-        before: Strategy of each layer before the selection, by the layer's number.
-        selected: Strategy of each layer now.
+        before: Strategy of each layer before the selection, by the layer's number; ``selected`` now.
         saving_s: Modelled seconds that all changes together save in an iteration.
         measured: Times of the iterations since the last change or since the start.
         seen: Predicted and measured saving of the last change; ``None`` if they cannot be compared.
-        left_s: Modelled seconds that others would save in an iteration, if that was too little for a change.
+        left_s: Modelled seconds that others would save, if that was too little for a change.
     """
 
     before: dict[int, str]
@@ -70,8 +69,8 @@ class SelectionReport:
 
     def describe(self) -> list[str]:
         """Lines for the log: what the last change saved, and which strategies are selected now."""
-        lines, whole_s = [], None if self.measured is None else self.measured.median_s
-        if (seen := self.seen) is not None:
+        lines, whole_s, seen = [], None if self.measured is None else self.measured.median_s, self.seen
+        if seen is not None:
             before_s = seen.before.median_s
             verdict = "; iterations are slower, so the change is reverted" if seen.is_slower else ""
             lines.append(
@@ -100,8 +99,9 @@ def _numbers(layers: Sequence[int]) -> str:
     """Layer numbers as a text, for example ``layer 3`` or ``layers 1-4, 6``."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
-        if not runs or layer != runs[-1][-1] + 1:
-            runs.append([])
-        runs[-1].append(layer)
-    ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    ranges = ", ".join("-".join(map(str, run)) for run in runs)
     return f"layer{'s' if len(layers) > 1 else ''} {ranges}"

@@ -40,7 +40,7 @@ class Strategy[Settings: PlacementSettings](ABC):
         replica_life: Ability: how long the replicas of plans live; estimates of memory use it.
         overlaps: Ability: transfers may run beside compute and the dispatch, in a process group of their own.
             Plans with ``gather_ahead`` need it.
-        splits: Ability: plans may split transfers. A part then travels beside the experts of another layer.
+        splits: Ability: a part of the weights may travel beside the experts of another layer (``early``).
         moves_owners: Ability: experts may change owners; see :class:`MovesOwners`.
         resident_slots: Ability: resident replicas of a layer on a device; see :class:`ResidentReplicas`.
         selects: Whether layers have other strategies, as under ``auto``.

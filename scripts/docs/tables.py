@@ -25,7 +25,6 @@ from megatron_fssdp.config.run.run_config import RunConfig  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
 from megatron_fssdp.config.sweep.sweep_config import SweepConfig  # noqa: E402
 from megatron_fssdp.megatron_adapter.support import capabilities, limits  # noqa: E402
-from megatron_fssdp.planning.shape_letters import SHAPE_LETTERS  # noqa: E402
 
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -173,11 +172,6 @@ def seams(_: str) -> str:
     )
 
 
-def letters(_: str) -> str:
-    """The shape letters."""
-    return table(("letter", "axis"), ((f"`{letter}`", axis) for letter, axis in SHAPE_LETTERS.items()))
-
-
 def lines(_: str) -> str:
     """Lines of Python of each room."""
     tracked = subprocess.run(
@@ -199,7 +193,7 @@ def lines(_: str) -> str:
 
 GENERATORS: dict[str, Callable[[str], str]] = {
     one.__name__: one
-    for one in (settings, results, code, versions, refused, combinations, replaced, seams, letters, lines)
+    for one in (settings, results, code, versions, refused, combinations, replaced, seams, lines)
 }
 """What may stand after ``table:``, by its first word. The other words are the argument."""
 

@@ -3,8 +3,14 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import LayerPrice
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_seconds import plan_price
 
 
 @st.composite
@@ -60,3 +66,17 @@ def brute_force_dispatch_DED(counts_DE, placement, topology):
             for i in range(rest):
                 dispatch[source, expert, chosen[(source + expert + i) % len(chosen)]] += 1
     return dispatch
+
+
+def placement_price(
+    counts_DE: np.ndarray,
+    placement: ExpertPlacement,
+    topology: Topology,
+    profile: LayerProfile,
+    life: ReplicaLife = ReplicaLife.ITERATION,
+) -> LayerPrice:
+    """The price of a placement under even dispatch, with as many micro-batches as the profile's."""
+    ways = {"rematerialize": life is ReplicaLife.LAYER_PASS, "resident": life is ReplicaLife.RESIDENT}
+    plan = LayerPlan(placement, two_level_transfer(placement, topology), **ways)
+    context = LayerContext(1, placement.owner_E, topology, profile)
+    return plan_price(plan, counts_DE, context, num_micro_batches=profile.num_micro_batches)

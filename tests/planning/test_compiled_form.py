@@ -23,7 +23,7 @@ from megatron_fssdp.planning.transfer import transfer_plan
 from tests.drawn_examples import examples
 from tests.support.measured_profile import CHEAP_TO_MOVE as PROFILE
 
-from .placement_cases import owned_layers, random_counts_DE
+from .placement_cases import owned_layers, placement_price, random_counts_DE
 
 USERS = (layer_seconds, quotas, search, prophet_planner, transfer_plan)
 needs_compiled = pytest.mark.skipif(
@@ -51,9 +51,7 @@ def plans(form: ModuleType, topology: Topology, owner_E: np.ndarray, counts_DE: 
         layer = search.layer_search(owner_E, counts_DE, topology, PROFILE, rematerialize=True, hides=True)
         placement, seconds = layer.best_placement(slots=2, most_replicated=owner_E.size)
         by_load = search.plan_materialization(owner_E, counts_DE, topology, overlap_degree=3, slots=2)
-        price = layer_seconds.placement_seconds(
-            counts_DE, placement, topology, PROFILE, ReplicaLife.LAYER_PASS
-        )
+        price = placement_price(counts_DE, placement, topology, PROFILE, ReplicaLife.LAYER_PASS)
         model = prophet_planner.ProphetModel(topology.num_devices, 1.0, 100, 100, 1.0, 1.0)
         of_layer = (owner_E, counts_DE, model, [0])
         prophets = prophet_planner.greedy_placements(*of_layer, balance=0.5, slots=2)
@@ -65,7 +63,7 @@ def plans(form: ModuleType, topology: Topology, owner_E: np.ndarray, counts_DE: 
             price.seconds,
             quotas.quota_assignment(owner_E, counts_DE, topology, slots=2).tolist(),
             [found.present_ED.tolist() for found in prophets],
-            transfer_plan._two_level_transfer(placement, topology).table.tolist(),
+            transfer_plan.two_level_transfer.__wrapped__(placement, topology).table.tolist(),
         ]
 
 

@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.memory import (
-    ExpertMemory,
     ExpertOptimizer,
     expert_memory,
     held_replicas_bytes,
     memory_capacity,
 )
 from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
-from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages, PipelinedMessages
+from megatron_fssdp.planning.transfer.message_size import FixedMessages, PipelinedMessages
 
 
 def held(life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=(3,), fuses=False, **place):
@@ -115,58 +114,6 @@ def test_the_messages_of_each_child_bound_reduction_buffers():
     assert buffers(FixedMessages(1000)) == 3 * 6 * 200 + 2 * 400
     # Two of four messages of 50 bytes, which are aligned to 64 bytes.
     assert buffers(PipelinedMessages(10, fewest=4, most=4)) == 3 * 6 * 128 + 2 * 400
-
-
-@given(
-    st.fixed_dictionaries(
-        {
-            "life": st.sampled_from(ReplicaLife),
-            "num_layers": st.integers(0, 6),
-            "num_stages": st.integers(1, 4),
-            "slots_per_device": st.integers(0, 40),
-            "replicas_per_layer": st.integers(0, 20),
-            "owned_per_layer": st.integers(0, 20),
-            "expert_elements": st.integers(0, 10**9),
-            "dtype_bytes": st.sampled_from([2, 4]),
-            "gradient_bytes": st.sampled_from([2, 4]),
-            "optimizer": st.builds(ExpertOptimizer, st.integers(0, 3), st.booleans(), st.booleans()),
-            "expert_data_parallel_size": st.integers(1, 8),
-            "num_micro_batches": st.integers(1, 4),
-            "messages": st.sampled_from([FixedMessages(5), CUDA_MESSAGES]),
-        }
-    )
-)
-def test_only_replicas_take_memory_beyond_expert_parallelism(arguments):
-    life, num_layers, num_stages, num_micro_batches = (
-        arguments.pop(name) for name in ("life", "num_layers", "num_stages", "num_micro_batches")
-    )
-
-    def living(life, num_layers=num_layers):
-        return held(life, num_micro_batches, layers=(num_layers,), num_stages=num_stages)
-
-    arguments["held"] = living(life)
-    memory = expert_memory(**arguments)
-    parts = astuple(memory)
-    assert all(isinstance(part, int) and part >= 0 for part in parts)
-    assert memory.total_bytes == sum(parts)
-    without = expert_memory(**{**arguments, "replicas_per_layer": 0})
-    assert without.above_expert_parallelism_bytes == 0
-    assert without.total_bytes == memory.expert_parallelism_bytes
-    assert without.optimizer_bytes == memory.optimizer_bytes
-    released = expert_memory(**{**arguments, "held": living(ReplicaLife.LAYER_PASS)})
-    assert released.above_expert_parallelism_bytes <= memory.above_expert_parallelism_bytes
-    one_layer = expert_memory(**{**arguments, "held": living(ReplicaLife.ITERATION, min(num_layers, 1))})
-    assert released.replica_parameters_bytes == one_layer.replica_parameters_bytes
-
-
-def test_the_description_lists_all_bytes():
-    mebibyte = 2**20
-    memory = ExpertMemory(100 * mebibyte, 200 * mebibyte, 900 * mebibyte, 3 * 2**29, 512, 0, 1536)
-    assert memory.describe() == (
-        "experts 2.7 GiB: parameters 100.0 MiB, gradients 200.0 MiB, optimizer 900.0 MiB, "
-        "replicas at most 1.5 GiB (parameters 1.5 GiB, gradients 512 B, optimizer 0 B, transfers 1.5 KiB)"
-    )
-    assert "experts 2.0 TiB" in ExpertMemory(2 * 2**40, 0, 0, 0, 0, 0, 0).describe()
 
 
 def capacity(

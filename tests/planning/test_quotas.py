@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,8 +43,3 @@ def test_all_tokens_are_assigned_within_the_slots(seed: int, slots: int, devices
     assert tokens_ED.sum(axis=0).max() <= owned_D.max()
     if slots >= 8:
         assert tokens_ED.sum(axis=0).max() <= -(-load_E.sum() // 4) * 1.01 + 1
-
-
-def test_negative_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match="slots is -1"):
-        quota_assignment(OWNERS, np.ones((4, 8), np.int64), TOPOLOGY, slots=-1)

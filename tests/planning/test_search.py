@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
@@ -18,8 +17,9 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search, plan_materialization
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages
 from tests.drawn_examples import examples
+from tests.support.random_placement import with_replicas
 
-from .placement_cases import owned_layers, random_counts_DE
+from .placement_cases import owned_layers, placement_price, random_counts_DE
 
 SEEDS = st.integers(0, 2**32 - 1)
 # Two nodes of two devices, two experts each; every device sends 8 pairs, half of them to expert 0.
@@ -36,10 +36,7 @@ PROFILE = LayerProfile(
     flops_per_token=1.0,
     memory_capacity=8,
 )
-NEARLY = 1e-3
-"""Seconds that probabilities and router counts take at most in the layers below."""
 PLAIN = ExpertPlacement.owners_only(OWNERS, 4)
-SHARED = PLAIN.with_replicas([(0, 2)])
 
 
 def plan_replicas(
@@ -61,17 +58,11 @@ def modelled_seconds(
     load_DE: np.ndarray,
     topology: Topology,
     profile: LayerProfile,
-    *,
-    rematerialize: bool = False,
-    hides: bool = True,
+    rematerialize: bool,
 ) -> float:
     """Seconds of a layer under a placement, as the search counts them."""
-    gathering = {"rematerialize": rematerialize, "hides": hides}
-    return layer_search(placement.owner_E, load_DE, topology, profile, **gathering).seconds(placement)
-
-
-def seconds(placement: ExpertPlacement, profile: LayerProfile = PROFILE, **settings: bool) -> float:
-    return modelled_seconds(placement, HOT, TOPOLOGY, profile, **settings)
+    layer = (placement.owner_E, load_DE, topology, profile)
+    return layer_search(*layer, rematerialize=rematerialize, hides=True).seconds(placement)
 
 
 def replicated(**changes: object) -> list[int]:
@@ -82,22 +73,6 @@ def replicated(**changes: object) -> list[int]:
 
 def max_load(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> float:
     return float(plan_dispatch("even", load_DE, placement, topology).device_tokens_D.max())
-
-
-def test_prices_equal_those_worked_out_by_hand() -> None:
-    """Under plain expert parallelism device 0 has 20 pairs, and node 0 gets 7 from each device of node 1."""
-    assert seconds(PLAIN) == pytest.approx(4 * 14 + 3 * 20, abs=NEARLY)
-    # Expert 0 on device 2 as well: node 0 gets 3 from each device of the other node. Devices 0 and 2 have
-    # 12 pairs each: 8 of expert 0 and 4 of another one.
-    assert seconds(SHARED) == pytest.approx(4 * 6 + 3 * 12 + 2 + 2, abs=NEARLY)
-
-
-def test_compute_before_the_layer_hides_transfers() -> None:
-    halfway = dataclasses.replace(PROFILE, non_moe_s=0.5)
-    assert seconds(SHARED, halfway) == pytest.approx(4 * 6 + 3 * 12 + 1.5 + 1.0, abs=NEARLY)
-    assert seconds(SHARED, halfway, hides=False) == pytest.approx(4 * 6 + 3 * 12 + 2 + 2, abs=NEARLY)
-    wider = dataclasses.replace(halfway, gradient_bytes=4 * MEGA)
-    assert seconds(SHARED, wider) == pytest.approx(4 * 6 + 3 * 12 + 1.5 + 3.0, abs=NEARLY)
 
 
 @st.composite
@@ -125,12 +100,12 @@ def test_the_price_equals_that_of_exact_dispatch_and_transfer(
     rng = np.random.default_rng(seed)
     counts_DE = rng.poisson(rng.gamma(0.5, 200, 8), (4, 8)) * 12
     topology = Topology.uniform(4, num_nodes)
-    placement = PLAIN.with_replicas(
-        [(e, d) for e in range(8) for d in range(4) if OWNERS[e] != d and rng.random() < 0.3]
+    placement = with_replicas(
+        PLAIN, [(e, d) for e in range(8) for d in range(4) if OWNERS[e] != d and rng.random() < 0.3]
     )
     life = ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION
-    exact_s = float(placement_seconds(counts_DE, placement, topology, profile, life).moe_s)
-    price_s = modelled_seconds(placement, counts_DE, topology, profile, rematerialize=rematerialize)
+    exact_s = placement_price(counts_DE, placement, topology, profile, life).moe_s
+    price_s = modelled_seconds(placement, counts_DE, topology, profile, rematerialize)
     assert price_s == pytest.approx(exact_s, rel=1e-9)
 
 
@@ -156,7 +131,7 @@ def shadowed(
     )
     plain = ExpertPlacement.owners_only(owner_E, len(counts_DE))
     experts = select_shadows(owner_E, counts_DE, costs, most=slots)
-    return plain.with_replicas([(e, d) for e in experts for d in range(len(counts_DE))])
+    return with_replicas(plain, [(e, d) for e in experts for d in range(len(counts_DE))])
 
 
 @examples(150)
@@ -174,7 +149,7 @@ def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
     plain = ExpertPlacement.owners_only(owner_E, topology.num_devices)
 
     def seconds_of(placement: ExpertPlacement) -> float:
-        return modelled_seconds(placement, counts_DE, topology, profile, rematerialize=rematerialize)
+        return modelled_seconds(placement, counts_DE, topology, profile, rematerialize)
 
     found_s = seconds_of(found)
     if found.num_replicas:
@@ -233,21 +208,10 @@ def test_skewed_loads_end_near_balance(num_experts: int, num_devices: int, most:
 def test_a_start_beyond_the_limits_is_refused() -> None:
     """The kernel would write beyond its arrays."""
     search = layer_search(OWNERS, HOT, TOPOLOGY, PROFILE, rematerialize=False, hides=True)
-    full = PLAIN.with_replicas([(0, 2), (1, 2)])
+    full = with_replicas(PLAIN, [(0, 2), (1, 2)])
     assert search.best_placement(slots=2, most_replicated=8, start=full)
-    with pytest.raises(ValueError, match="wanted at most slots = 1"):
+    with pytest.raises(ValueError, match="at most 1 replicas"):
         search.best_placement(slots=1, most_replicated=8, start=full)
     moved = ExpertPlacement.owners_only(np.roll(OWNERS, 2), 4)
-    with pytest.raises(ValueError, match="the owners of the layer"):
+    with pytest.raises(ValueError, match="wanted the layer's owners"):
         search.best_placement(slots=2, most_replicated=8, start=moved)
-
-
-def test_bad_arguments_say_what_was_wanted() -> None:
-    topology = Topology.uniform(2, 1)
-    with pytest.raises(ValueError, match=r"shape \(2, 3\): wanted \(2, 2\)"):
-        plan_materialization(np.array([0, 0]), np.ones((2, 3)), topology, overlap_degree=1, slots=1)
-    negative_DE = np.array([[1, -1], [1, 1]])
-    with pytest.raises(ValueError, match=r"load_DE\[0, 1\] is -1.0"):
-        plan_materialization(np.array([0, 0]), negative_DE, topology, overlap_degree=1, slots=1)
-    with pytest.raises(ValueError, match="slots is -1: wanted 0 or more"):
-        plan_materialization(np.array([0]), np.ones((2, 1)), topology, overlap_degree=1, slots=-1)

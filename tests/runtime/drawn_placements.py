@@ -10,7 +10,6 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.planning.cost.transfer_split import WHOLE
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -38,7 +37,7 @@ class DrawnPlacements(Strategy[EpSettings]):
     def __init__(self, case: LayerCase) -> None:
         super().__init__(EpSettings())
         self.case = case
-        self.replica_life, self.overlaps, self.splits = case.life, case.overlaps, case.split != WHOLE
+        self.replica_life, self.overlaps, self.splits = case.life, case.overlaps, case.early > 0
 
     def asks_after_gate(self, layer: int) -> bool:
         """Whether the case corrects plans."""
@@ -73,7 +72,7 @@ class DrawnPlacements(Strategy[EpSettings]):
             gather_ahead=self.overlaps,
             rematerialize=self.case.life is ReplicaLife.LAYER_PASS,
             dispatch_policy=str(rng.choice(POLICIES)),  # type: ignore[arg-type]
-            split=self.case.split,
+            early=self.case.early,
         )
 
     def after_gate(

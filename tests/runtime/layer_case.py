@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.replica_life import ReplicaLife
 
 MODEL_DIM, FFN_DIM = 5, 6
@@ -36,7 +35,7 @@ class LayerCase:
             between iterations, after them.
         recompute: None, "reentrant" or "non_reentrant".
         overlaps: Whether transfers have a group of their own and may begin before the layer.
-        split: Shares of the transfers beside the experts of the layer before.
+        early: Share of the weights that travels beside the experts of the layer before.
         corrects: Whether replicas change when the counts of the first micro-batch are known.
         driven: Whether a loop marks iterations.
         repeats: Whether the loop breaks off the passes of each iteration and begins them again.
@@ -65,7 +64,7 @@ class LayerCase:
     schedule: str = "FB"
     recompute: str | None = None
     overlaps: bool = True
-    split: TransferSplit = WHOLE
+    early: float = 0.0
     corrects: bool = False
     driven: bool = True
     repeats: bool = False

@@ -7,7 +7,6 @@ import pytest
 
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
-from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.simulation.lanes import Lanes
 from megatron_fssdp.simulation.layer_record import LayerRecord
 
@@ -23,7 +22,7 @@ LAYER = LayerRecord(
     gather_s=5.0,
     reduce_s=10.0,
 )
-SPLIT = replace(LAYER, split=TransferSplit(0.4, 0.4))
+SPLIT = replace(LAYER, early=0.4)
 
 
 def run(*layers: LayerRecord) -> tuple[Lanes, list[tuple[str, str, float, float]]]:
@@ -63,18 +62,16 @@ def test_experts_in_steps_wait_for_replicas() -> None:
 
 
 def test_two_spans_of_compute_hide_more_of_a_split_transfer_than_one() -> None:
-    """Pro-Prophet, §V-B, Fig. 9c. Unsplit, each layer waits 5 - 3 s for weights and 10 - 6 s for gradients.
+    """Pro-Prophet, §V-B, Fig. 9c, for weights. Unsplit, each layer waits 5 - 3 s for them.
 
-    Split, 2 s of the second layer's weights travel during the first layer's experts, and 4 s of its gradients
-    during their backward pass, so that layer waits for nothing. The first layer waits as before, also for its
-    gradients, which follow nothing else on the lane. The lane is as long in use.
+    Split, 2 s of the second layer's weights travel during the first layer's experts, so that layer waits for
+    nothing. The lane is as long in use, and gradients travel in one part.
     """
     (whole, whole_spans), (split, split_spans) = run(LAYER, LAYER), run(LAYER, SPLIT)
     assert whole.parts_s["waiting for spAG"] == 2 + 2
-    assert whole.parts_s["waiting for spRS"] == 4 + 4
     assert split.parts_s["waiting for spAG"] == 2
-    assert split.parts_s["waiting for spRS"] == 4
-    assert whole.now_s - split.now_s == 2 + 4
+    assert whole.parts_s["waiting for spRS"] == split.parts_s["waiting for spRS"] == 4 + 4
+    assert whole.now_s - split.now_s == 2
     for spans in (whole_spans, split_spans):
         moved_s = sum(end_s - begin_s for lane, _, begin_s, end_s in spans if lane == "transfer")
         assert moved_s == pytest.approx(2 * 15)

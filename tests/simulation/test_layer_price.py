@@ -20,7 +20,6 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_seconds import LayerPrice
 from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
-from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
@@ -30,7 +29,7 @@ from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import IterationRecord
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_price, split_of
+from megatron_fssdp.strategies.plan_seconds import early_share, plan_price
 from tests.simulation.small_jobs import cluster_of, job_of
 
 LIVES = (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
@@ -47,10 +46,6 @@ class Case:
     planned: LayerPlan
     counts_DE: np.ndarray
     context: LayerContext
-
-    @property
-    def life(self) -> ReplicaLife:
-        return self.plan.life
 
     def price(self) -> LayerPrice:
         return plan_price(
@@ -82,7 +77,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, splits: bool = False) -> Case:
+def cases(draw: st.DrawFn) -> Case:
     """Random links, devices, loads and replicas; calibrated ones and split ones among them."""
     nodes, per_node = draw(st.sampled_from([(1, 2), (1, 4), (2, 2), (4, 1), (3, 2)]))
     devices = nodes * per_node
@@ -107,6 +102,7 @@ def cases(draw: st.DrawFn, splits: bool = False) -> Case:
     one_DE = rng.multinomial(PAIRS_PER_SOURCE, shares_E, size=devices).astype(np.int64)
     counts_DE = one_DE * num_micro_batches
     topology, owner_E = topology_of(cluster, devices), even_owners(num_experts, devices)
+    splits = draw(st.sampled_from([False, False, True]))
     life = ReplicaLife.ITERATION if splits else draw(st.sampled_from(LIVES))
     choices = TokenChoices(draw(st.sampled_from([1, 2, 4])), *draw(st.sampled_from([(1, 1), (0.7, 1.3)])))
     deduplicated = draw(st.booleans())
@@ -115,7 +111,7 @@ def cases(draw: st.DrawFn, splits: bool = False) -> Case:
     present_ED = rng.random((num_experts, devices)) < draw(st.sampled_from([0.0, 0.1, 0.5]))
     present_ED[np.arange(num_experts), owner_E] = True
 
-    def plan_of(present_ED: np.ndarray, split: TransferSplit = WHOLE) -> LayerPlan:
+    def plan_of(present_ED: np.ndarray, early: float = 0.0) -> LayerPlan:
         placement = ExpertPlacement(owner_E, present_ED)
         return LayerPlan(
             placement,
@@ -124,7 +120,7 @@ def cases(draw: st.DrawFn, splits: bool = False) -> Case:
             rematerialize=life is ReplicaLife.LAYER_PASS,
             each_micro_batch=life is ReplicaLife.MICRO_BATCH,
             resident=life is ReplicaLife.RESIDENT,
-            split=split,
+            early=early,
             deduplicated=deduplicated,
         )
 
@@ -132,8 +128,8 @@ def cases(draw: st.DrawFn, splits: bool = False) -> Case:
     plan = plan_of(present_ED)
     planned = plan
     if splits:
-        split = split_of(plan.transfer, float(counts_DE.sum()), context)
-        planned = plan = plan_of(present_ED, split)
+        early = early_share(plan.transfer, float(counts_DE.sum()), context)
+        planned = plan = plan_of(present_ED, early)
     elif life is ReplicaLife.MICRO_BATCH:
         planned = LayerPlan.owners_only(context, each_micro_batch=True)
     elif life is not ReplicaLife.RESIDENT and draw(st.booleans()):
@@ -147,27 +143,17 @@ def nearly(value: Any) -> Any:
     return pytest.approx(float(value), rel=1e-9, abs=1e-9)
 
 
-def check_parts(parts_s: dict[str, float], price: LayerPrice, life: ReplicaLife) -> None:
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_one_more_layer_adds_its_price(case: Case) -> None:
+    fewer_s, more_s = case.simulated_parts_s(2), case.simulated_parts_s(3)
+    parts_s, price = {part: more_s[part] - fewer_s[part] for part in more_s}, case.price()
     assert parts_s["other compute"] == nearly(price.before_s)
     assert parts_s["experts"] == nearly(price.experts_s)
     assert parts_s["waiting for spRS"] == nearly(price.reduce_s)
     gathered_s = parts_s["waiting for spAG"] + parts_s["all-to-all"]
     assert gathered_s == nearly(price.gather_s + price.all_to_all_s)
-    if life is not ReplicaLife.LAYER_PASS:
+    if case.plan.life is not ReplicaLife.LAYER_PASS:
         # A gather that shares the links with combine's backward pass makes that one longer.
         assert parts_s["all-to-all"] == nearly(price.all_to_all_s)
     assert sum(parts_s.values()) == nearly(price.seconds)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases())
-def test_one_more_layer_adds_its_price(case: Case) -> None:
-    fewer_s, more_s = case.simulated_parts_s(2), case.simulated_parts_s(3)
-    check_parts({part: more_s[part] - fewer_s[part] for part in more_s}, case.price(), case.life)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases(splits=True))
-def test_one_more_layer_with_split_transfers_adds_its_price(case: Case) -> None:
-    fewer_s, more_s = case.simulated_parts_s(2), case.simulated_parts_s(3)
-    check_parts({part: more_s[part] - fewer_s[part] for part in more_s}, case.price(), case.life)

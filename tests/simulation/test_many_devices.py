@@ -5,7 +5,6 @@ import pytest
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation.job_loads import generated_loads
 from megatron_fssdp.simulation.simulator import simulate
-from megatron_fssdp.simulation.workloads import WORKLOADS
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
 PLACING = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
@@ -20,10 +19,3 @@ def test_every_strategy_takes_more_devices_than_experts(name: str) -> None:
     assert (outcome.iteration_s > 0).all()
     # 18 experts on 16 devices: a device owns at most 2.
     assert outcome.memory.experts.slot_parameters_bytes == 2 * job.expert_bytes
-
-
-@pytest.mark.parametrize("name", list(WORKLOADS))
-def test_workloads_have_more_devices_than_experts(name: str) -> None:
-    job = job_of(devices=16, experts=6, tokens_per_micro_batch=12)
-    counts_ILDE = generated_loads(name, job, 8)
-    assert (counts_ILDE.sum(axis=(2, 3)) == 16 * 12).all()

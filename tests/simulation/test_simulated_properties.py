@@ -133,25 +133,3 @@ def test_the_profile_limits_replicas_by_memory_and_overlap() -> None:
     assert layer_profile(on_cuda, tight, ReplicaLife.ITERATION).memory_capacity == 0
     more = cluster.model_copy(update={"memory_bytes": own + 1500})
     assert layer_profile(on_cuda, more, ReplicaLife.ITERATION).memory_capacity == 2
-
-
-@pytest.mark.parametrize("name", ["fastermoe", "quota"])
-def test_replicas_of_one_micro_batch_need_no_gradient_sums(name: str) -> None:
-    """No pipeline is simulated, so the micro-batches come one after another."""
-    counts = drawn_loads(3)
-    # Transfers cost nothing.
-    free = {"alpha_s": 0, "bandwidth_bytes_per_s": 1e12}
-    cluster = cluster_of(nodes=2, intra_node=free, inter_node=free, memory_bytes=10**6)
-    for num_micro_batches in (1, 4):
-        outcome = outcome_of(name, counts, cluster, micro_batches=num_micro_batches)
-        replicas, experts = int(outcome.of_layers("most_replicas").max()), outcome.memory.experts
-        assert replicas
-        assert experts.replica_parameters_bytes == 2 * replicas * 50 * 2
-        assert experts.replica_gradients_bytes == replicas * 50 * 2
-    job = job_of(devices=4, experts=8, layers=2, num_micro_batches=4, on_cuda=False)
-    tight = cluster.model_copy(update={"memory_bytes": 2 * 2 * 50 * (2 + 4 + 8) + 1500})
-    # Four fifths of 1500 bytes: two layers' parameters, one layer's gradients; else two layers' sums as well.
-    assert layer_profile(job, tight, ReplicaLife.MICRO_BATCH).memory_capacity == 4
-    assert layer_profile(job, tight, ReplicaLife.MICRO_BATCH).gradient_bytes == job.expert_bytes
-    assert layer_profile(job, tight, ReplicaLife.ITERATION).memory_capacity == 1
-    assert layer_profile(job, tight, ReplicaLife.ITERATION).gradient_bytes == 50 * 4

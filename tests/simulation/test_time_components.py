@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.memory import ExpertOptimizer
-from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.simulation.simulator import StrategyOutcome, balanced_counts, ceiling_s, simulate
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
@@ -78,58 +77,6 @@ def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
     )
 
 
-def test_exposed_transfers_are_waited_for() -> None:
-    """Attention takes 0.02 s forward and 0.04 s backward; an expert of 100 bytes takes 0.1 s."""
-    job = job_of(before_gate_flops_L=(0.1,))
-    outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job)
-    counts_s = 2 * 8 / 1000
-    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1 - 0.02 - counts_s)
-    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(0.1 - 0.04)
-    apart = simulate(
-        "fssdp", settings_of("fssdp", **REPLICATE, overlap=False), loads(HOT, HOT), cluster_of(), job
-    )
-    assert seconds(apart, 1)["waiting for spAG"] == pytest.approx(0.1)
-    assert seconds(apart, 1)["waiting for spRS"] == pytest.approx(0.1)
-
-
-def test_several_micro_batches_gather_once_and_reduce_fp32_sums_once() -> None:
-    job = job_of(before_gate_flops_L=(0.0,), num_micro_batches=4)
-    cluster = cluster_of()
-    outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster, job)
-    counts_s = 2 * 8 / 1000
-    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1 - counts_s)
-    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(0.2)
-    # The rows are divided among the micro-batches, the counts are gathered in each.
-    assert seconds(outcome, 1)["all-to-all"] == pytest.approx(2 * 2 * (10 + 6) / 1000 + 4 * counts_s)
-    assert seconds(outcome, 1)["experts"] == pytest.approx(9.0)
-
-
-def test_rematerialization_gathers_again_for_every_micro_batch() -> None:
-    job = job_of(before_gate_flops_L=(0.0,), num_micro_batches=4)
-    keys = REPLICATE | {"rematerialize": True}
-    outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(HOT, HOT), cluster_of(), job)
-    counts_s, combine_s = 2 * 8 / 1000, 2 * 6 / 4 / 1000
-    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(4 * 0.1)
-    # It follows combine's backward, which shares the link meanwhile and takes twice as long.
-    again_s = 0.1 + combine_s - 2 * combine_s
-    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(4 * (0.1 - counts_s) + 4 * again_s)
-    plain_all_to_all = 2 * 2 * (10 + 6) / 1000 + 4 * counts_s
-    assert seconds(outcome, 1)["all-to-all"] == pytest.approx(plain_all_to_all + 4 * combine_s)
-
-
-def test_a_transfer_is_pipelined_in_chunks_along_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With three nodes of one device, the transfer takes two hops; the second starts a chunk later."""
-    monkeypatch.setattr("megatron_fssdp.simulation.moe_job.message_rule", lambda on_cuda: FixedMessages(20))
-    counts = [[0, 2, 0], [4, 2, 0], [4, 0, 0]]
-    keys = {"slots": 1, "overlap_degree": 1, "planner": "hecate", "reshard_interval": 0}
-    job = job_of(devices=3, experts=3, before_gate_flops_L=(0.0,))
-    cluster = cluster_of(nodes=3, per_node=1, far_alpha_s=0.125)
-    outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(counts, counts), cluster, job)
-    assert outcome.of_layers("replicas")[1].tolist() == [2]
-    hop_s = 0.125 + 20 / 100
-    assert seconds(outcome, 1)["waiting for spRS"] == pytest.approx(0.125 + 100 / 100 + hop_s)
-
-
 def test_resharding_moves_weights_masters_and_states() -> None:
     optimizer = ExpertOptimizer(num_state_tensors=2, has_master_weights=True)
     job = job_of(experts=4, optimizer=optimizer)
@@ -144,21 +91,6 @@ def test_resharding_moves_weights_masters_and_states() -> None:
     parted = simulate("fssdp", settings_of("fssdp", **keys), counts, cluster_of(), shared)
     # A rank's part of 50 elements' states is 13 of them, padding rounded up.
     assert seconds(parted, 2)["re-sharding"] == pytest.approx((50 * 2 + 13 * 12) / 1000)
-
-
-def test_calibration_waits_for_the_replicas_that_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads change completely after an iteration: the replica is gathered after the gate and waited for."""
-    monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", "1")
-    cold = [[2, 6], [2, 6]]
-    keys = {
-        "slots": 2,
-        "overlap_degree": 1,
-        "planner": "hecate",
-        "reshard_interval": 0,
-    }
-    outcome = simulate("fssdp", settings_of("fssdp", **keys), loads(HOT, cold), cluster_of(), job_of())
-    assert outcome.of_layers("addition_s").tolist() == [[0.0], [0.1]]
-    assert seconds(outcome, 1)["waiting for spAG"] == pytest.approx(0.1)
 
 
 def test_compute_outside_moe_layers_and_gradient_synchronization_take_time() -> None:

@@ -117,16 +117,6 @@ def test_replay_keeps_the_shares_of_mapped_sources(num_sources: int, wanted: lis
     assert counts_IDE[0].tolist() == wanted
 
 
-def test_a_replay_that_does_not_fit_is_refused() -> None:
-    recorded_IDE = np.ones((3, 4, 8), int)
-    with pytest.raises(ValueError, match="the record has 8 experts, wanted 16"):
-        replay(recorded_IDE, RECORD_SHAPE)
-    with pytest.raises(ValueError, match="cannot map 4 recorded sources to 3"):
-        replay(np.ones((3, 4, 9), int), WorkloadShape(3, 9, 10))
-    with pytest.raises(ValueError, match="3 recorded iterations, wanted 2 to 3"):
-        replay(recorded_IDE, WorkloadShape(4, 8, 10, 2, 2), first_iteration=2)
-
-
 @pytest.mark.parametrize("sizes", [(4, 10, 1), (4, 4, 1, 5), (4, 4, 0)])
 def test_invalid_sizes_are_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="wanted sizes of at least 1, at least top_k experts"):

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -19,10 +18,9 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies import auto
 from megatron_fssdp.strategies.auto import BARRED_SELECTIONS, AutoStrategy, select_by_seconds
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_seconds
+from megatron_fssdp.strategies.plan_seconds import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.selection_report import IterationSpread, SeenSaving
-from tests.drawn_examples import examples
 
 TOPOLOGY = Topology.uniform(4, 2)
 LINK = LinkCost(0.0, 1e-9)
@@ -85,7 +83,7 @@ def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatc
     history = history_of(strategy, *loads)
     prices = dict(zip(strategy.candidates, strategy.price([CONTEXT], [history])[0].tolist(), strict=True))
     plain = LayerPlan.owners_only(CONTEXT)
-    assert prices["ep"] == pytest.approx(np.mean([plan_seconds(plain, c, CONTEXT) for c in loads[-2:]]))
+    assert prices["ep"] == pytest.approx(np.mean([plan_price(plain, c, CONTEXT).seconds for c in loads[-2:]]))
     for name in ("fssdp", "prophet", "fastermoe", "quota"):
         fixed = build_strategy(name, strategy.settings.candidates[name])
         charged = []
@@ -95,7 +93,7 @@ def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatc
                 past.append(counts_DE)
             planned = fixed.before_gate(CONTEXT, past)
             plan = fixed.after_gate(CONTEXT, loads[upto], planned, 1)
-            charged.append(plan_seconds(plan, loads[upto], CONTEXT, planned=planned))
+            charged.append(plan_price(plan, loads[upto], CONTEXT, planned=planned).seconds)
         assert prices[name] == pytest.approx(np.mean(charged)), name
 
 
@@ -227,8 +225,6 @@ def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
         ({"fssdp": {"nodes": 2}}, "fssdp.nodes has no meaning for a candidate"),
         ({"fssdp": {"reshard_interval": 5}}, "fssdp.reshard_interval has no meaning"),
         ({"quota": {"overlap": False}}, "quota.overlap has no meaning"),
-        ({"fssdp": {"slots": 0, "overlap_degree": 1}}, "exclude each other"),
-        ({"fssdp": {"slotz": 0}}, "did you mean 'slots'"),
         ({"fssdp": 3}, "wanted a valid boolean or an object"),
         ({"slots": 3}, "has no meaning under strategy 'auto'"),
     ],
@@ -236,25 +232,6 @@ def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
 def test_keys_that_no_candidate_has_are_refused(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         strategy_settings("auto", keys, "test")
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6), st.integers(1, 3))
-@examples(15)
-def test_a_selection_is_never_modelled_slower_than_doing_nothing(
-    seeds: list[int], micro_batches: int
-) -> None:
-    strategy = automatic()
-    context = replace(CONTEXT, profile=replace(PROFILE, num_micro_batches=micro_batches))
-    loads = [np.random.default_rng(seed).poisson(50, (4, 8)) ** 2 // 10 for seed in seeds]
-    history = history_of(strategy, *loads)
-    prices_LC = strategy.price([context], [history])
-    report = strategy.select([1], prices_LC, None)
-    modelled = dict(zip(strategy.candidates, prices_LC[0], strict=True))
-    assert modelled[strategy.selected(1)] <= modelled["ep"]
-    assert report.saving_s == pytest.approx(modelled["ep"] - modelled[strategy.selected(1)])
-    again = automatic()
-    again.select([1], prices_LC, None)
-    assert again.selected(1) == strategy.selected(1)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +271,5 @@ def test_selections_equal_those_worked_out_by_hand(
     seconds: list[float], present: int, barred: tuple[int, ...], wanted: int
 ) -> None:
     barred_LC = np.array([[index in barred for index in range(len(seconds))]])
-    chosen_L = select_by_seconds(
-        np.array([seconds]), np.array([present]), least_gain=0.03, barred_LC=barred_LC
-    )
+    chosen_L = select_by_seconds(np.array([seconds]), np.array([present]), barred_LC)
     assert chosen_L.tolist() == [wanted]

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES, placement_seconds
+from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES
 from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
@@ -23,7 +22,13 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from tests.drawn_examples import examples
 from tests.planning.cost.dense_traffic import pairs_traffic
 from tests.planning.cost.transfer_cost import transfer_seconds
-from tests.planning.placement_cases import brute_force_dispatch_DED, owned_layers, random_counts_DE
+from tests.planning.placement_cases import (
+    brute_force_dispatch_DED,
+    owned_layers,
+    placement_price,
+    random_counts_DE,
+)
+from tests.support.random_placement import with_replicas
 
 MEGA = 10**6
 # A second a megabyte inside a node and ten across, a second a flop. Probabilities and router counts, some
@@ -68,9 +73,9 @@ def test_gains_of_a_layer_equal_those_worked_out_by_hand():
     # With a replica on device 1: no all-to-all, experts 3 * 10 s; 70 s less.
     planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
     counts_DE, topology = [[10, 0], [10, 0]], Topology.uniform(2, 1)
-    everywhere = planned.with_replicas([(0, 1)])
+    everywhere = with_replicas(planned, [(0, 1)])
     for placement, seconds in ((planned, 100.0), (everywhere, 30.0)):
-        price = placement_seconds(np.array(counts_DE), placement, topology, PROFILE, ReplicaLife.ITERATION)
+        price = placement_price(np.array(counts_DE), placement, topology, PROFILE)
         assert float(price.all_to_all_s + price.experts_s) == pytest.approx(seconds, abs=1e-3)
     # The expert travels to device 1 and its gradient back.
     assert calibrate(planned, counts_DE, topology, megabytes=34) == everywhere
@@ -128,7 +133,7 @@ def gain_s(planned, placement, counts_DE, topology, arguments):
 
     def layer_s(of):
         tokens_DD = brute_force_dispatch_DED(counts_DE, of, topology).sum(axis=1)
-        links, busiest = plain_links(cluster).all_to_all, pairs_traffic(tokens_DD, topology)
+        links, busiest = plain_links(cluster), pairs_traffic(tokens_DD, topology)
         rows_s = links.times(busiest, profile.token_bytes + PROB_BYTES, starts=2).seconds
         all_to_alls_s = 2 * (rows_s + links.times(busiest, profile.token_bytes).seconds)
         return all_to_alls_s + 3 * tokens_DD.sum(axis=0).max() * profile.flops_per_token

@@ -21,6 +21,7 @@ from megatron_fssdp.strategies.fssdp import RENEWAL, FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.paying_owners import ReshardClock, closed_part, paying_owners
 from megatron_fssdp.strategies.plan_seconds import plan_price
+from tests.support.random_placement import with_replicas
 
 DEVICES, EXPERTS = 8, 16
 NEAR, FAR = LinkCost(1e-5, 1 / 1e10), LinkCost(1e-5, 1 / 1e9)
@@ -130,7 +131,7 @@ SLOW = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, flops_p
 
 
 def plan_with(*replicas: tuple[int, int], policy: str = "even") -> LayerPlan:
-    placement = CONTEXT.placement.with_replicas(replicas)
+    placement = with_replicas(CONTEXT.placement, replicas)
     return LayerPlan(placement, two_level_transfer(placement, CONTEXT.topology), dispatch_policy=policy)  # type: ignore[arg-type]
 
 

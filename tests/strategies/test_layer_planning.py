@@ -20,11 +20,12 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
+from tests.support.random_placement import with_replicas
 
 LINK = LinkCost(0.0, 1e-9)
 PROFILE = LayerProfile(1e-3, ClusterCost(LINK, LINK, 1e9), 10_000, 1000, 1e5, 2)
 CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 2), PROFILE)
-PLACEMENT = CONTEXT.placement.with_replicas([(0, 3)])
+PLACEMENT = with_replicas(CONTEXT.placement, [(0, 3)])
 PLAN = LayerPlan(PLACEMENT, two_level_transfer(PLACEMENT, CONTEXT.topology))
 COUNTS_DE = np.full((4, 8), 10)
 HISTORY = LoadHistory(1, 4, 8)
@@ -99,7 +100,7 @@ def test_a_candidate_of_another_package_that_fails_is_not_selected_and_is_named(
     """Each rank prices other layers: an exception on one rank would leave the others waiting."""
     settings = STRATEGIES["auto"].settings()
     ep, failing = build_strategy("ep", EpSettings()), Given(ZeroDivisionError())
-    auto = AutoStrategy(settings, {"ep": ep, "given": failing}, {"ep": ep, "given": failing})  # type: ignore[arg-type]
+    auto = AutoStrategy(settings, {"ep": ep, "given": failing})  # type: ignore[arg-type]
     history = LoadHistory(auto.window, 4, 8)
     for _ in range(3):
         history.append(COUNTS_DE)

@@ -1,5 +1,7 @@
 """Random placements for property tests, and the simplest transfer that brings a placement about."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -25,6 +27,14 @@ def random_placement(rng: np.random.Generator, num_experts: int, num_devices: in
         present_ED[:, rng.integers(num_devices)] = False  # a device without replicas
     present_ED[np.arange(num_experts), owner_E] = True
     return ExpertPlacement(owner_E.astype(np.int64), present_ED)
+
+
+def with_replicas(placement: ExpertPlacement, replicas: Iterable[tuple[int, int]]) -> ExpertPlacement:
+    """A copy with more replicas, given as (expert, device) pairs."""
+    present_ED = placement.present_ED.copy()
+    for expert, device in replicas:
+        present_ED[expert, device] = True
+    return ExpertPlacement(placement.owner_E, present_ED)
 
 
 def plain_transfer(placement: ExpertPlacement) -> TransferPlan:

@@ -12,7 +12,7 @@ from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.simulations.simulated_loads import with_recorded_choices
 from megatron_fssdp.report.simulations.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.report.units import format_memory
-from megatron_fssdp.simulation.break_even import BreakEvenSearch
+from megatron_fssdp.simulation.break_even import break_evens
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import ceiling_s, checked_strategy, simulate
 
@@ -84,9 +84,8 @@ def ranked_strategies(
                 if progress is not None:
                     progress.begin(name, number, searches=True)
                 sample, history = counts_ILDE[first:], past if len(past) else None
-                search = BreakEvenSearch(name, given, sample, cluster, job, history, on_plan)
-                bandwidth = search.bandwidth() if outcome.topology.num_nodes > 1 else None
-                tokens = search.tokens()
+                loads = (name, given, sample, cluster, job)
+                tokens, bandwidth = break_evens(*loads, past_ILDE=history, on_plan=on_plan)
             changed = given.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
             words = ", ".join(f"{key} {value}" for key, value in changed.items())
             rows.append(RankedStrategy(name, outcome, tokens, bandwidth, words))

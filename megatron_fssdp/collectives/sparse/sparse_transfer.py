@@ -25,7 +25,7 @@ from megatron_fssdp.collectives.transfer_lanes import (
     stream_lane,
     thread_lane,
 )
-from megatron_fssdp.planning.transfer.message_size import MessageRule, gather_stages, reduction_stages
+from megatron_fssdp.planning.transfer.message_size import MessageRule, num_stages
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 
@@ -103,7 +103,7 @@ class SparseTransfer:
             fill: Function that fills ``owned``. The lane calls it before it sends.
         """
         received = self._new(self.received_experts, self.dtype) if out is None else dict(out)
-        chunk_elements = self._chunk_elements(self.dtype, gather_stages(self.plan.max_depth + 1))
+        chunk_elements = self._chunk_elements(self.dtype, num_stages(self.plan.max_depth + 1, adds=False))
         cargo = GatherCargo({**owned, **received}, chunk_elements)
         return self._start(cargo, chunk_elements, self.dtype, received, owned.values(), fill)
 
@@ -131,7 +131,7 @@ class SparseTransfer:
         if dtype is None:
             dtype = next((tensor.dtype for tensor in partial.values()), self.dtype)
         sums = self._new(self.shared_experts, dtype) if out is None else dict(out)
-        chunk_elements = self._chunk_elements(dtype, reduction_stages(self.plan.max_depth + 1))
+        chunk_elements = self._chunk_elements(dtype, num_stages(self.plan.max_depth + 1, adds=True))
         cargo = ReductionCargo(partial, sums, chunk_elements, dtype)
         return self._start(cargo, chunk_elements, dtype, sums, partial.values(), _nothing)
 

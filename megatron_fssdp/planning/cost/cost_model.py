@@ -23,22 +23,10 @@ LEAST_BETA_S_PER_BYTE = 1e-13
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Seconds of one transfer over a link: ``alpha + beta * bytes`` (Parm, §V, Eq. 12).
-
-    Attributes:
-        alpha_s: Start-up seconds, which do not depend on the size.
-        beta_s_per_byte: Seconds for each byte, the inverse of the bandwidth.
-    """
+    """Seconds of one transfer over a link: ``alpha + beta * bytes`` (Parm, §V, Eq. 12)."""
 
     alpha_s: float
     beta_s_per_byte: float
-
-    def __post_init__(self) -> None:
-        for name, value in (("alpha_s", self.alpha_s), ("beta_s_per_byte", self.beta_s_per_byte)):
-            if not np.isfinite(value) or value < 0:
-                raise ValueError(
-                    f"{name} is {value}: wanted a finite number of 0 or more; fit it to measured times again"
-                )
 
     def time_s(self, num_bytes: float) -> float:
         """Seconds of a transfer. One of 0 bytes costs nothing."""
@@ -63,11 +51,8 @@ def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkC
 class LinkFit:
     """A fitted cost, and how well it agrees with the measurements.
 
-    Attributes:
-        cost: The fitted cost.
-        r_squared: Share of the variance of the measured seconds that the fit explains; 1 if all measured
-            seconds are equal.
-        worst_relative_error: Largest ``|fitted - measured| / measured`` of all sizes.
+    ``r_squared`` is the share of the variance of the measured seconds that the fit explains, 1 if all are
+    equal, and ``worst_relative_error`` the largest ``|fitted - measured| / measured`` of all sizes.
     """
 
     cost: LinkCost
@@ -89,39 +74,10 @@ class LinkFit:
 class ClusterCost:
     """Costs of links and compute in a cluster of equal devices.
 
-    Attributes:
-        intra: Cost of one direction of a device's link inside its node.
-        inter: Cost of one direction of a node's NIC.
-        expert_flops_per_s: Throughput of one device on expert GEMMs, in FLOPs for each second.
-
-    Raises:
-        ValueError: The throughput is not positive.
+    They are those of one direction of a device's link inside its node (``intra``), of one direction of a
+    node's NIC (``inter``), and the throughput of one device on expert GEMMs.
     """
 
     intra: LinkCost
     inter: LinkCost
     expert_flops_per_s: float
-
-    def __post_init__(self) -> None:
-        if not self.expert_flops_per_s > 0:
-            raise ValueError(
-                f"expert_flops_per_s is {self.expert_flops_per_s}: wanted a positive throughput in flops/s"
-            )
-
-
-def overlap_degree(non_moe_s: float, bandwidth_bytes_per_s: float, expert_bytes: int) -> int:
-    """Experts whose transfer hides under the compute before the layer: ``t = ⌊T_nonMoE · bw / size⌋``.
-
-    That is Hecate, §4.2, with the bandwidth of the slowest link.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
-    if expert_bytes <= 0:
-        raise ValueError(f"expert_bytes is {expert_bytes}: wanted the bytes of one expert's parameters")
-    if not (np.isfinite(non_moe_s * bandwidth_bytes_per_s) and non_moe_s >= 0 and bandwidth_bytes_per_s >= 0):
-        raise ValueError(
-            f"non_moe_s is {non_moe_s} and bandwidth_bytes_per_s is {bandwidth_bytes_per_s}: wanted finite "
-            "numbers of 0 or more; measure them again"
-        )
-    return int(non_moe_s * bandwidth_bytes_per_s / expert_bytes)

@@ -20,10 +20,9 @@ SIZES = ((16, 8), (64, 32), (256, 64), (256, 256), (512, 1024))
 class HostWork:
     """What the host of a rank does for one layer, in seconds.
 
-    Attributes:
-        before_gate_s: Plan of an iteration, which on a GPU is made while the host would wait.
-        after_gate_s: Plan with the exact counts of a micro-batch, for which the device waits.
-        dispatch_s: A rank's own part of a micro-batch's dispatch, for which the device waits.
+    It plans an iteration before the gate, on a GPU while it would wait, and a micro-batch with its exact
+    counts after the gate; then its own part of the micro-batch's dispatch. The device waits for the latter
+    two.
     """
 
     before_gate_s: float = 0.0
@@ -44,22 +43,16 @@ class HostCosts:
 
     def of_layer(self, strategy: str, num_experts: int, num_devices: int) -> HostWork:
         """Work for one layer under a strategy with its default settings."""
-        return HostWork(
-            *(
-                _interpolated_s(table[strategy], num_experts * num_devices) if strategy in table else 0.0
-                for table in (self.before_gate_ms, self.after_gate_ms, self.dispatch_ms)
-            )
-        )
+        sizes, size = np.log(np.prod(SIZES, axis=1)), np.log(num_experts * num_devices)
 
+        def seconds(measured_ms: tuple[float, ...]) -> float:
+            known = np.log(np.array(measured_ms) / 1e3)
+            slope = (known[-1] - known[-2]) / (sizes[-1] - sizes[-2])
+            beyond = slope * max(size - sizes[-1], 0.0)
+            return float(np.exp(np.interp(size, sizes, known) + beyond))
 
-def _interpolated_s(measured_ms: tuple[float, ...], num_pairs: int) -> float:
-    """Seconds at a number of pairs of expert and device, from milliseconds at each of :data:`SIZES`."""
-    sizes = np.log([num_experts * num_devices for num_experts, num_devices in SIZES])
-    known, size = np.log(np.array(measured_ms) / 1e3), float(np.log(num_pairs))
-    if size > sizes[-1]:
-        slope = (known[-1] - known[-2]) / (sizes[-1] - sizes[-2])
-        return float(np.exp(known[-1] + slope * (size - sizes[-1])))
-    return float(np.exp(np.interp(size, sizes, known)))
+        tables = (self.before_gate_ms, self.after_gate_ms, self.dispatch_ms)
+        return HostWork(*(seconds(table[strategy]) if strategy in table else 0.0 for table in tables))
 
 
 MEASURED = HostCosts(

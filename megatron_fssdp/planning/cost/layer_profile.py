@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost, overlap_degree
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, MessageRule
@@ -28,11 +28,10 @@ class LayerProfile:
         token_bytes: Bytes of one token's hidden state.
         flops_per_token: Floating-point operations of one expert's forward pass for one token.
         memory_capacity: Number of replicas that a device can hold for one layer (Hecate §4.2, m).
-        gradient_bytes: Bytes of one expert's gradient as it is sent to the owner; ``None`` means
-            ``expert_bytes``.
+        gradient_bytes: Bytes of one expert's gradient as it is sent; ``None`` means ``expert_bytes``.
         num_micro_batches: Number of micro-batches in an iteration.
-        owned_bytes: Bytes of parameters, master weights and optimizer states of one expert on the device that
-            owns it; ``None`` if they are not known.
+        owned_bytes: Bytes of parameters, master weights and optimizer states of one expert on its owner;
+            ``None`` if they are not known.
         messages: How a transfer divides an expert into messages.
         choices: What is known about the experts of the tokens; ``None`` if nothing is.
         exact_shares_s: Seconds in which the device computes exact shares of a micro-batch
@@ -76,8 +75,9 @@ class LayerProfile:
         return inter if between else intra
 
     def overlap_degree(self, topology: Topology) -> int:
-        """Number of experts whose transfer hides under the compute before the layer (Hecate §4.2, t)."""
-        link = self.slowest_link(topology)
-        if link.beta_s_per_byte == 0:
-            return 0
-        return overlap_degree(self.non_moe_s, 1 / link.beta_s_per_byte, self.expert_bytes)
+        """Experts whose transfer hides under the compute before the layer: ``t = ⌊T_nonMoE · bw / size⌋``.
+
+        That is Hecate, §4.2, with the bandwidth of the slowest link; 0 if it costs nothing.
+        """
+        beta_s_per_byte = self.slowest_link(topology).beta_s_per_byte
+        return int(self.non_moe_s / beta_s_per_byte / self.expert_bytes) if beta_s_per_byte else 0

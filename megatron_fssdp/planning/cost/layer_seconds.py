@@ -1,7 +1,7 @@
 """The price of a layer, which all planners compare: its modelled seconds in an iteration, in both passes.
 
 The formula is ``Price`` in ``kernels.py``. The search asks it directly, all others by :func:`layer_seconds`.
-The simulator puts the pieces :func:`exchange_times`, :func:`expert_seconds` and :func:`transfer_times` on a
+The simulator puts the pieces :func:`exchange_times` and :func:`transfer_times` on a
 timeline; ``tests/simulation/test_layer_price.py`` compares the two. The price follows what the runtime does:
 
 * **All-to-alls** last until the busiest device's link inside its node and the busiest node's NICs, which its
@@ -39,26 +39,14 @@ from megatron_fssdp.planning.cost.link_seconds import (
     LinkSet,
     LinkTimes,
     TransferTraffic,
+    gather_counts_s,
     moves_traffic,
     plain_links,
-    transfer_traffic,
 )
-from megatron_fssdp.planning.cost.transfer_split import WHOLE, TransferSplit
-from megatron_fssdp.planning.dispatch.token_dispatch import (
-    BusiestLinks,
-    TokenDispatch,
-    plan_dispatch,
-)
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.transfer.message_size import (
-    MessageRule,
-    gather_stages,
-    num_batches,
-    reduction_stages,
-)
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
+from megatron_fssdp.planning.transfer.message_size import MessageRule, num_batches, num_stages
 
 PROB_BYTES = 4
 """Bytes of one routing probability. Each row has one, and a separate all-to-all sends them."""
@@ -91,12 +79,8 @@ def exchange_times(
 ) -> tuple[LinkTimes, LinkTimes]:
     """Seconds of dispatch and of combine of one micro-batch. The backward pass takes the same seconds again.
 
-    Args:
-        links: Costs of all-to-alls.
-        pairs: (token, k) pairs of an iteration on the busiest links, or tokens of both deduplicated hops.
-        token_bytes: Bytes of one token's hidden state.
-        num_micro_batches: Number of micro-batches, which have equal parts of the pairs.
-        num_choices: Choices that travel with a token of the deduplicated exchange; otherwise 0.
+    The busiest links have (token, k) pairs of an iteration, or tokens of both deduplicated hops, with
+    ``num_choices`` choices each. Micro-batches have equal parts of them.
     """
     dispatch, combine = (
         links.times(pairs, unit_bytes, starts, in_turn=num_choices > 0)
@@ -105,22 +89,12 @@ def exchange_times(
     return dispatch, combine
 
 
-def expert_seconds(
-    most_tokens: float, flops_per_token: float, flops_per_s: float, num_micro_batches: int
-) -> float:
-    """Seconds of the experts' forward pass in a micro-batch: ``max_d tokens_d / P`` (FasterMoE, Eq. 1).
-
-    ``most_tokens`` are the pairs of an iteration on the device that computes most.
-    """
-    return most_tokens * (flops_per_token / flops_per_s / num_micro_batches)
-
-
 @lru_cache(maxsize=1024)
 def _message_seconds(
     links: LinkSet, num_bytes: int, messages: MessageRule, num_hops: int, adds: bool
 ) -> tuple[float, float, float]:
     """Seconds of one message inside nodes and between nodes, and the host's for all batches of messages."""
-    message = messages.message_bytes(num_bytes, (reduction_stages if adds else gather_stages)(num_hops))
+    message = messages.message_bytes(num_bytes, num_stages(num_hops, adds=adds))
     host_s = messages.batch_host_s * num_batches(num_bytes, message, num_hops)
     return links.near.time_s(message), links.far_of_node.time_s(message), host_s
 
@@ -153,59 +127,16 @@ def moving_seconds(
     ``sources_P`` and ``devices_P`` are the devices that each moved expert leaves and reaches, integers
     ``[P]``. The runtime exchanges slots from device to device, so no path has a second hop.
     """
-    links = plain_links(profile.cluster).transfer
+    links = plain_links(profile.cluster)
     return links.times(moves_traffic(sources_P, devices_P, topology), profile.moved_bytes).seconds
-
-
-@dataclass(frozen=True, eq=False)
-class LayerWork:
-    """The work of one layer in an iteration.
-
-    Attributes:
-        most_tokens: (token, k) pairs on the device that computes most.
-        pairs: (token, k) pairs on the busiest links in one direction of the dispatch.
-        gather: Traffic of the SparseAllGather that was planned before the gate.
-        replicas: Traffic of a SparseAllGather of all final replicas. SparseReduceScatter is its transpose.
-        addition: Traffic of the replicas that calibration gathers after the gate.
-        num_choices: Experts of each token, if ``pairs`` are tokens of the deduplicated exchange; otherwise 0.
-    """
-
-    most_tokens: float
-    pairs: BusiestLinks
-    gather: TransferTraffic = NO_TRANSFER
-    replicas: TransferTraffic = NO_TRANSFER
-    addition: TransferTraffic = NO_TRANSFER
-    num_choices: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        dispatch: TokenDispatch,
-        transfer: TransferPlan,
-        topology: Topology,
-        *,
-        planned: TransferPlan | None = None,
-        addition: TransferPlan | None = None,
-    ) -> "LayerWork":
-        """The work of all dispatches of an iteration, and of the SparseAllGathers named in the class.
-
-        ``planned`` is the one before the gate, if it is not ``transfer``.
-        """
-        replicas, gather = (transfer_traffic(plan, topology) for plan in (transfer, planned or transfer))
-        added = NO_TRANSFER if addition is None else transfer_traffic(addition, topology)
-        return cls(float(dispatch.device_tokens_D.max()), dispatch.busiest, gather, replicas, added)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerPrice:
     """Seconds of one layer in an iteration, in both passes, by their cause.
 
-    Attributes:
-        before_s: Seconds of the compute before the layer, such as attention.
-        all_to_all_s: Seconds of router counts, dispatches and combines.
-        experts_s: Seconds of the experts on the device that computes most.
-        gather_s: Seconds for which compute waits for spAG.
-        reduce_s: Seconds for which compute waits for spRS.
+    They are those of the compute before the layer, such as attention; of router counts, dispatches and
+    combines; of the experts on the device that computes most; and for which compute waits for spAG and spRS.
     """
 
     before_s: float
@@ -226,29 +157,39 @@ class LayerPrice:
 
 
 def layer_seconds(
-    work: LayerWork,
     profile: LayerProfile,
     life: ReplicaLife,
+    most_tokens: float,
+    pairs: BusiestLinks,
+    replicas: TransferTraffic = NO_TRANSFER,
     *,
+    gather: TransferTraffic | None = None,
+    addition: TransferTraffic = NO_TRANSFER,
+    num_choices: int = 0,
     counts_s: float,
     num_micro_batches: int | None = None,
     hides: bool = True,
-    split: TransferSplit = WHOLE,
+    early: float = 0.0,
 ) -> LayerPrice:
     """Price one layer in an iteration. The top of this file tells what the price contains.
 
     Args:
-        work: Work of the layer in the iteration.
         profile: Measured costs.
         life: How long replicas stay on their devices.
+        most_tokens: (token, k) pairs of the iteration on the device that computes most.
+        pairs: Pairs on the busiest links of the dispatch, or tokens of both deduplicated hops.
+        replicas: Traffic of a SparseAllGather of all final replicas. SparseReduceScatter is its transpose.
+        gather: Traffic of the SparseAllGather before the gate, if it is not that of ``replicas``.
+        addition: Traffic of the replicas that calibration gathers after the gate.
+        num_choices: Experts of each token in the deduplicated exchange; otherwise 0.
         counts_s: Seconds between gate and dispatch in a micro-batch: :func:`counts_seconds`, and with exact
             dispatch those of another gather and of the shares.
         num_micro_batches: Number of micro-batches in the iteration. By default it is the profile's.
         hides: Whether transfers run beside compute.
-        split: Shares of the transfers that run beside the experts of the layer before, which hide them.
+        early: Share of the gather beside the experts of the layer before, which hide it.
     """
     times = profile.num_micro_batches if num_micro_batches is None else num_micro_batches
-    transfers = (work.replicas, work.gather, work.addition)
+    transfers = (replicas, gather or replicas, addition)
     costs = price_arguments(
         profile,
         life,
@@ -256,13 +197,11 @@ def layer_seconds(
         max(traffic.num_hops for traffic in transfers),
         num_micro_batches=times,
         hides=hides,
-        split=split,
-        num_choices=work.num_choices,
+        early=early,
+        num_choices=num_choices,
     )
     numbers = ((one.busiest.near, one.busiest.far_of_node, one.num_hops, *one.fill_hops) for one in transfers)
-    parts_s = (
-        kernels().Price(*costs).parts(work.most_tokens, work.pairs.near, work.pairs.far_of_node, *numbers)
-    )
+    parts_s = kernels().Price(*costs).parts(most_tokens, pairs.near, pairs.far_of_node, *numbers)
     return LayerPrice(times * (1 + BACKWARD_PER_FORWARD) * profile.non_moe_s, *parts_s)
 
 
@@ -275,16 +214,16 @@ def price_arguments(
     *,
     num_micro_batches: int,
     hides: bool = True,
-    split: TransferSplit = WHOLE,
+    early: float = 0.0,
     num_choices: int = 0,
     units_per_pair: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Any, ...]:
     """The arguments of ``kernels.Price``, from those of :func:`layer_seconds`.
 
-    ``most_hops`` are the most hops of a path, ``num_choices`` those of :class:`LayerWork`, and
+    ``most_hops`` are the most hops of a path, ``num_choices`` those of :func:`layer_seconds`, and
     ``units_per_pair`` the rows that travel for a pair, inside nodes and between nodes.
     """
-    cluster, links = profile.cluster, plain_links(profile.cluster).transfer
+    cluster, links = profile.cluster, plain_links(profile.cluster)
     both, is_summed = (cluster.intra, cluster.inter), life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
     sizes = (profile.expert_bytes, profile.reduced_bytes if is_summed else profile.expert_bytes)
     exchanges = (
@@ -311,26 +250,10 @@ def price_arguments(
         BACKWARD_PER_FORWARD * profile.non_moe_s if hides else 0.0,
         life.name,
         num_choices > 0,
-        split.gather,
-        split.reduce,
+        early,
     )
 
 
 def counts_seconds(profile: LayerProfile, topology: Topology, num_experts: int) -> float:
     """Seconds in which every device gets the router counts of all others, by the profile's link costs."""
-    return plain_links(profile.cluster).gather_counts_s(topology, num_experts)
-
-
-def placement_seconds(
-    counts_DE: np.ndarray,
-    placement: ExpertPlacement,
-    topology: Topology,
-    profile: LayerProfile,
-    life: ReplicaLife,
-) -> LayerPrice:
-    """Price a placement under even dispatch of an iteration's counts, int64 ``[D, E]``."""
-    dispatch = plan_dispatch("even", counts_DE, placement, topology)
-    work = LayerWork.of(dispatch, two_level_transfer(placement, topology), topology)
-    return layer_seconds(
-        work, profile, life, counts_s=counts_seconds(profile, topology, placement.num_experts)
-    )
+    return gather_counts_s(plain_links(profile.cluster), topology, num_experts)

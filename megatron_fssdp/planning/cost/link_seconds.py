@@ -5,15 +5,11 @@ Shape letters: E experts, D devices, P pairs of expert and device.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fssdp.config.cluster_description import (
-    ClusterDescription,
-    CollectiveName,
-    LinkClass,
-    LinkDescription,
-)
+from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName, LinkDescription
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.topology import Topology, kept_on
@@ -35,8 +31,7 @@ class TransferTraffic:
         fill_hops: (hops inside a node, hops between nodes) before the last hop of the path on which these
             take longest. A pipelined transfer takes this much longer than its busiest link.
         num_hops: Hops of the longest path; the number of messages depends on it.
-        num_experts: Number of experts that are moved, one for each replica.
-        num_between_nodes: How many of these moves go from one node to another.
+        num_experts: Moved experts, one for each replica; ``num_between_nodes`` of them change nodes.
     """
 
     busiest: BusiestLinks = UNUSED
@@ -49,13 +44,9 @@ class TransferTraffic:
 NO_TRANSFER = TransferTraffic()
 
 
+@kept_on
 def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
     """Traffic of a transfer plan. The plan keeps it for the next call."""
-    return kept_on(plan, topology, _transfer_traffic)
-
-
-def _transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
-    """Compute :func:`transfer_traffic`."""
     if not len(plan.table):
         return NO_TRANSFER
     expert_P, source_P, device_P, depth_P = plan.table.T
@@ -100,10 +91,8 @@ class LinkTimes:
     """Seconds of a transfer on links inside nodes and between nodes, which work at the same time.
 
     Attributes:
-        near_s: Seconds on the link of the busiest device inside its node, with ``near_start_s`` of start-up.
-        far_s: Seconds on the NICs of the busiest node, with ``far_start_s`` of start-up.
-        near_start_s: Start-up where the links are used.
-        far_start_s: Start-up where the NICs are used.
+        near_s: Seconds on the link of the busiest device inside its node, ``near_start_s`` of it start-up.
+        far_s: Seconds on the NICs of the busiest node, ``far_start_s`` of it start-up.
         in_turn: Whether the links inside nodes work after those between nodes, and not at the same time.
     """
 
@@ -126,13 +115,10 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class LinkSet:
-    """Costs of one collective on each kind of link.
+    """Costs of one collective: of a device's link inside its node, and of all NICs of a node together.
 
-    Attributes:
-        near: Cost of a device's link inside its node.
-        far_of_node: Cost of all NICs of a node together, which the node's devices share.
-        far_of_device: Cost of the NICs when one device sends alone. Zero if unknown.
-        far_of_all: Cost of a node's NICs when all nodes send and receive the same amount. Zero if unknown.
+    Also of the NICs when one device sends alone (``far_of_device``), and when all nodes send and receive the
+    same amount (``far_of_all``); zero if unknown.
     """
 
     near: LinkCost
@@ -165,35 +151,32 @@ class LinkSet:
         )
 
 
-@dataclass(frozen=True)
-class ClusterLinks:
+class ClusterLinks(NamedTuple):
     """Links of a cluster, as each kind of transfer uses them.
 
-    Attributes:
-        all_to_all: Links for dispatch and combine.
-        transfer: Links for spAG, spRS and re-sharding, which send from device to device.
-        counts: Links for router counts, which every device sends to every device.
+    ``all_to_all`` is for dispatch and combine, ``transfer`` for spAG, spRS and re-sharding, which send from
+    device to device, and ``counts`` for router counts, which every device sends to every device.
     """
 
     all_to_all: LinkSet
     transfer: LinkSet
     counts: LinkSet
 
-    def gather_counts_s(self, topology: Topology, num_experts: int) -> float:
-        """Return the seconds in which every device gets the router counts of all other devices."""
-        if topology.num_devices == 1:
-            return 0.0
-        smallest, largest = topology.smallest_and_largest_node
-        others = float(topology.num_devices - smallest)
-        busiest = BusiestLinks(float(largest - 1), others, others, others)
-        return self.counts.times(busiest, COUNT_BYTES * num_experts).seconds
+
+def gather_counts_s(links: LinkSet, topology: Topology, num_experts: int) -> float:
+    """Seconds in which every device gets the router counts of all other devices."""
+    if topology.num_devices == 1:
+        return 0.0
+    smallest, largest = topology.smallest_and_largest_node
+    others = float(topology.num_devices - smallest)
+    busiest = BusiestLinks(float(largest - 1), others, others, others)
+    return links.times(busiest, COUNT_BYTES * num_experts).seconds
 
 
 @lru_cache
-def plain_links(cluster: ClusterCost) -> ClusterLinks:
-    """Return the links of a cluster, with the same costs for every kind of transfer."""
-    links = LinkSet(cluster.intra, cluster.inter)
-    return ClusterLinks(links, links, links)
+def plain_links(cluster: ClusterCost) -> LinkSet:
+    """The links of a cluster with the same costs for every kind of transfer."""
+    return LinkSet(cluster.intra, cluster.inter)
 
 
 def link_cost(link: LinkDescription, num_sharing: int = 1) -> LinkCost:
@@ -207,17 +190,10 @@ def cluster_cost(cluster: ClusterDescription) -> ClusterCost:
     return ClusterCost(intra, inter, cluster.expert_flops_per_s)
 
 
-def collective_link(
-    cluster: ClusterDescription, collective: CollectiveName, link_class: LinkClass
-) -> LinkDescription | None:
-    """Measured costs of a collective in a node or between nodes; ``None`` if it was not measured."""
-    return cluster.collectives.get(collective, {}).get(link_class)
-
-
 def cluster_links(
     cluster: ClusterDescription, *, is_megatrons: bool = False, on_cuda: bool = True
 ) -> ClusterLinks:
-    """Return the links of a cluster. Measured costs of single collectives replace the general link costs.
+    """The links of a cluster. Measured costs of single collectives replace the general link costs.
 
     Between CPUs, this package exchanges rows and counts as point-to-point messages, and otherwise by torch's
     collectives, as Megatron does.
@@ -233,25 +209,21 @@ def cluster_links(
         all_to_all = "row_exchange"
     counts: CollectiveName = "all_gather" if is_megatrons or on_cuda else all_to_all
 
-    def links_of(name: CollectiveName, num_sharing: int) -> tuple[LinkCost, LinkCost, LinkCost]:
-        """Costs inside a node, of a node's NICs, and of what was measured there, zero if nothing was."""
-        intra = collective_link(cluster, name, "intra_node")
-        inter = collective_link(cluster, name, "inter_node")
-        near = link_cost(intra or cluster.intra_node)
-        if inter is None:
-            return near, far, FREE
-        return near, LinkCost(inter.alpha_s, far.beta_s_per_byte), link_cost(inter, num_sharing)
+    def links_of(name: CollectiveName) -> LinkSet:
+        measured = cluster.collectives.get(name, {})
+        near = link_cost(measured.get("intra_node", cluster.intra_node))
+        if (inter := measured.get("inter_node")) is None:
+            return LinkSet(near, far)
+        of_node = LinkCost(inter.alpha_s, far.beta_s_per_byte)
+        if name == "point_to_point":
+            return LinkSet(near, of_node, far_of_device=link_cost(inter))
+        return LinkSet(near, of_node, far_of_all=link_cost(inter, cluster.devices_per_node))
 
-    def shared(name: CollectiveName) -> LinkSet:
-        """Costs of a collective that all devices of the group take part in."""
-        near, of_node, of_all = links_of(name, cluster.devices_per_node)
-        return LinkSet(near, of_node, far_of_all=of_all)
-
-    return ClusterLinks(shared(all_to_all), LinkSet(*links_of("point_to_point", 1)), shared(counts))
+    return ClusterLinks(links_of(all_to_all), links_of("point_to_point"), links_of(counts))
 
 
 def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
-    """Return the nodes of an expert-parallel group whose devices fill one node after the other.
+    """The nodes of an expert-parallel group whose devices fill one node after the other.
 
     Raises:
         ValueError: The group does not fit the nodes.

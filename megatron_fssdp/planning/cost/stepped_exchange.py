@@ -37,20 +37,14 @@ class SteppedExchange:
     def seconds(self, first: LinkTimes, second: LinkTimes, experts_s: float) -> float:
         """Seconds from the first sent row to the last result.
 
-        Args:
-            first: Seconds of the exchange before the experts, all groups at once.
-            second: Seconds of the exchange after the experts, all groups at once.
-            experts_s: Seconds of the experts on the slowest device.
+        The arguments are the seconds of both exchanges, all groups at once, and of the slowest device.
         """
-        sent_s = computed_s = 0.0
-        compute_s = experts_s / self.num_steps + self.host_s
-        ends = []
+        sent_s, ends = 0.0, [0.0]
         for step in range(self.num_steps):
             sent_s = sent_s + self.step_s(first, step) + self.host_s
-            computed_s = max(computed_s, sent_s) + compute_s
-            ends.append(computed_s)
+            ends.append(max(ends[-1], sent_s) + (experts_s / self.num_steps + self.host_s))
         returned_s = sent_s
-        for step, computed_s in enumerate(ends):
+        for step, computed_s in enumerate(ends[1:]):
             returned_s = max(returned_s, computed_s) + self.step_s(second, step) + self.host_s
         return returned_s
 
@@ -68,8 +62,9 @@ class SteppedExchange:
         """Seconds of one step's messages in one direction; step 0 is the exchange within the own group."""
         if not step:
             return exchange.near_s if self.between_nodes else 0.0
-        whole_s = exchange.far_s if self.between_nodes else exchange.near_s
-        start_s = exchange.far_start_s if self.between_nodes else exchange.near_start_s
+        whole_s, start_s = exchange.near_s, exchange.near_start_s
+        if self.between_nodes:
+            whole_s, start_s = exchange.far_s, exchange.far_start_s
         if not whole_s:  # links without bytes have no start-up either
             return 0.0
         return start_s + max(whole_s - start_s, 0.0) / (self.num_steps - 1)

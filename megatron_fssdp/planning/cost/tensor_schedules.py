@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple, get_args
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName
 from megatron_fssdp.planning.cost.cost_model import LinkCost
-from megatron_fssdp.planning.cost.link_seconds import collective_link
 
 Schedule = Literal["baseline", "megatron", "s1", "s2"]
 """Order of collectives: DeepSpeed-MoE's (``baseline``), Parm's (``s1``, ``s2``) or ours (``megatron``).
@@ -48,14 +47,10 @@ class ScheduledLayer:
 
     Attributes:
         num_tokens: Number of tokens of one MP group, B·L.
-        hidden_size: Model dimension, M.
+        hidden_size: Model dimension, M, in numbers of ``element_bytes``.
         num_rows: Number of (token, k) pairs that are sent, E·T. With a capacity factor f it is k·f·B·L.
-        n_mp: Number of ranks of an MP group, N_MP.
-        n_esp: Number of ranks of an ESP group, N_ESP.
-        n_ep: Number of ranks of an EP group.
-        element_bytes: Bytes of one number of a token's hidden state.
-        is_split: Whether the ranks of an MP group already have different tokens, as under sequence
-            parallelism.
+        n_mp: Number of ranks of an MP group, N_MP; ``n_esp`` of an ESP group, ``n_ep`` of an EP group.
+        is_split: Whether the ranks of an MP group have different tokens, as under sequence parallelism.
     """
 
     num_tokens: float
@@ -136,11 +131,9 @@ def schedule_costs(cluster: ClusterDescription, ranks: Mapping[Group, tuple[int,
     def cost_of(collective: CollectiveName, num_ranks: int, num_near: int) -> LinkCost:
         """Cost as a function of the whole tensor's bytes, of which a rank sends a part to each other rank."""
         num_far = num_ranks - 1 - num_near
-        link = collective_link(cluster, collective, "inter_node" if num_far else "intra_node")
-        sharers = 1
-        if link is None:
-            link = cluster.inter_node if num_far else cluster.intra_node
-            sharers = cluster.devices_per_node if num_far else 1
+        measured = cluster.collectives.get(collective, {}).get("inter_node" if num_far else "intra_node")
+        link = measured or (cluster.inter_node if num_far else cluster.intra_node)
+        sharers = cluster.devices_per_node if num_far and measured is None else 1
         sent_share = (num_far or num_ranks - 1) / num_ranks
         return LinkCost(link.alpha_s, sent_share * sharers / link.bandwidth_bytes_per_s)
 

@@ -42,11 +42,8 @@ LEAST_LOAD = 1e-4
 class BusiestLinks:
     """Number of units (tokens or experts) on the busiest link of each kind, in its busier direction.
 
-    Attributes:
-        near: Units between the busiest device and other devices of its node.
-        far_of_device: Units between the busiest device and other nodes.
-        far_of_node: Units between the busiest node and other nodes.
-        far_of_mean_node: Units between an average node and other nodes.
+    They are between the busiest device and its node (``near``), and between other nodes and the busiest
+    device, the busiest node, or an average node.
     """
 
     near: float = 0.0
@@ -76,17 +73,15 @@ class TokenDispatch:
         return np.minimum(self.tokens_ED, np.asarray(self.counts_DE).T)
 
     @cached_property
-    def _moving_ED(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs that each device wants from others, and pairs that leave each device."""
-        return self.tokens_ED - self._own_ED, np.asarray(self.counts_DE).T - self._own_ED
-
-    @cached_property
-    def _near_parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Parts of what is wanted from other devices, and of what leaves a device, that stay in the node."""
-        wanted_EN, leaving_EN = (_over_nodes(moving_ED, self.topology) for moving_ED in self._moving_ED)
+    def _moves(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Pairs that a device gets from its node and from other nodes, and sends there; each ``[E, D]``."""
+        wanted_ED, leaving_ED = self.tokens_ED - self._own_ED, np.asarray(self.counts_DE).T - self._own_ED
+        wanted_EN, leaving_EN = (
+            _over_nodes(moving_ED, self.topology) for moving_ED in (wanted_ED, leaving_ED)
+        )
         near_EN, node_D = np.minimum(wanted_EN, leaving_EN), self.topology.node_of_device_D
         got, sent = ((near_EN / np.maximum(all_EN, 1e-300))[:, node_D] for all_EN in (wanted_EN, leaving_EN))
-        return got, sent
+        return wanted_ED * got, wanted_ED * (1 - got), leaving_ED * sent, leaving_ED * (1 - sent)
 
     @cached_property
     def device_tokens_D(self) -> np.ndarray:
@@ -96,23 +91,12 @@ class TokenDispatch:
     @property
     def whole_tokens_D(self) -> np.ndarray:
         """:attr:`device_tokens_D` in whole numbers with the same sum, int64 ``[D]``."""
-        ends_D = np.rint(np.cumsum(self.device_tokens_D)).astype(np.int64)
-        whole_D = ends_D.copy()
-        whole_D[1:] -= ends_D[:-1]
-        return whole_D
-
-    @cached_property
-    def _far_D(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs that each device sends to other nodes, and gets from them."""
-        (got, sent), (wanted_ED, leaving_ED) = self._near_parts, self._moving_ED
-        return (leaving_ED * (1 - sent)).sum(axis=0), (wanted_ED * (1 - got)).sum(axis=0)
+        return np.diff(np.rint(np.cumsum(self.device_tokens_D)).astype(np.int64), prepend=0)
 
     @cached_property
     def busiest(self) -> BusiestLinks:
         """Pairs on the busiest links."""
-        (got, sent), (wanted_ED, leaving_ED) = self._near_parts, self._moving_ED
-        sent_D, got_D = (leaving_ED * sent).sum(axis=0), (wanted_ED * got).sum(axis=0)
-        far_sent_D, far_got_D = self._far_D
+        got_D, far_got_D, sent_D, far_sent_D = (moved_ED.sum(axis=0) for moved_ED in self._moves)
         far_N = [_over_nodes(far_D[None], self.topology) for far_D in (far_sent_D, far_got_D)]
         return BusiestLinks(
             near=float(max(sent_D.max(), got_D.max())),
@@ -124,21 +108,16 @@ class TokenDispatch:
     @property
     def cross_node_tokens(self) -> float:
         """Pairs that are sent to another node."""
-        return float(self._far_D[0].sum())
+        return float(self._moves[3].sum(axis=0).sum())
 
     def sent_ED(self, source: int) -> np.ndarray:
         """Pairs of one source by expert and receiving device, float64 ``[E, D]``."""
-        (got, sent), (wanted_ED, leaving_ED) = self._near_parts, self._moving_ED
-        leaving_E = leaving_ED[:, source]
-        near_E = leaving_E * sent[:, source]
+        got_ED, far_got_ED, leaving_ED, far_leaving_ED = self._moves
         in_node_D = self.topology.node_of_device_D == self.topology.node_of_device[source]
-        sent_ED = np.zeros(wanted_ED.shape)
-        for pairs_E, taken_ED in (
-            (near_E, wanted_ED * got * in_node_D),
-            (leaving_E - near_E, wanted_ED * (1 - got)),
-        ):
-            sent_ED += taken_ED * (pairs_E / np.maximum(taken_ED.sum(axis=1), 1e-300))[:, None]
-        sent_ED[:, source] += self._own_ED[:, source]
+        sent_ED = np.zeros(got_ED.shape)
+        sent_ED[:, source] = self._own_ED[:, source]
+        for taken_ED, pairs_ED in ((got_ED * in_node_D, leaving_ED), (far_got_ED, far_leaving_ED)):
+            sent_ED += taken_ED * (pairs_ED[:, source] / np.maximum(taken_ED.sum(axis=1), 1e-300))[:, None]
         return sent_ED
 
 

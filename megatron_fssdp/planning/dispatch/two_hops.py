@@ -77,8 +77,3 @@ class TwoHops:
         sends_D[members] = self.tokens_DD[self.sources(device)][:, members].sum(axis=0)
         receives_D[members] = [self.tokens_DD[self.sources(relay), device].sum() for relay in members]
         return sends_D, receives_D
-
-    def arrivals(self, device: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sources of the rows that arrive at a device, in the order of arrival, and the rows of each one."""
-        sources = np.concatenate([self.sources(relay) for relay in self.members(device)])
-        return sources, self.tokens_DD[sources, device]

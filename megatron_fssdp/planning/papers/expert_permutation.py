@@ -9,19 +9,11 @@ import numpy as np
 
 
 def permuted_owners(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -> np.ndarray:
-    """Compute new owners of one layer.
+    """New owners of one layer, int64 ``[E]``; every device owns equally many experts before and after.
 
     Each expert, the most loaded first, goes to the least loaded device that has room. Every device has room
     for E/D experts. Among equally loaded devices the present owner comes first, so that fewer experts move,
-    and then the lowest device.
-
-    Args:
-        owner_E: Present owner of every expert, integers ``[E]``. Every device owns equally many experts.
-        load_E: Recent load of every expert, ``[E]``, in any unit.
-        num_devices: Number of devices, D.
-
-    Returns:
-        New owner of every expert, int64 ``[E]``.
+    and then the lowest device. Loads ``[E]`` are in any unit.
     """
     load_D, room_D = np.zeros(num_devices), np.full(num_devices, len(owner_E) // num_devices)
     new_E = np.array(owner_E, dtype=np.int64)
@@ -36,10 +28,6 @@ def permuted_owners(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -
 
 def check_exchangeable(owner_E: np.ndarray, num_devices: int) -> None:
     """Check that an exchange of experts is possible and useful; on one device it need not be.
-
-    Args:
-        owner_E: Present owner of every expert, integers ``[E]``.
-        num_devices: Number of devices, D.
 
     Raises:
         ValueError: The devices own different numbers of experts, or every device owns only one. In the latter

@@ -80,7 +80,7 @@ def _expansions(
             replicas = np.flatnonzero(present_ED[:, device] & (owner_E != device))
             if len(replicas) >= slots:
                 grown_ED[replicas[np.argmin(each_E[replicas])], device] = False
-            yield ExpertPlacement(owner_E, grown_ED, slots=slots)
+            yield ExpertPlacement(owner_E, grown_ED)
 
 
 def _migrations(placement: ExpertPlacement, topology: Topology, slots: int) -> Iterator[ExpertPlacement]:
@@ -101,4 +101,4 @@ def _migrations(placement: ExpertPlacement, topology: Topology, slots: int) -> I
                 if other != device and per_node_N[node_D[other]]:
                     moved_ED = placement.present_ED.copy()
                     moved_ED[expert, device], moved_ED[expert, other] = False, True
-                    yield ExpertPlacement(placement.owner_E, moved_ED, slots=slots)
+                    yield ExpertPlacement(placement.owner_E, moved_ED)

@@ -5,7 +5,6 @@ Shape letters: L MoE layers, E experts, D devices, N nodes, H selected experts o
 
 import numpy as np
 
-from megatron_fssdp.planning.arrays import checked_load
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -43,13 +42,8 @@ def heterogeneous_sharding(
 
     Returns:
         The new owner map. An expert whose owner stays the same stays in its slot.
-
-    Raises:
-        ValueError: The loads do not match the owner map.
     """
-    load = checked_load(
-        load_LE, "load_LE", owners.device_LE.shape, "one load for every layer and expert of the owner map"
-    )
+    load = np.asarray(load_LE)
     node_D, size_N = topology.node_of_device_D, np.bincount(topology.node_of_device_D)
     device_LE = np.full(load.shape, -1)
     load_LD = np.zeros((len(load), topology.num_devices))

@@ -136,25 +136,28 @@ def greedy_placements(
     plain_s = float(model.layer_s((computed_D - own_D).max(), computed_D.max(), 0, 0))
     fewest_first_ED = np.argsort(inputs_ED, axis=1, kind="stable")
     layer = tuple(memoryview(np.array(array)) for array in (owner, load_E, inputs_ED, fewest_first_ED))
+    slots = min(slots, num_experts)
     found = []
     for number in left_out:
         # More steps would take longer than no replicas even if they left no all-to-all and level loads.
         steps = np.arange(1, num_experts + 1)
         least_s = model.layer_s(0.0, load_E.sum() / num_devices, steps, number)
-        after, replicas = kernels().greedy_steps(
-            layer,
-            computed_D,
-            computed_D - own_D,
+        most_steps = int((least_s * (1 - ROUNDING) < plain_s).sum()) if slots > 0 else 0
+        after = np.zeros((most_steps, 3), np.int64)
+        replicas = np.zeros((max(min(slots * num_devices, most_steps * (num_devices - 1)), 1), 2), np.int64)
+        changed = (computed_D.copy(), computed_D - own_D, np.full(num_devices, slots), np.zeros_like(owner))
+        num_steps = kernels().greedy_steps(
+            *layer,
+            *(memoryview(array) for array in (*changed, replicas, after)),
             tolerance=balance * int(load_E.sum()) / num_experts,
             num_left_out=number,
-            slots=min(slots, num_experts),
-            most_steps=int((least_s * (1 - ROUNDING) < plain_s).sum()),
         )
+        after = after[:num_steps]
         step_s = model.layer_s(after[:, 1], after[:, 2], steps[: len(after)], number)
         found.append(plain)
         if len(after) and step_s.min() < plain_s:
             expert_P, device_P = replicas[: after[step_s.argmin(), 0]].T
             present_ED = plain.present_ED.copy()
             present_ED[expert_P, device_P] = True
-            found[-1] = ExpertPlacement(owner, present_ED, slots=slots)
+            found[-1] = ExpertPlacement(owner, present_ED)
     return found

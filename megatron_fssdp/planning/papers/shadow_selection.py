@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_fssdp.planning.arrays import checked_counts
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS
 
 
@@ -79,19 +78,15 @@ def select_shadows(
 
     Returns:
         The selected experts in the order of their selection.
-
-    Raises:
-        ValueError: The counts do not match the owners, or they are not counts.
     """
-    counts = checked_counts(counts_DE, len(counts_DE), len(owner_E))
-    load_E = counts.sum(axis=0)
-    tokens_D = np.bincount(owner_E, weights=load_E, minlength=len(counts))
+    load_E = counts_DE.sum(axis=0)
+    tokens_D = np.bincount(owner_E, weights=load_E, minlength=len(counts_DE))
     exchanged_D = tokens_D.copy()
     least_s = costs.latency_s(float(tokens_D.max()), 0, float(tokens_D.max()))
     shadowed: list[int] = []
     for expert in np.argsort(-load_E, kind="stable").tolist()[:most]:
         tokens_D[owner_E[expert]] -= load_E[expert]
-        tokens_D += counts[:, expert]
+        tokens_D += counts_DE[:, expert]
         exchanged_D[owner_E[expert]] -= load_E[expert]
         exchanged = float(exchanged_D.max()) if remaining_exchange else 0.0
         seconds = costs.latency_s(float(tokens_D.max()), len(shadowed) + 1, exchanged)

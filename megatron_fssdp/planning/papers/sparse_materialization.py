@@ -5,7 +5,6 @@ Shape letters: E experts, D devices.
 
 import numpy as np
 
-from megatron_fssdp.planning.arrays import checked_counts, checked_load
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -36,14 +35,9 @@ def sparse_materialization(
         overlap_degree: Most experts that may be replicated, t.
         slots: Most replicas that a device may hold, m.
 
-    Returns:
-        A placement with at most ``slots`` replicas on every device.
-
-    Raises:
-        ValueError: The loads do not match the owners.
     """
     placement = ExpertPlacement.owners_only(owner_E, topology.num_devices)
-    load = checked_load(load_E, "load_E", (placement.num_experts,), "one load an expert")
+    load = np.asarray(load_E)
     num_top = min(overlap_degree, placement.num_experts)
     num_slots, num_devices = min(slots, num_top), topology.num_devices
     top = np.argsort(-load, kind="stable")[:num_top]
@@ -60,22 +54,16 @@ def sparse_materialization(
             free_D[devices] -= 1
             unplaced += number - len(devices)
             present_ED[expert, devices] = True
-    return ExpertPlacement(placement.owner_E, present_ED, slots=slots)
+    return ExpertPlacement(placement.owner_E, present_ED)
 
 
 def apportion_replicas(loads: list[float], total: int, most: int) -> list[int]:
-    """Share slots among experts in proportion to load (Hecate, Alg. 1, line 9).
+    """Share ``total`` slots among experts in proportion to load (Hecate, Alg. 1, line 9).
 
     Fractions are rounded by the method of largest remainders. An expert whose share exceeds ``most`` gets
     ``most``. The rest is again shared among the next experts in proportion to load.
 
-    Args:
-        loads: Positive loads of the experts in descending order.
-        total: Number of slots to share.
-        most: Most replicas of one expert.
-
-    Returns:
-        Number of replicas of every expert, in the order of ``loads``.
+    Loads are positive and descending; the numbers of replicas are in their order.
     """
     load_left = np.cumsum(loads[::-1])[::-1].tolist()
     num_capped = 0
@@ -98,12 +86,8 @@ def _best_devices(owner: int, free_D: np.ndarray, topology: Topology) -> np.ndar
     """The devices with a free slot other than an expert's owner, in the order in which Alg. 1 takes them.
 
     Taking a device gives its node the expert and one free slot less. In a node, devices are taken in a fixed
-    order, so the key of the i-th one is known beforehand, and all of them can be sorted at once.
-
-    Args:
-        owner: Owner of the expert. At first only its node has the expert.
-        free_D: Number of free slots of every device, int64 ``[D]``.
-        topology: Nodes of the devices.
+    order, so the key of the i-th one is known beforehand, and all of them can be sorted at once. At first,
+    only the owner's node has the expert.
     """
     node_D = topology.node_of_device_D
     node_free_N = np.bincount(node_D, weights=free_D).astype(np.int64)
@@ -134,11 +118,8 @@ def calibration_candidates(
         topology: Nodes of the devices.
         overlap_degree: Most experts that may get more replicas, t.
         slots: Most replicas that a device may hold, with those of ``planned``, m.
-
-    Raises:
-        ValueError: The counts do not match the placement.
     """
-    load_E = checked_counts(counts_DE, planned.num_devices, planned.num_experts).sum(axis=0)
+    load_E = counts_DE.sum(axis=0)
     wanted = sparse_materialization(
         planned.owner_E, load_E, topology, overlap_degree=overlap_degree, slots=slots
     )
@@ -150,7 +131,7 @@ def calibration_candidates(
         if devices.size:
             left_D[devices] -= 1
             present_ED[expert, devices] = True
-            found.append(ExpertPlacement(planned.owner_E, present_ED, slots=slots))
+            found.append(ExpertPlacement(planned.owner_E, present_ED))
     return [found[number - 1] for number in doubling(len(found))]
 
 

@@ -113,7 +113,7 @@ class OwnerMap:
 
     @property
     def is_even(self) -> bool:
-        """Whether this is Megatron's own map, with all experts in Megatron's order."""
+        """Whether this is Megatron's own map."""
         return not self.moves_to(OwnerMap.even(self.num_layers, self.num_experts, self.num_devices))
 
     def slots_on(self, device: int, layer: int) -> dict[int, int]:
@@ -163,13 +163,12 @@ class OwnerMap:
 
     def digest(self) -> bytes:
         """A 16-byte hash by which ranks compare their maps."""
-        content = self.device_LE.tobytes() + self.slot_LE.tobytes() + bytes([self.num_devices % 256])
-        return blake2b(content, digest_size=16).digest()
+        return blake2b(self.device_LE.tobytes() + self.slot_LE.tobytes(), digest_size=16).digest()
 
     def as_lists(self) -> dict[str, Any]:
         """The map as plain lists and numbers, for a checkpoint. :meth:`from_lists` is the inverse."""
-        arrays = {"device_LE": self.device_LE.tolist(), "slot_LE": self.slot_LE.tolist()}
-        return {**arrays, "num_devices": self.num_devices}
+        lists = {"device_LE": self.device_LE.tolist(), "slot_LE": self.slot_LE.tolist()}
+        return {**lists, "num_devices": self.num_devices}
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, Any]) -> "OwnerMap":
@@ -178,22 +177,21 @@ class OwnerMap:
 
 
 EMPTY = -1
-"""Stands for an expert's number in a resident slot that holds no expert."""
+"""The number in a resident slot that holds no expert."""
 
 
 @dataclass(frozen=True, eq=False)
 class ResidentMap:
-    """Map from (layer, device, resident slot) to an expert; a device holds an expert of a layer once.
+    """The expert in every resident slot, or :data:`EMPTY`: ``expert_LDW``, int64 ``[L, D, W]``.
 
-    Attributes:
-        expert_LDW: Expert in every resident slot, or :data:`EMPTY`; int64 ``[L, D, W]``.
+    A device holds an expert of a layer once.
     """
 
     expert_LDW: np.ndarray
 
     @classmethod
     def empty(cls, num_layers: int, num_devices: int, slots: int) -> "ResidentMap":
-        """A map in which all resident slots are empty, ``slots`` of each device for each layer."""
+        """A map of empty slots, ``slots`` of each device for each layer."""
         return cls(np.full((num_layers, num_devices, slots), EMPTY, np.int64))
 
     @property

@@ -4,7 +4,6 @@ Shape letters: E experts, D devices.
 """
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,23 +17,19 @@ class ExpertPlacement:
     """Owners and replicas of one layer's experts during one iteration.
 
     The constructor checks the invariants, so every placement object is valid. Two placements are equal if
-    their owners and their presence are equal. ``slots`` is only a limit that the constructor checks.
+    their owners and their presence are equal.
 
     Attributes:
         owner_E: Device that keeps the parameters and the optimizer state of each expert, int64 ``[E]``.
         present_ED: Whether each expert's parameters are present on each device, bool ``[E, D]``. True at the
             owner.
-        slots: Most replicas that a device may hold (present experts that it does not own). None means no
-            limit.
 
     Raises:
-        ValueError: An array has a wrong shape or data type, an owner is out of range or lacks its expert, or
-            a device holds more than ``slots`` replicas.
+        ValueError: An array has a wrong shape or data type, or an owner is out of range or lacks its expert.
     """
 
     owner_E: np.ndarray
     present_ED: np.ndarray
-    slots: int | None = None
 
     def __post_init__(self) -> None:
         owner, present = np.asarray(self.owner_E), np.asarray(self.present_ED)
@@ -61,30 +56,12 @@ class ExpertPlacement:
                 f"expert {expert} is not present on its owner, device {int(self.owner_E[expert])}: wanted "
                 "present_ED[e, owner_E[e]] to be true for every expert"
             )
-        # The first comparison is cheap. If all devices together are within the limit, every device is.
-        if self.slots is None or (0 <= self.num_replicas <= self.slots):
-            return
-        device = int(self.replicas_per_device_D.argmax())
-        if self.slots < 0 or self.replicas_per_device_D[device] > self.slots:
-            raise ValueError(
-                f"device {device} holds {int(self.replicas_per_device_D[device])} replicas: wanted at most "
-                f"slots = {self.slots}, and 0 or more slots; plan fewer replicas or raise slots"
-            )
 
     @classmethod
     def owners_only(cls, owner_E: np.ndarray, num_devices: int) -> "ExpertPlacement":
         """The placement of plain expert parallelism: each expert only on its owner (integers ``[E]``)."""
         owner = np.asarray(owner_E)
-        return cls(owner, owner[..., None] == np.arange(num_devices), slots=0)
-
-    def with_replicas(
-        self, replicas: Iterable[tuple[int, int]], *, slots: int | None = None
-    ) -> "ExpertPlacement":
-        """A copy with more replicas, given as (expert, device) pairs; ``slots`` limits those of a device."""
-        present_ED = self.present_ED.copy()
-        for expert, device in replicas:
-            present_ED[expert, device] = True
-        return ExpertPlacement(self.owner_E, present_ED, slots=slots)
+        return cls(owner, owner[..., None] == np.arange(num_devices))
 
     @property
     def num_experts(self) -> int:

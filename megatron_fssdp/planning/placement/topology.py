@@ -5,7 +5,7 @@ Shape letters: E experts, D devices, N nodes.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 
 import numpy as np
 
@@ -16,9 +16,8 @@ from megatron_fssdp.planning.arrays import frozen_array
 class Topology:
     """Partition of the devices of an expert-parallel group into nodes.
 
-    Attributes:
-        node_of_device: Node number of every device, ordered by the device's rank in the group; ``[D]``. Nodes
-            are numbered 0, 1, ..., and each node has at least one device.
+    ``node_of_device`` has the node of every device, ordered by the device's rank in the group. Nodes are
+    numbered 0, 1, ...
 
     Raises:
         ValueError: There is no device, or a node number is missing.
@@ -38,16 +37,7 @@ class Topology:
 
     @classmethod
     def uniform(cls, num_devices: int, num_nodes: int) -> "Topology":
-        """A topology of N equal nodes, whose devices are contiguous in rank order.
-
-        Raises:
-            ValueError: A number is not positive, or the nodes cannot be of equal size.
-        """
-        if num_devices < 1 or num_nodes < 1 or num_devices % num_nodes:
-            raise ValueError(
-                f"{num_devices} devices cannot form {num_nodes} equal nodes: wanted one node or more, "
-                "in a number that divides the devices; use Topology.from_labels for nodes of different sizes"
-            )
+        """A topology of N nodes of contiguous ranks, which are equal if N divides the devices."""
         return cls(tuple(device * num_nodes // num_devices for device in range(num_devices)))
 
     @classmethod
@@ -76,10 +66,9 @@ class Topology:
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Three int64 arrays, as kernels take them.
+        """What kernels take: ``node_of_device_D``, the devices by node, and where each node begins there.
 
-        They are ``node_of_device_D``, the devices by node and then number ``[D]``, and where the devices of
-        each node begin there, then D, ``[N + 1]``.
+        All are int64. The last array ends with D, so it is ``[N + 1]``.
         """
         by_node_D = np.argsort(self.node_of_device_D, kind="stable")
         first_N = [0, *np.cumsum(np.bincount(self.node_of_device_D))]
@@ -114,31 +103,27 @@ class Topology:
 
 
 def kept_on[Keeper, Result](
-    keeper: Keeper, topology: Topology, build: Callable[[Keeper, Topology], Result]
-) -> Result:
-    """Result of ``build(keeper, topology)``, kept on a frozen object such as a placement for the next call.
+    build: Callable[[Keeper, Topology], Result],
+) -> Callable[[Keeper, Topology], Result]:
+    """Let a function keep its last result on its first argument, a frozen object, for the same topology."""
 
-    One result is kept for each function ``build``. A call with another topology object replaces it.
-    """
-    kept: tuple[Topology, Result] | None = keeper.__dict__.get(build.__qualname__)
-    if kept is None or kept[0] is not topology:
-        kept = keeper.__dict__[build.__qualname__] = (topology, build(keeper, topology))
-    return kept[1]
+    @wraps(build)
+    def kept(keeper: Keeper, topology: Topology) -> Result:
+        known: tuple[Topology, Result] | None = keeper.__dict__.get(build.__qualname__)
+        if known is None or known[0] is not topology:
+            known = keeper.__dict__[build.__qualname__] = (topology, build(keeper, topology))
+        return known[1]
+
+    return kept
 
 
 @dataclass(frozen=True)
 class GroupRing:
     """The exchange partners of one rank, step by step, under the smart schedule (FasterMoE, §4.2).
 
-    Consecutive ranks form groups of equal size, and the groups form a ring. In each step the rank sends rows
-    to one group and receives rows from one group.
-
-    Attributes:
-        rank: The rank whose partners this object describes.
-        num_ranks: Number of ranks in all groups together.
-        group_size: Number of ranks in a group. It divides ``num_ranks``.
-        own_last: Whether a rank exchanges with its own group in the last step. Otherwise it does so in the
-            first step. All ranks need the same value.
+    Consecutive ranks, ``num_ranks`` in all, form groups of equal size, and the groups form a ring. In each
+    step ``rank`` sends rows to one group and receives rows from one group. It exchanges with its own group in
+    the last step if ``own_last``, and otherwise in the first one. All ranks need the same value.
 
     Raises:
         ValueError: The group size does not divide the number of ranks.

@@ -24,13 +24,10 @@ _FINE, _SLOT_BITS, _TURN_BITS = 1 << 24, 22, 12  # parts of the numbers that are
 
 
 def even_table(slots: SlotTable, placement: ExpertPlacement, topology: Topology, source: int) -> np.ndarray:
-    """The table of even dispatch (Hecate, §4.4): nearest holders first, in equal parts.
+    """The table of even dispatch, ``[J, E]`` (Hecate, §4.4): nearest holders first, in equal parts.
 
     A source that has the expert keeps its tokens. Otherwise the expert's holders in the source's node take
     turns, and if there are none, all its holders. Sources begin with different holders.
-
-    Returns:
-        int64 ``[J, E]``.
     """
     present_ED = placement.present_ED
     in_node_ED = present_ED & (topology.node_of_device_D == topology.node_of_device[source])
@@ -62,19 +59,10 @@ def owner_table(slots: SlotTable, placement: ExpertPlacement, source: int) -> np
 def dispatch_table(
     slots: SlotTable, dispatch: TokenDispatch, source: int, otherwise_JE: np.ndarray
 ) -> np.ndarray:
-    """The table that follows any dispatch, of forecast or of exact counts.
+    """The table that follows any dispatch, of forecast or of exact counts, int64 ``[J, E]``.
 
     Each slot's share is that of the source's tokens which the dispatch sends to the slot's device, rounded to
-    1/J by largest remainders.
-
-    Args:
-        slots: Slots of the placement of the dispatch.
-        dispatch: Tokens by expert and device.
-        source: Number of the source device.
-        otherwise_JE: Table for the experts of which the source has no tokens; int64 ``[J, E]``.
-
-    Returns:
-        int64 ``[J, E]``.
+    1/J by largest remainders. Experts of which the source has no tokens are as in ``otherwise_JE``.
 
     Raises:
         ValueError: The dispatch sends tokens to a device that lacks their expert.

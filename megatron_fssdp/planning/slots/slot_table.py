@@ -16,7 +16,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
-    """The expert in every slot of one layer. Two tables are equal if their slots hold the same experts.
+    """The expert in every slot of one layer.
 
     Attributes:
         expert_DU: Expert in each slot of each device, -1 if the slot is empty; int64 ``[D, U]``, read-only.
@@ -88,13 +88,3 @@ class SlotTable:
         device, place = np.nonzero(self.expert_DU >= 0)
         slot_ED[self.expert_DU[device, place], device] = device * self.slots_per_device + place
         return frozen_array(slot_ED, np.int64)
-
-    def slots_of(self, expert: int) -> tuple[int, ...]:
-        """The slots that hold an expert, ascending."""
-        return tuple(np.flatnonzero(self.expert_DU.reshape(-1) == expert).tolist())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SlotTable) and np.array_equal(self.expert_DU, other.expert_DU)
-
-    def __hash__(self) -> int:
-        return hash((self.expert_DU.shape, self.expert_DU.tobytes()))

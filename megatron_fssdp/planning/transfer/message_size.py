@@ -25,11 +25,9 @@ class FixedMessages:
 
     Attributes:
         num_bytes: Most bytes of a message.
-        num_open: Most messages of one sender that a receiving device keeps at the same time. Messages are
-            received early.
+        num_open: Most messages of one sender that a receiving device keeps at the same time; they come early.
         batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
-        step_host_s: Seconds of the host for each step of the smart schedule, which delay the next messages
-            and the step's results.
+        step_host_s: Seconds of the host for each step of the smart schedule, which delay its next messages.
     """
 
     num_bytes: int
@@ -106,14 +104,9 @@ def message_rule(*, on_cuda: bool) -> MessageRule:
     return CUDA_MESSAGES if on_cuda else HOST_MESSAGES
 
 
-def gather_stages(num_hops: int) -> int:
-    """Number of stages of SparseAllGather: the hops of its longest path."""
-    return num_hops
-
-
-def reduction_stages(num_hops: int) -> int:
-    """Number of stages of SparseReduceScatter: the hops of its longest path, then the addition."""
-    return num_hops + 1
+def num_stages(num_hops: int, *, adds: bool) -> int:
+    """Number of stages of a transfer: the hops of its longest path, then SparseReduceScatter's addition."""
+    return num_hops + adds
 
 
 def num_batches(expert_bytes: int, message_bytes: int, num_hops: int) -> int:

@@ -16,13 +16,9 @@ from megatron_fssdp.planning.placement.topology import Topology, kept_on
 
 
 class TransferEdge(NamedTuple):
-    """The transfer of one expert's parameters from one device to another.
+    """The transfer of one expert's parameters from a device that has it to another one.
 
-    Attributes:
-        expert: Number of the expert.
-        source: Device that sends. It has the expert before.
-        destination: Device that receives.
-        depth: Number of transfers that must come before this one, counted from the owner.
+    ``depth`` is the number of transfers that must come before this one, counted from the owner.
     """
 
     expert: int
@@ -33,14 +29,12 @@ class TransferEdge(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """The transfers of one layer, parents before children.
-
-    The edges of every expert form one tree with the owner as its root.
+    """The transfers of one layer between D devices. Those of an expert form a tree with its owner as root.
 
     Attributes:
         num_devices: Number of devices, D.
-        table: Expert, source, destination and depth of each edge, int64 with four columns, read-only. An edge
-            comes after the edge that brings the expert to its source.
+        table: Expert, source, destination and depth of each edge, int64 ``[P, 4]``, read-only. An edge comes
+            after the edge that brings the expert to its source.
     """
 
     num_devices: int
@@ -96,6 +90,7 @@ class TransferPlan:
         return len(self.table) * expert_bytes
 
 
+@kept_on
 def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
     """Each expert crosses the slow links once for each node that needs it, then spreads inside the node.
 
@@ -123,11 +118,6 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
     Raises:
         ValueError: The placement and the topology have different numbers of devices.
     """
-    return kept_on(placement, topology, _two_level_transfer)
-
-
-def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
-    """Compute :func:`two_level_transfer`, which keeps the result on the placement."""
     num_devices = placement.num_devices
     if num_devices != topology.num_devices:
         raise ValueError(
@@ -138,7 +128,7 @@ def _two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Trans
     if len(table):
         nodes = tuple(memoryview(np.array(numbers)) for numbers in topology.arrays)
         owner_E = memoryview(np.array(placement.owner_E))
-        kernels().two_level_edges(owner_E, nodes, placement.present_ED, memoryview(table))
+        kernels().Trees(owner_E, nodes, placement.present_ED).write_edges(memoryview(table))
         table = table[np.lexsort((table[:, 2], table[:, 1], table[:, 0], table[:, 3]))]
         table[:, 3] //= 2
     return TransferPlan(num_devices, table)
@@ -152,7 +142,7 @@ def additional_transfer(
     Gradients go to the owners along :func:`two_level_transfer` of ``corrected``.
 
     Raises:
-        ValueError: The placements have different owners, or the topology has a different number of devices.
+        ValueError: The placements have different owners, or the topology has other devices.
     """
     if not np.array_equal(planned.owner_E, corrected.owner_E) or (
         planned.present_ED.shape != corrected.present_ED.shape

@@ -92,7 +92,7 @@ class ReplicaTransfers:
 
     def gather_first_part(self) -> None:
         """If transfers are split, start the part that runs beside the experts of the layer before."""
-        part = _part(self.plan.split.gather, self.slots.layout.numel) if self._splits else 0
+        part = _part(self.plan.early, self.slots.layout.numel) if self._splits else 0
         if part and not self._num_gathered:
             self._gather(part)
 

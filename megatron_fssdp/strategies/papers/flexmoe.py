@@ -4,12 +4,13 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
-from megatron_fssdp.planning.cost.layer_seconds import moving_seconds, placement_seconds
+from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.papers.flexmoe_planner import next_resident_placement
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_seconds import plan_price
 from megatron_fssdp.strategies.strategy import ResidentReplicas
 
 THRESHOLD = 1.1
@@ -47,7 +48,8 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
         counts_DE = np.rint(load_DE).astype(np.int64)
 
         def layer_s(placement: ExpertPlacement) -> float:
-            return float(placement_seconds(counts_DE, placement, topology, profile, self.replica_life).moe_s)
+            plan, times = self._plan_of(placement, context), profile.num_micro_batches
+            return plan_price(plan, counts_DE, context, num_micro_batches=times).seconds
 
         def saving_s(before: ExpertPlacement, after: ExpertPlacement) -> float:
             saved_s = layer_s(before) - layer_s(after)
@@ -68,7 +70,9 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """A plan with the present resident replicas."""
-        placement = context.placement
+        return self._plan_of(context.placement, context)
+
+    def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
         if not placement.num_replicas:
             return LayerPlan.owners_only(context)
         transfer = two_level_transfer(placement, context.topology)

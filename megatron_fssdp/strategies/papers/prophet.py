@@ -13,7 +13,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
-from megatron_fssdp.strategies.plan_seconds import plan_seconds, split_of
+from megatron_fssdp.strategies.plan_seconds import early_share, fastest
 
 BALANCE = 0.5
 """Largest accepted difference of device loads, in units of the mean load of an expert (Eq. 7, alpha)."""
@@ -51,14 +51,14 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         # By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once.
         # So the price over the real links selects.
         plans.insert(0, LayerPlan.owners_only(context))
-        return min(plans, key=lambda plan: plan_seconds(plan, counts_DE, context))
+        return fastest(plans, counts_DE, context)
 
     def _plan_of(self, placement: ExpertPlacement, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
         if not placement.num_replicas:
             return LayerPlan.owners_only(context)
         plan = self.plan_of(placement, context, dispatch_policy="owner")
         if self.splits:
-            plan = replace(plan, split=split_of(plan.transfer, float(counts_DE.sum()), context))
+            plan = replace(plan, early=early_share(plan.transfer, float(counts_DE.sum()), context))
         return plan
 
 

@@ -1,21 +1,18 @@
 """SmartMoE: exchanges owners at an interval of iterations, if that pays off until the next exchange."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import SmartmoeSettings
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import placement_seconds
 from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
-from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
-from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.strategies.ep import EpStrategy
-from megatron_fssdp.strategies.layer_plan import LayerContext
-from megatron_fssdp.strategies.plan_seconds import exchange_s
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_price
 from megatron_fssdp.strategies.strategy import MovesOwners
 
 
@@ -62,16 +59,12 @@ class SmartmoeStrategy(EpStrategy[SmartmoeSettings], MovesOwners[SmartmoeSetting
             # With at most one expert on a device, an exchange would only change which device has it.
             return old_E
         new_E = permuted_owners(old_E, load_E, context.num_devices)
-        saved_s = self.settings.reshard_interval * (
-            _layer_s(old_E, load_E, profile, topology) - _layer_s(new_E, load_E, profile, topology)
+        # Every source is assumed to send an expert equally much.
+        counts_DE = np.tile(np.rint(load_E / context.num_devices).astype(np.int64), (context.num_devices, 1))
+        times = profile.num_micro_batches
+        old_s, new_s = (
+            plan_price(LayerPlan.owners_only(of), counts_DE, of, num_micro_batches=times).seconds
+            for of in (context, replace(context, owner_E=new_E))
         )
+        saved_s = self.settings.reshard_interval * (old_s - new_s)
         return new_E if saved_s > exchange_s(old_E, new_E, profile, topology) else old_E
-
-
-def _layer_s(owner_E: np.ndarray, load_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
-    """Modelled seconds of the layer in an iteration in which every source sends an expert equally much."""
-    num_devices = topology.num_devices
-    counts_DE = np.tile(np.rint(load_E / num_devices).astype(np.int64), (num_devices, 1))
-    placement = ExpertPlacement.owners_only(owner_E, num_devices)
-    price = placement_seconds(counts_DE, placement, topology, profile, ReplicaLife.ITERATION)
-    return float(price.seconds)

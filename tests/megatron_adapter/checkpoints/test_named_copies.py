@@ -71,7 +71,7 @@ def load_beside_residents() -> None:
         """Replicate expert 0 on every device, whatever it would save."""
         present_ED = context.placement.present_ED.copy()
         present_ED[0] = True
-        return ExpertPlacement(context.owner_E, present_ED, slots=1)
+        return ExpertPlacement(context.owner_E, present_ED)
 
     FlexmoeStrategy.replicate = replicate  # type: ignore[method-assign]
 

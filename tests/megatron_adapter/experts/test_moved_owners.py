@@ -176,8 +176,7 @@ def freeze(experts: slice) -> None:
 
 
 def split_transfers() -> None:
-    """Split every transfer in halves."""
-    from megatron_fssdp.planning.cost.transfer_split import TransferSplit
+    """Split every transfer of weights in halves."""
     from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
     from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
@@ -185,7 +184,7 @@ def split_transfers() -> None:
         prepare(self, settings)
         self.splits = True
 
-    wrap(PlannedLayer, "_next_plan", lambda plan, self: replace(plan(self), split=TransferSplit(0.5, 0.0)))
+    wrap(PlannedLayer, "_next_plan", lambda plan, self: replace(plan(self), early=0.5))
     wrap(FssdpStrategy, "__init__", prepare_to_split)
 
 

@@ -2,17 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.cost import cost_model
 from megatron_fssdp.planning.cost.cost_model import (
     LEAST_BETA_S_PER_BYTE,
-    ClusterCost,
     LinkCost,
     LinkFit,
     fit_link_cost,
 )
-
-FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
-
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 
@@ -56,19 +51,3 @@ def test_a_fit_recovers_a_known_line_and_reports_its_error(alpha_s, beta_s_per_b
     assert squares <= sum((error / (1 + error)) ** 2 for error in noise) + 1e-9
     assert noisy.worst_relative_error <= squares**0.5 + 1e-9
     assert noisy.r_squared <= 1
-
-
-def test_the_overlap_degree_is_rounded_down():
-    assert cost_model.overlap_degree(0.002, 1e9, 600_000) == 3
-    assert cost_model.overlap_degree(0.0, 1e9, 600_000) == 0
-
-
-def test_bad_costs_say_what_was_wanted():
-    with pytest.raises(ValueError, match="beta_s_per_byte is -1"):
-        LinkCost(0.0, -1.0)
-    with pytest.raises(ValueError, match="expert_flops_per_s is 0"):
-        ClusterCost(LinkCost(0, 0), LinkCost(0, 0), 0.0)
-    with pytest.raises(ValueError, match="expert_bytes is 0"):
-        cost_model.overlap_degree(1.0, 1.0, 0)
-    with pytest.raises(ValueError, match="non_moe_s is -1"):
-        cost_model.overlap_degree(-1.0, 1.0, 1)

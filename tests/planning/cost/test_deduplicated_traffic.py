@@ -15,6 +15,7 @@ from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.support.random_placement import with_replicas
 
 EXPERTS, DEVICES, NODES = 16, 8, 4
 TOPOLOGY = Topology.uniform(DEVICES, NODES)
@@ -38,7 +39,7 @@ def test_the_estimate_is_near_drawn_tokens(top_k: int, replicates: bool) -> None
     placement = OWNERS
     if replicates:
         pairs = [(e, int(d)) for e in (0, 5, 9) for d in rng.choice(DEVICES, 3, replace=False)]
-        placement = OWNERS.with_replicas([(e, d) for e, d in pairs if d != OWNERS.owner_E[e]])
+        placement = with_replicas(OWNERS, [(e, d) for e, d in pairs if d != OWNERS.owner_E[e]])
     num_tokens = 2000
     score = rng.lognormal(0, 1, EXPERTS)
     chosen = np.argsort(

@@ -10,7 +10,6 @@ from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import (
     PROB_BYTES,
-    LayerWork,
     counts_seconds,
     exchange_times,
     layer_seconds,
@@ -37,7 +36,7 @@ def test_an_all_to_all_takes_as_long_as_its_busiest_link():
     assert pairs_traffic(tokens_DD, topology) == BusiestLinks(
         near=5, far_of_device=2, far_of_node=3, far_of_mean_node=1.5
     )
-    links = plain_links(FAST).all_to_all
+    links = plain_links(FAST)
     # NIC: 3 tokens * 2 bytes * 10 s/byte; device: 5 * 2 * 1.
     assert links.times(pairs_traffic(tokens_DD, topology), 2).seconds == 60.0
     # Device 0 sends 6.
@@ -61,13 +60,13 @@ def test_a_transfer_takes_as_long_as_its_busiest_link():
 def test_every_micro_batch_starts_its_own_all_to_alls():
     """Rows, probabilities and results start once each in a pass; bytes are those of the iteration."""
     late = replace(FAST, intra=LinkCost(5.0, 1.0))
-    links, pairs = plain_links(late).all_to_all, BusiestLinks(near=12.0)
+    links, pairs = plain_links(late), BusiestLinks(near=12.0)
     for number in (1, 4):
         dispatch, combine = exchange_times(links, pairs, 6, number)
         assert float(dispatch.seconds) == 2 * 5.0 + 12 * (6 + PROB_BYTES) / number
         assert float(combine.seconds) == 5.0 + 12 * 6 / number
-    work = LayerWork(0.0, pairs)
-    of = partial(layer_seconds, work, replace(PROFILE, cluster=late, token_bytes=6), ReplicaLife.ITERATION)
+    profile = replace(PROFILE, cluster=late, token_bytes=6)
+    of = partial(layer_seconds, profile, ReplicaLife.ITERATION, 0.0, pairs)
     rows_s = 2 * 12 * (6 + 6 + PROB_BYTES)
     assert of(counts_s=0.5).seconds == 0.5 + 6 * 5.0 + rows_s
     assert of(counts_s=0.5, num_micro_batches=4).seconds == 4 * (0.5 + 6 * 5.0) + rows_s
@@ -89,12 +88,12 @@ def test_every_micro_batch_starts_its_own_all_to_alls():
 def test_what_is_waited_for_by_life(life: ReplicaLife, gather_s: float, reduce_s: float):
     replicas = TransferTraffic(BusiestLinks(near=1.0), num_hops=1)
     profile = replace(PROFILE, non_moe_s=3.0, expert_bytes=10, gradient_bytes=20, num_micro_batches=2)
-    work = LayerWork(0.0, BusiestLinks(near=1e-9), gather=replicas, replicas=replicas)
-    price = layer_seconds(work, profile, life, counts_s=1.0)
+    layer = (profile, life, 0.0, BusiestLinks(near=1e-9), replicas)
+    price = layer_seconds(*layer, counts_s=1.0)
     assert float(price.gather_s) == pytest.approx(gather_s)
     assert float(price.reduce_s) == pytest.approx(reduce_s)
     assert price.before_s == 2 * 3 * 3.0
-    in_turn = layer_seconds(work, profile, life, counts_s=1.0, hides=False)
+    in_turn = layer_seconds(*layer, counts_s=1.0, hides=False)
     assert in_turn.gather_s + in_turn.reduce_s > gather_s + reduce_s
 
 

@@ -11,5 +11,5 @@ def transfer_seconds(
     transfer: TransferPlan, expert_bytes: int, topology: Topology, profile: LayerProfile
 ) -> float:
     """Seconds of a plan's SparseAllGather, or of its transpose, with the link costs of a profile."""
-    links, traffic = plain_links(profile.cluster).transfer, transfer_traffic(transfer, topology)
+    links, traffic = plain_links(profile.cluster), transfer_traffic(transfer, topology)
     return float(transfer_times(links, traffic, expert_bytes, profile.messages).seconds)

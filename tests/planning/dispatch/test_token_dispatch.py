@@ -12,6 +12,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slots.slot_table import SlotTable
 from megatron_fssdp.runtime.slots.exact_shares import Holders, exact_ends_ED
 from tests.drawn_examples import examples
+from tests.support.random_placement import with_replicas
 
 from ..cost.dense_traffic import pairs_traffic
 from ..placement_cases import brute_force_dispatch_DED, placements, random_counts_DE
@@ -124,7 +125,7 @@ def test_without_replicas_and_without_tokens_there_is_one_dispatch(policy: str) 
     plain, topology = ExpertPlacement.owners_only(np.array([0, 1]), 2), Topology.uniform(2, 1)
     none_DE = np.zeros((2, 2), np.int64)
     assert plan_dispatch(policy, none_DE + 1, plain, topology).tokens_ED.tolist() == [[2, 0], [0, 2]]  # type: ignore[arg-type]
-    empty = plan_dispatch(policy, none_DE, plain.with_replicas([(0, 1)]), topology)  # type: ignore[arg-type]
+    empty = plan_dispatch(policy, none_DE, with_replicas(plain, [(0, 1)]), topology)  # type: ignore[arg-type]
     assert not empty.tokens_ED.any()
 
 

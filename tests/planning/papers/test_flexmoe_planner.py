@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import moving_seconds, placement_seconds
+from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.papers.flexmoe_planner import next_resident_placement
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from tests.drawn_examples import examples
+from tests.planning.placement_cases import placement_price
+from tests.support.random_placement import with_replicas
 
 MEGA = 10**6
 # A token takes a second to compute and next to nothing to send (probabilities and router counts, some
@@ -43,7 +45,7 @@ class Price:
 
     def iteration_s(self, placement: ExpertPlacement) -> float:
         layer = (self.counts_DE, placement, self.topology, self.profile)
-        return float(placement_seconds(*layer, ReplicaLife.RESIDENT).moe_s)
+        return placement_price(*layer, ReplicaLife.RESIDENT).moe_s
 
     def saving_s(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
         expert_P, device_P = np.nonzero(after.present_ED & ~before.present_ED)
@@ -72,7 +74,7 @@ def plan(
 def test_there_are_no_replicas_where_they_cost_too_much_or_have_no_slots() -> None:
     assert plan(owners_only(), price(HOT, owned_bytes=10**6)) == owners_only()
     assert plan(owners_only(), price(HOT, num_iterations=0)) == owners_only()
-    before = owners_only().with_replicas([(2, 0)])
+    before = with_replicas(owners_only(), [(2, 0)])
     assert plan(before, price(np.full((4, 4), 5)), threshold=1.5) == before, "loads are balanced"
 
 
@@ -80,7 +82,7 @@ def test_the_hot_expert_gets_a_replica_in_place_of_cold_ones() -> None:
     """First there is room; then all slots hold replicas of experts that have become cold."""
     first = plan(owners_only(), price(HOT))
     assert [len(first.holders(expert)) > 1 for expert in range(4)] == [False, True, False, False]
-    before = owners_only().with_replicas([(3, 0), (3, 1), (3, 2), (2, 3)])
+    before = with_replicas(owners_only(), [(3, 0), (3, 1), (3, 2), (2, 3)])
     found = plan(before, price(HOT), slots=1)
     assert len(found.holders(1)) > 1
     assert len(found.holders(3)) + len(found.holders(2)) < 4 + 2
@@ -94,7 +96,7 @@ def test_replicas_migrate_to_fewer_nodes() -> None:
         PROFILE, cluster=ClusterCost(LinkCost(0, 0.0), LinkCost(0, 1e-6), expert_flops_per_s=1e9)
     )
     counts_DE = np.full((4, 4), 5)
-    before = owners_only().with_replicas([(0, 3)])
+    before = with_replicas(owners_only(), [(0, 3)])
     of = dataclasses.replace(price(counts_DE, topology), profile=slow)
     found = plan(before, of, slots=1, threshold=9.0)
     assert found.holders(0) == (0, 1)
@@ -116,7 +118,7 @@ def test_a_plan_never_costs_more_than_doing_nothing(
     before = owners_only(8)
     for expert, device in rng.integers(0, (8, 4), (4, 2)).tolist():
         if before.owner_E[expert] != device and before.replicas_per_device_D[device] < slots:
-            before = before.with_replicas([(expert, device)])
+            before = with_replicas(before, [(expert, device)])
     profile = dataclasses.replace(
         PROFILE, token_bytes=int(rng.integers(0, 3)) * MEGA, owned_bytes=owned_bytes * MEGA
     )

@@ -97,11 +97,6 @@ def test_the_search_stops_where_the_latency_no_longer_falls(
         assert seconds[len(taken) + 1] >= seconds[len(taken)]
 
 
-def test_counts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"counts_DE has shape \(3, 3\).*wanted integers \(3, 4\)"):
-        select_shadows(even_owners(4, 2), FIGURE_6, COSTS, most=3)
-
-
 def test_the_authors_formula_divides_transfers_by_the_devices_and_counts_compute_four_times() -> None:
     """``policy_fn`` of the authors' plotting/fig11.py, written out with its own constants."""
     hidden, alpha, devices, tokens, shadows = 1024, 2, 16, 900.0, 3

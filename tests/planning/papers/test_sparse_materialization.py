@@ -112,9 +112,3 @@ def test_placements_equal_those_of_the_literal_algorithm(case, seed, overlap_deg
         owner_E.astype(np.int32), strided, topology, overlap_degree=overlap_degree, slots=slots
     )
     assert placement == again
-
-
-def test_bad_arguments_say_what_was_wanted():
-    topology = Topology.uniform(2, 1)
-    with pytest.raises(ValueError, match=r"load_E\[1\] is nan"):
-        sparse_materialization(np.array([0, 1]), np.array([1, np.nan]), topology, overlap_degree=1, slots=1)

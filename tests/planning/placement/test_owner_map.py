@@ -96,7 +96,7 @@ def drawn(rng: np.random.Generator, owner_E: np.ndarray, num_devices: int, slots
         others = np.flatnonzero(owner_E != device)
         number = min(int(rng.integers(slots + 1)), len(others))
         present_ED[rng.choice(others, number, replace=False), device] = True
-    return ExpertPlacement(owner_E, present_ED, slots=slots)
+    return ExpertPlacement(owner_E, present_ED)
 
 
 @given(

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from tests.support.random_placement import with_replicas
 
 
 @pytest.fixture
 def placement():
     present_ED = np.array([[1, 0, 1], [1, 0, 0], [0, 1, 0], [1, 1, 1]], dtype=bool)
-    return ExpertPlacement(np.array([0, 0, 1, 2]), present_ED, slots=1)
+    return ExpertPlacement(np.array([0, 0, 1, 2]), present_ED)
 
 
 def test_arrays_are_copied_and_read_only():
@@ -23,10 +24,8 @@ def test_arrays_are_copied_and_read_only():
 
 
 def test_equality_hash_and_digest_are_by_value(placement):
-    same = ExpertPlacement(
-        placement.owner_E.astype(np.int32), np.asfortranarray(placement.present_ED), slots=None
-    )
-    other = placement.with_replicas([(1, 1)])
+    same = ExpertPlacement(placement.owner_E.astype(np.int32), np.asfortranarray(placement.present_ED))
+    other = with_replicas(placement, [(1, 1)])
     assert placement == same
     assert hash(placement) == hash(same)
     assert placement.digest() == same.digest()
@@ -43,17 +42,15 @@ def test_even_owners_are_contiguous():
 
 
 @pytest.mark.parametrize(
-    ("owner_E", "present_ED", "slots", "message"),
+    ("owner_E", "present_ED", "message"),
     [
-        ([0.0], [[True]], None, "dtype float64, and present_ED"),
-        ([0, 1], [[True, True]], None, r"present_ED of shape \(1, 2\)"),
-        ([0], [[1.0]], None, "dtype float64: wanted one integer"),
-        ([0, 2], np.ones((2, 2), bool), None, "expert 1 is owned by device 2: wanted a device from 0 to 1"),
-        ([0, 1], [[True, False], [True, False]], None, "expert 1 is not present on its owner, device 1"),
-        ([0, 0, 1], np.ones((3, 2), bool), 1, "device 1 holds 2 replicas: wanted at most slots = 1"),
-        ([0], [[True]], -1, "wanted at most slots = -1"),
+        ([0.0], [[True]], "dtype float64, and present_ED"),
+        ([0, 1], [[True, True]], r"present_ED of shape \(1, 2\)"),
+        ([0], [[1.0]], "dtype float64: wanted one integer"),
+        ([0, 2], np.ones((2, 2), bool), "expert 1 is owned by device 2: wanted a device from 0 to 1"),
+        ([0, 1], [[True, False], [True, False]], "expert 1 is not present on its owner, device 1"),
     ],
 )
-def test_bad_placements_say_what_was_wanted(owner_E, present_ED, slots, message):
+def test_bad_placements_say_what_was_wanted(owner_E, present_ED, message):
     with pytest.raises(ValueError, match=message):
-        ExpertPlacement(np.array(owner_E), np.array(present_ED), slots=slots)
+        ExpertPlacement(np.array(owner_E), np.array(present_ED))

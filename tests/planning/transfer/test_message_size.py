@@ -8,9 +8,8 @@ from megatron_fssdp.planning.transfer.message_size import (
     CUDA_MESSAGES,
     HOST_MESSAGES,
     PipelinedMessages,
-    gather_stages,
     num_batches,
-    reduction_stages,
+    num_stages,
 )
 
 MIB = 2**20
@@ -18,7 +17,7 @@ MIB = 2**20
 
 @given(st.integers(1, 10**10))
 def test_over_one_hop_the_whole_expert_is_one_message(expert_bytes: int) -> None:
-    message = CUDA_MESSAGES.message_bytes(expert_bytes, gather_stages(1))
+    message = CUDA_MESSAGES.message_bytes(expert_bytes, num_stages(1, adds=False))
     assert message == expert_bytes
     assert num_batches(expert_bytes, message, 1) == 1
 
@@ -50,6 +49,6 @@ def test_the_number_of_messages_makes_the_pipeline_shortest(expert_bytes: int, s
 @given(st.integers(1, 10**10), st.integers(1, 6))
 def test_the_buffers_of_a_sender_hold_its_open_messages(gradient_bytes: int, num_hops: int) -> None:
     for rule in (HOST_MESSAGES, CUDA_MESSAGES):
-        message = rule.message_bytes(gradient_bytes, reduction_stages(num_hops))
+        message = rule.message_bytes(gradient_bytes, num_stages(num_hops, adds=True))
         wanted = min(gradient_bytes, rule.num_open * message)
         assert wanted <= rule.buffered_bytes(gradient_bytes) <= gradient_bytes

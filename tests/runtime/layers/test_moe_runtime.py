@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.transfer_lanes import ThreadTransfer
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -169,7 +168,7 @@ def drop(rank: int, world_size: int) -> list[int]:
         return original(transfer)
 
     for how in ("own", "begin_passes", "begin_iteration"):
-        run = CaseRun(replace(CASE, name=how, placement="everywhere", split=TransferSplit(0.4, 0.7)))
+        run = CaseRun(replace(CASE, name=how, placement="everywhere", early=0.4))
         run.runtime.begin_iteration(1)
         run.layers[0].slots.launch()
         routing_map = torch.arange(8).expand(4, 8) < 2

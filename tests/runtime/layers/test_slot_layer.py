@@ -11,7 +11,6 @@ import re
 import pytest
 import torch
 
-from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.testing import RankError
 
@@ -27,7 +26,6 @@ LIVES = (
     ReplicaLife.MICRO_BATCH,
     ReplicaLife.RESIDENT,
 )
-SPLIT = TransferSplit(0.4, 0.7)
 FOUR = [
     LayerCase(f"{life.name}-{name}", life, **options)
     for life in LIVES
@@ -56,14 +54,14 @@ FOUR = [
         "bf16": {"dtype": torch.bfloat16, "schedule": "FFBB", "has_main_grad": True},
     }.items()
 ] + [
-    LayerCase("split", split=SPLIT, schedule="FFBFBB", num_layers=3),
-    LayerCase("split-late-repeated", split=SPLIT, late=True, repeats=True, schedule="FBFB", owners=NOBODY),
-    LayerCase("split-recomputed", split=SPLIT, recompute="reentrant", schedule="FFBB", has_main_grad=True),
+    LayerCase("split", early=0.4, schedule="FFBFBB", num_layers=3),
+    LayerCase("split-late-repeated", early=0.4, late=True, repeats=True, schedule="FBFB", owners=NOBODY),
+    LayerCase("split-recomputed", early=0.4, recompute="reentrant", schedule="FFBB", has_main_grad=True),
     LayerCase("corrected", corrects=True, schedule="FFBB"),
     LayerCase("corrected-recomputed", corrects=True, recompute="reentrant", schedule="FFBB", repeats=True),
     LayerCase("corrected-in-turn", corrects=True, overlaps=False, schedule="FBFB"),
     LayerCase("corrected-layer-pass", ReplicaLife.LAYER_PASS, corrects=True, schedule="FFBB"),
-    LayerCase("corrected-split", corrects=True, split=SPLIT, schedule="FFBB", placement="everywhere"),
+    LayerCase("corrected-split", corrects=True, early=0.4, schedule="FFBB", placement="everywhere"),
     *(
         LayerCase(
             f"undriven-{life.name}-{schedule}-{recompute}",

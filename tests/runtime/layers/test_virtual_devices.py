@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from megatron_fssdp.collectives.transfer_lanes import StreamTransfer
-from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
 from megatron_fssdp.runtime.layers import planned_layer
@@ -28,7 +27,6 @@ from ..rank_layer import (
 )
 
 WORLD = 4
-SPLIT = TransferSplit(0.4, 0.7)
 ITERATION, LAYER_PASS, MICRO_BATCH, RESIDENT = (
     ReplicaLife.ITERATION,
     ReplicaLife.LAYER_PASS,
@@ -46,7 +44,7 @@ SOME = (
     case_of("layer-pass", LAYER_PASS, recompute="reentrant", num_iterations=1),
     case_of("micro-batch", MICRO_BATCH, num_iterations=1),
     case_of("resident", RESIDENT, num_iterations=1),
-    case_of("split", split=SPLIT, schedule="FBFB", recompute="reentrant", num_iterations=1),
+    case_of("split", early=0.4, schedule="FBFB", recompute="reentrant", num_iterations=1),
     case_of("corrected", corrects=True, num_iterations=1),
     case_of("repeated", repeats=True, moves=True),
 )
@@ -66,10 +64,8 @@ ALL = tuple(
         {"dtype": torch.bfloat16},
     )
 ) + tuple(
-    case_of(
-        f"split-{split.gather}-{split.reduce}-{recompute}", split=split, num_layers=3, recompute=recompute
-    )
-    for split in (SPLIT, TransferSplit(gather=0.01), TransferSplit(reduce=0.999))
+    case_of(f"split-{early}-{recompute}", early=early, num_layers=3, recompute=recompute)
+    for early in (0.01, 0.4, 0.999)
     for recompute in (None, "reentrant")
 )
 QUEUED = tuple(
@@ -80,7 +76,7 @@ QUEUED = tuple(
         "layer-pass": {"life": LAYER_PASS, "recompute": "reentrant"},
         "micro-batch": {"life": MICRO_BATCH, "num_iterations": 1},
         "resident": {"life": RESIDENT, "schedule": "FBFB"},
-        "split": {"split": SPLIT, "schedule": "FBFB", "placement": "random", "num_layers": 3},
+        "split": {"early": 0.4, "schedule": "FBFB", "placement": "random", "num_layers": 3},
         "corrected": {"corrects": True, "placement": "random", "num_iterations": 1},
     }.items()
 )

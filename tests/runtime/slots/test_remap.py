@@ -23,7 +23,7 @@ def test_every_token_goes_to_the_slot_of_the_table(case, seed, num_tokens, rows)
     _, placement = case
     rng = np.random.default_rng(seed)
     slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
-    columns = [rng.choice(slots.slots_of(expert), rows) for expert in range(placement.num_experts)]
+    columns = [rng.choice(slot_D[slot_D >= 0], rows) for slot_D in slots.slot_ED]
     table_JE = np.stack(columns, axis=1)
     routing_map, probs = drawn_routing(rng, num_tokens, placement.num_experts)
     probs.requires_grad_()

@@ -35,30 +35,6 @@ def test_balanced_loads_cost_the_hypergeometric_number_of_tokens(top_k: int) -> 
     assert outcome.of_layers("cross_node")[0, 0] == round(DEVICES * to_node)
 
 
-def test_strategies_price_it_and_replicas_still_help() -> None:
-    rng = np.random.default_rng(0)
-    cluster = cluster_of(nodes=2, per_node=2)
-    job = job_of(devices=DEVICES, experts=EXPERTS, top_k=4, tokens_per_micro_batch=256, token_bytes=600)
-    heat = np.array([2.5, 2.5, 1, 1, 1, 1, 1, 1])
-    counts = np.stack([rng.multinomial(1024, heat / heat.sum(), size=(1, DEVICES)) for _ in range(8)])
-    seconds = {
-        (name, exchange): simulate(
-            name,
-            settings_of(name, exchange=exchange, **({} if name == "ep" else {"slots": 1})),
-            counts,
-            cluster,
-            job,
-        )
-        .iteration_s[3:]
-        .mean()
-        for name in ("ep", "fssdp", "prophet")
-        for exchange in ("megatron", "deduplicated")
-    }
-    for name in ("ep", "fssdp", "prophet"):
-        assert seconds[name, "deduplicated"] < seconds[name, "megatron"]
-    assert seconds["fssdp", "deduplicated"] < seconds["ep", "deduplicated"]
-
-
 def test_records_correct_the_estimate() -> None:
     """Tokens whose experts are all on one device: loads alone would say that they go everywhere."""
     topology = Topology.uniform(DEVICES, 2)

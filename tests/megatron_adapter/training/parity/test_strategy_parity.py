@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
-from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.records.metrics_file import read_metrics
 from megatron_fssdp.strategies.auto import AutoStrategy
@@ -54,12 +53,12 @@ SLOW = {
 def cheap_links() -> None:
     """Run on every rank before the launch."""
     from megatron_fssdp.runtime.layers import layer_profiling
-    from megatron_fssdp.strategies import auto, layer_planning, plan_seconds
+    from megatron_fssdp.strategies import auto, fssdp, layer_planning
     from megatron_fssdp.strategies.papers import flexmoe, prophet
 
     cost = LinkCost(0.0, 1e-13)
     layer_profiling.measure_links = lambda *_: (cost, cost)
-    plan_seconds.split_transfers = lambda *_, **__: TransferSplit(0.4, 0.6)
+    fssdp.early_share = prophet.early_share = lambda *_: 0.4
     layer_planning.in_steps = in_turns
     auto.LEAST_SEEN = 0
     auto.AutoStrategy.price = next_in_turn
