@@ -10,7 +10,7 @@ from statistics import median
 
 from rich.console import Console
 
-from megatron_fssdp.cli.analysis.what_if import cost_on_a_cluster
+from megatron_fssdp.cli.analysis.what_if import what_if
 from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.sweep.planned_runs import PlannedRun, planned_runs
@@ -23,9 +23,9 @@ from megatron_fssdp.launch.train_request import TrainRequest
 from megatron_fssdp.launch.training import INTERRUPTIONS, check_startable, say, train
 from megatron_fssdp.records.recorded_run import RecordedRun, load
 from megatron_fssdp.report.tables import terminal_table
-from megatron_fssdp.report.trainings.repeated_runs import (
-    RunGroup,
-    detailed_runs,
+from megatron_fssdp.report.trainings.shown_run import shown_groups
+from megatron_fssdp.report.trainings.sweep_page import (
+    MOST_DETAILED,
     group_records,
     group_table,
     sweep_page,
@@ -164,7 +164,7 @@ class Sweep:
         for run in (run for run, state in states.items() if state == "finished"):
             recorded = load(self._requests[run].folder.path)
             members.setdefault(run.group, {})[run.seed, run.repetition] = recorded
-        groups = [RunGroup(name, runs) for name, runs in members.items()]
+        groups = shown_groups(members)
         runs = [
             {
                 **{name: getattr(run, name) for name in ("folder", "group", "seed", "repetition")},
@@ -180,9 +180,8 @@ class Sweep:
         missing = [run.folder for run, state in states.items() if state != "finished"]
         page = self._folder / PAGE_FILE
         with self._console.status("writing the page"):
-            details = detailed_runs(groups)
-            what_if = cost_on_a_cluster(details)
-            sweep_page(f"sweep {self._name}", groups, details, missing, what_if).write(page)
+            simulated = what_if(groups[:MOST_DETAILED])
+            sweep_page(f"sweep {self._name}", groups, missing, simulated).write(page)
         self._console.print(terminal_table(group_table(groups), "median (quartiles) of repeated runs"))
         say(self._console, f"wrote {page}; open it in a browser (it works without a network)")
 

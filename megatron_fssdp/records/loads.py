@@ -62,10 +62,7 @@ class LoadsWriter(GrowingArrays):
     """
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
-        path = Path(record_dir) / LOADS_FILE
-        if path.exists():
-            read_loads(record_dir)  # refuses a damaged file before the training
-        super().__init__(path, layers)
+        super().__init__(Path(record_dir) / LOADS_FILE, layers, read_loads)
 
     def append(
         self,

@@ -7,10 +7,7 @@ from megatron_fssdp.report.tables import Table, terminal_table
 from megatron_fssdp.report.units import format_flops, format_memory
 
 _LEAST_R_SQUARED = 0.95
-"""Fits with a lower R² are reported.
-
-Their times are not on a line, mostly because other programs were running.
-"""
+"""Fits with a lower R² are reported: their times are not on a line, mostly because other programs ran."""
 
 
 def cluster_table(cluster: ClusterDescription) -> TerminalTable:
@@ -19,37 +16,32 @@ def cluster_table(cluster: ClusterDescription) -> TerminalTable:
     compute += format_flops(cluster.non_expert_flops_per_s)
     if cluster.memory_bytes is not None:
         compute += f", memory {format_memory(cluster.memory_bytes)}"
-    rows = [
-        _row(f"link of one {owner}", link_class, link)
-        for owner, link_class, link in (
-            ("device", "intra_node", cluster.intra_node),
-            ("node", "inter_node", cluster.inter_node),
-        )
+    links: list[tuple[str, str, LinkDescription]] = [
+        ("link of one device", "intra_node", cluster.intra_node),
+        ("link of one node", "inter_node", cluster.inter_node),
     ]
-    doubtful = []
-    for name, classes in cluster.collectives.items():
-        for link_class, link in classes.items():
-            rows.append(_row(name, link_class, link))
-            if link.r_squared is not None and link.r_squared < _LEAST_R_SQUARED:
-                doubtful.append(f"{name} {link_class}")
+    for collective, classes in cluster.collectives.items():
+        links += [(collective, link_class, link) for link_class, link in classes.items()]
+    rows, doubtful = [], []
+    for name, link_class, link in links:
+        fit = ("", "")
+        if (
+            isinstance(link, FittedLink)
+            and link.r_squared is not None
+            and link.worst_relative_error is not None
+        ):
+            fit = (f"{link.r_squared:.4f}", f"{link.worst_relative_error:.0%}")
+            doubtful += [f"{name} {link_class}"] if link.r_squared < _LEAST_R_SQUARED else []
+        speed = f"{link.bandwidth_bytes_per_s / 1e9:,.3f}"
+        rows.append((name, link_class, f"{link.alpha_s * 1e6:,.1f}", speed, *fit))
     doubts = (
         f"R² under {_LEAST_R_SQUARED}: {', '.join(doubtful)}. Measure again with nothing else running, with "
         "more repetitions or larger messages."
-        if doubtful
-        else ""
     )
     header = ("measured", "link", "start-up µs", "GB/s", "R²", "worst error")
     return terminal_table(
         Table(header, tuple(rows), frozenset(("link",))),
         f"{cluster.name}: {cluster.num_nodes} × {cluster.devices_per_node} devices; {compute}",
-        doubts,
+        doubts if doubtful else "",
         whole=header,
     )
-
-
-def _row(name: str, link_class: str, link: LinkDescription) -> tuple[str, ...]:
-    fit = ("", "")
-    if isinstance(link, FittedLink) and link.r_squared is not None and link.worst_relative_error is not None:
-        fit = (f"{link.r_squared:.4f}", f"{link.worst_relative_error:.0%}")
-    speed = f"{link.bandwidth_bytes_per_s / 1e9:,.3f}"
-    return (name, link_class, f"{link.alpha_s * 1e6:,.1f}", speed, *fit)

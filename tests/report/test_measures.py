@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from megatron_fssdp.report.trainings.run_sections import parts_section
 
 from megatron_fssdp.records import RecordedRun, load
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
@@ -13,7 +14,6 @@ from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsWriter
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.headline import headline_of
 from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
-from megatron_fssdp.report.trainings.run_sections import parts_section
 from megatron_fssdp.report.trainings.shown_run import parts_of, progress_of, shown_runs
 from megatron_fssdp.report.trainings.time_parts import mean_parts_s, time_parts
 

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from megatron_fssdp.records import load
 from megatron_fssdp.report.trainings.repeated_runs import (
     LOADS,
     SPEEDS,
@@ -16,6 +14,8 @@ from megatron_fssdp.report.trainings.repeated_runs import (
     group_table,
     sweep_page,
 )
+
+from megatron_fssdp.records import load
 
 from .made_runs import write_made_run
 from .page_parts import PageParts

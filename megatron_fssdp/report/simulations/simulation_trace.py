@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_fssdp.simulation.lanes import COMPUTE
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
@@ -23,27 +25,23 @@ def write_simulation_trace(path: Path, outcome: StrategyOutcome, iteration: int)
         iteration: Index of the iteration, from 0.
     """
     num_devices = min(outcome.topology.num_devices, MOST_DEVICES)
-    spans = sorted(outcome.spans(iteration), key=lambda span: (span[2], -span[3]))
+    spans = outcome.spans(iteration)
+    begin_s = min(begin_s for _, _, begin_s, _ in spans)
     lanes = list(dict.fromkeys(lane for lane, *_ in spans))
-    events: list[dict[str, Any]] = []
-    for device in range(num_devices):
-        names = [("process_name", 0, f"rank {device}"), *(("thread_name", *one) for one in enumerate(lanes))]
-        events += [
-            {"ph": "M", "name": kind, "pid": device, "tid": row, "args": {"name": name}}
-            for kind, row, name in names
-        ]
-    for lane, name, begin_s, end_s in spans:
-        shares = [1.0] * num_devices
+    names = [("process_name", 0, "rank {}"), *(("thread_name", *one) for one in enumerate(lanes))]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": kind, "pid": device, "tid": row, "args": {"name": name.format(device)}}
+        for device in range(num_devices)
+        for kind, row, name in names
+    ]
+    for lane, name, from_s, to_s in spans:
+        share_D = np.ones(num_devices)
         kind, _, number = name.rpartition(" ")
         if lane == COMPUTE and kind.startswith("experts"):
             tokens_D = outcome.iterations[iteration].layers[int(number) - 1].tokens_D
-            shares = (tokens_D[:num_devices] / max(int(tokens_D.max()), 1)).tolist()
-        for device, share in enumerate(shares):
-            if share > 0:
-                times = {
-                    "ts": round(1e6 * (begin_s - spans[0][2]), 3),
-                    "dur": round(1e6 * share * (end_s - begin_s), 3),
-                }
-                events.append({"ph": "X", "name": name, "pid": device, "tid": lanes.index(lane), **times})
+            share_D = tokens_D[:num_devices] / max(int(tokens_D.max()), 1)
+        for device in np.flatnonzero(share_D).tolist():
+            span_us = {"ts": 1e6 * (from_s - begin_s), "dur": 1e6 * share_D[device] * (to_s - from_s)}
+            events.append({"ph": "X", "name": name, "pid": device, "tid": lanes.index(lane), **span_us})
     trace = {"displayTimeUnit": "ms", "traceEvents": events}
     path.write_text(json.dumps(trace) + "\n", encoding="utf-8")

@@ -4,10 +4,10 @@ import io
 
 import numpy as np
 import pytest
+from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
 from rich.console import Console
 
 from megatron_fssdp.cli.analysis import simulation_progress
-from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
