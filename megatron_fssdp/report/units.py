@@ -10,6 +10,7 @@ TRAFFIC: Units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 MEMORY: Units = ((2.0**30, "GiB"), (2.0**20, "MiB"))
 SECONDS: Units = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+PARAMETERS: Units = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 FLOPS: Units = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1, "FLOP/s"))
 
 

@@ -23,8 +23,6 @@ RankedStrategies = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
 
-_TRACE_FILE = "trace_{}.json"
-
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
@@ -141,7 +139,6 @@ def simulate_command(
         simulation_page,
     )
     from megatron_fssdp.report.simulations.simulation_report import write_report
-    from megatron_fssdp.report.simulations.simulation_trace import write_simulation_trace
     from megatron_fssdp.simulation.moe_job import job_of_run
 
     names, models = _names(strategies), model or recorded_settings(loads)
@@ -168,16 +165,8 @@ def simulate_command(
         write_report(report, partial)
         text = cluster_yaml(described, "Written by megatron-fssdp simulate.")
         (partial / "cluster.yaml").write_text(text, encoding="utf-8")
-        for row in report.rows:
-            # In the middle of the run, strategies have a history and have finished measuring.
-            write_simulation_trace(partial / _TRACE_FILE.format(row.label), row.outcome, count // 2)
-        written = {path.name for path in partial.iterdir()}
-    for trace in out.glob(_TRACE_FILE.format("*")):
-        if trace.name not in written:  # of an earlier simulation of other strategies
-            trace.unlink()
     page = ""
     if plots:  # a page that fails does not cost the numbers
         simulation_page(report, record, described, job).write(out / PAGE_FILE)
         page = f"{out / PAGE_FILE} (open it in a browser), "
-    words = f"wrote {page}tables and traces (for https://ui.perfetto.dev) to {out}"
-    console.print(words, highlight=False, soft_wrap=True)
+    console.print(f"wrote {page}tables to {out}", highlight=False, soft_wrap=True)

@@ -59,9 +59,6 @@ class ProfileSettings:
             raise ConfigurationError(
                 f"--backend {self.backend}: wanted gloo or nccl; leave it out to take nccl if there are GPUs"
             )
-        for option, number in (("--nodes", self.num_nodes), ("--repetitions", self.num_repetitions)):
-            if number is not None and number < 1:
-                raise ConfigurationError(f"{option} {number}: wanted 1 or more; leave it out for the default")
         if not 4 <= self.least_bytes < self.most_bytes:
             raise ConfigurationError(
                 f"--least-bytes {self.least_bytes} and --most-bytes {self.most_bytes}: wanted at least 4 "
