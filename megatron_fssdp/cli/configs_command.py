@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.strategy_names import complete_config
-
 _MOST_CHARACTERS = 110  # a description stays on one line of a wide terminal
 _TITLES = {
     "": "complete runs, to start from",
@@ -27,7 +25,6 @@ def configs_command(
         typer.Argument(
             help="Files or names to combine and print as one YAML. Later ones win.",
             metavar="[CONFIG.yaml...]",
-            autocompletion=complete_config,
         ),
     ] = None,
 ) -> None:

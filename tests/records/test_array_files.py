@@ -12,8 +12,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.loads import LOADS_FILE, LoadsWriter, read_loads
 from megatron_fssdp.records.placements import PLACEMENTS_FILE, PlacementsWriter, read_placements
 
-from .row_files import rows_in, save_rows
-
 LAYERS = [1, 3]
 NUM_EXPERTS, NUM_DEVICES = 5, 11  # 11 devices do not fill a whole number of bytes
 
@@ -92,6 +90,19 @@ CHANGES: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
         {name: -array for name, array in rows.items() if name in ("counts_ILDE", "tokens_ILD")}
     ),
 }
+
+
+def save_rows(file: Path, **content: np.ndarray) -> None:
+    """Write arrays as rows; their first dimensions must be equal."""
+    rows = np.zeros(2, [(name, array.dtype, array.shape[1:]) for name, array in content.items()])
+    for name, array in content.items():
+        rows[name] = array
+    np.save(file, rows)
+
+
+def rows_in(file: Path) -> dict[str, np.ndarray]:
+    rows = np.load(file)
+    return {name: rows[name].copy() for name in rows.dtype.names}
 
 
 def assert_refused(record: str, file: Path, words: str | None = None) -> None:

@@ -5,20 +5,19 @@ from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES, complete_cluster, complete_strategy
+from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES
 from megatron_fssdp.config.errors import ConfigurationError
 
 _CLUSTER = "YAML of a cluster, or a name that `megatron-fssdp configs` lists."
 
 RankingCluster = Annotated[
     str | None,
-    typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}", autocompletion=complete_cluster),
+    typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}"),
 ]
 RankedStrategies = Annotated[
     str,
     typer.Option(
         help=f"Strategies to rank, separated by commas, of {SHIPPED_NAMES}. Default: all that place experts.",
-        autocompletion=complete_strategy,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
@@ -77,7 +76,7 @@ def simulate_command(
         str,
         typer.Option(help="Folder of a recorded run, its loads.npy, or the name of a workload (W0 to W7)."),
     ],
-    cluster: Annotated[str, typer.Option(help=_CLUSTER, autocompletion=complete_cluster)],
+    cluster: Annotated[str, typer.Option(help=_CLUSTER)],
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],
     model: Annotated[
         list[Path] | None,
@@ -90,7 +89,6 @@ def simulate_command(
         str,
         typer.Option(
             help=f"Strategies to simulate, separated by commas, of {SHIPPED_NAMES}.",
-            autocompletion=complete_strategy,
         ),
     ] = "ep,fssdp",
     iterations: Annotated[

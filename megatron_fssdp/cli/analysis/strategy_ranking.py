@@ -25,20 +25,16 @@ HISTORY_ITERATIONS = 16
 """Number of iterations before the sample, which strategies can use as their history."""
 
 _COLUMNS = (
-    "× ep: how many times as fast as plain expert parallelism. % of even ep: the speed in percent of that of "
-    "ep with perfectly even loads; more than 100 if replicas also save traffic. load max/mean: tokens of the "
-    "busiest device over those of an average one; 1 is even. Not simulated: optimizer step, data loading, "
-    "launches of kernels.",
-    "host ms: milliseconds in which a rank's host plans and posts messages of transfers in an iteration, as "
-    "measured on one core (docs/simulator.md). The device waits for a part of them.",
-    "ms of an iteration: mean of the iterations after the longest warm-up, the same ones for all strategies. "
-    "warm-up: first iterations in which a strategy measures, has no past loads, or waits for its first turn, "
-    "with their mean time (all: it never gets further, and is ranked after those that do).",
+    "ms of an iteration: mean after the longest warm-up, of the same iterations for all strategies. warm-up: "
+    "first iterations in which a strategy measures, has no past loads, or waits for its first turn, with "
+    "their mean time (all: it never gets further). × ep: how many times as fast as plain expert parallelism. "
+    "% of even ep: the speed in percent of ep's with even loads; above 100 if replicas also save traffic. "
+    "host ms: in which a rank plans and posts messages. Not simulated: optimizer step, data, launches of "
+    "kernels."
 )
 _BREAK_EVEN = (
     "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this many "
-    "tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times the "
-    "job's own value, on the last iterations)."
+    "tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times its own)."
 )
 
 
@@ -115,7 +111,7 @@ def ranked_strategies(
         if row.changed
     ]
     notes += [note] if note else []
-    notes += [*_COLUMNS, _BREAK_EVEN] if with_break_even else _COLUMNS
+    notes += [_COLUMNS, _BREAK_EVEN] if with_break_even else [_COLUMNS]
     if "parm" in settings:
         notes.append("parm equals ep here: only jobs without tensor parallelism are simulated.")
     shares = {row.label: float(row.outcome.of_layers("deduplicated").mean()) for row in rows}

@@ -96,15 +96,11 @@ def test_figures_are_printed_as_a_table_or_as_json(run: Path, tmp_path: Path) ->
     assert len(PageParts((tmp_path / "c.html").read_text()).figures["loss"][0]["data"]) == 3
 
 
-def test_damaged_loads_cost_only_their_sections(run: Path) -> None:
+def test_damaged_loads_are_named_and_cannot_be_simulated(run: Path) -> None:
     (run / "loads.npy").write_bytes(b"damaged")
-    output = command("report", run)
-    lines = [line for line in output.splitlines() if "loads.npy" in line]
+    lines = [line for line in command("report", run).splitlines() if "loads.npy" in line]
     assert len(lines) == 1
     assert "everything that needs it is left out" in lines[0]
-    page = PageParts((run / "report.html").read_text())
-    assert "expert-load-over-iterations" not in page.figures
-    assert {"loss", "iteration-time", "device-load", "replicas-of-every-expert"} <= set(page.figures)
     with pytest.raises(ConfigurationError, match="no run has recorded loads"):
         command("report", run, "--cluster", CLUSTER)
 
