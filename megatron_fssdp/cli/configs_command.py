@@ -10,13 +10,6 @@ from typing import Annotated
 import typer
 
 _MOST_CHARACTERS = 110  # a description stays on one line of a wide terminal
-_TITLES = {
-    "": "complete runs, to start from",
-    "models": "models: parts with a model",
-    "parallelism": "parallelism: parts with ranks and machines",
-    "strategies": "strategies: parts with a strategy",
-    "training": "training: parts with a training plan",
-}
 
 
 def configs_command(
@@ -61,7 +54,8 @@ def shipped_names() -> str:
     runs = shipped_runs()
     lines = []
     for folder, names in groupby(sorted(runs, key=folder_of), folder_of):
-        lines += [_TITLES.get(folder, folder), *(_line(name, runs[name], _size(name)) for name in names)]
+        lines.append(f"{folder}: parts of runs" if folder else "complete runs, to start from")
+        lines += [_line(name, runs[name], _size(name)) for name in names]
     lines += ["clusters, for --cluster", *(_line(name, file, "") for name, file in known_clusters().items())]
     return "\n".join(lines) + "\n"
 

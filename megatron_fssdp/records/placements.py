@@ -50,12 +50,7 @@ class RecordedPlacements:
 
 
 class PlacementsWriter(GrowingArrays):
-    """Adds placements to ``placements.npy``, with one bit for each expert and device.
-
-    Args:
-        record_dir: Folder of the run.
-        layers: Megatron's number of each recorded layer, in order.
-    """
+    """Adds placements to ``placements.npy`` of a run, with one bit for each expert and device."""
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
         super().__init__(Path(record_dir) / PLACEMENTS_FILE, layers, read_placements)

@@ -72,13 +72,9 @@ def flat_settings(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the settings in which runs differ.
+    """Return the settings in which runs differ: the value in each run as text, by dotted key.
 
-    Args:
-        settings: Settings of each run by dotted key. A run without settings counts as equal.
-
-    Returns:
-        The value in each run as text, by dotted key. ``–``: not set or unknown.
+    ``–`` is not set or unknown. A run without any settings counts as equal.
     """
     known = [one for one in settings if one]
     found = {}
@@ -95,9 +91,6 @@ def loss_obstacle(settings: Sequence[Mapping[str, Any]]) -> str:
     """Return why the losses of runs cannot be compared, with the settings that differ. Empty if they can.
 
     Losses can be compared if the runs train the same model with the same batches and the same learning rates.
-
-    Args:
-        settings: Settings of each run by dotted key.
     """
     differing = differing_settings(settings)
     kinds = {
