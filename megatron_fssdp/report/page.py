@@ -17,15 +17,6 @@ type Part = go.Figure | Table | str
 """What a section shows: a figure, a table or a small note."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A run or a strategy that a page is about, with its colour in all figures and a few words."""
-
-    name: str
-    colour: str
-    line: str = ""
-
-
 @dataclass(frozen=True, eq=False)
 class Section:
     """One section of a page.
@@ -64,14 +55,14 @@ class Page:
         kind: What the page is, such as ``report``.
         title: Title of the page.
         sentence: The result in one sentence.
-        subjects: Runs or strategies with their colours.
+        subjects: Name of each run or strategy, its colour in all figures, and a few words or nothing.
         sections: Sections, from top to bottom.
     """
 
     kind: str
     title: str
     sentence: str
-    subjects: Sequence[Subject]
+    subjects: Sequence[tuple[str, str, str]]
     sections: Sequence[Section]
 
     @property
@@ -79,7 +70,6 @@ class Page:
         """The page as HTML text that needs no other file and no network."""
         loader = PackageLoader("megatron_fssdp.report", ".")
         environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-        environment.tests["figure"] = lambda part: isinstance(part, go.Figure)
         figures = [part for section in self.sections for part in section.parts if isinstance(part, go.Figure)]
         data = f"[{','.join(figure.to_json(validate=False) for figure in figures)}]"
         return environment.get_template("page.html.j2").render(

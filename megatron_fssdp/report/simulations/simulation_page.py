@@ -25,7 +25,7 @@ from megatron_fssdp.report.figures import (
     new_figure,
     time_bars,
 )
-from megatron_fssdp.report.page import Page, Section, Subject
+from megatron_fssdp.report.page import Page, Section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.units import FLOPS, format_memory, format_seconds, unit_of
@@ -57,7 +57,7 @@ def simulation_page(
         _memory_section(report),
         _assumptions_section(cluster),
     ]
-    subjects = [Subject(label, colour) for label, colour in colour_of.items()]
+    subjects = [(label, colour, "") for label, colour in colour_of.items()]
     return Page("simulation", report.title, simulation_headline(report), subjects, sections)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_fssdp.records.run_settings import differing_settings
 from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.report.figures import DASHES, Line, bin_words, curves, new_figure, ticks, time_bars
-from megatron_fssdp.report.page import Page, Part, Section, Subject
+from megatron_fssdp.report.page import Page, Part, Section
 from megatron_fssdp.report.simulations.simulation_page import ranking_section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
@@ -71,7 +71,7 @@ def run_page(
         "comparison" if len(runs) > 1 else "report",
         title,
         headline_of(runs, what_if, with_losses=with_losses),
-        [Subject(one.name, one.colour, _sizes(one)) for one in runs],
+        [(one.name, one.colour, _sizes(one)) for one in runs],
         sections,
     )
 
