@@ -51,13 +51,7 @@ def job_of(num_experts: int, num_devices: int, num_layers: int) -> MoeJob:
 
 
 def drifting_loads(job: MoeJob, num_iterations: int, seed: int = 0) -> np.ndarray:
-    """Counts of all layers, int32 ``[I, L, D, E]``.
-
-    Args:
-        job: Job whose sizes the loads have.
-        num_iterations: Number of iterations, I.
-        seed: Seed of the random numbers.
-    """
+    """Counts of all layers, int32 ``[I, L, D, E]``."""
     rng = np.random.default_rng(seed)
     log_LE = LOAD_SIGMA * rng.normal(size=(job.num_layers, job.num_experts))
     counts = np.empty((num_iterations, job.num_layers, job.num_devices, job.num_experts), np.int32)
@@ -70,15 +64,7 @@ def drifting_loads(job: MoeJob, num_iterations: int, seed: int = 0) -> np.ndarra
 
 
 def cpu_s(name: str, counts_ILDE: np.ndarray, job: MoeJob, devices_per_node: int, slots: int | None) -> float:
-    """CPU seconds of simulating a strategy; the first iterations are its past.
-
-    Args:
-        name: Name of the strategy.
-        counts_ILDE: Counts ``[I, L, D, E]``.
-        job: Sizes of the job.
-        devices_per_node: Number of devices of a node.
-        slots: Most replicas on a device, or None for the strategy's default.
-    """
+    """CPU seconds of simulating a strategy; the first iterations are its past."""
     cluster = load_cluster("h200")
     num_nodes = max(1, job.num_devices // devices_per_node)
     cluster = cluster.model_copy(update={"num_nodes": num_nodes, "devices_per_node": devices_per_node})

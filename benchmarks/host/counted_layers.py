@@ -65,11 +65,6 @@ CASES = (
 def count_on_rank(rank: int, world_size: int, cases: Sequence[Case]) -> dict[str, CountedPasses]:
     """Count the host work of the cases on this rank.
 
-    Args:
-        rank: Number of this rank.
-        world_size: Number of ranks.
-        cases: Layers to run.
-
     Raises:
         AssertionError: The virtual device has findings in this package.
     """

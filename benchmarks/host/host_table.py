@@ -36,14 +36,7 @@ NOTHING_MS = 0.02
 
 
 def median_ms(name: str, num_experts: int, num_devices: int, iterations: int) -> list[float]:
-    """CPU milliseconds of a plan before the gate, a plan after it, and a rank's part of the dispatch.
-
-    Args:
-        name: Name of the strategy.
-        num_experts: Number of experts, E.
-        num_devices: Number of devices, D.
-        iterations: Number of iterations.
-    """
+    """CPU milliseconds of a plan before the gate, a plan after it, and a rank's part of the dispatch."""
     job = job_of(num_experts, num_devices, 1)
     cluster = load_cluster("h200").model_copy(update={"num_nodes": max(1, num_devices // 8)})
     strategy = build_strategy(name, STRATEGIES[name].settings.model_validate({}))
@@ -78,11 +71,7 @@ def share_table(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, r
 
 
 def source(times: dict[str, np.ndarray]) -> str:
-    """The table as Python source.
-
-    Args:
-        times: Milliseconds by strategy, for each of ``PARTS`` and of ``SIZES``.
-    """
+    """The table as Python source."""
     lines = ["MEASURED = HostCosts("]
     for part, key in enumerate(PARTS):
         lines.append(f"    {key}={{")

@@ -84,14 +84,7 @@ each with one of its two choices (``leaving_choices=one``). W_net / (M · W_loca
 def setting_of(
     model: str, sigma: float, leaving_share: float | None = None, *, times_the_tokens: int = 1
 ) -> Setting:
-    """Return the setting in which the paper trained a model.
-
-    Args:
-        model: A key of ``MODELS``.
-        sigma: Spread of the loads.
-        leaving_share: Share of a device's pairs that may leave the node under the gate. None: no gate.
-        times_the_tokens: Factor on the tokens of a GPU, for what depends on them.
-    """
+    """Return the setting in which the paper trained a model."""
     cluster, devices = ("trevor", 64) if model in ON_TREVOR else ("johnny", 16)
     sequences = times_the_tokens * (1 if "GPT" in model else 2)
     return Setting(
@@ -109,12 +102,7 @@ def setting_of(
 
 
 def zero_s(setting: Setting, stage: int) -> float:
-    """Return the seconds of the MoE layers under a stage of ZeRO, in rings over all devices.
-
-    Args:
-        setting: Model, cluster and tokens.
-        stage: 1, 2 or 3.
-    """
+    """Return the seconds of the MoE layers under a stage of ZeRO, in rings over all devices."""
     job, cluster = setting.job, setting.description
     forward_s = job.pairs_per_device * job.expert_flops_per_token / cluster.expert_flops_per_s
     backward_s = BACKWARD_PER_FORWARD * forward_s

@@ -104,15 +104,7 @@ SYSTEMS = {"EP": EP, "Hecate": HECATE, "Hecate-RM": REMATERIALIZED, **BASELINES}
 
 
 def setting_of(model: str, cluster: str, sigma: float, devices: int = 32, **others: object) -> Setting:
-    """Return the setting of one of the paper's models. Weak scaling: 32 experts on 16 devices (§5.2).
-
-    Args:
-        model: Name of the model.
-        cluster: Name of the cluster's description.
-        sigma: Spread of the loads.
-        devices: Number of GPUs.
-        others: Other attributes of the setting.
-    """
+    """Return the setting of one of the paper's models. Weak scaling: 32 experts on 16 devices (§5.2)."""
     shape, sequences = MODELS[model]
     pace = FLOPS_PER_S[cluster]
     given: dict[str, object] = {"flops_per_s": (pace, pace / LONGER), **others}

@@ -87,14 +87,7 @@ class Span:
 
 
 def spans_of(n_mp: int, n_esp: int, num_devices: int, devices_per_node: int) -> dict[Group, Span]:
-    """Return the distribution of each kind of group over the nodes of a testbed.
-
-    Args:
-        n_mp: Number of ranks of an MP group.
-        n_esp: Number of ranks of an ESP group.
-        num_devices: Number of GPUs, P. The EP groups and ESP groups together use all of them.
-        devices_per_node: Number of GPUs of a node.
-    """
+    """Return the distribution of each kind of group over the nodes of a testbed."""
     n_ep = num_devices // n_esp
     return {
         "mp": Span(n_mp, min(n_mp, devices_per_node)),

@@ -105,11 +105,6 @@ def against_best(samples: Sequence[Sample], chooser: str, without: Sequence[str]
 
     The comparison uses sums over all repetitions instead of medians, because a training needs every
     iteration.
-
-    Args:
-        samples: Samples of a run.
-        chooser: Name of the selecting variant.
-        without: Names of variants to leave out of the comparison.
     """
     total_s: dict[tuple[str, str], float] = {}
     for sample in samples:
