@@ -261,8 +261,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(done.stdout)
     baseline = options.work / f"{options.precision}-{BASELINE}"
     row = compared(options.case, options.precision, records, baseline)
-    predicted = re.findall(r"\[fssdp\] memory of a rank: (.+)", done.stdout)
-    row["predicted"] = predicted[-1] if predicted else ""
+    row["predicted"] = "".join(_PREDICTED.findall(done.stdout)[-1:])
     if options.out is not None:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.host.host_table`` prints ``MEASURED`` of ``planning/cost/host_seconds.py``, with
 which the simulator counts host time; ``--write`` puts it there. Every strategy has its default settings and
-plans one iteration after another, for the loads and costs of ``simulator_time.py``. Times are medians of CPU
+plans one iteration after another, for the loads and costs of ``drifting_jobs.py``. Times are medians of CPU
 milliseconds of one process.
 
 Shape letters: E experts, D devices.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.host.drifting_jobs import drifting_loads, job_of, names
 from benchmarks.result_file import write_result
-from benchmarks.simulator_time import HISTORY_ITERATIONS, drifting_loads, job_of, names
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.compiled_form import kernel_form
@@ -29,6 +29,9 @@ from megatron_fssdp.runtime.layers.slot_pass import source_table
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
+
+HISTORY_ITERATIONS = 4
+"""Iterations before the measured ones, which only fill the history."""
 
 PARTS = ("before_gate_ms", "after_gate_ms", "dispatch_ms")
 NOTHING_MS = 0.02
