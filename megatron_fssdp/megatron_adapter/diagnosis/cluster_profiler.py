@@ -221,12 +221,10 @@ def _sources(
     )
     between = f"{measured}, all devices of a node at once"
     return {
-        "collectives": measured,
+        **dict.fromkeys(("collectives", "memory_bytes"), measured),
+        **dict.fromkeys(("expert_flops_per_s", "non_expert_flops_per_s"), f"{measured}; {shape}"),
         "intra_node": measured if has_intra else f"same as inter_node, each node has one device; {measured}",
         "inter_node": between if has_inter else f"same as intra_node, there is one node; {measured}",
-        "expert_flops_per_s": f"{measured}; {shape}",
-        "non_expert_flops_per_s": f"{measured}; {shape}",
-        "memory_bytes": measured,
     }
 
 
