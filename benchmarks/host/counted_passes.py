@@ -64,15 +64,10 @@ class HostWork:
 
 @dataclass
 class CountedPasses:
-    """Host work of the passes of a layer.
+    """Host work of the passes of a layer."""
 
-    Attributes:
-        first: First forward passes.
-        again: Forward passes that are recomputed in the backward pass.
-    """
-
-    first: HostWork = HostWork()
-    again: HostWork = HostWork()
+    first: HostWork = HostWork()  # first forward passes
+    again: HostWork = HostWork()  # forward passes that are recomputed in the backward pass
 
     def count(self, device: VirtualDevice, begin: int) -> None:
         """Count the pass that has just ended."""

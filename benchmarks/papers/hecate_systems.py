@@ -41,18 +41,15 @@ MOVES_AT = 6
 
 @dataclass(frozen=True)
 class System:
-    """A system of the paper's evaluation.
-
-    Attributes:
-        strategy: Name of the strategy.
-        keys: Settings of the strategy.
-        interval: Number of iterations between two moves of experts in the paper. The seconds of a move are
-            spread over them, so that few iterations have to be simulated. 0 if no expert moves.
-    """
+    """A system of the paper's evaluation: a strategy with some of its settings."""
 
     strategy: str
     keys: Mapping[str, object] = field(default_factory=dict)
     interval: int = 0
+    """Number of iterations between two moves of experts in the paper, or 0 if no expert moves.
+
+    The seconds of a move are spread over them, so that few iterations have to be simulated.
+    """
 
     def outcome(self, setting: Setting) -> StrategyOutcome:
         """Simulate the system."""

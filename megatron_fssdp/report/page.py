@@ -19,17 +19,11 @@ type Part = go.Figure | Table | str
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """One section of a page.
+    """One section of a page."""
 
-    Attributes:
-        title: Title of the section. The words before a colon or comma stand in the page's navigation.
-        sentence: How to read the section; in a section without parts, why there is nothing to show.
-        parts: Figures, tables and small notes, from top to bottom.
-    """
-
-    title: str
-    sentence: str
-    parts: Sequence[Part] = ()
+    title: str  # the words before a colon or comma stand in the page's navigation
+    sentence: str  # how to read the section, or why there is nothing to show
+    parts: Sequence[Part] = ()  # from top to bottom
 
     @property
     def short_title(self) -> str:
@@ -49,21 +43,13 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """All that a page shows.
+    """All that a page shows."""
 
-    Attributes:
-        kind: What the page is, such as ``report``.
-        title: Title of the page.
-        sentence: The result in one sentence.
-        subjects: Name of each run or strategy, its colour in all figures, and a few words or nothing.
-        sections: Sections, from top to bottom.
-    """
-
-    kind: str
+    kind: str  # what the page is, such as "report"
     title: str
-    sentence: str
-    subjects: Sequence[tuple[str, str, str]]
-    sections: Sequence[Section]
+    sentence: str  # the result
+    subjects: Sequence[tuple[str, str, str]]  # name, colour in all figures, and words on a run or strategy
+    sections: Sequence[Section]  # from top to bottom
 
     @property
     def html(self) -> str:

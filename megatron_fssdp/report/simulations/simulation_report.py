@@ -42,44 +42,25 @@ _COUNTS = {
 
 @dataclass(frozen=True, eq=False)
 class RankedStrategy:
-    """One strategy in the ranking.
+    """One strategy in the ranking."""
 
-    Attributes:
-        label: Name of the strategy.
-        outcome: Result of simulating the strategy.
-        tokens: Tokens per rank and iteration from which the strategy pays, or None if they were not searched.
-        bandwidth: Bandwidth of a node's network up to which the strategy pays, in bytes per second, or None
-            if it was not searched.
-        changed: Settings that are not the strategy's defaults, such as ``planner hecate``.
-    """
-
-    label: str
+    label: str  # name of the strategy
     outcome: StrategyOutcome
-    tokens: BreakEven | None = None
-    bandwidth: BreakEven | None = None
-    changed: str = ""
+    tokens: BreakEven | None = None  # per rank and iteration, from which it pays; None: not searched
+    bandwidth: BreakEven | None = None  # bytes per second of a node's network, up to which it pays
+    changed: str = ""  # settings that are not the strategy's defaults, such as "planner hecate"
 
 
 @dataclass(frozen=True, eq=False)
 class SimulationReport:
-    """All results of a simulation that are shown and written.
+    """All results of a simulation that are shown and written."""
 
-    Attributes:
-        title: One line that names loads, cluster and model.
-        rows: Simulated strategies, in any order.
-        plain: Result of simulating plain expert parallelism on the same loads.
-        even_ep_s: Seconds of an iteration under plain expert parallelism with perfectly even loads. A
-            strategy whose replicas save traffic can be faster.
-        iterations: Numbers of the iterations, int64 ``[I]``.
-        notes: Sentences on how the loads were scaled and what the simulation leaves out.
-    """
-
-    title: str
-    rows: tuple[RankedStrategy, ...]
-    plain: StrategyOutcome
-    even_ep_s: float
-    iterations: np.ndarray
-    notes: tuple[str, ...] = ()
+    title: str  # one line that names loads, cluster and model
+    rows: tuple[RankedStrategy, ...]  # in any order
+    plain: StrategyOutcome  # plain expert parallelism on the same loads
+    even_ep_s: float  # an iteration of plain expert parallelism with even loads; replicas can be faster
+    iterations: np.ndarray  # numbers of the iterations, int64 [I]
+    notes: tuple[str, ...] = ()  # on how the loads were scaled and what is left out
 
     @property
     def warm_up(self) -> int:

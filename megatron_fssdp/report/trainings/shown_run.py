@@ -17,19 +17,13 @@ _STILL_RUNNING_S = 120.0
 
 @dataclass(frozen=True, eq=False)
 class ShownRun:
-    """A recorded run, or a group of repeated runs, on a page.
-
-    Attributes:
-        name: Name on the page.
-        colour: Colour of its lines and bars, ``#RRGGBB``.
-        run: The run; of a group, the one that is shown in detail.
-        repeats: All runs of a group, which differ only in these: seed and repetition.
-    """
+    """A recorded run, or a group of repeated runs, on a page."""
 
     name: str
-    colour: str
-    run: RecordedRun
+    colour: str  # of its lines and bars, #RRGGBB
+    run: RecordedRun  # of a group, the run that is shown in detail
     repeats: Mapping[tuple[int, int], RecordedRun] = field(default_factory=dict)
+    """All runs of a group by seed and repetition, in which alone they differ."""
 
 
 def shown_runs(paths: Sequence[Path]) -> list[ShownRun]:
