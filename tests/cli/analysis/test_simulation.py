@@ -32,6 +32,7 @@ def simulate(out: Path, loads: str, *more: str) -> str:
 
 def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     output = simulate(tmp_path, "W3", "--iterations", "8", *BIG)
+    assert "simulating fssdp (2 of 2 strategies)\nsearching where fssdp pays\n" in output
     speedup = json.loads((tmp_path / "ranking.json").read_text())["strategies"][0]["speedup_over_ep"]
     assert any(
         line.startswith(f"Simulated: fssdp is {speedup:.2f} × as fast as ep") for line in output.splitlines()
