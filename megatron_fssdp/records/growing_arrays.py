@@ -51,7 +51,10 @@ class GrowingArrays:
                     f"{path}: holds layers {found.layers.tolist()}, but this run records "
                     f"{self._layers.tolist()}; choose another output folder"
                 )
-            self._iterations, self._row_type = found.iterations.tolist(), np.load(path, mmap_mode="r").dtype
+            rows = np.load(path, mmap_mode="r")
+            if rows.offset != len(_header(rows.dtype, 0)):  # rows are written after a header of our size
+                raise ConfigurationError(f"{path}: has another header; choose another output folder")
+            self._iterations, self._row_type = found.iterations.tolist(), rows.dtype
 
     def append_row(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
         """Add one iteration. Existing rows from this iteration on are dropped first.
