@@ -80,13 +80,7 @@ def run_of(model: str) -> RunConfig:
 
 
 def layer_job(model: str, cluster: str, *, with_host: bool = False) -> MoeJob:
-    """One MoE layer of a model on as many devices of a cluster as its experts can be divided by.
-
-    Args:
-        model: Name of the model.
-        cluster: Name of the cluster.
-        with_host: Whether planning on the host takes time.
-    """
+    """One MoE layer of a model on as many devices of a cluster as its experts can be divided by."""
     run = run_of(model)
     assert run.model.num_experts is not None
     num_devices, per_node = load_cluster(cluster).num_devices, load_cluster(cluster).devices_per_node
@@ -108,14 +102,7 @@ def layer_job(model: str, cluster: str, *, with_host: bool = False) -> MoeJob:
 
 
 def compared(case: Case, slots: int, iterations: int, with_host: bool) -> Compared:
-    """Simulate a case under all strategies.
-
-    Args:
-        case: The case.
-        slots: Most replicas of a device.
-        iterations: Number of iterations, I.
-        with_host: Whether planning on the host takes time.
-    """
+    """Simulate a case under all strategies."""
     job, cluster = layer_job(case.model, case.cluster, with_host=with_host), load_cluster(case.cluster)
     # Nothing depends on the free memory, because the slots are given.
     cluster = cluster.model_copy(update={"memory_bytes": None})

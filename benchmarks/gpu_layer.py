@@ -80,12 +80,7 @@ def main() -> None:
 
 
 def measure_all(options: argparse.Namespace, virtual: Any) -> None:
-    """Measure all sizes and print the results. With ``--out``, also write them as JSON.
-
-    Args:
-        options: Options of the command line.
-        virtual: The virtual device, or None.
-    """
+    """Measure all sizes and print the results. With ``--out``, also write them as JSON."""
     on_gpu = start(options.cpu)
     default = ["coarse", "fine"] if on_gpu and virtual is None else ["toy"]
     names = [options.size] if options.size else default
@@ -134,12 +129,6 @@ def device_name(on_gpu: bool) -> str:
 
 def measure(name: str, on_gpu: bool, repetitions: int, virtual: Any = None) -> dict[str, Any]:
     """Measure one size and return all results as plain data.
-
-    Args:
-        name: Name of the size.
-        on_gpu: Whether the layer is on a CUDA device, which may be virtual.
-        repetitions: Number of measured rounds.
-        virtual: The virtual device, or None.
 
     Raises:
         RuntimeError: The outputs of the forms differ.
@@ -288,12 +277,7 @@ def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions:
 
 
 def count_synchronizations(call: Callable[[], Any], virtual: Any) -> int:
-    """Return how often the host waits for the device in both passes.
-
-    Args:
-        call: Function that runs both passes.
-        virtual: The virtual device, or None.
-    """
+    """Return how often the host waits for the device in both passes."""
     import torch
 
     if virtual is not None:

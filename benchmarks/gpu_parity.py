@@ -60,20 +60,9 @@ LAUNCHERS = {
 }
 """Words that run a program on virtual devices, or several ranks on one GPU; the program follows."""
 
-_VIRTUAL_SIZE = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 64,
-    "seq_length": 32,
-}
-_SIZE = {
-    "num_layers": 4,
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "ffn_hidden_size": 1024,
-    "seq_length": 512,
-}
+_NAMES = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "seq_length")
+_VIRTUAL_SIZE = dict(zip(_NAMES, (2, 32, 4, 64, 32), strict=True))
+_SIZE = dict(zip(_NAMES, (4, 512, 8, 1024, 512), strict=True))
 # Megatron compiles these small functions for a GPU. Virtual devices have no compiler.
 _VIRTUAL_ARGUMENTS = {
     **dict.fromkeys(("bias_gelu_fusion", "bias_dropout_fusion", "bias_swiglu_fusion"), False),
@@ -212,13 +201,11 @@ def compared(case: str, precision: str, records: Path, baseline: Path) -> dict[s
                 f"losses differ from those of {BASELINE} by {difference:.1e}, wanted at most {limit:.0e}"
             )
     return {
-        **{
-            "case": case,
-            "precision": precision,
-            "losses": losses,
-            "difference": difference,
-            "problem": problem,
-        },
+        "case": case,
+        "precision": precision,
+        "losses": losses,
+        "difference": difference,
+        "problem": problem,
         "num_replicas": max(
             (sum(layer["num_replicas"] for layer in entry["layers"]) for entry in metrics), default=0
         ),
@@ -263,8 +250,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(done.stdout)
     baseline = options.work / f"{options.precision}-{BASELINE}"
     row = compared(options.case, options.precision, records, baseline)
-    predicted = re.findall(r"\[fssdp\] memory of a rank: (.+)", done.stdout)
-    row["predicted"] = predicted[-1] if predicted else ""
+    row["predicted"] = "".join(_PREDICTED.findall(done.stdout)[-1:])
     if options.out is not None:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -41,23 +41,14 @@ KEYS = {"options", "size", "pace", "link_payload_bytes_per_s", "samples"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """One workload under one strategy at one link rate.
+    """One workload under one strategy at one link rate."""
 
-    Attributes:
-        rate: Rate of a node's link, as given to the testbed.
-        workload: Name of the workload.
-        strategy: Name of the testbed's variant.
-        measured_s: Median seconds of the measured iterations.
-        measured_spread: Interquartile range of the measured seconds, divided by their median.
-        simulated_s: Median seconds of the same iterations in the simulator.
-    """
-
-    rate: str
+    rate: str  # of a node's link, as given to the testbed
     workload: str
-    strategy: str
-    measured_s: float
-    measured_spread: float
-    simulated_s: float
+    strategy: str  # name of the testbed's variant
+    measured_s: float  # median of the measured iterations
+    measured_spread: float  # interquartile range of the measured seconds, divided by their median
+    simulated_s: float  # median of the same iterations in the simulator
 
     @property
     def error(self) -> float:
@@ -66,7 +57,7 @@ class Comparison:
 
 
 def main() -> int:
-    """Compare, print a table, and write it as JSON and Markdown."""
+    """Compare, print a table, and write it as JSON."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("results", type=Path, nargs="+", metavar="RESULTS")
     found.add_argument("--out", type=Path, required=True, help="folder of the report")
@@ -90,10 +81,9 @@ def main() -> int:
         "results": [str(path) for path in options.results],
         "cluster": None if cluster is None else cluster.model_dump(mode="json"),
     }
-    path = options.out / "predictor_accuracy"
-    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
-    print(f"wrote {path}.json and .md")
+    path = options.out / "predictor_accuracy.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
     return 0
 
 

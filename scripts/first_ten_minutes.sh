@@ -54,9 +54,8 @@ step "resume with more iterations; all other options are kept"
 megatron-fssdp train gpt_moe_tiny --out runs/fssdp --resume --iters "$((iters + 2))"
 (($(wc -l <runs/fssdp/metrics.jsonl) == iters + 2)) || fail "runs/fssdp does not have $((iters + 2)) iterations"
 
-step "simulate and roofline, on the loads and the settings of a run"
+step "simulate, on the loads and the settings of a run"
 megatron-fssdp simulate --loads runs/fssdp --cluster hpwnv --cluster-set num_nodes=1 --no-break-even --out what-if
-megatron-fssdp roofline runs/fssdp --cluster hpwnv --cluster-set num_nodes=1
 
 step "the printed command"
 bash -ec "$("${train[@]}" --iters 2 --out runs/printed --dry-run)" >printed.log 2>&1 || fail "$(tail -n 20 printed.log)"
@@ -78,7 +77,6 @@ if [[ -n "$megatron" ]]; then
   megatron-fssdp report runs/own
   two=(--cluster hpwnv --cluster-set num_nodes=1 --cluster-set devices_per_node=2)
   megatron-fssdp simulate --loads runs/own "${two[@]}" --no-break-even --out what-if-own
-  megatron-fssdp roofline runs/own "${two[@]}"
 fi
 
 step "done"

@@ -28,8 +28,8 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     # Megatron's dispatchers with other exchanges: they know slots, and nothing of placements or plans.
     "dispatchers": ({"collectives", "planning", "config"}, {"torch", "numpy", "megatron"}),
     "runtime": ({"collectives", "strategies", "planning"}, {"torch", "numpy"}),
-    # Files of a run folder, which the adapter writes. pandas is imported only when a frame is asked for.
-    "records": ({"config"}, {"numpy", "pydantic"}),
+    # Files of a run folder, which the adapter writes.
+    "records": ({"config"}, {"numpy", "pydantic", "pydantic_core"}),
     "report": (
         {"records", "planning", "simulation", "config"},
         {"numpy", "rich", "jinja2", "markupsafe", "plotly"},
@@ -59,7 +59,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             *("config", "planning", "strategies", "simulation", "records", "report"),
             *("data", "megatron_adapter", "launch"),
         },
-        {"torch", "typer", "rich", "yaml", "jinja2", "markupsafe"},
+        {"torch", "typer", "rich", "pydantic_core"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),

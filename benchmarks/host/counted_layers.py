@@ -32,20 +32,13 @@ PROFILE = replace(CHEAP_TO_MOVE, memory_capacity=4)
 
 @dataclass(frozen=True)
 class Case:
-    """A layer whose host work is counted.
+    """A layer whose host work is counted."""
 
-    Attributes:
-        name: Name in the table.
-        strategy: Name of the strategy; ``None`` for Megatron's dispatcher alone.
-        settings: Settings of the strategy.
-        plans_after_gate: Whether the strategy plans with the counts of the micro-batch, for which the host
-            waits once more than under Megatron.
-    """
-
-    name: str
-    strategy: str | None
+    name: str  # in the table
+    strategy: str | None  # None: Megatron's dispatcher alone
     settings: dict[str, Any] = field(default_factory=dict)
     plans_after_gate: bool = False
+    """Whether the strategy plans with the counts of the micro-batch, for which the host waits once more."""
 
 
 CASES = (
@@ -64,11 +57,6 @@ CASES = (
 
 def count_on_rank(rank: int, world_size: int, cases: Sequence[Case]) -> dict[str, CountedPasses]:
     """Count the host work of the cases on this rank.
-
-    Args:
-        rank: Number of this rank.
-        world_size: Number of ranks.
-        cases: Layers to run.
 
     Raises:
         AssertionError: The virtual device has findings in this package.

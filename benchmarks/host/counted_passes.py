@@ -38,12 +38,7 @@ class HostWork:
 
     @classmethod
     def of_pass(cls, device: VirtualDevice, begin: int) -> "HostWork":
-        """Count the log entries of the pass that has just ended.
-
-        Args:
-            device: Virtual device on which the pass ran.
-            begin: Number of log entries before the pass.
-        """
+        """Count the log entries of the pass that has just ended."""
         events = device.events[begin:]
         waits = [i for i, event in enumerate(events) if event.kind is EventKind.HOST_SYNC]
         if not waits:
@@ -69,23 +64,13 @@ class HostWork:
 
 @dataclass
 class CountedPasses:
-    """Host work of the passes of a layer.
+    """Host work of the passes of a layer."""
 
-    Attributes:
-        first: First forward passes.
-        again: Forward passes that are recomputed in the backward pass.
-    """
-
-    first: HostWork = HostWork()
-    again: HostWork = HostWork()
+    first: HostWork = HostWork()  # first forward passes
+    again: HostWork = HostWork()  # forward passes that are recomputed in the backward pass
 
     def count(self, device: VirtualDevice, begin: int) -> None:
-        """Count the pass that has just ended.
-
-        Args:
-            device: Virtual device on which the pass ran.
-            begin: Number of log entries before the pass.
-        """
+        """Count the pass that has just ended."""
         work = HostWork.of_pass(device, begin)
         if in_backward():
             self.again = self.again.at_most(work)
@@ -94,11 +79,7 @@ class CountedPasses:
 
 
 def most_of(found: Iterable[dict[str, CountedPasses]]) -> dict[str, CountedPasses]:
-    """The largest numbers of several ranks.
-
-    Args:
-        found: Counts of each rank, by name of the case.
-    """
+    """The largest numbers of several ranks."""
     total: dict[str, CountedPasses] = {}
     for of_rank in found:
         for name, passes in of_rank.items():

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.host.host_table`` prints ``MEASURED`` of ``planning/cost/host_seconds.py``, with
 which the simulator counts host time; ``--write`` puts it there. Every strategy has its default settings and
-plans one iteration after another, for the loads and costs of ``simulator_time.py``. Times are medians of CPU
+plans one iteration after another, for the loads and costs of ``drifting_jobs.py``. Times are medians of CPU
 milliseconds of one process.
 
 Shape letters: E experts, D devices.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.host.drifting_jobs import drifting_loads, job_of, names
 from benchmarks.result_file import write_result
-from benchmarks.simulator_time import HISTORY_ITERATIONS, drifting_loads, job_of, names
 from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.compiled_form import kernel_form
@@ -30,20 +30,16 @@ from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 
+HISTORY_ITERATIONS = 4
+"""Iterations before the measured ones, which only fill the history."""
+
 PARTS = ("before_gate_ms", "after_gate_ms", "dispatch_ms")
 NOTHING_MS = 0.02
 """Shorter times are those of calls that plan nothing."""
 
 
 def median_ms(name: str, num_experts: int, num_devices: int, iterations: int) -> list[float]:
-    """CPU milliseconds of a plan before the gate, a plan after it, and a rank's part of the dispatch.
-
-    Args:
-        name: Name of the strategy.
-        num_experts: Number of experts, E.
-        num_devices: Number of devices, D.
-        iterations: Number of iterations.
-    """
+    """CPU milliseconds of a plan before the gate, a plan after it, and a rank's part of the dispatch."""
     job = job_of(num_experts, num_devices, 1)
     cluster = load_cluster("h200").model_copy(update={"num_nodes": max(1, num_devices // 8)})
     strategy = build_strategy(name, STRATEGIES[name].settings.model_validate({}))
@@ -78,11 +74,7 @@ def share_table(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, r
 
 
 def source(times: dict[str, np.ndarray]) -> str:
-    """The table as Python source.
-
-    Args:
-        times: Milliseconds by strategy, for each of ``PARTS`` and of ``SIZES``.
-    """
+    """The table as Python source."""
     lines = ["MEASURED = HostCosts("]
     for part, key in enumerate(PARTS):
         lines.append(f"    {key}={{")

@@ -21,11 +21,7 @@ from megatron_fssdp.testing import run_ranks
 
 
 def counts_table(found: dict[str, CountedPasses]) -> Table:
-    """The counts of forward passes.
-
-    Args:
-        found: The largest counts of all ranks, by name of the case.
-    """
+    """The counts of forward passes."""
     title = "Host work of a layer's forward pass on a virtual CUDA device (largest of all passes)"
     table = Table("layer", title=title)
     for head in (

@@ -130,12 +130,7 @@ def stated(paper: str, quantity: str, **settings: object) -> float:
 
 
 def answered(claim: Claim, sigma: float) -> Answer:
-    """Simulate a claim.
-
-    Args:
-        claim: The claim.
-        sigma: Spread of the loads, 0 for even loads.
-    """
+    """Simulate a claim."""
     if claim.kind == "none":
         return Answer(claim, [], [], "")
     beside = (f"{label}: {words(claim.values(sigma, quantity))}" for label, quantity in claim.beside.items())

@@ -7,7 +7,7 @@ Shape letters: I iterations, L layers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ import numpy as np
 from benchmarks.papers.claims import geometric_mean
 from benchmarks.papers.setting import PROFILED, Model, Setting
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
-from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 MODELS = {  # Table 2
     "MoE-GPT-S": Model(1024, 1024, 12),
@@ -36,42 +35,8 @@ ITERATIONS = {"GShard": 30.9, "FastMoE": 12.2, "FasterMoE with its gate": 15.3}
 """Thousands of iterations to the same loss (Table 3)."""
 
 
-@dataclass(frozen=True)
-class System:
-    """A simulated system: a strategy with some of its settings.
-
-    Attributes:
-        strategy: Name of the strategy.
-        keys: Settings, as pairs of key and value.
-    """
-
-    strategy: str
-    keys: tuple[tuple[str, object], ...] = ()
-
-    def settings(self, setting: Setting) -> dict[str, object]:
-        """Return the strategy's settings. Shadows have no bound, not even memory, as in Alg. 1."""
-        bound = {"slots": setting.num_experts} if self.strategy == "fastermoe" else {}
-        return {**bound, **dict(self.keys)}
-
-    def run(self, setting: Setting) -> StrategyOutcome:
-        """Simulate the system. The result is cached."""
-        return setting.run(self.strategy, **self.settings(setting))
-
-    def moe_s(self, setting: Setting) -> float:
-        """Return the mean seconds of the MoE layers in an iteration."""
-        return setting.moe_s(self.strategy, **self.settings(setting))
-
-    def iteration_s(self, setting: Setting) -> float:
-        """Return the mean seconds of an iteration."""
-        return setting.iteration_s(self.strategy, **self.settings(setting))
-
-
-SMART = (("smart_schedule", True), ("group_size", 2))
+SMART: dict[str, object] = {"smart_schedule": True, "group_size": 2}
 """Groups of 2 ranks: the artifact's ``scripts/runme.sh`` has FMOE_FUSE_GRAN=2."""
-
-FASTMOE = System("ep")
-SMART_SCHEDULE = System("ep", SMART)
-
 
 OUTGOING = 0.14 / 2
 """Share of (token, k) pairs that leave a node under the gate.
@@ -84,14 +49,7 @@ each with one of its two choices (``leaving_choices=one``). W_net / (M · W_loca
 def setting_of(
     model: str, sigma: float, leaving_share: float | None = None, *, times_the_tokens: int = 1
 ) -> Setting:
-    """Return the setting in which the paper trained a model.
-
-    Args:
-        model: A key of ``MODELS``.
-        sigma: Spread of the loads.
-        leaving_share: Share of a device's pairs that may leave the node under the gate. None: no gate.
-        times_the_tokens: Factor on the tokens of a GPU, for what depends on them.
-    """
+    """Return the setting in which the paper trained a model."""
     cluster, devices = ("trevor", 64) if model in ON_TREVOR else ("johnny", 16)
     sequences = times_the_tokens * (1 if "GPT" in model else 2)
     return Setting(
@@ -109,12 +67,7 @@ def setting_of(
 
 
 def zero_s(setting: Setting, stage: int) -> float:
-    """Return the seconds of the MoE layers under a stage of ZeRO, in rings over all devices.
-
-    Args:
-        setting: Model, cluster and tokens.
-        stage: 1, 2 or 3.
-    """
+    """Return the seconds of the MoE layers under a stage of ZeRO, in rings over all devices."""
     job, cluster = setting.job, setting.description
     forward_s = job.pairs_per_device * job.expert_flops_per_token / cluster.expert_flops_per_s
     backward_s = BACKWARD_PER_FORWARD * forward_s
@@ -128,18 +81,20 @@ def zero_s(setting: Setting, stage: int) -> float:
     return job.num_layers * layer_s[stage]
 
 
-def system_of(part: str, latency: str = "paper") -> System:
-    """Return a simulated system.
+def system_of(setting: Setting, part: str, latency: str = "paper") -> tuple[str, dict[str, object]]:
+    """Return the strategy of a simulated system, and its settings.
 
     Args:
+        setting: Model and cluster. Shadows have no bound, not even memory, as in Alg. 1.
         part: ``shadowing``, ``schedule``, ``both`` or ``none``, which is FastMoE.
         latency: Value of the setting ``latency``: the formula that selects shadows.
     """
+    shadows: dict[str, object] = {"slots": setting.num_experts, "latency": latency}
     return {
-        "none": FASTMOE,
-        "schedule": SMART_SCHEDULE,
-        "shadowing": System("fastermoe", (("latency", latency), ("overlap", False))),
-        "both": System("fastermoe", (("latency", latency), *SMART)),
+        "none": ("ep", {}),
+        "schedule": ("ep", SMART),
+        "shadowing": ("fastermoe", {**shadows, "overlap": False}),
+        "both": ("fastermoe", {**shadows, **SMART}),
     }[part]
 
 
@@ -161,11 +116,12 @@ def of_models(
         tokens: Factor on the tokens of a GPU.
         over: Stage of ZeRO, or None for FastMoE.
     """
-    system, found = system_of(part, latency), []
+    found = []
     for model in models:
         setting = setting_of(model, sigma, times_the_tokens=tokens)
-        slow_s = FASTMOE.moe_s(setting) if over is None else zero_s(setting, over)
-        found.append(slow_s / system.moe_s(setting))
+        strategy, keys = system_of(setting, part, latency)
+        slow_s = setting.moe_s("ep") if over is None else zero_s(setting, over)
+        found.append(slow_s / setting.moe_s(strategy, **keys))
     return found
 
 
@@ -182,17 +138,19 @@ def mean(sigma: float, part: str) -> float:
 def shadowed(sigma: float, model: str, latency: str = "paper") -> float:
     """Return the mean share of a layer's experts that are shadowed, over layers and iterations."""
     setting = setting_of(model, sigma)
-    replicas_IL = system_of("shadowing", latency).run(setting).of_layers("replicas")[PROFILED:]
+    strategy, keys = system_of(setting, "shadowing", latency)
+    replicas_IL = setting.run(strategy, **keys).of_layers("replicas")[PROFILED:]
     return float(replicas_IL.mean() / (setting.num_devices - 1) / setting.num_experts)
 
 
 def with_one_shadow(sigma: float, model: str) -> float:
     """Return the largest speed-up of a layer in an iteration in which one of its experts is shadowed."""
-    system, found = system_of("shadowing"), []
+    found: list[float] = []
     for layer in range(MODELS[model].layers):
         setting = replace(setting_of(model, sigma), layer=layer)
-        replicas_I = system.run(setting).of_layers("replicas")[:, 0]
-        ratio_I = setting.moe_s_I("ep") / setting.moe_s_I(system.strategy, **system.settings(setting))
+        strategy, keys = system_of(setting, "shadowing")
+        replicas_I = setting.run(strategy, **keys).of_layers("replicas")[:, 0]
+        ratio_I = setting.moe_s_I("ep") / setting.moe_s_I(strategy, **keys)
         found += [float(ratio) for ratio in ratio_I[replicas_I == setting.num_devices - 1]]
     return max(found)
 
@@ -205,7 +163,7 @@ def of_layers(sigma: float) -> tuple[np.ndarray, np.ndarray]:
     """
     found, bounds = [], []
     for model in IN_FIGURE_12:
-        plain, smart = (setting_of(model, sigma).run("ep", **dict(keys)) for keys in ((), SMART))
+        plain, smart = (setting_of(model, sigma).run("ep", **keys) for keys in ({}, SMART))
         exchange_IL, plain_IL = plain.of_layers("exchange_s"), plain.of_layers("moe_s")
         compute_IL = (plain_IL - exchange_IL) / (1 + BACKWARD_PER_FORWARD)
         passes = (compute_IL, BACKWARD_PER_FORWARD * compute_IL)
@@ -227,10 +185,11 @@ def iteration_ms(sigma: float, system: str, latency: str = "paper") -> float:
     GShard limits the tokens of every expert, and BASE Layer gives all experts equally many. Both are ``ep``
     with even loads.
     """
-    simulated = system_of("both" if system.startswith("FasterMoE") else "none", latency)
     share = OUTGOING if system == "FasterMoE with its gate" else None
     has_even_loads = system in ("GShard", "BASE Layer")
-    return 1e3 * simulated.iteration_s(setting_of("MoE-GPT", 0.0 if has_even_loads else sigma, share))
+    setting = setting_of("MoE-GPT", 0.0 if has_even_loads else sigma, share)
+    strategy, keys = system_of(setting, "both" if system.startswith("FasterMoE") else "none", latency)
+    return 1e3 * setting.iteration_s(strategy, **keys)
 
 
 def of_table_3(sigma: float, slow: str, fast: str, latency: str = "paper") -> float:

@@ -41,18 +41,15 @@ MOVES_AT = 6
 
 @dataclass(frozen=True)
 class System:
-    """A system of the paper's evaluation.
-
-    Attributes:
-        strategy: Name of the strategy.
-        keys: Settings of the strategy.
-        interval: Number of iterations between two moves of experts in the paper. The seconds of a move are
-            spread over them, so that few iterations have to be simulated. 0 if no expert moves.
-    """
+    """A system of the paper's evaluation: a strategy with some of its settings."""
 
     strategy: str
     keys: Mapping[str, object] = field(default_factory=dict)
     interval: int = 0
+    """Number of iterations between two moves of experts in the paper, or 0 if no expert moves.
+
+    The seconds of a move are spread over them, so that few iterations have to be simulated.
+    """
 
     def outcome(self, setting: Setting) -> StrategyOutcome:
         """Simulate the system."""
@@ -104,15 +101,7 @@ SYSTEMS = {"EP": EP, "Hecate": HECATE, "Hecate-RM": REMATERIALIZED, **BASELINES}
 
 
 def setting_of(model: str, cluster: str, sigma: float, devices: int = 32, **others: object) -> Setting:
-    """Return the setting of one of the paper's models. Weak scaling: 32 experts on 16 devices (§5.2).
-
-    Args:
-        model: Name of the model.
-        cluster: Name of the cluster's description.
-        sigma: Spread of the loads.
-        devices: Number of GPUs.
-        others: Other attributes of the setting.
-    """
+    """Return the setting of one of the paper's models. Weak scaling: 32 experts on 16 devices (§5.2)."""
     shape, sequences = MODELS[model]
     pace = FLOPS_PER_S[cluster]
     given: dict[str, object] = {"flops_per_s": (pace, pace / LONGER), **others}

@@ -31,11 +31,7 @@ def _filled(name: str, tables: Mapping[str, str]) -> str:
 
 
 def entry_page(answers: Mapping[str, list[Answer]]) -> str:
-    """Return ``papers.md``.
-
-    Args:
-        answers: All answers by paper.
-    """
+    """Return ``papers.md``."""
     counts = {paper: count(found) for paper, found in answers.items()}
     near, total = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
     papers = [
@@ -71,12 +67,7 @@ def _headline(answer: Answer) -> tuple[str, ...]:
 
 
 def paper_page(paper: str, answers: list[Answer]) -> str:
-    """Return the page of one paper.
-
-    Args:
-        paper: Key of the paper.
-        answers: All answers of the paper.
-    """
+    """Return the page of one paper."""
     near, total = count(answers)
     padded_near, padded_total = count(answers, padded=True)
     numbers = [one for one in answers if one.claim.kind != "larger" and one.claim.what]

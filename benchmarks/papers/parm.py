@@ -90,12 +90,7 @@ def saa(sigma: float, testbed: str) -> float:
 
 
 def moe_s(column: str, schedule: str) -> float:
-    """Simulated seconds of an iteration in the MoE layers of a model of Table V.
-
-    Args:
-        column: Column of Table IV, which names testbed and number of GPUs.
-        schedule: ``baseline`` or ``parm``.
-    """
+    """Simulated seconds of an iteration in the MoE layers of a model of Table V."""
     testbed = Testbed(*COLUMNS[column])
     layer = ScheduledLayer(
         num_tokens=TOKENS,

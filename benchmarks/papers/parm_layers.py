@@ -152,13 +152,7 @@ class LayerSeconds:
 
 
 def seconds_of(scheduled: ScheduledLayer, ffn_size: int, testbed: Testbed) -> LayerSeconds:
-    """Return the seconds of a layer on a testbed, under each schedule.
-
-    Args:
-        scheduled: Sizes of the layer.
-        ffn_size: Inner dimension of a whole expert with two matrices, H.
-        testbed: Testbed that the layer runs on.
-    """
+    """Return the seconds of a layer on a testbed, under each schedule."""
     costs = testbed.costs(scheduled.n_mp, scheduled.n_esp)
     flops_per_row = 4.0 * scheduled.hidden_size * ffn_size / scheduled.n_esp
     in_turn = {**costs, ("overlapped_all_to_all", "ep_esp"): costs["all_to_all", "ep_esp"]}
@@ -198,13 +192,7 @@ def layer_on(layer: ConfiguredLayer, n_mp: int, n_esp: int, testbed: Testbed) ->
 def cell_of(
     column: str, pair: tuple[int, int], assumptions: Assumptions = AS_TAKEN
 ) -> tuple[LayerSeconds, ...]:
-    """Return the seconds of all layers of a cell of Table IV.
-
-    Args:
-        column: Column of the table, which names testbed and number of GPUs.
-        pair: N_MP and N_ESP.
-        assumptions: Assumptions about unstated values.
-    """
+    """Return the seconds of all layers of a cell of Table IV."""
     testbed = Testbed(*COLUMNS[column], assumptions)
     return tuple(
         seconds_of(*layer_on(layer, *pair, testbed), testbed) for layer in layers_of(assumptions.layers)

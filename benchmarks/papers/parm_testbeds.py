@@ -52,27 +52,21 @@ class Assumptions:
     """Assumptions about values that the paper does not state.
 
     Rows named "(ours)" show what each of them changes.
-
-    Attributes:
-        element_bytes: Bytes of a number. The paper does not mention mixed precision, so this is fp32.
-        share_of_peak: Share of the peak throughput that expert GEMMs reach. 0.9 was measured on a V100
-            (FasterMoE, §3.1). Parm does not state its own; its Fig. 1 excludes one half.
-        ranks_of_fit: Ranks of the MP group on which the published alpha and beta were measured.
-        startups: ``by ranks``: alpha grows with the number of steps of a collective. ``equal``: every
-            collective has the published alpha.
-        top_k: Number of experts of a token. Table III does not state it, so it is one. Only k times f
-            matters.
-        layers: Selection of the layers of Table III, see ``parm_layers.py``.
-        slowdown_of_all_to_all: Factor on beta of all-to-alls on testbed A.
     """
 
     element_bytes: int = 4
+    """Bytes of a number. The paper does not mention mixed precision, so this is fp32."""
     share_of_peak: float = 0.9
-    ranks_of_fit: int = 4
+    """Share of the peak throughput that expert GEMMs reach. 0.9 was measured on a V100 (FasterMoE, §3.1).
+
+    Parm does not state its own; its Fig. 1 excludes one half.
+    """
+    ranks_of_fit: int = 4  # of the MP group on which the published alpha and beta were measured
     startups: Literal["by ranks", "equal"] = "by ranks"
-    top_k: int = 1
-    layers: Literal["square", "smaller half", "all", "unscaled"] = "square"
-    slowdown_of_all_to_all: float = ALL_TO_ALL_SLOWDOWN_ON_A
+    """Whether alpha grows with the steps of a collective, or every collective has the published one."""
+    top_k: int = 1  # Table III does not state it, and only k times f matters
+    layers: Literal["square", "smaller half", "all", "unscaled"] = "square"  # see parm_layers.py
+    slowdown_of_all_to_all: float = ALL_TO_ALL_SLOWDOWN_ON_A  # factor on beta on testbed A
 
 
 AS_TAKEN = Assumptions()
@@ -87,14 +81,7 @@ class Span:
 
 
 def spans_of(n_mp: int, n_esp: int, num_devices: int, devices_per_node: int) -> dict[Group, Span]:
-    """Return the distribution of each kind of group over the nodes of a testbed.
-
-    Args:
-        n_mp: Number of ranks of an MP group.
-        n_esp: Number of ranks of an ESP group.
-        num_devices: Number of GPUs, P. The EP groups and ESP groups together use all of them.
-        devices_per_node: Number of GPUs of a node.
-    """
+    """Return the distribution of each kind of group over the nodes of a testbed."""
     n_ep = num_devices // n_esp
     return {
         "mp": Span(n_mp, min(n_mp, devices_per_node)),
@@ -106,18 +93,12 @@ def spans_of(n_mp: int, n_esp: int, num_devices: int, devices_per_node: int) -> 
 
 @dataclass(frozen=True)
 class Testbed:
-    """A number of GPUs of one of the testbeds.
-
-    Attributes:
-        cluster: Name of the testbed's cluster description, which gives nodes and NICs.
-        num_devices: Number of GPUs, P.
-        assumptions: Assumptions about unstated values.
-    """
+    """A number of GPUs of one of the testbeds."""
 
     __test__ = False  # pytest must not collect this class as a test
 
-    cluster: str
-    num_devices: int
+    cluster: str  # name of the testbed's description, which gives nodes and NICs
+    num_devices: int  # P
     assumptions: Assumptions = AS_TAKEN
 
     @property

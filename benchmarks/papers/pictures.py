@@ -18,12 +18,7 @@ BESIDE = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
 
 
 def draw_all(folder: Path, answers: Mapping[str, list[Answer]]) -> None:
-    """Draw one picture for each paper, as ``papers_….svg``.
-
-    Args:
-        folder: Folder of the files.
-        answers: All answers by paper.
-    """
+    """Draw one picture for each paper, as ``papers_….svg``."""
     folder.mkdir(exist_ok=True)
     style = {"svg.fonttype": "none", "svg.hashsalt": "papers", "font.family": "sans-serif", "font.size": 8}
     with matplotlib.rc_context(style):

@@ -42,29 +42,14 @@ SYSTEMS: dict[str, tuple[str, dict[str, object]]] = {
 def setting_of(
     model: str, top_k: int, sigma: float, cluster: str = "hpwnv", devices: int = 16, tokens: int = 16384
 ) -> Setting:
-    """Return the setting in which a model was trained.
-
-    Args:
-        model: A key of ``SHAPES``.
-        top_k: Number of experts of a token, K.
-        sigma: Spread of the loads.
-        cluster: Name of the cluster's description.
-        devices: Number of GPUs.
-        tokens: Tokens of all devices in an iteration.
-    """
+    """Return the setting in which a model was trained."""
     layers, hidden = SHAPES[model]
     shape = Model(hidden, tokens // devices, layers)
     return Setting(shape, cluster, sigma, devices, devices, top_k, 1, num_iterations=10)
 
 
 def seconds(setting: Setting, system: str, *, padded: bool = False) -> float:
-    """Return the mean seconds of an iteration under a system.
-
-    Args:
-        setting: Model, cluster and loads.
-        system: A key of ``SYSTEMS``.
-        padded: Whether DeepSpeed-MoE pads its buffers.
-    """
+    """Return the mean seconds of an iteration under a system."""
     name, keys = SYSTEMS[system]
     is_padded = padded and system == "DeepSpeed-MoE"
     return replace(setting, padded=is_padded).iteration_s(name, **keys)
@@ -182,11 +167,6 @@ def over_top(sigma: float, k: int, number: int) -> float:
     """Return the planner's speed-up over sending the last iteration's most loaded experts to all (Fig. 15).
 
     Hecate's Alg. 1 gives this placement if memory is sufficient.
-
-    Args:
-        sigma: Spread of the loads.
-        k: Number of experts of a token.
-        number: Number of experts that are sent.
     """
     setting = setting_of("MoE-GPT-M", k, sigma)
     keys: dict[str, object] = {"planner": "hecate", "reshard_interval": 0, "overlap": False}

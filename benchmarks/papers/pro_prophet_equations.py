@@ -45,10 +45,6 @@ def compared(setting: Setting, bandwidth: Bandwidth) -> dict[str, np.ndarray]:
     """Return modelled and simulated seconds of each operation: float64 ``[layers of iterations, 2]``.
 
     Iterations in which costs are measured, and operations that do not happen, are left out.
-
-    Args:
-        setting: Model, cluster and loads.
-        bandwidth: Meaning of the equations' mean bandwidth.
     """
     plans: dict[tuple[int, int], LayerPlan] = {}
     outcome = simulate(
@@ -90,12 +86,6 @@ def _modelled(model: ProphetModel, plan: LayerPlan, counts_DE: np.ndarray) -> di
 
 
 def mean_difference(operation: str, setting: Setting, bandwidth: Bandwidth) -> float:
-    """Return the mean relative difference of an operation's modelled and simulated seconds.
-
-    Args:
-        operation: A key of ``OPERATIONS``.
-        setting: Model, cluster and loads.
-        bandwidth: Meaning of the equations' mean bandwidth.
-    """
+    """Return the mean relative difference of an operation's modelled and simulated seconds."""
     modelled_s, simulated_s = compared(setting, bandwidth)[operation].T
     return float(np.abs(modelled_s / simulated_s - 1).mean())

@@ -31,56 +31,33 @@ PROFILED = 3
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a paper. All layers have experts, whose ffn dimension is twice the model dimension.
+    """A model of a paper. All layers have experts, whose ffn dimension is twice the model dimension."""
 
-    Attributes:
-        hidden: Model dimension.
-        seq_length: Number of tokens of a sequence.
-        layers: Number of layers.
-    """
-
-    hidden: int
-    seq_length: int
+    hidden: int  # model dimension
+    seq_length: int  # tokens of a sequence
     layers: int
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting in which a figure or a cell of a table was measured.
-
-    Attributes:
-        model: Model that was trained.
-        cluster: Name of the cluster's description.
-        sigma: Spread of the log-normal popularities.
-        num_devices: Number of GPUs. All of them form one expert-parallel group.
-        num_experts: Number of experts of a layer.
-        top_k: Number of experts of a token.
-        sequences: Number of sequences of a device in an iteration.
-        flops_per_s: Throughput of a GPU on experts and on other compute. None for the cluster's description.
-        num_iterations: Number of simulated iterations.
-        leaving_share: Share of a source's tokens that the topology-aware gate sends to other nodes at most.
-            None without this gate.
-        precision: Precision of parameters and tokens: ``fp16`` or ``fp32``.
-        layer: Index of the only simulated layer, whose loads are those that it has in the whole model. None:
-            all layers.
-        draw: Seed of the drawn popularities.
-        padded: Whether all buffers of experts have the size of the largest one, see :func:`padded_counts`.
-    """
+    """Setting in which a figure or a cell of a table was measured."""
 
     model: Model
-    cluster: str
-    sigma: float
-    num_devices: int
-    num_experts: int
-    top_k: int
-    sequences: int
-    flops_per_s: tuple[float, float] | None = None
+    cluster: str  # name of the cluster's description
+    sigma: float  # spread of the log-normal popularities
+    num_devices: int  # all of them form one expert-parallel group
+    num_experts: int  # of a layer
+    top_k: int  # experts of a token
+    sequences: int  # of a device in an iteration
+    flops_per_s: tuple[float, float] | None = None  # on experts and other compute; None: the description's
     num_iterations: int = 24
     leaving_share: float | None = None
-    precision: str = "fp16"
+    """Share of a source's tokens that the topology-aware gate lets leave the node. None: no such gate."""
+    precision: str = "fp16"  # of parameters and tokens, or fp32
     layer: int | None = None
-    draw: int = 0
-    padded: bool = False
+    """The only simulated layer, whose loads are those that it has in the whole model. None: all layers."""
+    draw: int = 0  # seed of the drawn popularities
+    padded: bool = False  # whether buffers of experts are as large as the largest, see padded_counts
 
     @property
     def job(self) -> MoeJob:

@@ -54,11 +54,7 @@ class Rows:
 
 
 class ExpertMoves:
-    """Lets a strategy decide between iterations, and moves experts accordingly.
-
-    Args:
-        runtime: Runtime with all layers. Their Parameters become views of flat slots.
-    """
+    """Lets a strategy decide between iterations, and moves experts accordingly."""
 
     def __init__(self, runtime: MoERuntime) -> None:
         self._runtime, self._strategy = runtime, runtime.strategy

@@ -67,14 +67,7 @@ def make_parameters(size: StackSize, owned: Sequence[int]) -> list[ParametersByE
 
 
 class LayerStack:
-    """Alternating attention and MoE layers, with residuals.
-
-    Args:
-        size: Sizes of the stack.
-        groups: Process groups of the ranks, and their nodes.
-        parameters: Parameters of the owned experts of every layer.
-        pace: Pace of compute, or None for real compute.
-    """
+    """Alternating attention and MoE layers, with residuals."""
 
     def __init__(
         self,
@@ -97,11 +90,7 @@ class LayerStack:
         self._pairs: list[torch.Tensor] = []
 
     def run(self, inputs: IterationInput) -> IterationResult:
-        """Run one iteration: forward pass, backward pass, and gradients at their owners.
-
-        Args:
-            inputs: Input of this rank.
-        """
+        """Run one iteration: forward pass, backward pass, and gradients at their owners."""
         probs = [layer.probs.clone().requires_grad_() for layer in inputs.layers]
         leaf = inputs.hidden.clone().requires_grad_()
         self._pairs.clear()
@@ -142,13 +131,7 @@ class LayerStack:
         return found
 
     def _dispatcher(self, kind: type, num_slots: int, **options: Any) -> Any:
-        """One of Megatron's dispatchers, or one with its interface.
-
-        Args:
-            kind: Class of the dispatcher.
-            num_slots: Experts, or slots, of each device; P.
-            options: Further arguments of the class.
-        """
+        """One of Megatron's dispatchers, or one with its interface."""
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         devices = self.groups.num_devices

@@ -8,14 +8,7 @@ from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSe
 
 
 def profile_nodes(name: str, num_nodes: int, repetitions: int, flops_per_s: float) -> ClusterDescription:
-    """Measure the costs of the links between the nodes and inside them. This function runs on every rank.
-
-    Args:
-        name: Name of the cluster description.
-        num_nodes: Number of nodes of the ranks.
-        repetitions: Number of measurements of each size.
-        flops_per_s: Pace of compute, in floating-point operations per second.
-    """
+    """Measure the costs of the links between the nodes and inside them. This function runs on every rank."""
     torch.set_num_threads(1)
     settings = ProfileSettings(name, num_nodes, "gloo", most_bytes=1 << 24, num_repetitions=repetitions)
     cluster = measure_cluster(

@@ -24,82 +24,48 @@ from megatron_fssdp.strategies.registry import build_strategy
 
 @dataclass(frozen=True)
 class Variant:
-    """One strategy with settings that a run measures.
+    """One strategy with settings that a run measures."""
 
-    Attributes:
-        name: Name of the variant in reports.
-        strategy: ``none``, or the name of a placement strategy.
-        settings: Settings of the placement strategy. None for ``none``.
-    """
-
-    name: str
-    strategy: str
-    settings: PlacementSettings | None = None
+    name: str  # in reports
+    strategy: str  # ``none``, or the name of a placement strategy
+    settings: PlacementSettings | None = None  # None for ``none``
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured iteration.
-
-    Attributes:
-        workload: Name of the workload.
-        variant: Name of the variant.
-        repetition: Number of the repetition, from 0. Warm-ups have no number.
-        iteration: Index of the iteration in the workload, from 0, warm-ups included.
-        seconds: Seconds of the slowest rank.
-        cpu_s: Seconds of a core that the thread of a rank's passes used, averaged over ranks.
-        transfer_s: Seconds of spAG and of spRS on the transfer lanes, summed over ranks and layers.
-        exposed_s: The part of ``transfer_s`` in which the rank's compute waited.
-        dispatch_bytes: Bytes of hidden states in the four all-to-alls, between nodes and inside nodes, from
-            the routing of the forward pass.
-        transfer_bytes: Bytes of spAG and spRS together, between nodes and inside nodes, from the plans.
-        node_bytes: Largest number of bytes that one node's interface sent or received, headers included. 0
-            without namespaces.
-        replica_bytes: Largest memory of replicas on one rank: the parameters of all layers and the gradients
-            of one layer.
-    """
+    """One measured iteration."""
 
     workload: str
     variant: str
-    repetition: int
-    iteration: int
-    seconds: float
-    cpu_s: float
-    transfer_s: tuple[float, float]
-    exposed_s: tuple[float, float]
+    repetition: int  # from 0; warm-ups have no number
+    iteration: int  # index in the workload, from 0, warm-ups included
+    seconds: float  # of the slowest rank
+    cpu_s: float  # seconds of a core that the thread of a rank's passes used, averaged over ranks
+    transfer_s: tuple[float, float]  # of spAG and spRS on the transfer lanes, summed over ranks and layers
+    exposed_s: tuple[float, float]  # the part of transfer_s in which the rank's compute waited
     dispatch_bytes: tuple[int, int]
-    transfer_bytes: tuple[int, int]
+    """Bytes of hidden states in the four all-to-alls, between and inside nodes, by the forward routing."""
+    transfer_bytes: tuple[int, int]  # of spAG and spRS together, between and inside nodes, from the plans
     node_bytes: int
+    """Most bytes that one node's interface sent or received, headers included. 0 without namespaces."""
     replica_bytes: int
+    """Largest memory of replicas on a rank: parameters of all layers and gradients of one layer."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a measurement.
-
-    Attributes:
-        size: Sizes of the layer stack.
-        pace: Pace of compute.
-        profile: Costs that strategies know.
-        num_nodes: Number of equal nodes of the ranks.
-        variants: Variants to measure, in the order of reports.
-        counts: Assignments of every workload, int64 ``[L, I, D, E]``.
-        repetitions: Number of measured iterations of every pair of workload and variant.
-        warm_up: Number of unmeasured iterations before them, which fill the load history.
-        seed: Seed of the turns and of the tokens.
-        namespaces: Whether nodes have their own network interfaces.
-    """
+    """Settings of a measurement."""
 
     size: StackSize
     pace: Pace
-    profile: LayerProfile
-    num_nodes: int
-    variants: tuple[Variant, ...]
-    counts: Mapping[str, np.ndarray]
-    repetitions: int
-    warm_up: int
-    seed: int
-    namespaces: bool
+    profile: LayerProfile  # costs that strategies know
+    num_nodes: int  # equal nodes of the ranks
+    variants: tuple[Variant, ...]  # in the order of reports
+    counts: Mapping[str, np.ndarray]  # assignments of every workload, int64 [L, I, D, E]
+    repetitions: int  # measured iterations of every pair of workload and variant
+    warm_up: int  # unmeasured iterations before them, which fill the load history
+    seed: int  # of the turns and of the tokens
+    namespaces: bool  # whether nodes have their own network interfaces
 
 
 @dataclass

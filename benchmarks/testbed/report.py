@@ -84,20 +84,12 @@ def control_difference(found: Sequence[Mapping[str, Any]], control: str) -> dict
 
 @dataclass(frozen=True)
 class AgainstBest:
-    """Comparison of a variant that selects strategies with the best variant that does not.
-
-    Attributes:
-        workload: Name of the workload.
-        best: Variant with the fewest seconds over all repetitions. The reference is not considered.
-        over_best: Total seconds of the selecting variant divided by those of the best one.
-        over_reference: Total seconds of the reference divided by those of the selecting variant. Above 1
-            means that the selecting variant is faster. None without a reference.
-    """
+    """Comparison of a variant that selects strategies with the best variant that does not."""
 
     workload: str
-    best: str
-    over_best: float
-    over_reference: float | None
+    best: str  # variant with the fewest seconds over all repetitions, the reference left out
+    over_best: float  # total seconds of the selecting variant divided by those of the best one
+    over_reference: float | None  # total seconds of the reference divided by those of the selecting variant
 
 
 def against_best(samples: Sequence[Sample], chooser: str, without: Sequence[str] = ()) -> list[AgainstBest]:
@@ -105,11 +97,6 @@ def against_best(samples: Sequence[Sample], chooser: str, without: Sequence[str]
 
     The comparison uses sums over all repetitions instead of medians, because a training needs every
     iteration.
-
-    Args:
-        samples: Samples of a run.
-        chooser: Name of the selecting variant.
-        without: Names of variants to leave out of the comparison.
     """
     total_s: dict[tuple[str, str], float] = {}
     for sample in samples:

@@ -27,12 +27,7 @@ from megatron_fssdp.strategies.strategy import Strategy
 
 
 class SlotStack(LayerStack):
-    """A stack whose experts a strategy places. Further arguments are those of :class:`LayerStack`.
-
-    Args:
-        strategy: Strategy that plans every layer.
-        profile: Costs that the strategy knows.
-    """
+    """A stack whose experts a strategy places. Further arguments are those of :class:`LayerStack`."""
 
     def __init__(
         self,

@@ -21,23 +21,14 @@ ELEMENT_BYTES = 4  # fp32
 
 @dataclass(frozen=True)
 class StackSize:
-    """Sizes of the layer stack.
+    """Sizes of the layer stack."""
 
-    Attributes:
-        num_layers: Number of MoE layers. Each one follows an attention layer.
-        num_experts: Number of experts of each layer.
-        top_k: Number of experts of each token.
-        hidden_size: Model dimension, M.
-        ffn_size: Ffn dimension of an expert, F.
-        tokens_per_rank: Tokens of each rank, T, or their mean if ranks have different numbers.
-    """
-
-    num_layers: int
-    num_experts: int
+    num_layers: int  # MoE layers; each one follows an attention layer
+    num_experts: int  # of each layer
     top_k: int
-    hidden_size: int
-    ffn_size: int
-    tokens_per_rank: int
+    hidden_size: int  # M
+    ffn_size: int  # F
+    tokens_per_rank: int  # T, or the mean if ranks have different numbers
 
     @property
     def expert_bytes(self) -> int:
@@ -57,15 +48,10 @@ class StackSize:
 
 @dataclass(frozen=True)
 class Pace:
-    """Pace of the paced compute.
+    """Pace of the paced compute."""
 
-    Attributes:
-        expert_flops_per_s: Throughput of one rank on experts, in floating-point operations per second.
-        attention_s: Seconds of the forward pass between two MoE layers, for ``tokens_per_rank`` tokens.
-    """
-
-    expert_flops_per_s: float
-    attention_s: float
+    expert_flops_per_s: float  # throughput of one rank on experts
+    attention_s: float  # seconds of the forward pass between two MoE layers, for tokens_per_rank tokens
 
 
 def balanced_moe_s(size: StackSize, topology: Topology, cluster: ClusterCost) -> float:

@@ -11,20 +11,12 @@ from megatron_fssdp.simulation.workloads import Counts, WorkloadShape, counts_of
 
 
 def expert_max_over_mean(counts_DE: Counts) -> float:
-    """Return the assignments of the most popular expert divided by the mean, or 1 without assignments.
-
-    Args:
-        counts_DE: int64 ``[D, E]``. Assignments of every source device to every expert.
-    """
+    """Return the assignments of the most popular expert divided by the mean, or 1 without assignments."""
     return _max_over_mean(counts_DE.sum(axis=0))
 
 
 def device_max_over_mean(counts_DE: Counts) -> float:
-    """Return the max/mean device load if every expert is computed by its owner.
-
-    Args:
-        counts_DE: int64 ``[D, E]``. Assignments of every source device to every expert.
-    """
+    """Return the max/mean device load if every expert is computed by its owner."""
     num_devices, num_experts = counts_DE.shape
     load_D = np.zeros(num_devices, np.int64)
     np.add.at(load_D, even_owners(num_experts, num_devices), counts_DE.sum(axis=0))

@@ -11,12 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_fssdp import __version__
-from megatron_fssdp.cli.analysis.commands import (
-    compare_command,
-    report_command,
-    roofline_command,
-    simulate_command,
-)
+from megatron_fssdp.cli.analysis.commands import compare_command, report_command, simulate_command
 from megatron_fssdp.cli.check_command import check_command
 from megatron_fssdp.cli.configs_command import configs_command, schema_command
 from megatron_fssdp.cli.data_command import data_build_command
@@ -54,7 +49,6 @@ app.command("watch")(watch_command)
 app.command("report")(report_command)
 app.command("compare")(compare_command)
 app.command("simulate")(simulate_command)
-app.command("roofline")(roofline_command)
 app.command("configs")(configs_command)
 app.command("schema")(schema_command)
 

@@ -3,23 +3,13 @@
 import re
 import sys
 import textwrap
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.strategy_names import complete_config
-
 _MOST_CHARACTERS = 110  # a description stays on one line of a wide terminal
-_SENTENCE = re.compile(r".*?[.](?=\s+[A-Z]|$)")
-_TITLES = {
-    "": "complete runs, to start from",
-    "models": "models: parts with a model",
-    "parallelism": "parallelism: parts with ranks and machines",
-    "strategies": "strategies: parts with a strategy",
-    "training": "training: parts with a training plan",
-}
 
 
 def configs_command(
@@ -28,7 +18,6 @@ def configs_command(
         typer.Argument(
             help="Files or names to combine and print as one YAML. Later ones win.",
             metavar="[CONFIG.yaml...]",
-            autocompletion=complete_config,
         ),
     ] = None,
 ) -> None:
@@ -65,7 +54,8 @@ def shipped_names() -> str:
     runs = shipped_runs()
     lines = []
     for folder, names in groupby(sorted(runs, key=folder_of), folder_of):
-        lines += [_TITLES.get(folder, folder), *(_line(name, runs[name], _size(name)) for name in names)]
+        lines.append(f"{folder}: parts of runs" if folder else "complete runs, to start from")
+        lines += [_line(name, runs[name], _size(name)) for name in names]
     lines += ["clusters, for --cluster", *(_line(name, file, "") for name, file in known_clusters().items())]
     return "\n".join(lines) + "\n"
 
@@ -76,15 +66,10 @@ def _line(name: str, file: Path, size: str) -> str:
 
 def _description(file: Path) -> str:
     """Return the first sentence of the comment at the head of a YAML file, or an empty text."""
-    comment = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if "yaml-language-server" not in line:
-            comment.append(line.lstrip("# "))
-    text = " ".join(comment)
-    sentence = _SENTENCE.match(text)
-    return textwrap.shorten(sentence[0] if sentence else text, _MOST_CHARACTERS, placeholder=" …")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.lstrip("# ") for line in comment if "yaml-language-server" not in line)
+    return textwrap.shorten(re.split(r"(?<=[.])\s+(?=[A-Z])", text)[0], _MOST_CHARACTERS, placeholder=" …")
 
 
 def _size(name: str) -> str:
@@ -92,6 +77,7 @@ def _size(name: str) -> str:
     from megatron_fssdp.config.loading import validate
     from megatron_fssdp.config.run.composition import compose
     from megatron_fssdp.config.run.sections import DataSettings, ModelArguments
+    from megatron_fssdp.report.units import PARAMETERS, in_units
     from megatron_fssdp.simulation.parameter_count import count_parameters
 
     data = compose([name]).data
@@ -100,13 +86,4 @@ def _size(name: str) -> str:
     model = validate(ModelArguments, data["model"], name)
     vocabulary = validate(DataSettings, data.get("data", {}), name).vocab_size
     count = count_parameters(model, vocabulary)
-    return f"{_rounded(count.total)} ({_rounded(count.activated)} a token)"
-
-
-def _rounded(parameters: int) -> str:
-    """Return a number of parameters in millions or billions, with three digits."""
-    for unit, letter in ((1e9, "B"), (1e6, "M")):
-        if parameters >= 0.9995 * unit:
-            value = parameters / unit
-            return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {letter}"
-    return f"{parameters / 1e3:.0f} k"
+    return f"{in_units(count.total, PARAMETERS)} ({in_units(count.activated, PARAMETERS)} a token)"

@@ -80,14 +80,12 @@ def issue_block(findings: "Sequence[Finding]", torch_report: str) -> str:
 def _print_report(findings: "Sequence[Finding]", num_problems: int, subject: str) -> None:
     """Print a table, the next steps, and then what can run or the number of problems."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    console = Console(markup=False)
+    console, found = Console(markup=False), Column("found", overflow="fold")
     title = Text(f"megatron-fssdp {__version__} on {socket.gethostname()}")
-    table = Table("check", title=title, title_justify="left")
-    table.add_column("found", overflow="fold")
-    table.add_column("verdict", no_wrap=True)
+    table = Table("check", found, Column("verdict", no_wrap=True), title=title, title_justify="left")
     for each in findings:
         table.add_row(Text(each.name), Text(each.found), Text(each.verdict, style=_STYLES[each.verdict]))
     console.print(table)
@@ -97,9 +95,8 @@ def _print_report(findings: "Sequence[Finding]", num_problems: int, subject: str
             console.print(line, soft_wrap=True)
     hint = "to report a problem of the project, paste the output of megatron-fssdp doctor --issue"
     console.print(hint, highlight=False, soft_wrap=True)
-    ending, style = f"OK: {len(findings)} checks found no problem; {subject} can run on this machine", "green"
+    ending, style = f"OK: {len(findings)} checks found no problem; {subject} can run on this machine", "ok"
     if num_problems:
-        noun = "problem" if num_problems == 1 else "problems"
-        ending = f"{num_problems} {noun}: follow the advice above, then run the command again"
-        style = _STYLES["problem"]
-    console.print(ending, style=style, highlight=False, soft_wrap=True)
+        ending = f"problems: {num_problems}; follow the advice above, then run the command again"
+        style = "problem"
+    console.print(ending, style=_STYLES[style], highlight=False, soft_wrap=True)

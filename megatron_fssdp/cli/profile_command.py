@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings
 
 _HEADER = "Written by megatron-fssdp profile. Units: seconds, bytes, flops."
+_LEAST_R_SQUARED = 0.95
+"""Fits with a lower R² are named: their times are not on a line, mostly because other programs ran."""
+_AGAIN = "Measure again with nothing else running, with more repetitions or larger messages."
 
 
 def profile_command(
@@ -23,7 +26,9 @@ def profile_command(
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option(help="Number of equal nodes, in the order of ranks. Default: torchrun's machines."),
+        typer.Option(
+            min=1, help="Number of equal nodes, in the order of ranks. Default: torchrun's machines."
+        ),
     ] = None,
     backend: Annotated[
         str | None,
@@ -42,19 +47,16 @@ def profile_command(
     least_bytes: Annotated[int, typer.Option(help="Smallest message, in bytes.")] = 1 << 10,
     most_bytes: Annotated[int, typer.Option(help="Largest message, in bytes.")] = 1 << 24,
     repetitions: Annotated[
-        int, typer.Option(help="Number of measurements of each value. Their median counts.")
+        int, typer.Option(min=1, help="Number of measurements of each value. Their median counts.")
     ] = 7,
 ) -> None:
     """Measure links and compute of a cluster, and write its description for simulate and the planners.
 
     The command measures the ranks that torchrun started. With --nproc it starts ranks on this machine.
     """
-    from rich.console import Console
-
     from megatron_fssdp.config.cluster_files import cluster_yaml
     from megatron_fssdp.config.run.composition import load_run
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings, profile_cluster
-    from megatron_fssdp.report.cluster_table import cluster_table
 
     run = load_run(model) if model else None
     sizes = {"least_bytes": least_bytes, "most_bytes": most_bytes, "num_repetitions": repetitions}
@@ -67,7 +69,14 @@ def profile_command(
     if is_writer:
         with written_file(out, "--out") as partial:
             partial.write_text(cluster_yaml(cluster, _HEADER), encoding="utf-8")
-        Console(markup=False).print(cluster_table(cluster))
+        doubtful = [
+            f"{collective} {where}"
+            for collective, links in cluster.collectives.items()
+            for where, link in links.items()
+            if link.r_squared is not None and link.r_squared < _LEAST_R_SQUARED
+        ]
+        if doubtful:
+            print(f"R² under {_LEAST_R_SQUARED}: {', '.join(doubtful)}. {_AGAIN}")
         print(f"wrote {out}", flush=True)
 
 

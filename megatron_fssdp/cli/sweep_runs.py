@@ -10,7 +10,7 @@ from statistics import median
 
 from rich.console import Console
 
-from megatron_fssdp.cli.analysis.what_if import cost_on_a_cluster
+from megatron_fssdp.cli.analysis.what_if import what_if
 from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.sweep.planned_runs import PlannedRun, planned_runs
@@ -23,9 +23,9 @@ from megatron_fssdp.launch.train_request import TrainRequest
 from megatron_fssdp.launch.training import INTERRUPTIONS, check_startable, say, train
 from megatron_fssdp.records.recorded_run import RecordedRun, load
 from megatron_fssdp.report.tables import terminal_table
-from megatron_fssdp.report.trainings.repeated_runs import (
-    RunGroup,
-    detailed_runs,
+from megatron_fssdp.report.trainings.shown_run import shown_groups
+from megatron_fssdp.report.trainings.sweep_page import (
+    MOST_DETAILED,
     group_records,
     group_table,
     sweep_page,
@@ -62,6 +62,7 @@ class Sweep:
             )
         self._name, self._folder, self._console, self._train = file.stem, folder, console, train
         self._requests: dict[PlannedRun, TrainRequest] = {}
+        self._failures: dict[PlannedRun, str] = {}
         config = load_sweep(file)
         for run in planned_runs(config):
             self._requests[run] = TrainRequest(
@@ -95,27 +96,27 @@ class Sweep:
         Raises:
             ConfigurationError: The folder cannot be written, or another process runs this sweep.
         """
-        failures: dict[PlannedRun, str] = {}
         run_lock.hold(self._folder, "--out")
         try:
             try:
-                code = self._run_all(failures)
+                code = self._run_all()
             except KeyboardInterrupt as interrupt:
                 code = exit_code_after(interrupt)
             states = self.states()
-            self._write_results(states, failures, with_page=not code)
+            self._write_results(states, with_page=not code)
         finally:
             run_lock.release(self._folder)
-        for run, reason in failures.items():
+        for run, reason in self._failures.items():
             say(self._console, f"failed: {run.folder}: {reason}", style="red")
         finished = f"{list(states.values()).count('finished')} of {len(states)} runs are finished"
         if code:
             say(self._console, f"interrupted; {finished}; the same command continues the sweep")
-        elif failures:
-            say(self._console, f"{finished}, {len(failures)} failed; the same command runs them again")
-        return code or (1 if failures else 0)
+        elif self._failures:
+            again = f"{len(self._failures)} failed; the same command runs them again"
+            say(self._console, f"{finished}, {again}")
+        return code or int(bool(self._failures))
 
-    def _run_all(self, failures: dict[PlannedRun, str]) -> int:
+    def _run_all(self) -> int:
         """Run what is not finished, and note failures. Return 0, or the exit code of an interrupted run."""
         states, seconds = self.states(), list[float]()
         pending = [run for run, state in states.items() if state != "finished"]
@@ -128,50 +129,44 @@ class Sweep:
                 left = " (all runs: about {}:{:02d} left)".format(*divmod(left_s, 60))
             say(self._console, f"run {number} of {len(states)}: {run.folder}{left}", style="bold")
             begin = time.monotonic()
-            code, failure = self._run_one(self._requests[run], states[run])
+            try:
+                code = self._run_one(run, states[run])
+            except ConfigurationError as error:
+                say(self._console, f"error: {error}", style="red")
+                code, self._failures[run] = 2, str(error)
             seconds.append(time.monotonic() - begin)
-            if failure:
-                failures[run] = failure
             if code in INTERRUPTIONS:
                 return code
         return 0
 
-    def _run_one(self, request: TrainRequest, state: RunState) -> tuple[int, str]:
-        """Train a run; return its exit code, and why it failed or an empty text."""
+    def _run_one(self, run: PlannedRun, state: RunState) -> int:
+        """Train a run; note why it failed, and return its exit code."""
+        request = self._requests[run]
         log = request.folder.log
         log_start = log.stat().st_size if state == "continue" and log.exists() else 0
-        try:
-            resumed = replace(request, resume=state == "continue", overwrite=state == "again")
-            code = self._train(resumed, self._console)
-        except ConfigurationError as error:
-            say(self._console, f"error: {error}", style="red")
-            return 2, str(error)
-        if code in INTERRUPTIONS or (code == 0 and _state(request) == "finished"):
-            return code, ""
-        reason = "the ranks ended before the last iteration"
-        if code:
-            reason = failure_reason(log, log_start) if log.exists() else f"exit code {code}"
-        return code, f"{reason}; all output: {log}"
+        resumed = replace(request, resume=state == "continue", overwrite=state == "again")
+        code = self._train(resumed, self._console)
+        if code not in INTERRUPTIONS and (code or _state(request) != "finished"):
+            reason = "the ranks ended before the last iteration"
+            if code:
+                reason = failure_reason(log, log_start) if log.exists() else f"exit code {code}"
+            self._failures[run] = f"{reason}; all output: {log}"
+        return code
 
-    def _write_results(
-        self, states: dict[PlannedRun, RunState], failures: dict[PlannedRun, str], *, with_page: bool
-    ) -> None:
+    def _write_results(self, states: dict[PlannedRun, RunState], *, with_page: bool) -> None:
         """Write states and figures as JSON, and the page of the finished runs; show their figures.
 
         Runs that differ only in seed and repetition are a group.
         """
         members: dict[str, dict[tuple[int, int], RecordedRun]] = {}
-        for run in (run for run, state in states.items() if state == "finished"):
-            recorded = load(self._requests[run].folder.path)
-            members.setdefault(run.group, {})[run.seed, run.repetition] = recorded
-        groups = [RunGroup(name, runs) for name, runs in members.items()]
-        runs = [
-            {
-                **{name: getattr(run, name) for name in ("folder", "group", "seed", "repetition")},
-                "state": "failed" if run in failures else state,
-            }
-            for run, state in states.items()
-        ]
+        runs = []
+        for run, state in states.items():
+            if state == "finished":
+                recorded = load(self._requests[run].folder.path)
+                members.setdefault(run.group, {})[run.seed, run.repetition] = recorded
+            about = {name: getattr(run, name) for name in ("folder", "group", "seed", "repetition")}
+            runs.append({**about, "state": "failed" if run in self._failures else state})
+        groups = shown_groups(members)
         records = {"sweep": self._name, "groups": group_records(groups), "runs": runs}
         with written_file(self._folder / RESULTS_FILE, "--out") as partial:
             partial.write_text(json.dumps(records, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -180,9 +175,8 @@ class Sweep:
         missing = [run.folder for run, state in states.items() if state != "finished"]
         page = self._folder / PAGE_FILE
         with self._console.status("writing the page"):
-            details = detailed_runs(groups)
-            what_if = cost_on_a_cluster(details)
-            sweep_page(f"sweep {self._name}", groups, details, missing, what_if).write(page)
+            simulated = what_if(groups[:MOST_DETAILED])
+            sweep_page(f"sweep {self._name}", groups, missing, simulated).write(page)
         self._console.print(terminal_table(group_table(groups), "median (quartiles) of repeated runs"))
         say(self._console, f"wrote {page}; open it in a browser (it works without a network)")
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES, complete_config, complete_strategy
+from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES
 
 
 def train_command(
@@ -15,14 +15,12 @@ def train_command(
         typer.Argument(
             help="YAML files of the run, or names that `megatron-fssdp configs` lists. Later files win.",
             metavar="CONFIG.yaml...",
-            autocompletion=complete_config,
         ),
     ],
     moe_strategy: Annotated[
         str | None,
         typer.Option(
             help=f"Strategy that replaces the one in the files: {SHIPPED_NAMES}, or one of another package.",
-            autocompletion=complete_strategy,
         ),
     ] = None,
     moe_strategy_set: Annotated[

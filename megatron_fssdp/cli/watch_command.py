@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,30 +55,27 @@ def watch_command(
 
 def _table(run: Path, recent: "list[IterationMetrics]", session: "RunSession | None") -> "Table":
     """A row for each MoE layer, with means over the recent iterations."""
-    from rich.table import Table
-
+    from megatron_fssdp.report.tables import Table, terminal_table
     from megatron_fssdp.report.units import format_seconds
 
     title = f"{run}: waiting for the first iteration"
     if recent:
         last = recent[-1]
         of = f"/{session.iterations}" if session and session.iterations else ""
-        seconds = format_seconds(sum(one.iteration_s for one in recent) / len(recent))
+        seconds = format_seconds(fmean(one.iteration_s for one in recent))
         strategy = f"{session.strategy}, " if session else ""
         title = f"{run}: {strategy}iteration {last.iteration}{of}, loss {last.lm_loss:.4f}, {seconds} each"
-    table = Table(title=title, caption=f"means of the last {len(recent)} iterations; load: busiest / mean")
-    for name in ("layer", "load under plain EP", "load", "replicas", "waits for weights", "for gradients"):
-        table.add_column(name, justify="right")
+    header = ("layer", "load under plain EP", "load", "replicas", "waits for weights", "for gradients")
+    rows = []
     for of_layer in zip(*(one.layers for one in recent), strict=False):
-        table.add_row(
-            str(of_layer[0].layer),
-            *(
-                f"{sum(getattr(one, name) for one in of_layer) / len(of_layer):.3g}"
-                for name in ("ep_load_max_over_mean", "load_max_over_mean", "num_replicas")
-            ),
-            *(
-                format_seconds(sum(getattr(one, name) for one in of_layer) / len(of_layer))
-                for name in ("spag_exposed_s", "sprs_exposed_s")
-            ),
+        plain, load, replicas, spag_s, sprs_s = (
+            fmean(getattr(one, name) for one in of_layer)
+            for name in (
+                *("ep_load_max_over_mean", "load_max_over_mean", "num_replicas"),
+                *("spag_exposed_s", "sprs_exposed_s"),
+            )
         )
-    return table
+        numbers = (f"{plain:.3g}", f"{load:.3g}", f"{replicas:.3g}")
+        rows.append((str(of_layer[0].layer), *numbers, format_seconds(spag_s), format_seconds(sprs_s)))
+    caption = f"means of the last {len(recent)} iterations; load: busiest / mean"
+    return terminal_table(Table(header, tuple(rows)), title, caption)

@@ -12,7 +12,7 @@ while it grows. NumPy leaves space in the header for this (``numpy.lib.format.GR
 import io
 import os
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,28 @@ class GrowingArrays:
     Args:
         path: Path of the ``.npy`` file.
         layers: Megatron's number of each recorded layer, in order.
+        read: Reads the folder of the file into a record with ``iterations`` and ``layers``.
 
     Raises:
         ConfigurationError: The existing file is damaged, or holds other layers.
     """
 
-    def __init__(self, path: Path, layers: Sequence[int]) -> None:
+    def __init__(self, path: Path, layers: Sequence[int], read: Callable[[Path], Any]) -> None:
         self._path, self._layers = path, np.asarray(layers, np.int64)
         self._file: io.FileIO | None = None
-        self._found: NDArray[Any] | None = None  # rows of an earlier start
+        self._row_type: np.dtype[Any] | None = None
         self._iterations: list[int] = []
         if path.exists():
-            found = read_arrays(path, {})
-            self._found, self._iterations = np.load(path, mmap_mode="r"), found[_ITERATIONS].tolist()
-            if not np.array_equal(found[_LAYERS], self._layers):
+            found = read(path.parent)
+            if not np.array_equal(found.layers, self._layers):
                 raise ConfigurationError(
-                    f"{path}: holds layers {found[_LAYERS].tolist()}, but this run records "
+                    f"{path}: holds layers {found.layers.tolist()}, but this run records "
                     f"{self._layers.tolist()}; choose another output folder"
                 )
-        self._row_type = None if self._found is None else self._found.dtype
+            rows = np.load(path, mmap_mode="r")
+            if rows.offset != len(_header(rows.dtype, 0)):  # rows are written after a header of our size
+                raise ConfigurationError(f"{path}: has another header; choose another output folder")
+            self._iterations, self._row_type = found.iterations.tolist(), rows.dtype
 
     def append_row(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
         """Add one iteration. Existing rows from this iteration on are dropped first.
@@ -75,10 +78,12 @@ class GrowingArrays:
         row = np.array([tuple(fields.values())], row_type)
         num_kept = bisect_left(self._iterations, iteration)
         try:
-            if self._file is None or num_kept == 0:
-                self._file = self._started(row, num_kept)
+            if num_kept:
+                self._add(row, num_kept)
             else:
-                self._add(self._file, row, num_kept)
+                self.close()
+                with written_file(self._path, "record_dir") as partial:
+                    partial.write_bytes(_header(row_type, 1) + row.tobytes())
         except OSError as error:
             raise cannot_write(self._path, "record_dir", error) from None
         self._iterations[num_kept:] = [iteration]
@@ -88,18 +93,11 @@ class GrowingArrays:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+            self._file = None
 
-    def _started(self, row: NDArray[Any], num_kept: int) -> io.FileIO:
-        """Write the file anew, with the found rows that are kept and one row after them."""
-        kept = b"" if self._found is None else self._found[:num_kept].tobytes()
-        with written_file(self._path, "record_dir") as partial:
-            partial.write_bytes(_header(row.dtype, num_kept + 1) + kept + row.tobytes())
-        self.close()
-        self._found = None
-        return io.FileIO(self._path, "r+b")
-
-    def _add(self, file: io.FileIO, row: NDArray[Any], num_kept: int) -> None:
+    def _add(self, row: NDArray[Any], num_kept: int) -> None:
         """Write a row after the kept ones. The header counts a row only while it is complete."""
+        self._file = file = self._file or io.FileIO(self._path, "r+b")
         end = len(_header(row.dtype, num_kept)) + num_kept * row.nbytes
         if num_kept < len(self._iterations):
             os.pwrite(file.fileno(), _header(row.dtype, num_kept), 0)
@@ -138,34 +136,27 @@ def read_arrays(
         rows = npy_format.open_memmap(path, mode="r")
         if rows.dtype.names is None or rows.ndim != 1:
             raise ValueError("the file has no rows of named arrays of numbers")
-        wanted = {_ITERATIONS: 1, _LAYERS: 2, **num_dimensions}
+        wanted = {_LAYERS: 2, _ITERATIONS: 1, **num_dimensions}
         for name in wanted.keys() - rows.dtype.names - set(optional):
             raise ValueError(f"got no array {name}; found: {', '.join(rows.dtype.names)}")
-        found = {
-            name: _checked(name, rows[name], wanted[name]) for name in wanted if name in rows.dtype.names
-        }
+        found = {name: np.array(rows[name]) for name in wanted if name in rows.dtype.names}
+        num_layers = found[_LAYERS].shape[-1]
+        for name, array in found.items():
+            if array.ndim != wanted[name] or 0 in array.shape or array.shape[1:2] not in ((), (num_layers,)):
+                raise ValueError(
+                    f"{name} has shape {array.shape}, wanted {wanted[name]} dimensions, none of them empty, "
+                    f"and {num_layers} layers"
+                )
+            if array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64):
+                raise ValueError(f"{name} has data type {array.dtype}, wanted int64 or smaller")
+            if array.min() < 0:
+                raise ValueError(f"{name} has negative numbers")
         if np.any(found[_LAYERS] != found[_LAYERS][0]):
             raise ValueError("the layers differ between iterations")
         found[_LAYERS] = found[_LAYERS][0]
         for name in (_ITERATIONS, _LAYERS):
             if np.any(np.diff(found[name]) <= 0):
                 raise ValueError(f"{name} are not ascending")
-        for name, array in found.items():
-            if array.ndim > 1 and array.shape[1] != len(found[_LAYERS]):
-                raise ValueError(f"{name} has shape {array.shape}, wanted {len(found[_LAYERS])} layers")
         return found
     except Exception as error:  # damaged files raise many kinds of errors in numpy
         raise unreadable(path, error) from None
-
-
-def _checked(name: str, array: NDArray[Any], num_dimensions: int) -> NDArray[Any]:
-    """Return one array of a file in memory of its own."""
-    if array.ndim != num_dimensions or 0 in array.shape:
-        raise ValueError(
-            f"{name} has shape {array.shape}, wanted {num_dimensions} dimensions, none of them empty"
-        )
-    if array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64):
-        raise ValueError(f"{name} has data type {array.dtype}, wanted int64 or smaller")
-    if array.min() < 0:
-        raise ValueError(f"{name} has negative numbers")
-    return np.array(array)

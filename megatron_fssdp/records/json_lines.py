@@ -1,12 +1,11 @@
 """Files of JSON lines that grow with a run: a killed run loses at most the line that it was writing."""
 
-import json
-import math
 import os
-from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import to_json
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import parse_record
@@ -40,9 +39,9 @@ class JsonLinesWriter:
             ConfigurationError: The file cannot be written, for example because the disk is full. The file is
                 unchanged.
         """
-        line = json.dumps(without_nan(asdict(record)), allow_nan=False) + "\n"
+        line = to_json(record, inf_nan_mode="null") + b"\n"
         try:
-            write_at_end(self._file, self._file.seek(0, os.SEEK_END), line.encode())
+            write_at_end(self._file, self._file.seek(0, os.SEEK_END), line)
         except OSError as error:
             raise cannot_write(self._path, "record_dir", error) from None
 
@@ -96,14 +95,3 @@ def unreadable(path: Path, error: Exception) -> ConfigurationError:
     return ConfigurationError(
         f"{path}: damaged, incomplete or not a record of a run ({reason}); record the run again"
     )
-
-
-def without_nan(value: Any) -> Any:
-    """Return plain values with None in place of every number that JSON does not support (NaN, infinity)."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(inner) for inner in value]
-    return value

@@ -40,32 +40,17 @@ class RecordedLoads:
     by_devices_ILD: NDArray[np.int64] | None = None
 
     def of_iterations(self, chosen: slice) -> "RecordedLoads":
-        """Return the loads of some iterations. Every array that has iterations is sliced here and only here.
-
-        Args:
-            chosen: Positions of the iterations, such as ``slice(-60, None)`` for the last 60.
-        """
-        found: dict[str, Any] = {
-            name: array[chosen]
-            for name, array in vars(self).items()
-            if name != "layers" and array is not None
-        }
+        """Return the loads of some positions of iterations, such as ``slice(-60, None)`` for the last 60."""
+        known = {name: array for name, array in vars(self).items() if array is not None and name != "layers"}
+        found: dict[str, Any] = {name: array[chosen] for name, array in known.items()}
         return replace(self, **found)
 
 
 class LoadsWriter(GrowingArrays):
-    """Adds router counts to ``loads.npy``, one iteration at a time.
-
-    Args:
-        record_dir: Folder of the run.
-        layers: Megatron's number of each recorded layer, in order.
-    """
+    """Adds router counts to ``loads.npy`` in the folder of a run, one iteration at a time."""
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
-        path = Path(record_dir) / LOADS_FILE
-        if path.exists():
-            read_loads(record_dir)  # refuses a damaged file before the training
-        super().__init__(path, layers)
+        super().__init__(Path(record_dir) / LOADS_FILE, layers, read_loads)
 
     def append(
         self,

@@ -18,19 +18,15 @@ Loss = Annotated[float, BeforeValidator(lambda loss: math.nan if loss is None el
 
 @dataclass(frozen=True)
 class PassMetrics:
-    """Seconds of the forward or the backward passes of one MoE layer in one iteration, means over the ranks.
+    """Seconds of the forward or backward passes of an MoE layer in an iteration, means over the ranks.
 
-    The parts do not include waits for replicas' weights and gradients. A recomputed forward pass counts as
-    backward pass.
+    Waits for replicas are not included. A recomputed forward pass counts as backward pass.
 
     Attributes:
-        other_s: From the beginning of the transformer layer to the dispatch: attention, the gate, and shared
-            experts that do not overlap.
-        dispatch_s: From the exchange of counts to the sorted rows. Under the smart schedule this includes the
-            combine.
+        other_s: Before the dispatch: attention, the gate, and shared experts that do not overlap.
+        dispatch_s: From the exchange of counts to the sorted rows. The smart schedule's has the combine.
         experts_s: The experts' compute.
-        combine_s: From the experts' results to the layer's output. This includes the wait for the rank whose
-            experts take longest.
+        combine_s: From the experts' results to the layer's output, with the wait for the slowest rank.
         experts_slowest_s: The experts' compute on the rank where it takes longest.
     """
 
@@ -53,21 +49,19 @@ class LayerMetrics:
         spag_bytes: Bytes that SparseAllGather moved, over all devices.
         sprs_bytes: Bytes that SparseReduceScatter moved, over all devices.
         cross_node_tokens: Number of dispatched tokens whose expert was on another node.
-        spag_s: Seconds of SparseAllGather on device 0 of each expert-parallel group (not on the slowest
-            device), averaged over the groups.
+        spag_s: Seconds of SparseAllGather on device 0 of each expert-parallel group, mean over the groups.
         spag_exposed_s: The part of ``spag_s`` in which the device's compute waited for the transfer.
         sprs_s: Seconds of SparseReduceScatter, measured like ``spag_s``.
         sprs_exposed_s: The part of ``sprs_s`` in which the device's compute waited for the transfer.
         load_similarity: Share of the load that is on the same experts as in the iteration recorded before
             (Pro-Prophet's locality). None in the first iteration.
-        balance_ratio: Standard deviation of the device loads under plain expert parallelism, divided by the
-            one under the placement that was used (Pro-Prophet's RB). None if the latter is 0.
+        balance_ratio: Standard deviation of the device loads under plain expert parallelism over the one
+            under the placement that was used (Pro-Prophet's RB). None if the latter is 0.
         schedule: Order of the collectives in the last forward pass (Parm's schedules).
-        schedule_predicted_s: Modelled seconds of a forward pass's collectives, by schedule, if several
-            schedules were compared.
+        schedule_predicted_s: Modelled seconds of a forward pass's collectives, by compared schedule.
         strategy: Strategy that ``auto`` selected for the layer. None under other strategies.
         forward: Seconds of the parts of the forward passes. None if they were not measured.
-        backward: Seconds of the parts of the backward passes. None if they were not measured.
+        backward: The same of the backward passes.
     """
 
     layer: Count
@@ -114,10 +108,9 @@ class RunSession:
 
     @property
     def shared_cores(self) -> str:
-        """Statement that ranks share cores, such as ``4 ranks share 2 cores``. Empty if they do not.
+        """Statement such as ``4 ranks share 2 cores``; then, speed says nothing about ranks with own devices.
 
-        With fewer cores than ranks, a rank with little work lends its core to a busy one. Then balanced loads
-        save no time, and the speed says nothing about a machine where every rank has a device of its own.
+        It is empty otherwise. A rank with little work lends its core to a busy one, so balance saves no time.
         """
         if not 0 < self.cores < self.ranks:
             return ""
@@ -139,11 +132,6 @@ class SeenGain:
     before_s: _Figure
     after_s: _Figure
     is_slower: bool
-
-    @property
-    def seen_s(self) -> float:
-        """Seconds by which the median iteration became shorter."""
-        return self.before_s - self.after_s
 
 
 @dataclass(frozen=True)
@@ -176,22 +164,17 @@ class IterationMetrics:
         iteration_s: Duration of the iteration in wall-clock seconds.
         tokens_per_s: Tokens of the global batch per second.
         layers: Metrics of the MoE layers, in order.
-        resharded_experts: Number of experts whose owner or slot changed before the iteration, over all
-            pipeline stages. 0 if no re-shard happened.
+        resharded_experts: Number of experts whose owner or slot changed before the iteration.
         reshard_bytes: Bytes that the re-shard moved between devices, over all devices.
-        reshard_s: Seconds of the re-shard on device 0 of the slowest expert-parallel group. Part of
-            ``iteration_s``.
-        passes_s: Seconds of forward and backward passes on global rank 0, including the reduction of
-            gradients. Part of ``iteration_s``. 0 if it was not recorded.
-        rank_peak_bytes: Peak memory of each global rank so far, in bytes. Empty if it was not recorded in
-            this iteration.
-        rank_memory: Kind of memory of ``rank_peak_bytes``: ``allocated`` by torch on the GPU, or ``resident``
-            in the host's memory, libraries included.
-        flops: Floating-point operations of the iteration over all devices, by Megatron's own formula, which
-            counts those of the model and no recomputation. 0 if they were not recorded.
+        reshard_s: Seconds of the re-shard, part of ``iteration_s``, on device 0 of the slowest group.
+        passes_s: Seconds of forward and backward passes with the reduction of gradients, part of
+            ``iteration_s``, on global rank 0. 0 if it was not recorded.
+        rank_peak_bytes: Peak memory of each global rank so far, in bytes. Empty if it was not recorded.
+        rank_memory: ``allocated`` by torch on the GPU, or ``resident`` in the host's memory with libraries.
+        flops: Floating-point operations over all devices, by Megatron's own formula, which counts those of
+            the model and no recomputation. 0 if they were not recorded.
         session: The start of the training, in its first iteration. None in all others.
-        selections: What ``auto`` selected before the iteration, one for each pipeline stage that reconsidered
-            its strategies.
+        selections: What ``auto`` selected before the iteration, for each pipeline stage that reconsidered.
     """
 
     iteration: Count

@@ -59,18 +59,14 @@ class MetricsTail:
         whole = content[: content.rfind(b"\n") + 1]
         self._position += len(whole)
         records = []
-        for line in whole.decode("utf-8", errors="replace").splitlines():
+        for line in whole.splitlines():
             with suppress(ValueError):
                 records.append(parse_record(IterationMetrics, line))
         return records
 
 
 def append_evaluation(record_dir: Path, evaluation: Evaluation) -> None:
-    """Add an evaluation to the file of a run.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
+    """Add an evaluation to the file of a run, or raise a ConfigurationError if it cannot be written."""
     with closing(JsonLinesWriter(record_dir / EVALUATIONS_FILE)) as lines:
         lines.append(evaluation)
 
@@ -82,12 +78,9 @@ def read_evaluations(record_dir: Path) -> tuple[Evaluation, ...]:
         ConfigurationError: The file cannot be read, or a line is damaged.
     """
     path = record_dir / EVALUATIONS_FILE
-    found: list[Evaluation] = []
+    found: dict[tuple[int, str], Evaluation] = {}
     for new in read_json_lines(path, Evaluation) if path.exists() else ():
-        found = [
-            old
-            for old in found
-            if old.iteration < new.iteration or (old.iteration == new.iteration and old.data != new.data)
-        ]
-        found.append(new)
-    return tuple(found)
+        found = {key: old for key, old in found.items() if key[0] <= new.iteration}
+        found.pop((new.iteration, new.data), None)
+        found[new.iteration, new.data] = new
+    return tuple(found.values())

@@ -16,8 +16,8 @@ from megatron_fssdp.records.json_lines import unreadable
 
 PLACEMENTS_FILE = "placements.npy"
 
-_OWNED, _PRESENT = "owned_bits", "present_bits"
-_EP_TOKENS, _TOKENS = "ep_tokens_ILD", "tokens_ILD"
+_ARRAYS = {"owned_bits": 4, "present_bits": 4, "ep_tokens_ILD": 3, "tokens_ILD": 3}
+"""Number of dimensions of each array in the file. Bits of devices are packed into bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,18 +50,10 @@ class RecordedPlacements:
 
 
 class PlacementsWriter(GrowingArrays):
-    """Adds placements to ``placements.npy``, with one bit for each expert and device.
-
-    Args:
-        record_dir: Folder of the run.
-        layers: Megatron's number of each recorded layer, in order.
-    """
+    """Adds placements to ``placements.npy`` of a run, with one bit for each expert and device."""
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
-        path = Path(record_dir) / PLACEMENTS_FILE
-        if path.exists():
-            read_placements(record_dir)  # refuses a damaged file before the training
-        super().__init__(path, layers)
+        super().__init__(Path(record_dir) / PLACEMENTS_FILE, layers, read_placements)
 
     def append(
         self,
@@ -72,13 +64,9 @@ class PlacementsWriter(GrowingArrays):
         tokens_LD: NDArray[Any],
     ) -> None:
         """Add an iteration (:class:`RecordedPlacements`). Entries from it on are dropped first."""
-        entry: dict[str, NDArray[Any]] = {
-            _OWNED: np.packbits(owned_LED, axis=-1),
-            _PRESENT: np.packbits(present_LED, axis=-1),
-            _EP_TOKENS: np.array(ep_tokens_LD, dtype=np.int64),
-            _TOKENS: np.array(tokens_LD, dtype=np.int64),
-        }
-        self.append_row(iteration, entry)
+        bits = np.packbits(owned_LED, axis=-1), np.packbits(present_LED, axis=-1)
+        tokens = np.array(ep_tokens_LD, dtype=np.int64), np.array(tokens_LD, dtype=np.int64)
+        self.append_row(iteration, dict(zip(_ARRAYS, (*bits, *tokens), strict=True)))
 
 
 def read_placements(record_dir: Path | str) -> RecordedPlacements:
@@ -88,19 +76,22 @@ def read_placements(record_dir: Path | str) -> RecordedPlacements:
         ConfigurationError: The file is missing or damaged, or does not hold placements.
     """
     path = Path(record_dir) / PLACEMENTS_FILE
-    arrays = read_arrays(path, {_OWNED: 4, _PRESENT: 4, _EP_TOKENS: 3, _TOKENS: 3})
-    bits = arrays.pop(_OWNED), arrays.pop(_PRESENT)
-    num_devices = arrays[_TOKENS].shape[-1]
+    arrays = read_arrays(path, _ARRAYS)
+    owned, present = arrays.pop("owned_bits"), arrays.pop("present_bits")
+    num_devices = arrays["tokens_ILD"].shape[-1]
     try:
-        if bits[0].shape != bits[1].shape or bits[0].shape[-1] != -(-num_devices // 8):
+        if owned.shape != present.shape or owned.shape[-1] != -(-num_devices // 8):
             raise ValueError(
-                f"{_OWNED} has shape {bits[0].shape} and {_PRESENT} {bits[1].shape} for {num_devices} devices"
+                f"owned_bits has shape {owned.shape}, present_bits {present.shape} for {num_devices} devices"
             )
-        if arrays[_EP_TOKENS].shape != arrays[_TOKENS].shape:
-            raise ValueError(f"{_EP_TOKENS} and {_TOKENS} have different shapes")
-        owned, present = (np.unpackbits(one, axis=-1, count=num_devices).astype(np.bool_) for one in bits)
+        if arrays["ep_tokens_ILD"].shape != arrays["tokens_ILD"].shape:
+            raise ValueError("ep_tokens_ILD and tokens_ILD have different shapes")
         if np.any(owned & ~present):
             raise ValueError("an expert is not present on its owner")
     except ValueError as error:
         raise unreadable(path, error) from None
-    return RecordedPlacements(owned, present, **arrays)
+    arrays |= {
+        "owned_ILED": np.unpackbits(owned, axis=-1, count=num_devices).astype(np.bool_),
+        "present_ILED": np.unpackbits(present, axis=-1, count=num_devices).astype(np.bool_),
+    }
+    return RecordedPlacements(**arrays)

@@ -6,7 +6,6 @@ Shape letters: I iterations, L MoE layers.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,29 +80,23 @@ class RecordedRun:
         """
         found: dict[str, NDArray[Any]] = {
             "iterations": np.array([record.iteration for record in self.metrics]),
-            "layers": np.array([layer.layer for layer in self.metrics[0].layers], dtype=np.int64),
+            "layers": np.array(self.layers, dtype=np.int64),
         }
         for name in _OF_ITERATIONS:
             found[f"{name}_I"] = np.array([getattr(record, name) for record in self.metrics], float)
         for name in _OF_LAYERS:
-            found[f"{name}_IL"] = self._of_layers(attrgetter(name))
-        for which in ("forward", "backward"):
-            for part in fields(PassMetrics):
-                found[f"{which}_{part.name}_IL"] = self._of_layers(attrgetter(f"{which}.{part.name}"))
+            numbers = [[getattr(layer, name) for layer in record.layers] for record in self.metrics]
+            found[f"{name}_IL"] = np.array(numbers, float)
+        for which in ("forward", "backward"):  # None where the parts of a layer's passes were not measured
+            parts = [[getattr(layer, which) for layer in record.layers] for record in self.metrics]
+            for field in fields(PassMetrics):
+                seconds = [[getattr(one, field.name, None) for one in record] for record in parts]
+                found[f"{which}_{field.name}_IL"] = np.array(seconds, float)
         for name, record in (("loads", self.loads), ("placements", self.placements)):
             for array, values in {} if record is None else vars(record).items():
                 if values is not None:
                     found[f"{name}.{array}"] = values
         return found
-
-    def _of_layers(self, number: Callable[[LayerMetrics], float | None]) -> NDArray[np.float64]:
-        def known(layer: LayerMetrics) -> float | None:
-            try:
-                return number(layer)
-            except AttributeError:  # the parts of this layer's passes were not measured
-                return None
-
-        return np.array([[known(layer) for layer in record.layers] for record in self.metrics], float)
 
     @property
     def iterations(self) -> NDArray[np.int64]:
@@ -124,10 +117,6 @@ class RecordedRun:
     def load_IL(self) -> NDArray[np.float64]:
         """Max/mean device load under the placement that was used, float64 ``[I, L]``."""
         return self.arrays["load_max_over_mean_IL"]
-
-    def total(self, name: str) -> float:
-        """Return the sum of a field of ``LayerMetrics`` over layers and iterations."""
-        return float(self.arrays[f"{name}_IL"].sum())
 
 
 def load(run: Path | str) -> RecordedRun:

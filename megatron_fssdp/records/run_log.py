@@ -1,16 +1,13 @@
 """Reads what a run's log says about its memory and about the ends of its starts."""
 
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 LOG_FILE = "log.txt"
+_MEMORY_MARK = "[fssdp] memory of a rank: "
 STOP_MARK = "[fssdp] stopped after iteration"
 """Begin of the line that the command line writes when the ranks end before the run is complete."""
-
-_ACCOUNTED = re.compile(rb"\[fssdp\] memory of a rank: ([^\r\n]+)")
-_STOPPED = re.compile(re.escape(STOP_MARK).encode() + rb" ([^\r\n]+)")
 
 
 class RunLog(NamedTuple):
@@ -29,11 +26,11 @@ class RunLog(NamedTuple):
 def read_log(record_dir: Path) -> RunLog:
     """Read the log of a run. A log that is missing or cannot be read states nothing."""
     accounted, stops = "", []
-    with suppress(OSError), (record_dir / LOG_FILE).open("rb") as lines:
+    with suppress(OSError), (record_dir / LOG_FILE).open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             # The last statement counts, because measured limits are known only after some iterations.
-            if found := _ACCOUNTED.search(line):
-                accounted = found[1].decode(errors="replace")
-            elif found := _STOPPED.search(line):
-                stops.append(found[1].decode(errors="replace"))
+            _, stated, words = line.partition(_MEMORY_MARK)
+            accounted = words.strip() if stated else accounted
+            _, stopped, words = line.partition(STOP_MARK)
+            stops += [words.strip()] if stopped else []
     return RunLog(accounted, tuple(stops))

@@ -17,8 +17,12 @@ RECORDED_RUN_HEADER = "# What this run was started with; `megatron-fssdp train` 
 
 _HEADER = "# What Megatron's arguments say about this run. Reports and the simulator read it.\n"
 _MOST_NAMED = 4
-_DATA_PATH = "data.path"
 _SCHEDULE = ("train_iters", "lr", "min_lr", "lr_decay_style", "lr_warmup_iters")
+_DECIDES = {
+    **{"model": "model", "data": "data", "training.global_batch_size": "data"},
+    **{f"training.{name}": "learning-rate schedule" for name in _SCHEDULE},
+}
+"""What a setting, or all settings of a section, decide about the loss."""
 
 
 def write_recorded_settings(record_dir: Path, run: RunConfig | None, strategy: Mapping[str, Any]) -> bool:
@@ -69,56 +73,40 @@ def flat_settings(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the settings in which runs differ.
+    """Return the settings in which runs differ: the value in each run as text, by dotted key.
 
-    Args:
-        settings: Settings of each run by dotted key. A run without settings counts as equal.
-
-    Returns:
-        The value in each run as text, by dotted key. ``–``: not set or unknown.
+    ``–`` is not set or unknown. A run without any settings counts as equal.
     """
     known = [one for one in settings if one]
-    differing = [key for key in dict.fromkeys(key for one in known for key in one) if _differs(key, known)]
-    if _DATA_PATH in differing and _is_same_data([one.get(_DATA_PATH) for one in known]):
-        differing.remove(_DATA_PATH)
-    return {key: tuple(_text(one.get(key)) for one in settings) for key in differing}
+    found = {}
+    for key in dict.fromkeys(key for one in known for key in one):
+        # A missing key stands for Megatron's default, unless the whole section is unknown.
+        section, _, argument = key.partition(".")
+        option = options().get(argument)
+        default = plain(option.default) if option else None
+        values = [
+            one.get(key, default) for one in known if any(name.partition(".")[0] == section for name in one)
+        ]
+        if any(value != values[0] for value in values) and not (key == "data.path" and _is_same_data(values)):
+            found[key] = tuple(_text(one.get(key)) for one in settings)
+    return found
 
 
 def loss_obstacle(settings: Sequence[Mapping[str, Any]]) -> str:
     """Return why the losses of runs cannot be compared, with the settings that differ. Empty if they can.
 
     Losses can be compared if the runs train the same model with the same batches and the same learning rates.
-
-    Args:
-        settings: Settings of each run by dotted key.
     """
     differing = differing_settings(settings)
-    kinds = {key: kind for key in differing if (kind := _kind(key))}
+    kinds = {
+        key: kind for key in differing if (kind := _DECIDES.get(key) or _DECIDES.get(key.partition(".")[0]))
+    }
     if not kinds:
         return ""
     named = [f"{key} {' and '.join(differing[key])}" for key in list(kinds)[:_MOST_NAMED]]
     if len(kinds) > _MOST_NAMED:
         named.append(f"and {len(kinds) - _MOST_NAMED} more")
     return f"different {' and '.join(dict.fromkeys(kinds.values()))} ({', '.join(named)})"
-
-
-def _kind(key: str) -> str:
-    """Return what a setting decides about the loss, or an empty string."""
-    section, _, name = key.partition(".")
-    if section == "model":
-        return "model"
-    if section == "data" or key == "training.global_batch_size":
-        return "data"
-    return "learning-rate schedule" if section == "training" and name in _SCHEDULE else ""
-
-
-def _differs(key: str, known: Sequence[Mapping[str, Any]]) -> bool:
-    # A missing key stands for Megatron's default, unless the whole section is unknown.
-    section, _, name = key.partition(".")
-    option = options().get(name)
-    default = plain(option.default) if option else None
-    values = [one.get(key, default) for one in known if any(key.partition(".")[0] == section for key in one)]
-    return any(value != values[0] for value in values)
 
 
 def _is_same_data(paths: Sequence[Any]) -> bool:

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
+from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.colours import TIME_PARTS
 
 GREY = "#8A8F98"
@@ -62,9 +63,9 @@ def binned(
     return middles.astype(np.float32), means.astype(np.float32)
 
 
-def bin_words(num_iterations: int, most: int = _MOST_POINTS) -> list[str]:
-    """Return a sentence on the size of bins, or nothing if each bin holds one iteration."""
-    width = -(-num_iterations // most)
+def bin_words(lines: Sequence[Line]) -> list[str]:
+    """Return a sentence on the size of the largest bins, or nothing if each bin holds one iteration."""
+    width = -(-max(len(line.iterations) for line in lines) // _MOST_POINTS)
     return [f"Each point is the mean of {width} iterations."] if width > 1 else []
 
 
@@ -117,49 +118,46 @@ def time_bars(title: str, parts_s: Mapping[str, Mapping[str, float]]) -> go.Figu
     return figure
 
 
-def even_line(figure: go.Figure) -> None:
-    """Add a horizontal line at 1, where all devices have the same load."""
-    figure.add_hline(y=1, line={"color": GREY, "width": 1})
+def device_loads(title: str, lines: Sequence[Line]) -> go.Figure:
+    """Return curves of max/mean device loads, with a line at 1, where all devices have the same load."""
+    figure = curves(title, "max / mean device load", lines, ".2f", 340)
+    return figure.add_hline(y=1, line={"color": GREY, "width": 1})
 
 
 def layer_loads(
     title: str, iterations_I: NDArray[np.int64], layers: Sequence[int], loads: Mapping[str, NDArray[Any]]
 ) -> go.Figure:
     """Return heat maps side by side, by their headings: max/mean device loads, float64 ``[I, L]``."""
-    figure = _heat_maps(
-        title, iterations_I, loads, ("layer", [str(layer) for layer in layers]), "max / mean", _MOST_POINTS
-    )
+    names = [str(layer) for layer in layers]
+    figure = _heat_maps(title, iterations_I, loads, "layer", "max / mean", _MOST_POINTS, names)
     return figure.update_layout(height=175 + min(420, 24 * len(layers)))
 
 
-def expert_loads(
-    title: str,
-    iterations_I: NDArray[np.int64],
-    layers: Sequence[int],
-    load_ILE: NDArray[Any],
-    num_figures: int,
-) -> go.Figure:
-    """Return one heat map for each layer: the load of every expert over an even share."""
-    num_layers, num_experts = load_ILE.shape[1:]
-    room = _MOST_CELLS // (num_layers * num_experts * num_figures)
-    maps = {f"layer {layer}": load_ILE[:, i] for i, layer in enumerate(layers)}
+def expert_loads(title: str, loads: RecordedLoads, num_figures: int = 1) -> go.Figure:
+    """Return one heat map for each layer: the load of every expert over an even share.
+
+    ``num_figures`` is the number of such figures on the page, which share the room for cells.
+    """
+    load_ILE = relative_load_ILE(loads.counts_ILDE)
+    room = _MOST_CELLS // (load_ILE[0].size * num_figures)
+    maps = {f"layer {layer}": load_ILE[:, i] for i, layer in enumerate(loads.layers)}
     most = max(24, min(_MOST_COLUMNS, room))
-    return _heat_maps(title, iterations_I, maps, ("expert", None), "× even share", most)
+    return _heat_maps(title, loads.iterations, maps, "expert", "× even share", most)
 
 
 def _heat_maps(
     title: str,
     iterations_I: NDArray[np.int64],
     maps: Mapping[str, NDArray[Any]],
-    rows: tuple[str, list[str] | None],
+    y_title: str,
     unit: str,
     most: int,
+    names: list[str] | None = None,
 ) -> go.Figure:
     """Return heat maps over iterations, by their headings, with one scale on which 1 is even.
 
-    ``rows`` is the title of the vertical axes, with the names of the rows if they are no numbers.
+    ``names`` are those of the rows if they are no numbers.
     """
-    y_title, names = rows
     num_columns = min(len(maps), 2 if len(maps) <= 4 else 3)
     num_rows = -(-len(maps) // num_columns)
     found = {heading: binned(iterations_I, values, most) for heading, values in maps.items()}

@@ -17,28 +17,13 @@ type Part = go.Figure | Table | str
 """What a section shows: a figure, a table or a small note."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A run or a strategy that a page is about, with its colour in all figures and a few words."""
-
-    name: str
-    colour: str
-    line: str = ""
-
-
 @dataclass(frozen=True, eq=False)
 class Section:
-    """One section of a page.
+    """One section of a page."""
 
-    Attributes:
-        title: Title of the section. The words before a colon or comma stand in the page's navigation.
-        sentence: How to read the section; in a section without parts, why there is nothing to show.
-        parts: Figures, tables and small notes, from top to bottom.
-    """
-
-    title: str
-    sentence: str
-    parts: Sequence[Part] = ()
+    title: str  # the words before a colon or comma stand in the page's navigation
+    sentence: str  # how to read the section, or why there is nothing to show
+    parts: Sequence[Part] = ()  # from top to bottom
 
     @property
     def short_title(self) -> str:
@@ -58,28 +43,19 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """All that a page shows.
+    """All that a page shows."""
 
-    Attributes:
-        kind: What the page is, such as ``report``.
-        title: Title of the page.
-        sentence: The result in one sentence.
-        subjects: Runs or strategies with their colours.
-        sections: Sections, from top to bottom.
-    """
-
-    kind: str
+    kind: str  # what the page is, such as "report"
     title: str
-    sentence: str
-    subjects: Sequence[Subject]
-    sections: Sequence[Section]
+    sentence: str  # the result
+    subjects: Sequence[tuple[str, str, str]]  # name, colour in all figures, and words on a run or strategy
+    sections: Sequence[Section]  # from top to bottom
 
     @property
     def html(self) -> str:
         """The page as HTML text that needs no other file and no network."""
         loader = PackageLoader("megatron_fssdp.report", ".")
         environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-        environment.tests["figure"] = lambda part: isinstance(part, go.Figure)
         figures = [part for section in self.sections for part in section.parts if isinstance(part, go.Figure)]
         data = f"[{','.join(figure.to_json(validate=False) for figure in figures)}]"
         return environment.get_template("page.html.j2").render(

@@ -10,17 +10,11 @@ from rich.table import Table as TerminalTable
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text.
-
-    Attributes:
-        header: Names of the columns.
-        rows: Cells of each row. The first cell is the row's name.
-        prose: Names of the columns that hold words. All columns but the first hold numbers otherwise.
-    """
+    """A table of text."""
 
     header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    prose: frozenset[str] = frozenset()
+    rows: tuple[tuple[str, ...], ...]  # the first cell is the row's name
+    prose: frozenset[str] = frozenset()  # columns after the first that hold words instead of numbers
 
     def columns(self, *wanted: int) -> "Table":
         """Return a table of some of the columns, by their positions."""

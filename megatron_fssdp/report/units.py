@@ -1,5 +1,7 @@
 """Numbers as text, in the unit in which they are at least 1."""
 
+from functools import partial
+
 Units = tuple[tuple[float, str], ...]
 """Size and name of each unit, the largest first."""
 
@@ -8,6 +10,7 @@ TRAFFIC: Units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 MEMORY: Units = ((2.0**30, "GiB"), (2.0**20, "MiB"))
 SECONDS: Units = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+PARAMETERS: Units = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 FLOPS: Units = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1, "FLOP/s"))
 
 
@@ -23,21 +26,7 @@ def in_units(value: float, units: Units) -> str:
     return f"{number:,.0f} {word}" if abs(number) >= 100 else f"{number:.3g} {word}"
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Return bytes that travel as text."""
-    return in_units(num_bytes, TRAFFIC)
-
-
-def format_memory(num_bytes: float) -> str:
-    """Return bytes of memory as text."""
-    return in_units(num_bytes, MEMORY)
-
-
-def format_seconds(seconds: float) -> str:
-    """Return seconds as text; no seconds are ``0 ms``."""
-    return in_units(seconds, SECONDS) if seconds else "0 ms"
-
-
-def format_flops(flops_per_s: float) -> str:
-    """Return floating-point operations per second as text."""
-    return in_units(flops_per_s, FLOPS)
+format_bytes = partial(in_units, units=TRAFFIC)
+format_memory = partial(in_units, units=MEMORY)
+format_seconds = partial(in_units, units=SECONDS)
+format_flops = partial(in_units, units=FLOPS)

@@ -1,9 +1,28 @@
+import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 from megatron_fssdp.cli import app
 from megatron_fssdp.launch.rank_command import RankCommand
+
+
+@pytest.fixture
+def held():
+    """Holds a folder in another process, as a run in progress does; gives this process's number."""
+
+    @contextmanager
+    def hold(folder):
+        code = "import pathlib, sys, time; from megatron_fssdp.config import run_lock\n"
+        code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(120)"
+        words = [sys.executable, "-c", code, str(folder)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout.readline() == "held\n"
+            yield other.pid
+            other.kill()
+
+    return hold
 
 
 @pytest.fixture

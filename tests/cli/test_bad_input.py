@@ -56,7 +56,7 @@ SIMULATE = (
     *("simulate", "--loads", "done", "--cluster", "cluster.yaml", "--cluster-set", "devices_per_node=2"),
     *("--model", "run.yaml", "--out", "new", "--no-break-even", "--no-plots"),
 )
-ROOFLINE = ("roofline", "done", "--cluster", "cluster.yaml", "--cluster-set", "devices_per_node=2")
+ONE_RANK = ("--set", "parallelism.expert_model_parallel_size=1")
 REPORT = ("report", "done")
 PROFILE = ("profile", "--nproc", 2, "--out", "new.yaml", "--model", "run.yaml")
 BUILD = ("data", "build", "text.txt", "--out", "new", "--tokenizer", "bytes")
@@ -70,7 +70,6 @@ READERS: list[tuple[tuple[object, ...], str]] = [
     (PROFILE, "run.yaml"),
     (SIMULATE, "cluster.yaml"),
     (SIMULATE, "done/loads.npy"),
-    (ROOFLINE, "done/loads.npy"),
     (REPORT, "done/metrics.jsonl"),
 ]
 
@@ -104,7 +103,13 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         (("doctor", "--config", "nowhere.yaml"), "nowhere.yaml: no such file"),
         ((*SIMULATE, "--loads", "nowhere"), "or give the folder of a run"),
         ((*SIMULATE, "--cluster", "nowhere"), "unknown cluster"),
-        (("roofline", "nowhere", "--cluster", "cluster.yaml"), "nowhere"),
+        ((*SIMULATE, "--loads", "W33"), "did you mean 'W3'"),
+        ((*SIMULATE, "--strategies", "ep,fsdp"), "did you mean 'fssdp'"),
+        ((*SIMULATE, "--set", "model.num_experts=null", *ONE_RANK), "num_experts"),
+        (("report", "nowhere"), "no such file"),
+        (("report", "done/metrics.jsonl"), "metrics.jsonl: is a file, wanted the folder of a run"),
+        (("compare", "done", "done/../done"), "got the same run twice"),
+        ((*REPORT, "--cluster", "nowhere"), "unknown cluster"),
         (("report", "done", "--out", "run.yaml/below.html"), "run.yaml: is not a folder"),
         (("report", "done", "--out", "done"), "--out done: is a folder, wanted a file"),
         (("configs", "nowhere.yaml"), "nowhere.yaml"),
@@ -114,7 +119,6 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         # outputs that cannot be written
         (train("--out", "run.yaml/below"), "run.yaml/below"),
         ((*SIMULATE, "--out", "run.yaml"), "--out run.yaml: is not a folder"),
-        ((*ROOFLINE, "--out", "run.yaml"), "--out run.yaml: is not a folder"),
         # outputs that are somebody else's
         ((*PROFILE, "--out", "cluster.yaml"), "cluster.yaml: exists, and this command did not write it"),
         (("report", "done", "--out", "text.txt"), "text.txt: exists, and this command did not write it"),
@@ -139,7 +143,6 @@ def test_wrong_arguments_give_one_line_and_change_nothing(
         (train("--out", "new"), 100),
         (SIMULATE, 100),
         (SIMULATE, 2000),
-        (ROOFLINE, 100),
         (REPORT, 1000),
         (BUILD, 100),
     ],

@@ -45,7 +45,7 @@ def test_every_problem_has_a_line_and_the_exit_code_says_so(doctor: Any) -> None
     lines = out.splitlines()
     assert sum(line.startswith("problem: ") for line in lines) == 2
     assert any(line.startswith("problem: torch: ") and "pip install 'torch>=2.6'" in line for line in lines)
-    assert lines[-1].startswith("2 problems")
+    assert lines[-1].startswith("problems: 2;")
 
 
 def test_json_has_stable_keys(doctor: Any, tmp_path: Path) -> None:

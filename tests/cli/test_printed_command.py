@@ -58,35 +58,6 @@ def test_bert_uses_its_own_script_and_sentence_data(printed, tmp_path):
     assert "--bert-no-binary-head" in printed(BERT, "--dry-run", *sets("model.bert_binary_head=false"))[1]
 
 
-@pytest.mark.parametrize(
-    ("config", "settings", "message"),
-    [
-        (BERT, ["data.tokenizer=bpe"], "set data.tokenizer to wordpiece"),
-        (TINY, ["data.tokenizer=wordpiece"], "set data.tokenizer to bpe"),
-        (BERT, ["model.position_embedding_type=none"], "learned_absolute or rope"),
-        (BERT, ["model.qk_layernorm=true"], "qk_layernorm"),
-        (BERT, ["model.rotary_base=50000"], "rotary_base: got 50000, wanted 10000"),
-        (
-            BERT,
-            ["parallelism.context_parallel_size=2", "parallelism.nproc_per_node=8"],
-            "context_parallel_size: got 2, wanted 1",
-        ),
-        (BERT, ["data.path={bpe}"], "wanted --tokenizer wordpiece for model.family bert"),
-        (TINY, ["data.path={wordpiece}"], "wanted --tokenizer bpe or bytes for model.family gpt"),
-    ],
-)
-def test_data_and_settings_that_a_model_family_lacks_are_refused(
-    command, tmp_path, config, settings, message
-):
-    folders = {kind: fake_data(tmp_path / kind, tokenizer=kind) for kind in ("bpe", "wordpiece")}
-    code, out, err = command(
-        "train", config, "--dry-run", *sets(*(one.format(**folders) for one in settings))
-    )
-    assert (code, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1
-
-
 def test_a_dry_run_of_a_resume_loads_the_checkpoint(command, printed, tmp_path):
     out = tmp_path / "x"
     asked = (TINY, "--out", out, "--iters", 50, "--dry-run", "--resume")
@@ -160,28 +131,60 @@ def test_words_after_two_dashes_are_settings(printed, tmp_path):
     assert value("--moe-layer-freq") == "[0,0,1,1]"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--hiden-size 3", "Megatron has no argument --hiden-size; did you mean --hidden-size?"),
-        ("--hidden-size x", "argument --hidden-size: invalid int value: 'x'"),
-        ("--hidden-size 30", "model.num_attention_heads 4 does not divide model.hidden_size"),
-        (
-            "--moe-strategy ep",
-            "Megatron has no argument --moe-strategy; options of megatron-fssdp stand before --",
-        ),
-        ("--moe-layer-freq [a", "argument --moe-layer-freq: invalid moe_freq_type value"),
-    ],
-)
-def test_wrong_words_after_two_dashes_are_refused_in_one_line(command, words, message):
-    code, out, err = command("train", TINY, "--dry-run", "--", *words.split())
-    assert (code, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1
-
-
 def test_a_short_run_has_a_short_warm_up(printed, tmp_path):
     (tmp_path / "run.yaml").write_text(f"include: [{TINY}]\ntraining: {{lr_warmup_iters: 10}}")
     for iterations, warm_up in ((3, "2"), (30, "10")):
         value = printed(tmp_path / "run.yaml", "--iters", iterations, "--dry-run")[2]
         assert value("--lr-warmup-iters") == warm_up
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--moe-strategy fsdp", "unknown MoE strategy 'fsdp'; did you mean 'fssdp'? known: none, ep, fssdp"),
+        ("--set model.num_expert=8", "--set model.num_expert=8: model: unknown key 'num_expert'; did"),
+        (
+            "--set model.num_experts=6",
+            "--set model.num_experts=6: parallelism.expert_model_parallel_size 4 does not divide",
+        ),
+        ("--nproc 6", "--nproc 6: parallelism.expert_model_parallel_size 4"),
+        ("--iters 0", "--iters 0: training.train_iters: got 0, wanted"),
+        ("--moe-strategy-set slots=two", "--moe-strategy-set slots=two: strategy"),
+        ("--moe-strategy none --moe-strategy-set slots=2", "no meaning under strategy 'none'"),
+        (
+            "--set parallelism.context_parallel_size=2 --set training.global_batch_size=8",
+            "Transformer Engine",
+        ),
+        # settings and data that a model family does not have
+        ("bert --set data.tokenizer=bpe", "set data.tokenizer to wordpiece"),
+        ("--set data.tokenizer=wordpiece", "set data.tokenizer to bpe"),
+        ("bert --set model.position_embedding_type=none", "learned_absolute or rope"),
+        ("bert --set model.qk_layernorm=true", "qk_layernorm"),
+        ("bert --set model.rotary_base=50000", "rotary_base: got 50000, wanted 10000"),
+        (
+            "bert --set parallelism.context_parallel_size=2 --set parallelism.nproc_per_node=8",
+            "context_parallel_size: got 2, wanted 1",
+        ),
+        ("bert --set data.path={bpe}", "wanted --tokenizer wordpiece for model.family bert"),
+        ("--set data.path={wordpiece}", "wanted --tokenizer bpe or bytes for model.family gpt"),
+        # words of Megatron
+        ("-- --hiden-size 3", "Megatron has no argument --hiden-size; did you mean --hidden-size?"),
+        ("-- --hidden-size x", "argument --hidden-size: invalid int value: 'x'"),
+        ("-- --hidden-size 30", "model.num_attention_heads 4 does not divide model.hidden_size"),
+        (
+            "-- --moe-strategy ep",
+            "Megatron has no argument --moe-strategy; options of megatron-fssdp stand before --",
+        ),
+        ("-- --moe-layer-freq [a", "argument --moe-layer-freq: invalid moe_freq_type value"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(command, arguments, message, tmp_path):
+    folders = {kind: fake_data(tmp_path / kind, tokenizer=kind) for kind in ("bpe", "wordpiece")}
+    words = arguments.format(**folders).split()
+    config = BERT if words[0] == "bert" else TINY
+    code, out, err = command("train", config, "--out", tmp_path / "x", "--dry-run", *words[config is BERT :])
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "x").exists()

@@ -1,8 +1,6 @@
 """`megatron-fssdp train` in a folder that has a run: refused, resumed, overwritten."""
 
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -78,14 +76,9 @@ def test_resume_as_another_model_is_refused(refused, out):
         assert "was started with" in err
 
 
-def test_a_live_run_is_left_alone(refused, out):
-    code = "import pathlib, sys, time; from megatron_fssdp.config import run_lock\n"
-    code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(120)"
-    with subprocess.Popen([sys.executable, "-c", code, out], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"
+def test_a_live_run_is_left_alone(refused, out, held):
+    with held(out) as process:
         (out / "metrics.jsonl").touch()
         for flag in ((), ("--overwrite",), ("--resume",)):
-            err = refused(*flag)
-            assert f"a run is in progress here (process {other.pid} on" in err
-        other.kill()
+            assert f"a run is in progress here (process {process} on" in refused(*flag)
     assert "already holds a run" in refused()

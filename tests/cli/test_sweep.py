@@ -191,16 +191,9 @@ def test_mistakes_are_found_before_the_first_run(sweep: Sweeping, old: str, new:
     assert "\n" not in str(caught.value)
 
 
-def test_two_sweeps_in_one_folder_exclude_each_other(sweep: Sweeping) -> None:
-    code = "import pathlib, sys, time; from megatron_fssdp.config import run_lock\n"
-    code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(120)"
-    words = [sys.executable, "-c", code, str(sweep.out)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(ConfigurationError, match="a run is in progress here"):
-            sweep()
-        other.kill()
+def test_two_sweeps_in_one_folder_exclude_each_other(sweep: Sweeping, held: Callable) -> None:
+    with held(sweep.out), pytest.raises(ConfigurationError, match="a run is in progress here"):
+        sweep()
 
 
 @pytest.mark.slow

@@ -105,8 +105,7 @@ def test_a_bert_trains_resumes_and_is_compared_and_simulated(
     log = (out / "log.txt").read_text()
     assert "sop loss" in log
     assert "validation loss at iteration 2" in log
-    command("compare", out, out)
-    assert (out / "comparison.html").is_file()
+    command("report", out)
     simulated = ("simulate", "--loads", out, "--cluster", "hecate-a", "--model", out / "config.yaml")
     assert "fssdp" in command(*simulated, "--out", tmp_path / "what-if")
     assert "OK" in command("doctor", "--config", out / "config.yaml")

@@ -21,7 +21,7 @@ def test_a_recorded_run_is_shown_once(tmp_path: Path) -> None:
     last = read_metrics(OLD_RUN)[-1]
     assert f"iteration {last.iteration}" in " ".join(done.stdout.split())
     for layer in last.layers:
-        assert any(line.split()[1:2] == [str(layer.layer)] for line in done.stdout.splitlines())
+        assert any(line.split()[:1] == [str(layer.layer)] for line in done.stdout.splitlines())
     empty = watch(tmp_path)
     assert "waiting for the first iteration" in " ".join(empty.stdout.split())
     missing = watch(tmp_path / "none")

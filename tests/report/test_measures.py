@@ -13,7 +13,7 @@ from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsWriter
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.headline import headline_of
 from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
-from megatron_fssdp.report.trainings.run_sections import parts_section
+from megatron_fssdp.report.trainings.run_page import run_page
 from megatron_fssdp.report.trainings.shown_run import parts_of, progress_of, shown_runs
 from megatron_fssdp.report.trainings.time_parts import mean_parts_s, time_parts
 
@@ -109,9 +109,7 @@ def test_a_resumed_run_has_parts(tmp_path: Path) -> None:
     runs = shown_runs([tmp_path])
     assert runs[0].run.strategy == "fssdp"  # there is no config.yaml, so the last start names it
     assert [strategy for strategy, _ in parts_of(runs[0].run)] == ["ep", "fssdp"]
-    section = parts_section(runs)
-    assert section is not None
-    table = section.parts[0]
+    (table,) = next(one.parts for one in run_page(runs).sections if one.anchor == "parts-and-interruptions")
     assert isinstance(table, Table)
     assert [row[1:] for row in table.rows] == [
         ("ep", "2.0000 → 2.0000", "2.00"),

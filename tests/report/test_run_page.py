@@ -96,8 +96,6 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     # Two runs have the same strategy, so all are named after their folders.
     assert [trace["name"] for trace in losses["data"]] == ["ep", "fssdp", "again"]
     assert len({trace["line"]["color"] for trace in losses["data"]}) == 3
-    assert "fssdp: the loss equals that of ep exactly in 5 of 5 common iterations." in page.texts[LOSS]
-    assert "in 0 of 5 common iterations, and differs first in iteration 1." in page.texts[LOSS]
     assert "losses differ by at most " in page.summary
     # The router counts of ep and fssdp are equal and shown once.
     assert len(page.figures[EXPERTS]) == 2
@@ -119,7 +117,7 @@ def test_validation_losses_stops_and_traces_are_shown(tmp_path: Path) -> None:
     shown = {trace["name"]: (trace["x"], trace["y"]) for trace in page.figures[LOSS][0]["data"][1:]}
     assert shown == {"fssdp, validation": ([2, 4], [7.0, 9.0]), "fssdp, test": ([4], [9.0])}
     assert "stopped after iteration 3: rank 1: killed by SIGKILL" in page.texts["parts-and-interruptions"]
-    assert "torch_profile/rank-3.json.gz" in page.texts[TIME]
+    assert "rank-3.json.gz" in page.texts[TIME]
     assert "9.0000 (4)" in page.texts[FIGURES]
 
 

@@ -5,11 +5,7 @@ import pytest
 
 from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
 from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.report.simulations.simulation_report import (
-    SimulationReport,
-    ranking_data,
-    warm_up_text,
-)
+from megatron_fssdp.report.simulations.simulation_report import SimulationReport, ranking_data
 from megatron_fssdp.simulation.replay import warm_up_iterations
 from megatron_fssdp.strategies.registry import build_strategy
 
@@ -35,14 +31,14 @@ def test_measuring_iterations_do_not_count_in_the_ranking() -> None:
     assert (prophet.label, plain.label) == ("prophet", "ep")
     assert prophet.outcome.warm_up == few.warm_up == 3
     assert few.steady_s(prophet.outcome) < prophet.outcome.mean_s
-    assert warm_up_text(few, prophet).startswith("3 × ")
-    assert warm_up_text(few, plain) == "–"
+    assert few.warm_up_text(prophet).startswith("3 × ")
+    assert few.warm_up_text(plain) == "–"
 
 
 def test_a_strategy_that_never_gets_its_turn_is_last_and_says_so() -> None:
     found = ranking(5, "flexmoe", "ep")
     assert [row.label for row in found.ranked] == ["ep", "flexmoe"]
-    assert warm_up_text(found, found.ranked[-1]) == "all 5"
+    assert found.warm_up_text(found.ranked[-1]) == "all 5"
     assert found.warm_up == 0
 
 

@@ -48,11 +48,7 @@ def namespaces_refusal() -> str | None:
 
 
 def run_inside(arguments: Sequence[str]) -> int:
-    """Run this program again as the first process of new namespaces, and return its exit code.
-
-    Args:
-        arguments: Arguments of the program, after ``python -m benchmarks.testbed``.
-    """
+    """Run this program again as the first process of new namespaces, and return its exit code."""
     command = [*_unshare(), "--", sys.executable, "-m", "benchmarks.testbed", *arguments]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, env={**os.environ, _INSIDE: "1", "OMP_NUM_THREADS": "1"}

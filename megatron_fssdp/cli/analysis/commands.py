@@ -1,37 +1,26 @@
-"""``megatron-fssdp report``, ``compare``, ``simulate`` and ``roofline``."""
+"""``megatron-fssdp report``, ``compare`` and ``simulate``."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES, complete_cluster, complete_strategy
+from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES
 from megatron_fssdp.config.errors import ConfigurationError
 
 _CLUSTER = "YAML of a cluster, or a name that `megatron-fssdp configs` lists."
 
-ClusterName = Annotated[str, typer.Option(help=_CLUSTER, autocompletion=complete_cluster)]
-ClusterValues = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=VALUE", help="A value of the cluster. Repeatable.")
-]
-StrategyValues = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="A setting for all strategies that have this key. Repeatable."),
-]
 RankingCluster = Annotated[
     str | None,
-    typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}", autocompletion=complete_cluster),
+    typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}"),
 ]
 RankedStrategies = Annotated[
     str,
     typer.Option(
         help=f"Strategies to rank, separated by commas, of {SHIPPED_NAMES}. Default: all that place experts.",
-        autocompletion=complete_strategy,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
-
-_TRACE_FILE = "trace_{}.json"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -87,7 +76,7 @@ def simulate_command(
         str,
         typer.Option(help="Folder of a recorded run, its loads.npy, or the name of a workload (W0 to W7)."),
     ],
-    cluster: ClusterName,
+    cluster: Annotated[str, typer.Option(help=_CLUSTER)],
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],
     model: Annotated[
         list[Path] | None,
@@ -100,7 +89,6 @@ def simulate_command(
         str,
         typer.Option(
             help=f"Strategies to simulate, separated by commas, of {SHIPPED_NAMES}.",
-            autocompletion=complete_strategy,
         ),
     ] = "ep,fssdp",
     iterations: Annotated[
@@ -115,8 +103,15 @@ def simulate_command(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the run. Repeatable."),
     ] = None,
-    cluster_set: ClusterValues = None,
-    moe_strategy_set: StrategyValues = None,
+    cluster_set: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A value of the cluster. Repeatable.")
+    ] = None,
+    moe_strategy_set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="A setting for all strategies that have this key. Repeatable."
+        ),
+    ] = None,
     break_even: Annotated[
         bool, typer.Option(help="Find the batch size and bandwidth at which each strategy starts to pay.")
     ] = True,
@@ -131,7 +126,6 @@ def simulate_command(
         recorded_settings,
         settings_of,
     )
-    from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
     from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
     from megatron_fssdp.config.cluster_files import cluster_yaml
     from megatron_fssdp.config.run.composition import load_run
@@ -143,7 +137,6 @@ def simulate_command(
         simulation_page,
     )
     from megatron_fssdp.report.simulations.simulation_report import write_report
-    from megatron_fssdp.report.simulations.simulation_trace import write_simulation_trace
     from megatron_fssdp.simulation.moe_job import job_of_run
 
     names, models = _names(strategies), model or recorded_settings(loads)
@@ -160,80 +153,18 @@ def simulate_command(
     console = Console(markup=False)
     wraps = console.is_terminal  # a log keeps each sentence on one line, so that a search finds it
     with written_whole(out, "--out") as partial:  # checked first, because the search takes minutes
-        with SimulationProgress(console, count, len(chosen)) as progress:
-            report = ranked_strategies(
-                *(title, record, described, job, chosen),
-                note=note,
-                with_break_even=break_even,
-                progress=progress,
-            )
+        report = ranked_strategies(
+            *(title, record, described, job, chosen), note=note, with_break_even=break_even, console=console
+        )
         console.print(simulation_headline(report), highlight=False, soft_wrap=not wraps)
         console.print("", *report.terminal_tables(), sep="\n")
-        for line in (*report.stars, *report.notes):
+        for line in report.notes:
             console.print(f"• {line}", highlight=False, soft_wrap=not wraps)
         write_report(report, partial)
         text = cluster_yaml(described, "Written by megatron-fssdp simulate.")
         (partial / "cluster.yaml").write_text(text, encoding="utf-8")
-        for row in report.rows:
-            # In the middle of the run, strategies have a history and have finished measuring.
-            write_simulation_trace(partial / _TRACE_FILE.format(row.label), row.outcome, count // 2)
-        written = {path.name for path in partial.iterdir()}
-    for trace in out.glob(_TRACE_FILE.format("*")):
-        if trace.name not in written:  # of an earlier simulation of other strategies
-            trace.unlink()
     page = ""
     if plots:  # a page that fails does not cost the numbers
         simulation_page(report, record, described, job).write(out / PAGE_FILE)
         page = f"{out / PAGE_FILE} (open it in a browser), "
-    words = f"wrote {page}tables and traces (for https://ui.perfetto.dev) to {out}"
-    console.print(words, highlight=False, soft_wrap=True)
-
-
-def roofline_command(
-    run: Annotated[Path, typer.Argument(help="Output folder of a recorded run.", metavar="RUN_DIR")],
-    cluster: ClusterName,
-    strategies: Annotated[
-        str,
-        typer.Option(help="Strategies to draw, separated by commas. Default: ep and the run's strategy."),
-    ] = "",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder to write the results to. Default: the run's folder.")
-    ] = None,
-    cluster_set: ClusterValues = None,
-    moe_strategy_set: StrategyValues = None,
-) -> None:
-    """Draw how close a run's MoE layers come to the limits of compute and communication (FasterMoE, §3.3)."""
-    from rich.console import Console
-
-    from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster, settings_of
-    from megatron_fssdp.config.written_files import written_file
-    from megatron_fssdp.records.run_settings import run_config_of
-    from megatron_fssdp.report.simulations.roofline import LEGEND, Roofline
-    from megatron_fssdp.report.simulations.simulated_loads import loads_for_job, with_recorded_choices
-    from megatron_fssdp.report.tables import terminal_table
-    from megatron_fssdp.simulation.moe_job import job_of_run
-    from megatron_fssdp.simulation.roofline import roofline_point
-    from megatron_fssdp.simulation.simulator import simulate
-
-    config = run_config_of(run)
-    described, job = described_cluster(cluster, cluster_set or ()), job_of_run(config)
-    own = config.strategy.name if config.strategy.name != "none" else "ep"
-    record, _ = loads_for_job(str(run), job)
-    points = {}
-    for name in dict.fromkeys(_names(strategies) or ("ep", own)):
-        settings = settings_of(name, config, moe_strategy_set or ())
-        try:
-            known, _ = with_recorded_choices(job, record, described)
-            numbers = record.layers.tolist()
-            outcome = simulate(name, settings, record.counts_ILDE, described, known, layer_numbers=numbers)
-            points[name] = roofline_point(outcome, known)
-        except ValueError as error:
-            raise ConfigurationError(f"roofline: {error}") from None
-    title = f"MoE layers of {run.resolve().name} on {described.name}, simulated"
-    roofline = Roofline(title, described.expert_flops_per_s, points)
-    console, folder = Console(markup=False), out or run
-    console.print(terminal_table(roofline.table, title, LEGEND))
-    with written_file(folder / "roofline.json", "--out") as partial:
-        partial.write_text(roofline.json, encoding="utf-8")
-    roofline.page.write(folder / "roofline.html")
-    console.print(f"{folder / 'roofline'}.html and .json", highlight=False, soft_wrap=True)
+    console.print(f"wrote {page}tables to {out}", highlight=False, soft_wrap=True)

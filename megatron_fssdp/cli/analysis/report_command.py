@@ -1,20 +1,19 @@
 """What ``megatron-fssdp report`` and ``compare`` do: they write the HTML page of runs."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic_core import to_json
 from rich.console import Console
 
-from megatron_fssdp.cli.analysis.what_if import cost_on_a_cluster, ranking_on
+from megatron_fssdp.cli.analysis.what_if import what_if
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import refuse_special_file
-from megatron_fssdp.records.json_lines import without_nan
 from megatron_fssdp.records.run_settings import differing_settings, loss_obstacle
 from megatron_fssdp.report.simulations.simulation_report import ranking_data
-from megatron_fssdp.report.tables import Table, terminal_table
+from megatron_fssdp.report.tables import terminal_table
 from megatron_fssdp.report.trainings.measures import comparison_table, largest_difference, measures_of
-from megatron_fssdp.report.trainings.run_page import run_page
+from megatron_fssdp.report.trainings.run_page import run_page, settings_table
 from megatron_fssdp.report.trainings.shown_run import not_comparable, shown_runs
 
 
@@ -47,41 +46,38 @@ def write_report(
             f"because the runs have {obstacle}; add --loads-only to compare everything else"
         )
     with console.status("reading" if cluster is None else "simulating"):
-        what_if = cost_on_a_cluster(runs) if cluster is None else ranking_on(cluster, runs, strategies)
-        made = run_page(runs, what_if, with_losses=not loads_only)
+        simulated = what_if(runs, cluster, strategies)
+        made = run_page(runs, simulated, with_losses=not loads_only)
         made.write(page)
-    differing, reason = differing_settings(settings), not_comparable([one.run for one in runs])
+    reason = not_comparable(runs)
     if as_json:
         rows = []
         for one in runs:
-            figures = {measure.key: measure.value for measure in measures_of(one.run, what_if)}
+            figures = {measure.key: measure.value for measure in measures_of(one.run)}
             if not loads_only and one is not runs[0]:
                 figures["largest_loss_difference"] = largest_difference(runs[0].run, one.run)
             about = {"name": one.name, "path": str(one.run.path), "strategy": one.run.strategy}
-            rows.append({**about, **figures, "problems": list(one.run.problems)})
+            rows.append({**about, **figures, "problems": one.run.problems})
         data = {
             "sentence": made.sentence,
             "page": str(page),
             "speed_not_comparable": reason or None,
             "runs": rows,
-            "settings_that_differ": differing,
-            "simulation": None if what_if is None else ranking_data(what_if),
+            "settings_that_differ": differing_settings(settings),
+            "simulation": None if simulated is None else ranking_data(simulated),
         }
-        console.print(json.dumps(without_nan(data), indent=2), highlight=False, soft_wrap=True)
+        print(to_json(data, indent=2, inf_nan_mode="null").decode())
         return
     wraps = console.is_terminal
     problems = [f"{one.name}: {problem}" for one in runs for problem in one.run.problems]
     for line in (made.sentence, *problems):
         console.print(line, highlight=False, soft_wrap=not wraps)
-    if differing:
-        table_rows = tuple((key, *values) for key, values in differing.items())
-        names = tuple(one.name for one in runs)
-        table = Table(("setting", *names), table_rows, frozenset(names))
-        console.print(terminal_table(table, "settings that differ"))
+    if (differing := settings_table(runs)).rows:
+        console.print(terminal_table(differing, "settings that differ"))
     below = ["load: tokens of the busiest device over those of an average one; 1 is even"]
     below += [reason] if reason else []
-    below += [f"simulated, not measured: {what_if.title}"] if what_if is not None else []
-    figures_table = comparison_table(runs, with_losses=not loads_only, what_if=what_if)
+    below += [f"simulated, not measured: {simulated.title}"] if simulated is not None else []
+    figures_table = comparison_table(runs, with_losses=not loads_only)
     console.print(terminal_table(figures_table, caption="\n".join(below)))
     words = f"wrote {page}; open it in a browser (it works without a network)"
     console.print(words, highlight=False, soft_wrap=not wraps)

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from megatron_fssdp.cli.analysis.simulation_progress import SimulationProgress
+from rich.console import Console
+
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
@@ -15,6 +16,7 @@ from megatron_fssdp.report.units import format_memory
 from megatron_fssdp.simulation.break_even import break_evens
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import ceiling_s, checked_strategy, simulate
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 SAMPLE_ITERATIONS = 6
 """Number of iterations that the break-even search simulates. It plans them again for each value it tries."""
@@ -23,20 +25,16 @@ HISTORY_ITERATIONS = 16
 """Number of iterations before the sample, which strategies can use as their history."""
 
 _COLUMNS = (
-    "× ep: how many times as fast as plain expert parallelism. % of even ep: the speed in percent of that of "
-    "ep with perfectly even loads; more than 100 if replicas also save traffic. load max/mean: tokens of the "
-    "busiest device over those of an average one; 1 is even. Not simulated: optimizer step, data loading, "
-    "launches of kernels.",
-    "host ms: milliseconds in which a rank's host plans and posts messages of transfers in an iteration, as "
-    "measured on one core (docs/simulator.md). The device waits for a part of them.",
-    "ms of an iteration: mean of the iterations after the longest warm-up, the same ones for all strategies. "
-    "warm-up: first iterations in which a strategy measures, has no past loads, or waits for its first turn, "
-    "with their mean time (all: it never gets further, and is ranked after those that do).",
+    "ms of an iteration: mean after the longest warm-up, of the same iterations for all strategies. warm-up: "
+    "first iterations in which a strategy measures, has no past loads, or waits for its first turn, with "
+    "their mean time (all: it never gets further). × ep: how many times as fast as plain expert parallelism. "
+    "% of even ep: the speed in percent of ep's with even loads; above 100 if replicas also save traffic. "
+    "host ms: in which a rank plans and posts messages. Not simulated: optimizer step, data, launches of "
+    "kernels."
 )
 _BREAK_EVEN = (
     "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this many "
-    "tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times the "
-    "job's own value, on the last iterations)."
+    "tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times its own)."
 )
 
 
@@ -49,7 +47,7 @@ def ranked_strategies(
     *,
     note: str = "",
     with_break_even: bool = False,
-    progress: SimulationProgress | None = None,
+    console: Console | None = None,
 ) -> SimulationReport:
     """Simulate strategies on the same loads.
 
@@ -61,41 +59,58 @@ def ranked_strategies(
         settings: Settings of each strategy to simulate, by name.
         note: Sentence about how the loads were adapted to the job, or an empty string.
         with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
-        progress: Display of the progress, or None.
+        console: Console that shows the progress, or None.
 
     Raises:
         ConfigurationError: The job does not fit the cluster, or a strategy cannot train it.
     """
-    counts_ILDE, on_plan = record.counts_ILDE, None if progress is None else progress.planned
+    counts_ILDE = record.counts_ILDE
     first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)
     past = counts_ILDE[max(0, first - HISTORY_ITERATIONS) : first]
     rows: list[RankedStrategy] = []
+    console, step = console or Console(quiet=True), ""
+
+    def begin(words: str) -> None:
+        nonlocal step
+        step = words
+        if not console.is_terminal:
+            console.print(words, highlight=False)
+
+    def on_plan(iteration: int, layer: int, plan: LayerPlan) -> None:
+        status.update(f"{step}: iteration {iteration + 1}")
+
     try:
         job, distinct = with_recorded_choices(job, record, cluster)
         for name, given in settings.items():  # a simulation takes long, so all of them are checked first
             checked_strategy(name, given, cluster, job)
-        for number, (name, given) in enumerate(settings.items(), start=1):
-            if progress is not None:
-                progress.begin(name, number)
-            numbers = record.layers.tolist()
-            outcome = simulate(name, given, counts_ILDE, cluster, job, layer_numbers=numbers, on_plan=on_plan)
-            tokens = bandwidth = None
-            if with_break_even and name != BASELINE and STRATEGIES[name].strategy is not None:
-                if progress is not None:
-                    progress.begin(name, number, searches=True)
-                sample, history = counts_ILDE[first:], past if len(past) else None
-                loads = (name, given, sample, cluster, job)
-                tokens, bandwidth = break_evens(*loads, past_ILDE=history, on_plan=on_plan)
-            changed = given.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
-            words = ", ".join(f"{key} {value}" for key, value in changed.items())
-            rows.append(RankedStrategy(name, outcome, tokens, bandwidth, words))
+        with console.status("simulating") as status:
+            for number, (name, given) in enumerate(settings.items(), start=1):
+                begin(f"simulating {name} ({number} of {len(settings)} strategies)")
+                numbers = record.layers.tolist()
+                outcome = simulate(
+                    name, given, counts_ILDE, cluster, job, layer_numbers=numbers, on_plan=on_plan
+                )
+                tokens = bandwidth = None
+                if with_break_even and name != BASELINE and STRATEGIES[name].strategy is not None:
+                    begin(f"searching where {name} pays")
+                    sample, history = counts_ILDE[first:], past if len(past) else None
+                    loads = (name, given, sample, cluster, job)
+                    tokens, bandwidth = break_evens(*loads, past_ILDE=history, on_plan=on_plan)
+                changed = given.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
+                words = ", ".join(f"{key} {value}" for key, value in changed.items())
+                rows.append(RankedStrategy(name, outcome, tokens, bandwidth, words))
         known = (row.outcome for row in rows if row.label == BASELINE)
         plain = next(known, None) or simulate(BASELINE, EpSettings(), counts_ILDE, cluster, job)
         balanced_s = ceiling_s(counts_ILDE, cluster, job)
     except ValueError as error:
         raise ConfigurationError(f"simulate: {error}") from None
-    notes = [note] if note else []
-    notes += [*_COLUMNS, _BREAK_EVEN] if with_break_even else _COLUMNS
+    notes = [
+        f"{row.label} *: with settings that are not its defaults, {row.changed}"
+        for row in rows
+        if row.changed
+    ]
+    notes += [note] if note else []
+    notes += [_COLUMNS, _BREAK_EVEN] if with_break_even else [_COLUMNS]
     if "parm" in settings:
         notes.append("parm equals ep here: only jobs without tensor parallelism are simulated.")
     shares = {row.label: float(row.outcome.of_layers("deduplicated").mean()) for row in rows}

@@ -59,9 +59,6 @@ class ProfileSettings:
             raise ConfigurationError(
                 f"--backend {self.backend}: wanted gloo or nccl; leave it out to take nccl if there are GPUs"
             )
-        for option, number in (("--nodes", self.num_nodes), ("--repetitions", self.num_repetitions)):
-            if number is not None and number < 1:
-                raise ConfigurationError(f"{option} {number}: wanted 1 or more; leave it out for the default")
         if not 4 <= self.least_bytes < self.most_bytes:
             raise ConfigurationError(
                 f"--least-bytes {self.least_bytes} and --most-bytes {self.most_bytes}: wanted at least 4 "
@@ -224,12 +221,10 @@ def _sources(
     )
     between = f"{measured}, all devices of a node at once"
     return {
-        "collectives": measured,
+        **dict.fromkeys(("collectives", "memory_bytes"), measured),
+        **dict.fromkeys(("expert_flops_per_s", "non_expert_flops_per_s"), f"{measured}; {shape}"),
         "intra_node": measured if has_intra else f"same as inter_node, each node has one device; {measured}",
         "inter_node": between if has_inter else f"same as intra_node, there is one node; {measured}",
-        "expert_flops_per_s": f"{measured}; {shape}",
-        "non_expert_flops_per_s": f"{measured}; {shape}",
-        "memory_bytes": measured,
     }
 
 

@@ -81,24 +81,15 @@ def with_recorded_choices(
     Raises:
         ValueError: The job does not fit the cluster.
     """
-    topology = topology_of(cluster, job.num_devices)
-    choices = recorded_choices(
-        record.counts_ILDE, record.by_nodes_ILN, record.by_devices_ILD, topology, job.top_k
-    )
+    choices = recorded_choices(record, topology_of(cluster, job.num_devices), job.top_k)
     if choices is None:
         return job, "estimated from the loads"
     factors = f"{choices.node_factor:.3f} and {choices.device_factor:.3f} times the estimate from the loads"
     return replace(job, choices=choices), f"as recorded, {factors}"
 
 
-def recorded_choices(
-    counts_ILDE: np.ndarray,
-    by_nodes_ILN: np.ndarray | None,
-    by_devices_ILD: np.ndarray | None,
-    topology: Topology,
-    top_k: int,
-) -> TokenChoices | None:
-    """Compare the nodes and devices of a record's tokens (:class:`RecordedLoads`) with their estimate.
+def recorded_choices(record: RecordedLoads, topology: Topology, top_k: int) -> TokenChoices | None:
+    """Compare the nodes and devices of a record's tokens with their estimate.
 
     Both belong to the owners of plain expert parallelism.
 
@@ -106,25 +97,26 @@ def recorded_choices(
         The factors by which the record differs from the estimate. None if the record does not know it, or if
         it knows it for other numbers of nodes or devices than the job has.
     """
-    if by_nodes_ILN is None or by_devices_ILD is None:
+    histograms = record.by_nodes_ILN, record.by_devices_ILD
+    if histograms[0] is None or histograms[1] is None:
         return None
-    shape = (by_nodes_ILN.shape[2], by_devices_ILD.shape[2])
-    known_I = np.flatnonzero(by_nodes_ILN.any(axis=(1, 2)))
-    if shape != (topology.num_nodes, topology.num_devices) or not len(known_I):
+    known_I = np.flatnonzero(histograms[0].any(axis=(1, 2)))
+    num_places = histograms[0].shape[2], histograms[1].shape[2]
+    if num_places != (topology.num_nodes, topology.num_devices) or not len(known_I):
         return None
     known_I = known_I[:: -(-len(known_I) // _COMPARED_ITERATIONS)]
-    num_experts, num_tokens = counts_ILDE.shape[3], counts_ILDE[known_I].sum() / top_k
+    counts_ILDE = record.counts_ILDE[known_I]
+    num_experts = counts_ILDE.shape[3]
     owners = ExpertPlacement.owners_only(even_owners(num_experts, topology.num_devices), topology.num_devices)
     estimated = np.zeros(2)
-    for counts_DE in counts_ILDE[known_I].reshape(-1, topology.num_devices, num_experts):
+    for counts_DE in counts_ILDE.reshape(-1, topology.num_devices, num_experts):
         hops = expected_hops(counts_DE, owners, topology, TokenChoices(top_k))
         estimated += hops.tokens_DN.sum(), hops.tokens_DD.sum()
-    recorded = np.array([_mean_places(histogram[known_I]) for histogram in (by_nodes_ILN, by_devices_ILD)])
-    node_factor, device_factor = recorded * num_tokens / estimated
+    # Means of histograms over 1, 2, … places, which are the last axis.
+    means = [
+        np.average(np.arange(1, places + 1), weights=tokens[known_I].sum(axis=(0, 1)))
+        for places, tokens in zip(num_places, histograms, strict=True)
+        if tokens is not None
+    ]
+    node_factor, device_factor = np.array(means) * counts_ILDE.sum() / top_k / estimated
     return TokenChoices(top_k, float(node_factor), float(device_factor))
-
-
-def _mean_places(tokens: np.ndarray) -> float:
-    """Mean of a histogram over 1, 2, … places, which are its last axis."""
-    numbers = np.arange(1, tokens.shape[-1] + 1)
-    return float((tokens * numbers).sum() / tokens.sum())

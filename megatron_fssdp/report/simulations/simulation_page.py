@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import plotly.graph_objects as go
+from numpy.typing import NDArray
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE
@@ -19,17 +20,18 @@ from megatron_fssdp.report.figures import (
     Line,
     bin_words,
     curves,
-    even_line,
+    device_loads,
     expert_loads,
-    relative_load_ILE,
+    new_figure,
     time_bars,
 )
-from megatron_fssdp.report.page import Page, Section, Subject
+from megatron_fssdp.report.page import Page, Section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.units import format_memory, format_seconds
+from megatron_fssdp.report.units import FLOPS, format_memory, format_seconds, unit_of
 from megatron_fssdp.simulation.break_even import LEAST_GAIN
 from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.roofline import ideal_flops_per_s, roofline_point, semi_ideal_flops_per_s
 
 PAGE_FILE = "simulation.html"
 
@@ -47,16 +49,15 @@ def simulation_page(
         "Tokens that the router sends to each expert, divided by an even share: pale is even, orange more, "
         "blue is less. All strategies get these."
     )
-    numbers = loads.layers.tolist()
-    heat_maps = expert_loads("", loads.iterations, numbers, relative_load_ILE(loads.counts_ILDE), 1)
     sections = [
         ranking_section(report),
         _course_section(report, job, colour_of),
-        Section("Expert load over iterations", expert_load, [heat_maps]),
+        Section("Expert load over iterations", expert_load, [expert_loads("", loads)]),
+        *([_roofline_section(report, cluster, job, colour_of)] if job.num_devices > 1 else []),
         _memory_section(report),
         _assumptions_section(cluster),
     ]
-    subjects = [Subject(label, colour) for label, colour in colour_of.items()]
+    subjects = [(label, colour, "") for label, colour in colour_of.items()]
     return Page("simulation", report.title, simulation_headline(report), subjects, sections)
 
 
@@ -69,8 +70,7 @@ def simulation_headline(report: SimulationReport) -> str:
             f"Simulated: no strategy fits into the memory of a device. {best.label} needs "
             f"{format_memory(memory.total_bytes)}, and a device has {format_memory(memory.capacity_bytes)}."
         )
-    seconds, load = report.steady_s(best.outcome), report.steady_load(best.outcome)
-    plain, plain_load = format_seconds(report.plain_s), report.steady_load(report.plain)
+    seconds, plain = report.steady_s(best.outcome), format_seconds(report.plain_s)
     ratio = report.plain_s / seconds
     if best.outcome is report.plain or ratio <= 1 + LEAST_GAIN:
         more = f"more than {100 * LEAST_GAIN:.0f} % faster" if ratio > 1 else "faster"
@@ -78,10 +78,13 @@ def simulation_headline(report: SimulationReport) -> str:
     else:
         parts_s = report.steady_parts_s(best.outcome)
         weights, gradients = (format_seconds(parts_s[f"waiting for {one}"]) for one in ("spAG", "spRS"))
+        before, after = (
+            report.steady(outcome.load_max_over_mean_IL) for outcome in (report.plain, best.outcome)
+        )
         clauses = [
             f"{best.label} is {ratio:.2f} × as fast as {BASELINE} ({plain} → {format_seconds(seconds)} an "
             "iteration)",
-            f"busiest device {plain_load:.2f} → {load:.2f} × mean load",
+            f"busiest device {before:.2f} → {after:.2f} × mean load",
             f"it waits {weights} for weights and {gradients} for gradients",
         ]
     if waiting := [row.label for row in report.rows if not report.is_settled(row)]:
@@ -102,49 +105,74 @@ def ranking_section(report: SimulationReport, title: str = "Ranking", lead: str 
         "It is simulated, not measured: every strategy decides from the loads as in a training, and the "
         "cluster's description gives the time of its decisions."
     )
-    notes = [f"{note[0].upper()}{note[1:].rstrip('.')}." for note in report.notes]
-    return Section(title, sentence, [figure, report.table, *report.stars, *notes])
+    notes = [f"{note.rstrip('.')}." for note in report.notes]
+    return Section(title, sentence, [figure, report.table, *notes])
 
 
 def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[str, str]) -> Section:
     """Make the section with the time, the load and the moved bytes of each iteration."""
     outcomes = {row.label: row.outcome for row in report.ranked}
 
-    def course(title: str, y_title: str, form: str, values: Mapping[str, np.ndarray]) -> go.Figure:
-        lines = [
+    def lines(values: Mapping[str, NDArray[np.float64]]) -> list[Line]:
+        return [
             Line(name, colour_of[name], report.iterations, values_I, DASHES[i % len(DASHES)])
             for i, (name, values_I) in enumerate(values.items())
         ]
-        figure = curves(title, y_title, lines, form).update_yaxes(rangemode="tozero")
+
+    seconds = lines({name: one.iteration_s for name, one in outcomes.items()})
+    loads = lines({name: one.load_max_over_mean_IL.mean(axis=1) for name, one in outcomes.items()})
+    moved = {name: job.expert_bytes * one.of_layers("gathered").sum(axis=1) for name, one in outcomes.items()}
+    times = curves("Time", "simulated seconds", seconds, ".4s")
+    times.add_hline(y=report.even_ep_s, **_EVEN_LINE)
+    parts = [times, device_loads("Busiest device, mean of layers", loads)]
+    if any(values.any() for values in moved.values()):
+        title = "Weights that travel to replicas (spAG)"
+        figure = curves(title, "bytes of an iteration", lines(moved), ".4s")
+        parts.append(figure.update_yaxes(tickformat="~s", ticksuffix="B"))
+    sentence = "Load 1 is even: a layer takes as long as its busiest device."
+    for figure in parts:
+        figure.update_yaxes(rangemode="tozero")
         if report.warm_up:
             first, last = int(report.iterations[0]), int(report.iterations[report.warm_up - 1])
             figure.add_vrect(x0=first - 0.5, x1=last + 0.5, fillcolor=GREY, opacity=0.15, line_width=0)
-        return figure
-
-    times = course(
-        "Time", "simulated seconds", ".4s", {name: one.iteration_s for name, one in outcomes.items()}
-    )
-    times.add_hline(y=report.even_ep_s, **_EVEN_LINE)
-    loads = course(
-        "Busiest device, mean of layers",
-        "max / mean device load",
-        ".2f",
-        {name: one.load_max_over_mean_IL.mean(axis=1) for name, one in outcomes.items()},
-    )
-    even_line(loads)
-    moved = {name: job.expert_bytes * one.of_layers("gathered").sum(axis=1) for name, one in outcomes.items()}
-    parts = [times, loads]
-    if any(values.any() for values in moved.values()):
-        figure = course("Weights that travel to replicas (spAG)", "bytes of an iteration", ".4s", moved)
-        parts.append(figure.update_yaxes(tickformat="~s", ticksuffix="B"))
-    sentence = "Load 1 is even: a layer takes as long as its busiest device."
     if report.warm_up:
         sentence += (
-            f" The grey area is the longest warm-up ({report.warm_up} iteration"
-            f"{'s' if report.warm_up > 1 else ''}), which the ranking leaves out: until then, a strategy "
-            "measures, has no past loads, or waits for its first turn."
+            f" The grey area is the longest warm-up (iterations: {report.warm_up}), which the ranking leaves "
+            "out: until then, a strategy measures, has no past loads, or waits for its first turn."
         )
-    return Section("Each iteration", sentence, [*parts, *bin_words(len(report.iterations))])
+    return Section("Each iteration", sentence, [*parts, *bin_words(seconds)])
+
+
+def _roofline_section(
+    report: SimulationReport, cluster: ClusterDescription, job: MoeJob, colour_of: Mapping[str, str]
+) -> Section:
+    """Make the section with the DDL-Roofline (FasterMoE, §3.3, Fig. 5)."""
+    points = {row.label: roofline_point(row.outcome, job) for row in report.ranked}
+    size, unit = unit_of(cluster.expert_flops_per_s, FLOPS)
+    ratios = [point.ratio for point in points.values()]
+    span = np.geomspace(min(0.1, min(ratios) / 2), max(10.0, max(ratios) * 2), 200)
+    x_title = "compute seconds / communication seconds, R_CC (Eq. 3)"
+    figure: go.Figure = new_figure("", x_title, f"mean {unit} per device (Eq. 4)", 460)
+    figure.update_xaxes(type="log", dtick=1)
+    figure.update_yaxes(type="log")
+    limits = {"ideal (Eq. 5)": ideal_flops_per_s, "semi-ideal (Eq. 6)": semi_ideal_flops_per_s}
+    for (name, limit), dash in zip(limits.items(), DASHES, strict=False):
+        line, y = {"color": GREY, "dash": dash, "width": 2}, limit(span, cluster.expert_flops_per_s / size)
+        figure.add_scatter(x=span, y=y, name=name, mode="lines", line=line, hoverinfo="skip")
+    for i, (name, point) in enumerate(points.items()):
+        figure.add_scatter(
+            x=[point.ratio],
+            y=[point.mean_flops_per_s / size],
+            name=name,
+            mode="markers",
+            marker={"color": colour_of[name], "size": 11, "symbol": i},
+            hovertemplate=f"R_CC %{{x:.2f}}, %{{y:.3g}} {unit}<extra>{name}</extra>",
+        )
+    sentence = (
+        "How close the MoE layers come to the limits of compute and communication (FasterMoE, §3.3). Ideal: "
+        "if communication ran entirely beside compute. Semi-ideal: with even loads, and nothing beside it."
+    )
+    return Section("Roofline of the MoE layers", sentence, [figure])
 
 
 def _memory_section(report: SimulationReport) -> Section:
@@ -168,15 +196,13 @@ def _memory_section(report: SimulationReport) -> Section:
 
 def _assumptions_section(cluster: ClusterDescription) -> Section:
     data = flat_settings(cluster.model_dump(exclude={"name", "sources"}, exclude_none=True))
-    rows = [
+    rows = tuple(
         (key, f"{value:,.6g}", cluster.sources.get(key.partition(".")[0], cluster.name))
         for key, value in data.items()
-    ]
+    )
     sentence = (
         "The results are as good as these figures of the cluster. Their source is the paper, the data sheet "
         "or the assumption that the cluster's description names; “megatron-fssdp profile” measures a cluster "
         "instead. The sizes of the model are those of the run's settings."
     )
-    return Section(
-        "What is assumed", sentence, [Table(("", "value", "source"), tuple(rows), frozenset(["source"]))]
-    )
+    return Section("What is assumed", sentence, [Table(("", "value", "source"), rows, frozenset(["source"]))])

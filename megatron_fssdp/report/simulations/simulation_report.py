@@ -1,6 +1,6 @@
 """Results of a simulation: a ranking of strategies, as tables, JSON and CSV.
 
-Shape letters: I iterations.
+Shape letters: I iterations, L MoE layers.
 """
 
 import csv
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table as TerminalTable
 
 from megatron_fssdp.report.tables import Table, terminal_table
 from megatron_fssdp.report.units import format_memory, format_seconds
 from megatron_fssdp.simulation.break_even import BreakEven
-from megatron_fssdp.simulation.lanes import PARTS
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 RANKING_FILE, ITERATIONS_FILE = "ranking.json", "iterations.csv"
@@ -42,47 +42,25 @@ _COUNTS = {
 
 @dataclass(frozen=True, eq=False)
 class RankedStrategy:
-    """One strategy in the ranking.
+    """One strategy in the ranking."""
 
-    Attributes:
-        label: Name of the strategy.
-        outcome: Result of simulating the strategy.
-        tokens: Tokens per rank and iteration from which the strategy pays, or None if they were not searched.
-        bandwidth: Bandwidth of a node's network up to which the strategy pays, in bytes per second, or None
-            if it was not searched.
-        changed: Settings that are not the strategy's defaults, such as ``planner hecate``.
-    """
-
-    label: str
+    label: str  # name of the strategy
     outcome: StrategyOutcome
-    tokens: BreakEven | None = None
-    bandwidth: BreakEven | None = None
-    changed: str = ""
+    tokens: BreakEven | None = None  # per rank and iteration, from which it pays; None: not searched
+    bandwidth: BreakEven | None = None  # bytes per second of a node's network, up to which it pays
+    changed: str = ""  # settings that are not the strategy's defaults, such as "planner hecate"
 
 
 @dataclass(frozen=True, eq=False)
 class SimulationReport:
-    """All results of a simulation that are shown and written.
+    """All results of a simulation that are shown and written."""
 
-    Attributes:
-        title: One line that names loads, cluster and model.
-        rows: Simulated strategies, in any order.
-        plain: Result of simulating plain expert parallelism on the same loads.
-        even_ep_s: Seconds of an iteration under plain expert parallelism with perfectly even loads. A
-            strategy whose replicas save traffic can be faster.
-        iterations: Numbers of the iterations, int64 ``[I]``.
-        notes: Sentences on how the loads were scaled and what the simulation leaves out.
-        of_own_model: Whether the layers have the sizes of the recorded run, so that its measured parts can
-            stand beside the simulated ones.
-    """
-
-    title: str
-    rows: tuple[RankedStrategy, ...]
-    plain: StrategyOutcome
-    even_ep_s: float
-    iterations: np.ndarray
-    notes: tuple[str, ...] = ()
-    of_own_model: bool = False
+    title: str  # one line that names loads, cluster and model
+    rows: tuple[RankedStrategy, ...]  # in any order
+    plain: StrategyOutcome  # plain expert parallelism on the same loads
+    even_ep_s: float  # an iteration of plain expert parallelism with even loads; replicas can be faster
+    iterations: np.ndarray  # numbers of the iterations, int64 [I]
+    notes: tuple[str, ...] = ()  # on how the loads were scaled and what is left out
 
     @property
     def warm_up(self) -> int:
@@ -97,31 +75,22 @@ class SimulationReport:
         """Whether a strategy gets beyond its warm-up in the simulated iterations."""
         return row.outcome.warm_up < len(self.iterations)
 
+    def steady(self, values: NDArray[Any]) -> float:
+        """Return the mean after the warm-up of values ``[I]`` or ``[I, L]``."""
+        return float(values[self.warm_up :].mean())
+
     def steady_s(self, outcome: StrategyOutcome) -> float:
         """Return the mean seconds of an iteration after the warm-up."""
-        return float(outcome.iteration_s[self.warm_up :].mean())
+        return self.steady(outcome.iteration_s)
 
     def steady_parts_s(self, outcome: StrategyOutcome) -> dict[str, float]:
         """Return the mean seconds of an iteration's parts after the warm-up, by the names in ``PARTS``."""
-        return {part: float(seconds[self.warm_up :].mean()) for part, seconds in outcome.parts_s.items()}
-
-    def steady_load(self, outcome: StrategyOutcome) -> float:
-        """Return the max/mean device load after the warm-up, averaged over iterations and layers."""
-        return float(outcome.load_max_over_mean_IL[self.warm_up :].mean())
+        return {part: self.steady(seconds_I) for part, seconds_I in outcome.parts_s.items()}
 
     @property
     def plain_s(self) -> float:
         """Seconds of an iteration under plain expert parallelism, in the iterations that are ranked."""
         return self.steady_s(self.plain)
-
-    @property
-    def stars(self) -> tuple[str, ...]:
-        """One line for each strategy that has a star in tables: its settings that are not the defaults."""
-        return tuple(
-            f"{row.label} *: with settings that are not its defaults, {row.changed}"
-            for row in self.rows
-            if row.changed
-        )
 
     @property
     def ranked(self) -> list[RankedStrategy]:
@@ -130,14 +99,11 @@ class SimulationReport:
         Strategies that do not fit into memory come after the others, and before them those that are still
         warming up in the last iteration.
         """
-        return sorted(
-            self.rows,
-            key=lambda row: (
-                row.outcome.memory.runs_out,
-                not self.is_settled(row),
-                self.steady_s(row.outcome),
-            ),
-        )
+
+        def rank(row: RankedStrategy) -> tuple[bool, bool, float]:
+            return row.outcome.memory.runs_out, not self.is_settled(row), self.steady_s(row.outcome)
+
+        return sorted(self.rows, key=rank)
 
     @property
     def table(self) -> Table:
@@ -163,25 +129,22 @@ class SimulationReport:
         return (
             f"{row.label} *" if row.changed else row.label,  # a note explains the star
             f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}",
-            warm_up_text(self, row),
+            self.warm_up_text(row),
             f"{self.plain_s / seconds:.2f}",
             f"{100 * self.even_ep_s / seconds:.0f}",
-            f"{self.steady_load(outcome):.2f}",
+            f"{self.steady(outcome.load_max_over_mean_IL):.2f}",
             f"{memory}, too much" if outcome.memory.runs_out else memory,
             f"{1e3 * outcome.host_s:.3g}",
             _break_even(row.tokens, "{:,.0f} tokens"),
             _break_even(row.bandwidth, "{:.3g} Gb/s", 8e-9),
         )
 
-
-def warm_up_text(report: SimulationReport, row: RankedStrategy) -> str:
-    """Return the number of a strategy's warm-up iterations and their mean time as text."""
-    count = row.outcome.warm_up
-    if not count:
-        return "–"
-    if not report.is_settled(row):
-        return f"all {count}"
-    return f"{count} × {format_seconds(row.outcome.iteration_s[:count].mean())}"
+    def warm_up_text(self, row: RankedStrategy) -> str:
+        """Return the number of a strategy's warm-up iterations and their mean time as text."""
+        count = row.outcome.warm_up
+        if not self.is_settled(row):
+            return f"all {count}"
+        return f"{count} × {format_seconds(row.outcome.iteration_s[:count].mean())}" if count else "–"
 
 
 def _break_even(found: BreakEven | None, form: str, unit: float = 1.0) -> str:
@@ -216,7 +179,7 @@ def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
         "warm_up_iterations": outcome.warm_up,
         "mean_s_with_warm_up": outcome.mean_s,
         "host_s": outcome.host_s,
-        "load_max_over_mean": report.steady_load(outcome),
+        "load_max_over_mean": report.steady(outcome.load_max_over_mean_IL),
         "parts_s": report.steady_parts_s(outcome),
         "memory": {
             "peak_bytes": memory.total_bytes,
@@ -238,17 +201,21 @@ def write_report(report: SimulationReport, folder: Path) -> None:
     """Write ``ranking.json`` and ``iterations.csv`` into a folder."""
     text = json.dumps(ranking_data(report), indent=2) + "\n"
     (folder / RANKING_FILE).write_text(text, encoding="utf-8")
-    parts = [f"{part.replace(' ', '_').replace('-', '_')}_s" for part in PARTS]
-    header = ("strategy", "iteration", "iteration_s", *parts, "load_max_over_mean", *_COUNTS)
     with (folder / ITERATIONS_FILE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow([*header, "resharded_experts"])
-        for row in report.ranked:
+        for number, row in enumerate(report.ranked):
             outcome = row.outcome
-            seconds_I = np.stack([outcome.iteration_s, *(outcome.parts_s[part] for part in PARTS)], axis=1)
-            load_I = outcome.load_max_over_mean_IL.mean(axis=1)
-            counts = [outcome.of_layers(name).sum(axis=1).astype(int) for name in _COUNTS.values()]
-            for i, iteration in enumerate(report.iterations):
-                seconds = (f"{value:.9g}" for value in seconds_I[i])
-                numbers = [*(count_I[i] for count_I in counts), int(outcome.moved_I[i])]
-                writer.writerow([row.label, iteration, *seconds, f"{load_I[i]:.6g}", *numbers])
+            parts = {
+                part.replace(" ", "_").replace("-", "_"): found_I for part, found_I in outcome.parts_s.items()
+            }
+            columns = {
+                "iteration_s": outcome.iteration_s,
+                **{f"{part}_s": seconds_I for part, seconds_I in parts.items()},
+                "load_max_over_mean": outcome.load_max_over_mean_IL.mean(axis=1),
+                **{name: outcome.of_layers(found).sum(axis=1) for name, found in _COUNTS.items()},
+                "resharded_experts": outcome.moved_I,
+            }
+            if number == 0:
+                writer.writerow(["strategy", "iteration", *columns])
+            for iteration, *values in zip(report.iterations, *columns.values(), strict=True):
+                writer.writerow([row.label, iteration, *(f"{value:.9g}" for value in values)])

@@ -7,7 +7,6 @@ import numpy as np
 
 from megatron_fssdp.records.recorded_run import RecordedRun
 from megatron_fssdp.report.colours import TIME_PARTS
-from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, progress_of
 from megatron_fssdp.report.trainings.time_parts import has_layer_parts, mean_parts_s
@@ -35,24 +34,18 @@ class Spread(NamedTuple):
         """Return the spread of at least one number."""
         return cls(*map(float, np.quantile(values, (0.25, 0.5, 0.75))))
 
-    def overlaps(self, other: "Spread") -> bool:
-        """Whether the ranges between the quartiles of two figures have a common value."""
-        return self.low <= other.high and other.low <= self.high
-
     def text(self, form: str) -> str:
         """Return the spread as text, with each number in a format such as ``.2f``."""
         low, median, high = (f"{value:{form}}" for value in self)
         return f"{median} ({low} to {high})"
 
 
-def comparison_table(
-    runs: Sequence[ShownRun], *, with_losses: bool = True, what_if: SimulationReport | None = None
-) -> Table:
+def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Table:
     """Return all figures of runs side by side. Losses are compared with those of the first run."""
-    obstacle = not_comparable([one.run for one in runs])
+    obstacle = not_comparable(runs)
     columns = []
     for one in runs:
-        found = {measure.label: measure.text for measure in measures_of(one.run, what_if)}
+        found = {measure.label: measure.text for measure in measures_of(one.run)}
         if obstacle:
             found |= {label: "not comparable" for label in found if label.startswith("tokens/s")}
         columns.append(found)
@@ -67,56 +60,74 @@ def comparison_table(
     return Table(("", *(one.name for one in runs)), tuple(rows))
 
 
-def measures_of(run: RecordedRun, what_if: SimulationReport | None = None) -> list[Measure]:
+def measures_of(run: RecordedRun) -> list[Measure]:
     """Return the figures of one run. What it did not record is left out."""
+    found: list[Measure] = []
+
+    def add(key: str, label: str, value: Any, text: str) -> None:
+        found.append(Measure(key, label, value, text))
+
     iterations = progress_of(run).replace(" iterations", "")
-    found = [Measure("iterations", "iterations", len(run.metrics), iterations)]
-    found += [*_losses(run), *(_loads(run) if run.layers else ()), *_speeds(run), *_transfers(run)]
-    for row in what_if.rows if what_if is not None else ():
-        if what_if is not None and row.label == run.strategy:
-            seconds = what_if.steady_s(row.outcome)
-            found += [
-                _number("simulated_iteration_s", "simulated: ms of an iteration", seconds, ".4g", 1e3),
-                _number("simulated_speedup", "simulated: speed, × ep", what_if.plain_s / seconds, ".2f"),
-            ]
-    return found
-
-
-def _number(key: str, label: str, value: float, form: str, factor: float = 1.0) -> Measure:
-    return Measure(key, label, value, f"{factor * value:{form}}")
-
-
-def _losses(run: RecordedRun) -> list[Measure]:
-    found = [
-        _number("first_loss", "loss: first", float(run.losses[0]), ".4f"),
-        _number("last_loss", "loss: last", float(run.losses[-1]), ".4f"),
-    ]
+    add("iterations", "iterations", len(run.metrics), iterations)
+    for which, loss in (("first", float(run.losses[0])), ("last", float(run.losses[-1]))):
+        add(f"{which}_loss", f"loss: {which}", loss, f"{loss:.4f}")
     for data in ("validation", "test"):
-        last = next((one for one in reversed(run.evaluations) if one.data.startswith(data)), None)
-        if last is not None:
+        if of_data := [one for one in run.evaluations if one.data.startswith(data)]:
+            last = of_data[-1]
             text = f"{last.loss:.4f} ({last.iteration:,})"
-            found.append(Measure(f"{data}_loss", f"loss: {data} (after iteration)", last.loss, text))
+            add(f"{data}_loss", f"loss: {data} (after iteration)", last.loss, text)
+    if run.layers:
+        found += _loads(run)
+    speed = Spread.of(run.arrays["tokens_per_s_I"])
+    add("tokens_per_s", "tokens/s: median (quartiles)", speed.median, speed.text(",.0f"))
+    session, flops_I, seconds_I = run.session, run.arrays["flops_I"], run.arrays["iteration_s_I"]
+    known_I = (flops_I > 0) & (seconds_I > 0)
+    if session is not None and session.devices and known_I.any():
+        rate = float(np.median(flops_I[known_I] / seconds_I[known_I])) / session.devices
+        shared = f" ({session.shared_cores})" if session.shared_cores else ""
+        add("flops_per_s_per_device", "compute of a device: median", rate, f"{format_flops(rate)}{shared}")
+    for part, seconds in mean_parts_s(run).items() if has_layer_parts(run) else ():
+        if seconds:
+            key = f"{part.replace(' ', '_').replace('-', '_')}_s"
+            add(key, f"ms of an iteration: {TIME_PARTS[part].name}", seconds, f"{1e3 * seconds:.4g}")
+
+    def total(name: str) -> float:
+        return float(run.arrays[name].sum())
+
+    for key, words in (("spag", "weights (spAG)"), ("sprs", "gradients (spRS)")):
+        moved = total(f"{key}_bytes_IL")
+        add(f"{key}_bytes", f"bytes moved: {words}", moved, format_bytes(moved))
+        if busy_s := total(f"{key}_s_IL"):
+            hidden = 1 - total(f"{key}_exposed_s_IL") / busy_s
+            add(f"{key}_hidden_share", f"hidden under compute: {words}", hidden, f"{hidden:.0%}")
+    if crossed := int(total("cross_node_tokens_IL")):
+        label = "tokens sent to other nodes (also declared ones)"
+        add("cross_node_tokens", label, crossed, f"{crossed:,}")
+    if times := int((run.arrays["resharded_experts_I"] > 0).sum()):
+        experts, moved = total("resharded_experts_I"), total("reshard_bytes_I")
+        text = f"{times}: {experts:,.0f} experts, {format_bytes(moved)}, {total('reshard_s_I'):.2f} s"
+        add("reshards", "re-shards: moved experts, bytes, seconds", times, text)
     return found
 
 
 def _loads(run: RecordedRun) -> list[Measure]:
-    load_IL, plain = run.load_IL, float(run.arrays["ep_load_max_over_mean_IL"].mean())
+    load_IL, plain_IL = run.load_IL, run.arrays["ep_load_max_over_mean_IL"]
     replicas, most = replicas_of(run)
-    text = f"{replicas:.1f}" if most is None else f"{replicas:.1f} of {most:,} possible"
-    found = [
-        _number("ep_load_max_over_mean", "load: under plain EP, mean", plain, ".3f"),
-        _number("load_max_over_mean", "load: mean of iterations and layers", float(load_IL.mean()), ".3f"),
-        _number("last_load", "load: last iteration", float(load_IL[-1].mean()), ".3f"),
-        _number("worst_load", "load: worst layer of the run", float(load_IL.max()), ".3f"),
-        Measure("replicas_per_layer", "replicas per layer", replicas, text),
+    figures = [
+        ("ep_load_max_over_mean", "load: under plain EP, mean", plain_IL.mean(), ".3f"),
+        ("load_max_over_mean", "load: mean of iterations and layers", load_IL.mean(), ".3f"),
+        ("last_load", "load: last iteration", load_IL[-1].mean(), ".3f"),
+        ("worst_load", "load: worst layer of the run", load_IL.max(), ".3f"),
     ]
     for key, label in (
         ("load_similarity", "share of load on the same experts as one iteration before (median)"),
         ("balance_ratio", "evenness: spread of device loads under plain EP / here (median)"),
     ):
         if np.isfinite(values_IL := run.arrays[f"{key}_IL"]).any():
-            found.append(_number(key, label, float(np.nanmedian(values_IL)), ".2f"))
-    return found
+            figures.append((key, label, np.nanmedian(values_IL), ".2f"))
+    found = [Measure(key, label, float(value), f"{value:{form}}") for key, label, value, form in figures]
+    text = f"{replicas:.1f}" if most is None else f"{replicas:.1f} of {most:,} possible"
+    return [*found, Measure("replicas_per_layer", "replicas per layer", replicas, text)]
 
 
 def replicas_of(run: RecordedRun) -> tuple[float, int | None]:
@@ -125,49 +136,22 @@ def replicas_of(run: RecordedRun) -> tuple[float, int | None]:
     return mean, None if run.placements is None else run.placements.most_replicas
 
 
-def _speeds(run: RecordedRun) -> list[Measure]:
-    speed = speed_of(run)
-    found = [Measure("tokens_per_s", "tokens/s: median (quartiles)", speed.median, speed.text(",.0f"))]
-    session, flops_I, seconds_I = run.session, run.arrays["flops_I"], run.arrays["iteration_s_I"]
-    known_I = (flops_I > 0) & (seconds_I > 0)
-    if session is not None and session.devices and known_I.any():
-        rate = float(np.median(flops_I[known_I] / seconds_I[known_I])) / session.devices
-        shared = f" ({session.shared_cores})" if session.shared_cores else ""
-        text = f"{format_flops(rate)}{shared}"
-        found.append(Measure("flops_per_s_per_device", "compute of a device: median", rate, text))
-    if has_layer_parts(run):
-        for part, seconds in mean_parts_s(run).items():
-            if seconds:
-                key = f"{part.replace(' ', '_').replace('-', '_')}_s"
-                label = f"ms of an iteration: {TIME_PARTS[part].name}"
-                found.append(_number(key, label, seconds, ".4g", 1e3))
-    return found
+def spread_of(one: ShownRun, key: str) -> Spread | None:
+    """Return the spread of a figure over repeated runs, or None if no run recorded it."""
+    values = repeated_values(one, key)
+    return Spread.of(values) if values else None
 
 
-def speed_of(run: RecordedRun) -> Spread:
-    """Return the median and the quartiles of tokens per second."""
-    return Spread.of(run.arrays["tokens_per_s_I"])
+def repeated_values(one: ShownRun, key: str) -> list[float]:
+    """Return a figure of the repeated runs that recorded it."""
+    found = (measure for run in one.repeats.values() for measure in measures_of(run) if measure.key == key)
+    return [measure.value for measure in found if not np.isnan(measure.value)]
 
 
-def _transfers(run: RecordedRun) -> list[Measure]:
-    found = []
-    for key, words in (("spag", "weights (spAG)"), ("sprs", "gradients (spRS)")):
-        moved, busy_s = run.total(f"{key}_bytes"), run.total(f"{key}_s")
-        found.append(Measure(f"{key}_bytes", f"bytes moved: {words}", moved, format_bytes(moved)))
-        if busy_s:
-            hidden = 1 - run.total(f"{key}_exposed_s") / busy_s
-            found.append(_number(f"{key}_hidden_share", f"hidden under compute: {words}", hidden, ".0%"))
-    if crossed := int(run.total("cross_node_tokens")):
-        label = "tokens sent to other nodes (also declared ones)"
-        found.append(Measure("cross_node_tokens", label, crossed, f"{crossed:,}"))
-    if times := int((run.arrays["resharded_experts_I"] > 0).sum()):
-        experts, moved, seconds = (
-            float(run.arrays[f"{name}_I"].sum())
-            for name in ("resharded_experts", "reshard_bytes", "reshard_s")
-        )
-        text = f"{times}: {experts:,.0f} experts, {format_bytes(moved)}, {seconds:.2f} s"
-        found.append(Measure("reshards", "re-shards: moved experts, bytes, seconds", times, text))
-    return found
+def speed_of(one: ShownRun) -> Spread:
+    """Return the spread of tokens/s over a run's iterations, or over the medians of repeated runs."""
+    repeated = spread_of(one, "tokens_per_s") if len(one.repeats) > 1 else None
+    return repeated or Spread.of(one.run.arrays["tokens_per_s_I"])
 
 
 def largest_difference(first: RecordedRun, second: RecordedRun) -> float | None:

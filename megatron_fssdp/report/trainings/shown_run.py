@@ -2,8 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_fssdp.records.metrics import IterationMetrics
@@ -14,28 +14,22 @@ from megatron_fssdp.report.colours import distinct_colours
 _STILL_RUNNING_S = 120.0
 """A run whose last record is younger counts as still training: most iterations take less than two minutes."""
 
-NO_LAYERS = (
-    "No loads of MoE layers were recorded, because Megatron's own layer (strategy none) does not report "
-    "them. To see the loads of plain expert parallelism, run again with --moe-strategy ep."
-)
-
 
 @dataclass(frozen=True, eq=False)
 class ShownRun:
-    """A recorded run with its name and the colour of its lines and bars, ``#RRGGBB``, on a page."""
+    """A recorded run, or a group of repeated runs, on a page."""
 
     name: str
-    colour: str
-    run: RecordedRun
+    colour: str  # of its lines and bars, #RRGGBB
+    run: RecordedRun  # of a group, the run that is shown in detail
+    repeats: Mapping[tuple[int, int], RecordedRun] = field(default_factory=dict)
+    """All runs of a group by seed and repetition, in which alone they differ."""
 
 
-def shown_runs(paths: Sequence[Path], names: Sequence[str] = ()) -> list[ShownRun]:
+def shown_runs(paths: Sequence[Path]) -> list[ShownRun]:
     """Read runs for one page.
 
-    Args:
-        paths: Folders of the runs.
-        names: Names of the runs. Default: the strategies, the folders' names or the whole paths, the first of
-            these that differ.
+    Their names are the strategies, the folders' names or the whole paths, the first of these that differ.
 
     Raises:
         ConfigurationError: A folder has no records, or damaged records.
@@ -43,9 +37,15 @@ def shown_runs(paths: Sequence[Path], names: Sequence[str] = ()) -> list[ShownRu
     runs = [load(path) for path in paths]
     strategies = [run.strategy for run in runs]
     choices = (strategies, [path.resolve().name for path in paths], [str(path) for path in paths])
-    default = next((choice for choice in choices if len(set(choice)) == len(runs)), choices[-1])
-    colours = distinct_colours(strategies)
-    return [ShownRun(*one) for one in zip(names or default, colours, runs, strict=True)]
+    names = next((choice for choice in choices if len(set(choice)) == len(runs)), choices[-1])
+    return [ShownRun(*one) for one in zip(names, distinct_colours(strategies), runs, strict=True)]
+
+
+def shown_groups(groups: Mapping[str, Mapping[tuple[int, int], RecordedRun]]) -> list[ShownRun]:
+    """Return groups of repeated runs by their names. The lowest repetition and seed is shown in detail."""
+    firsts = [runs[min(runs, key=lambda repeat: repeat[::-1])] for runs in groups.values()]
+    colours = distinct_colours([run.strategy for run in firsts])
+    return [ShownRun(*one) for one in zip(groups, colours, firsts, groups.values(), strict=True)]
 
 
 def parts_of(run: RecordedRun) -> list[tuple[str, tuple[IterationMetrics, ...]]]:
@@ -76,8 +76,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def not_comparable(runs: Sequence[RecordedRun]) -> str:
+def not_comparable(runs: Sequence[ShownRun]) -> str:
     """Return a clause on why the speed of runs must not be compared. Empty if it may be."""
-    sessions = [record.session for run in runs for record in run.metrics if record.session is not None]
+    every = [run for one in runs for run in (one.run, *one.repeats.values())]
+    sessions = [record.session for run in every for record in run.metrics if record.session is not None]
     shared = next((session.shared_cores for session in sessions if session.shared_cores), "")
     return f"speed is not comparable here: {shared}" if shared else ""

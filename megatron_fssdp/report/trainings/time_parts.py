@@ -51,10 +51,7 @@ def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
 
 
 def mean_parts_s(run: RecordedRun) -> dict[str, float]:
-    """Return the mean seconds of an iteration's parts, without the first iteration.
-
-    The first iteration also allocates and compiles.
-    """
+    """Return the mean seconds of an iteration's parts, without the first, which also allocates."""
     first = min(1, len(run.metrics) - 1)
     return {part: float(seconds_I[first:].mean()) for part, seconds_I in time_parts(run).items()}
 
@@ -66,5 +63,5 @@ def has_layer_parts(run: RecordedRun) -> bool:
 
 def _passes_I(run: RecordedRun, part: str) -> NDArray[np.float64]:
     """Return the seconds of a part of all layers' forward and backward passes."""
-    both = (run.arrays[f"{which}_{part}_s_IL"] for which in ("forward", "backward"))
-    return np.sum([np.nan_to_num(values_IL).sum(axis=1) for values_IL in both], axis=0)
+    both = [run.arrays[f"{which}_{part}_s_IL"] for which in ("forward", "backward")]
+    return np.nansum(both, axis=(0, 2))

@@ -31,9 +31,8 @@ def simulate(out: Path, loads: str, *more: str) -> str:
 
 
 def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
-    (tmp_path / "trace_quota.json").touch()  # of an earlier simulation
     output = simulate(tmp_path, "W3", "--iterations", "8", *BIG)
-    assert {path.name for path in tmp_path.glob("trace_*")} == {"trace_ep.json", "trace_fssdp.json"}
+    assert "simulating fssdp (2 of 2 strategies)\nsearching where fssdp pays\n" in output
     speedup = json.loads((tmp_path / "ranking.json").read_text())["strategies"][0]["speedup_over_ep"]
     assert any(
         line.startswith(f"Simulated: fssdp is {speedup:.2f} × as fast as ep") for line in output.splitlines()
@@ -57,10 +56,11 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     seconds = [float(line["iteration_s"]) for line in lines if line["strategy"] == "fssdp"]
     assert ranking["warm_up_iterations"] == rows["fssdp"]["warm_up_iterations"] == 1
     assert np.mean(seconds[1:]) == pytest.approx(rows["fssdp"]["iteration_s"])
-    assert "simulation.html (open it in a browser), tables and traces" in output
+    assert "simulation.html (open it in a browser), tables" in output
     page = PageParts((tmp_path / "simulation.html").read_text())
     assert page.anchors == [
-        *("ranking", "each-iteration", "expert-load-over-iterations", "memory", "what-is-assumed"),
+        *("ranking", "each-iteration", "expert-load-over-iterations", "roofline-of-the-moe-layers"),
+        *("memory", "what-is-assumed"),
     ]
     assert f"Simulated: fssdp is {rows['fssdp']['speedup_over_ep']:.2f} × as fast as ep" in page.summary
     traces = page.figures["ranking"][0]["data"]
@@ -75,18 +75,11 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     assert "intra_node.bandwidth_bytes_per_s" in page.texts["what-is-assumed"]
     assert "1.2e+10" in page.texts["what-is-assumed"]
     assert "Pro-Prophet" in page.texts["what-is-assumed"]  # the source of the cluster's figures
-    trace = json.loads((tmp_path / "trace_fssdp.json").read_text())
-    names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert {"spAG layer 1", "spRS layer 4", "dispatch layer 2", "experts' layer 3"} <= set(names)
-    # Each of the four devices has its own expert compute time. Under `fssdp` the four are equal here.
-    trace = json.loads((tmp_path / "trace_ep.json").read_text())
-    durations = [
-        event["dur"]
-        for event in trace["traceEvents"]
-        if event["ph"] == "X" and event["name"] == "experts layer 1"
-    ]
-    assert len(durations) == 4
-    assert len(set(durations)) > 1
+    figure = page.figures["roofline-of-the-moe-layers"][0]
+    assert [trace["name"] for trace in figure["data"][2:]] == ["fssdp", "ep"]
+    ratio, reached = (np.array([trace[axis] for trace in figure["data"][2:]]) for axis in "xy")
+    ideal = figure["data"][0]
+    assert (reached <= 1.0001 * unpacked(ideal["y"]).max() * np.minimum(1, ratio)).all()
 
 
 def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
@@ -97,7 +90,7 @@ def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     arguments = ("--iterations", "4", "--no-plots", "--no-break-even", "--moe-strategy-set", "slots=3")
     output = simulate(tmp_path / "out", str(tmp_path / "run"), *arguments)
     assert "tokens scaled by 10.24" in output
-    assert "wrote tables and traces" in output
+    assert "wrote tables to" in output
     with (tmp_path / "out" / "iterations.csv").open(newline="") as file:
         assert [line["iteration"] for line in csv.DictReader(file)] == ["1", "2", "3", "4"] * 2
     assert not (tmp_path / "out" / "simulation.html").exists()
@@ -106,31 +99,14 @@ def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (("--loads", "W33"), "did you mean 'W3'"),
-        (("--cluster", "hecate"), "unknown cluster"),
-        (("--strategies", "ep,fsdp"), "did you mean 'fssdp'"),
+        (("--cluster-set", "num_nodes=1"), "simulate: .*whole nodes"),
         (
-            ("--set", "parallelism.expert_model_parallel_size=1", "--set", "model.num_experts=null"),
-            "num_experts",
-        ),
-        (("--cluster-set", "num_nodes=1"), "whole nodes"),
-        (("--model", "nowhere.yaml"), "nowhere.yaml"),
-        (
-            (
-                "--strategies",
-                "ep,smartmoe",
-                "--set",
-                "model.num_experts=4",
-                "--set",
-                "parallelism.expert_model_parallel_size=4",
-            ),
+            ("--strategies", "ep,smartmoe", "--set", "model.num_experts=4"),
             "strategy smartmoe: devices own .*wanted two or more on each",
         ),
     ],
 )
-def test_wrong_arguments_of_simulate_are_refused(
-    tmp_path: Path, changes: tuple[str, ...], message: str
-) -> None:
+def test_jobs_that_do_not_fit_are_refused(tmp_path: Path, changes: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         simulate(tmp_path / "out", "W0", "--no-plots", "--no-break-even", *changes)
 
@@ -158,60 +134,3 @@ def test_the_output_names_settings_that_are_not_defaults(tmp_path: Path) -> None
         "ep": False,
         "fssdp": True,
     }
-
-
-def recorded_run(folder: Path) -> Path:
-    """A run folder like that of a training, with made-up loads."""
-    rng = np.random.default_rng(0)
-    with closing(LoadsWriter(folder, [1, 2, 3, 4])) as writer:
-        for iteration in range(1, 8):
-            writer.append(iteration, rng.multinomial(1024, np.arange(1, 9) ** 2 / 204, size=(4, 4)))
-    (folder / "config.yaml").write_text(TINY.read_text())
-    return folder
-
-
-def roofline(run: Path, *more: str) -> str:
-    arguments = ["roofline", str(run), "--cluster", str(ROOT / "configs/clusters/hpwnv.yaml")]
-    result = CliRunner().invoke(
-        app, [*arguments, "--cluster-set", "devices_per_node=2", *more], catch_exceptions=False
-    )
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def test_the_roofline_of_a_recorded_run_is_drawn(tmp_path: Path) -> None:
-    run = recorded_run(tmp_path / "run")
-    output = roofline(run, "--strategies", "ep,fastermoe,fssdp", "--moe-strategy-set", "exchange=by_price")
-    assert "R_CC" in output
-    figures = json.loads((run / "roofline.json").read_text())
-    assert list(figures["strategies"]) == ["ep", "fastermoe", "fssdp"]
-    for point in figures["strategies"].values():
-        assert 0 < point["mean_flops_per_s"] <= figures["peak_flops_per_s"] * min(1, point["ratio"]) * 1.0001
-    page = PageParts((run / "roofline.html").read_text())
-    (figure,) = page.figures["roofline"]
-    assert [trace["name"] for trace in figure["data"][2:]] == ["ep", "fastermoe", "fssdp"]
-    assert page.summary.startswith("Simulated: ep ")
-    roofline(run, "--out", str(tmp_path / "elsewhere"))
-    assert list(json.loads((tmp_path / "elsewhere" / "roofline.json").read_text())["strategies"]) == [
-        "ep",
-        "fssdp",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (("--strategies", "fsdp"), "did you mean 'fssdp'"),
-        (("--moe-strategy-set", "exchange=fused"), "exchange: got 'fused'"),
-        (("--cluster-set", "num_nodes=1"), "roofline: .*whole nodes"),
-        (("--out", "{run}/config.yaml"), "--out .*config.yaml: is not a folder"),
-    ],
-)
-def test_wrong_arguments_of_roofline_are_refused(
-    tmp_path: Path, changes: tuple[str, str], message: str
-) -> None:
-    run = recorded_run(tmp_path / "run")
-    with pytest.raises(ConfigurationError, match=message):
-        roofline(run, *(change.format(run=run) for change in changes))
-    with pytest.raises(ConfigurationError, match=r"nowhere.config\.yaml"):
-        roofline(tmp_path / "nowhere")

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.simulations.simulated_loads import recorded_choices
 from megatron_fssdp.simulation.simulator import simulate
 
@@ -35,13 +36,17 @@ def test_balanced_loads_cost_the_hypergeometric_number_of_tokens(top_k: int) -> 
     assert outcome.of_layers("cross_node")[0, 0] == round(DEVICES * to_node)
 
 
+def recorded(counts_ILDE: np.ndarray, *histograms: np.ndarray) -> RecordedLoads:
+    return RecordedLoads(counts_ILDE, np.arange(1, len(counts_ILDE) + 1), np.array([1]), *histograms)
+
+
 def test_records_correct_the_estimate() -> None:
     """Tokens whose experts are all on one device: loads alone would say that they go everywhere."""
     topology = Topology.uniform(DEVICES, 2)
     counts = loads(np.full((DEVICES, EXPERTS), 4).tolist(), np.full((DEVICES, EXPERTS), 4).tolist())
     tokens = DEVICES * EXPERTS * 4 // 2
     on_one = np.array([[[tokens, 0]], [[0, 0]]]), np.array([[[tokens, 0, 0, 0]], [[0, 0, 0, 0]]])
-    choices = recorded_choices(counts, *on_one, topology, 2)
+    choices = recorded_choices(recorded(counts, *on_one), topology, 2)
     estimated = [2 * (1 - comb(4, 2) / comb(8, 2)), 4 * (1 - comb(6, 2) / comb(8, 2))]
     assert choices is not None
     assert (choices.node_factor, choices.device_factor) == pytest.approx([1 / one for one in estimated])
@@ -56,7 +61,8 @@ def test_records_that_do_not_fit_are_not_used() -> None:
     counts = loads(np.full((DEVICES, EXPERTS), 4).tolist())
     by_nodes, by_devices = np.ones((1, 1, 2), np.int64), np.ones((1, 1, DEVICES), np.int64)
     two_nodes = Topology.uniform(DEVICES, 2)
-    assert isinstance(recorded_choices(counts, by_nodes, by_devices, two_nodes, 2), TokenChoices)
-    assert recorded_choices(counts, by_nodes, by_devices, Topology.uniform(DEVICES, 4), 2) is None
-    assert recorded_choices(counts, 0 * by_nodes, by_devices, two_nodes, 2) is None
-    assert recorded_choices(counts, None, None, two_nodes, 2) is None
+    record = recorded(counts, by_nodes, by_devices)
+    assert isinstance(recorded_choices(record, two_nodes, 2), TokenChoices)
+    assert recorded_choices(record, Topology.uniform(DEVICES, 4), 2) is None
+    assert recorded_choices(recorded(counts, 0 * by_nodes, by_devices), two_nodes, 2) is None
+    assert recorded_choices(recorded(counts), two_nodes, 2) is None

@@ -1,6 +1,6 @@
-"""Page section on placement: a heat map of replicas with a slider, and what ``auto`` selected.
+"""Sections of a page of runs: loads of devices, loads of experts, and replicas with what ``auto`` selected.
 
-Shape letters: I iterations, L MoE layers, E experts, D devices.
+Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,10 +10,30 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from megatron_fssdp.records.placements import RecordedPlacements
-from megatron_fssdp.report.figures import new_figure, ticks
+from megatron_fssdp.report.figures import (
+    GREY,
+    Line,
+    bin_words,
+    device_loads,
+    expert_loads,
+    layer_loads,
+    new_figure,
+    relative_load_ILE,
+    ticks,
+)
 from megatron_fssdp.report.page import Part, Section
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings.shown_run import NO_LAYERS, ShownRun
+from megatron_fssdp.report.trainings.shown_run import ShownRun, counted
+
+_NO_LAYERS = (
+    "No loads of MoE layers were recorded, because Megatron's own layer (strategy none) does not report "
+    "them. To see the loads of plain expert parallelism, run again with --moe-strategy ep."
+)
+_SAME = 0.01
+"""Runs are shown once if the mean difference of their relative expert loads is less than this number.
+
+Placement does not change what routers do, so runs with the same seed have the same loads.
+"""
 
 _MOST_STEPS, _MOST_CELLS = 60, 150_000
 """Most steps of a slider, and cells of all its heat maps together."""
@@ -24,22 +44,83 @@ _MOST_DEVICES = 12
 _SCALE = [[0.0, "rgba(138,143,152,0.16)"], [0.001, "#FBD5A8"], [0.5, "#F28E2B"], [1.0, "#7F2704"]]
 
 
+def device_load_section(runs: Sequence[ShownRun]) -> Section:
+    """Make the section: max/mean device load by iteration and layer, before and after."""
+    title = "Device load, before and after"
+    recorded = [one for one in runs if one.run.layers]
+    if not recorded:
+        return Section(title, _NO_LAYERS)
+    lines: list[Line] = []
+    strips: list[Part] = []
+    for one in recorded:
+        before_IL, load_IL = one.run.arrays["ep_load_max_over_mean_IL"], one.run.load_IL
+        x, is_plain = one.run.iterations, np.array_equal(before_IL, load_IL)
+        if not is_plain and not lines:
+            lines.append(Line("before (plain EP), mean of layers", GREY, x, before_IL.mean(axis=1), "dash"))
+        lines.append(Line(f"{one.name}, mean of layers", one.colour, x, load_IL.mean(axis=1)))
+        lines.append(Line(f"{one.name}, worst layer", one.colour, x, load_IL.max(axis=1), "dot"))
+        if len(runs) == 1 or not is_plain:
+            loads = {"before (plain EP)": before_IL, "after": load_IL}
+            strips.append(layer_loads(f"{one.name}: every layer", x, one.run.layers, loads))
+    figure = device_loads("Busiest device, max / mean", lines)
+    notes = [f"{one.name}: {_NO_LAYERS}" for one in runs if one not in recorded]
+    sentence = (
+        "Tokens of the busiest device, divided by the mean of all devices: 1 is even, and a layer takes as "
+        "long as its busiest device. Before: under plain expert parallelism. After: as it was computed."
+    )
+    return Section(title, sentence, [figure, *strips, *bin_words(lines), *notes])
+
+
+def expert_load_section(runs: Sequence[ShownRun]) -> Section:
+    """Make the section with the load of every expert over an even share. Equal loads are shown once."""
+    title = "Expert load over iterations"
+    figures: list[Part] = []
+    notes: list[str] = []
+    shown: dict[str, NDArray[np.float64]] = {}
+    for one in runs:
+        loads = one.run.loads
+        if loads is None:
+            why = "loads.npy is not there, or cannot be read." if one.run.layers else _NO_LAYERS
+            notes.append(f"{one.name}: {why}")
+            continue
+        load_ILE = relative_load_ILE(loads.counts_ILDE)
+        alike = (name for name, other in shown.items() if _is_same(other, load_ILE))
+        if twin := next(alike, ""):
+            difference = f"its loads differ from those of {twin} by less than {_SAME:.0%}"
+            notes.append(f"{one.name} is not shown: {difference}.")
+            continue
+        shown[one.name] = load_ILE
+        figures.append(expert_loads(one.name if len(runs) > 1 else "", loads, len(runs)))
+    if not figures:
+        return Section(title, notes[0].partition(": ")[2])
+    sentence = (
+        "Tokens that the router sent to each expert, divided by an even share: pale is even, orange is more, "
+        "blue is less. Planning from past iterations helps experts that stay orange, and misses stripes that "
+        "jump between experts."
+    )
+    return Section(title, sentence, [*figures, *notes])
+
+
+def _is_same(one_ILE: NDArray[np.float64], other_ILE: NDArray[np.float64]) -> bool:
+    return one_ILE.shape == other_ILE.shape and float(np.abs(one_ILE - other_ILE).mean()) < _SAME
+
+
 def placement_section(runs: Sequence[ShownRun]) -> Section:
     """Make the section with the replicas of every expert at an iteration, for each run that had some."""
     title = "Replicas of every expert"
     if not any(one.run.layers for one in runs):
-        return Section(title, NO_LAYERS)
+        return Section(title, _NO_LAYERS)
     parts: list[Part] = []
     for one in runs:
-        if not one.run.layers or not one.run.total("num_replicas"):
+        if not one.run.arrays["num_replicas_IL"].any():
             parts.append(f"No replicas in {one.name}.")
         elif one.run.placements is None:
             parts.append(f"{one.name}: placements.npy is not there, or cannot be read.")
         else:
             heading = f"{one.name}: replicas of every expert" if len(runs) > 1 else ""
-            parts.append(replica_map(heading, one.run.placements, len(runs)))
+            parts.append(_replica_map(heading, one.run.placements, len(runs)))
         if times := int((one.run.arrays["resharded_experts_I"] > 0).sum()):
-            parts.append(f"{one.name}: experts moved to new owners {times:,} time{'s' if times > 1 else ''}.")
+            parts.append(f"{one.name}: experts moved to new owners {counted(times, 'time')}.")
     sentence = (
         "A replica is a copy of an expert on another device than its owner's, which computes a part of the "
         "expert's tokens. Move the slider to see another iteration, and point at a cell to see the devices."
@@ -54,12 +135,13 @@ def placement_section(runs: Sequence[ShownRun]) -> Section:
     return Section(title, sentence, parts)
 
 
-def replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> go.Figure:
+def _replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> go.Figure:
     """Return a heat map of layers × experts with the number of replicas, and a slider over iterations."""
     num_iterations, num_layers, num_experts, _ = placements.present_ILED.shape
     most = max(2, min(_MOST_STEPS, _MOST_CELLS // (num_layers * num_experts * num_maps)))
     chosen = np.unique(np.linspace(0, num_iterations - 1, min(most, num_iterations)).round().astype(int))
-    replicas_ILED = (placements.present_ILED & ~placements.owned_ILED)[chosen]
+    owned_ILED = placements.owned_ILED[chosen]
+    replicas_ILED = placements.present_ILED[chosen] & ~owned_ILED
     counts_ILE = replicas_ILED.sum(axis=3).astype(np.uint16)
     figure = new_figure(title, "expert", "layer", 270 + min(460, 26 * num_layers))
     steps, last = [], len(chosen) - 1
@@ -69,8 +151,9 @@ def replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> go
                 f"owner {_numbers(owned_D)}, replicas {_numbers(replicas_D)}"
                 for owned_D, replicas_D in zip(*layer, strict=True)
             ]
-            for layer in zip(placements.owned_ILED[chosen[i]], replicas_ILED[i], strict=True)
+            for layer in zip(owned_ILED[i], replicas_ILED[i], strict=True)
         ]
+        form = "layer %{y}, expert %{x}: %{z} replicas<br>%{text}"
         figure.add_heatmap(
             z=counts_ILE[i],
             y=[str(layer) for layer in placements.layers],
@@ -79,8 +162,7 @@ def replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> go
             xgap=1,
             ygap=1,
             visible=i == last,
-            hovertemplate=f"layer %{{y}}, expert %{{x}}: %{{z}} replicas<br>%{{text}}<extra>iteration "
-            f"{iteration}</extra>",
+            hovertemplate=f"{form}<extra>iteration {iteration}</extra>",
         )
         visible = {"visible": [j == i for j in range(len(chosen))]}
         steps.append({"label": f"{iteration:,}", "method": "restyle", "args": [visible]})
@@ -90,8 +172,7 @@ def replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> go
     scale = {"colorscale": _SCALE, "cmin": 0, "cmax": highest, "colorbar": bar}
     figure.update_layout(sliders=[slider], coloraxis=scale)
     figure.update_xaxes(showgrid=False, zeroline=False, **ticks(num_experts, 16))
-    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
-    return figure
+    return figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
 
 
 def _numbers(devices_D: NDArray[np.bool_]) -> str:
@@ -110,7 +191,7 @@ def _selections(one: ShownRun) -> Iterator[tuple[str, ...]]:
         seen = next((one.seen for one in later), None)
         gain = "not known"
         if seen is not None:
-            gain = _gain(seen.seen_s, seen.before_s) + ("; taken back" if seen.is_slower else "")
+            gain = _gain(seen.before_s - seen.after_s, seen.before_s) + "; taken back" * seen.is_slower
         yield (
             f"{one.name}, iteration {record.iteration:,}",
             ", ".join(map(str, change.changed)),

@@ -1,0 +1,119 @@
+"""Runs of a sweep that differ only in seed and repetition: the spread of their figures, and the page."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import plotly.graph_objects as go
+
+from megatron_fssdp.records.run_settings import loss_obstacle
+from megatron_fssdp.report.figures import new_figure
+from megatron_fssdp.report.page import Page, Section
+from megatron_fssdp.report.simulations.simulation_report import SimulationReport
+from megatron_fssdp.report.tables import Table
+from megatron_fssdp.report.trainings.measures import largest_difference, repeated_values, spread_of
+from megatron_fssdp.report.trainings.run_page import run_page
+from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, not_comparable
+
+FIGURES = {
+    "last_loss": ("last loss", ".3f"),
+    "load_max_over_mean": ("max/mean device load", ".3f"),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+}
+"""Label and format of the figures that a sweep compares, by their keys among the measures of a run."""
+
+MOST_DETAILED = 8
+"""Groups whose runs are shown in detail. There are about as many colours of strategies."""
+
+
+def loss_difference(group: ShownRun, other: ShownRun) -> float | None:
+    """Return the largest relative difference of a loss from that of the same seed in another group.
+
+    It is None if the groups have no common seed and repetition, or train different things.
+    """
+    pairs = [(other.repeats[repeat], run) for repeat, run in group.repeats.items() if repeat in other.repeats]
+    if not pairs or loss_obstacle([run.settings for run in pairs[0]]):
+        return None
+    found = [largest_difference(*pair) for pair in pairs]
+    return max((one for one in found if one is not None), default=None)
+
+
+def group_table(groups: Sequence[ShownRun]) -> Table:
+    """Return the figures of groups. Losses are compared with those of the first."""
+    obstacle, rows = not_comparable(groups), []
+    for group in groups:
+        cells = []
+        for key, (_, form) in FIGURES.items():
+            spread = spread_of(group, key)
+            if key == "tokens_per_s" and obstacle:
+                cells.append("not comparable")
+            elif spread is None:
+                cells.append("–")
+            else:
+                cells.append(spread.text(form) if len(group.repeats) > 1 else f"{spread.median:{form}}")
+        difference = None if group is groups[0] else loss_difference(group, groups[0])
+        last = "–" if difference is None else f"{difference:.1e}"
+        rows.append((group.name, str(len(group.repeats)), *cells, last))
+    labels = (label for label, _ in FIGURES.values())
+    return Table(("group", "runs", *labels, "loss: difference from the first group"), tuple(rows))
+
+
+def group_records(groups: Sequence[ShownRun]) -> list[dict[str, Any]]:
+    """Return the figures of groups as plain values for JSON. Losses are compared with the first group's."""
+    names = ("lower_quartile", "median", "upper_quartile")
+    records = []
+    for group in groups:
+        record: dict[str, Any] = {"name": group.name, "runs": len(group.repeats)}
+        for key in FIGURES:
+            spread = spread_of(group, key)
+            values = {"runs": repeated_values(group, key)}
+            record[key] = None if spread is None else dict(zip(names, spread, strict=True)) | values
+        records.append({**record, "loss_difference": loss_difference(group, groups[0])})
+    return records
+
+
+def sweep_page(
+    title: str,
+    groups: Sequence[ShownRun],
+    unfinished: Sequence[str] = (),
+    what_if: SimulationReport | None = None,
+) -> Page:
+    """Return the page of a sweep.
+
+    Args:
+        title: Name of the sweep.
+        groups: Groups with their finished runs. All are compared with the first.
+        unfinished: Names of runs that failed or are not finished.
+        what_if: Results of a simulation of the runs' loads, or None.
+    """
+    details, obstacle = groups[:MOST_DETAILED], not_comparable(groups)
+    page = run_page(details, what_if, with_losses=not loss_obstacle([one.run.settings for one in details]))
+    count, missing = sum(len(group.repeats) for group in groups), ""
+    notes = [f"{count} of {count + len(unfinished)} runs are finished, in {len(groups)} groups."]
+    notes += [f"{obstacle[0].upper()}{obstacle[1:]}."] if obstacle else []
+    if unfinished:
+        missing = f" {counted(len(unfinished), 'run')} {'is' if len(unfinished) == 1 else 'are'} missing."
+        notes.append(f"Missing, because they failed or are not finished: {', '.join(unfinished)}.")
+    if len(groups) > MOST_DETAILED:
+        notes.append(f"The sections below show the first {MOST_DETAILED} of {len(groups)} groups.")
+    how = (
+        "Runs in a row differ only in seed and repetition. Points are runs; the box reaches from the lower "
+        "to the upper quartile, with a line at the median. The sections below show the first run of each row."
+    )
+    boxes = [_boxes(groups, key) for key in FIGURES if not (key == "tokens_per_s" and obstacle)]
+    repeated = Section("Repeated runs", how, [*boxes, group_table(groups), *notes])
+    sections = [repeated, *page.sections]
+    return replace(page, kind="sweep", title=title, sentence=page.sentence + missing, sections=sections)
+
+
+def _boxes(groups: Sequence[ShownRun], key: str) -> go.Figure:
+    """Return a row for each group: its runs beside a box with their median and quartiles."""
+    label, form = FIGURES[key]
+    figure = new_figure("", label, "", 110 + 34 * len(groups), showlegend=False)
+    figure.update_xaxes(hoverformat=form)
+    figure.update_yaxes(autorange="reversed", type="category")
+    for group in groups:
+        style = {"boxpoints": "all", "quartilemethod": "linear", "marker_color": group.colour}
+        x = repeated_values(group, key)
+        figure.add_box(x=x, name=group.name, orientation="h", jitter=0, line_width=1.5, **style)
+    return figure
