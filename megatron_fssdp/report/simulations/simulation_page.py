@@ -151,10 +151,10 @@ def _roofline_section(
     size, unit = unit_of(cluster.expert_flops_per_s, FLOPS)
     ratios = [point.ratio for point in points.values()]
     span = np.geomspace(min(0.1, min(ratios) / 2), max(10.0, max(ratios) * 2), 200)
-    x_title = "compute seconds / communication seconds, R_CC (Eq. 3)"
+    x_title = "R_CC: compute / communication (Eq. 3)"
     figure: go.Figure = new_figure("", x_title, f"mean {unit} per device (Eq. 4)", 460)
     figure.update_xaxes(type="log", dtick=1)
-    figure.update_yaxes(type="log")
+    figure.update_yaxes(type="log", dtick="D2")
     limits = {"ideal (Eq. 5)": ideal_flops_per_s, "semi-ideal (Eq. 6)": semi_ideal_flops_per_s}
     for (name, limit), dash in zip(limits.items(), DASHES, strict=False):
         line, y = {"color": GREY, "dash": dash, "width": 2}, limit(span, cluster.expert_flops_per_s / size)
