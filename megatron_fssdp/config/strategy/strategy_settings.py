@@ -202,11 +202,6 @@ class FasterMoEKeys(PlacementSettings):
         ge=0,
         le=1,
     )
-    leaving_choices: Literal["each", "one"] = key(
-        "each",
-        "Which of a token's k choices leaving_share limits. 'each': each of them. 'one': only the best one "
-        "can leave, and the others stay in the node, as in the gate that FasterMoE's authors published.",
-    )
 
     @model_validator(mode="after")
     def _check_gate(self) -> Self:
@@ -217,7 +212,7 @@ class FasterMoEKeys(PlacementSettings):
             )
         if self.router == "stock":
             because = "under router stock; set router to topology_aware, which changes the routing"
-            self._refuse_without_effect("leaving_share", "leaving_choices", because=because)
+            self._refuse_without_effect("leaving_share", because=because)
         if not self.smart_schedule:
             because = "without the smart schedule; set smart_schedule to true or by_price"
             self._refuse_without_effect("group_size", because=because)

@@ -64,7 +64,6 @@ class ScheduleSelector:
         config: Megatron's ``TransformerConfig`` as the user wrote it.
         groups: Process groups of the layers.
         everyone: Process group of all ranks of the pipeline stage, which decide together (``tp_dp_cp``).
-        simultaneous: Whether schedule ``s2`` may pass results on slice by slice if slices are large enough.
         find_costs: Finds the costs of the collectives, at the first comparison; ``None`` measures them.
     """
 
@@ -72,7 +71,6 @@ class ScheduleSelector:
     config: Any
     groups: ParmGroups
     everyone: dist.ProcessGroup
-    simultaneous: bool = True
     find_costs: FindCosts | None = None
     _decisions: dict[tuple[torch.Size, bool], Decision] = field(init=False, default_factory=dict)
     _costs: ScheduleCosts | None = field(init=False, default=None)
@@ -110,7 +108,7 @@ class ScheduleSelector:
     def _decide(self, hidden: Tensor, owners_only: bool) -> Decision:
         layer, groups = self._layer(hidden), self.groups
         # The shape decides and not the routing, because all ranks must take the same steps.
-        simultaneous = self.simultaneous and layer.slices_pay
+        simultaneous = layer.slices_pay
         if self.setting != "auto":
             schedule: Schedule = self.setting  # type: ignore[assignment]
             return Decision(schedule, simultaneous)

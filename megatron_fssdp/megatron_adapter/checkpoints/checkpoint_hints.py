@@ -42,6 +42,7 @@ class OwnerHint:
     """The owner maps of all pipeline stages. A run of the same layout starts with them."""
 
     key: ClassVar[str] = "megatron_fssdp_owners"  # in the checkpoint's common state
+    what: ClassVar[str] = "owner map"  # in messages
     slots: ExpertSlots
 
     def gather(self) -> dict[str, Any] | None:
@@ -51,16 +52,12 @@ class OwnerHint:
         return None if all(lists is None for lists in stages) else {"stages": stages}
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
-        """Adopt a checkpoint's owner map, or log one line why it is not used. Every rank calls it.
+        """Adopt a checkpoint's owner map. Every rank calls it.
 
         No contents move, because experts are loaded afterwards, which fills every slot.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
-        try:
-            owners = fitting_owners(hint, metadata, self.slots.stage_owners(), group.rank(), group.size())
-        except ValueError as misfit:
-            _log(logging.WARNING, f"the checkpoint's owner map is not used: {misfit}")
-            return
+        owners = fitting_owners(hint, metadata, self.slots.stage_owners(), group.rank(), group.size())
         if owners is not None:
             self.slots.adopt(owners)
             _log(logging.INFO, "experts keep the owners of the checkpoint")
@@ -71,6 +68,7 @@ class StrategyHint:
     """The strategy that ``auto`` has selected for every layer."""
 
     key: ClassVar[str] = "megatron_fssdp_choices"
+    what: ClassVar[str] = "selection of strategies"
     strategy: AutoStrategy
     slots: ExpertSlots
 
@@ -81,13 +79,7 @@ class StrategyHint:
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
         """Continue with the saved selection, whatever the layout of the run that saved it was."""
-        try:
-            selected = {int(layer): str(name) for layer, name in hint.items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            reason = f"it cannot be read ({type(error).__name__}: {error}); auto selects again"
-            _log(logging.WARNING, f"the checkpoint's selection of strategies is not used because {reason}")
-            return
-        self.strategy.resume(selected)
+        self.strategy.resume({int(layer): str(name) for layer, name in hint.items()})
         _log(logging.INFO, "layers keep the strategies of the checkpoint")
 
 
@@ -100,6 +92,7 @@ class LoadHint:
     """
 
     key: ClassVar[str] = "megatron_fssdp_loads"
+    what: ClassVar[str] = "record of loads"
     slots: ExpertSlots
     runtime: MoERuntime
 
@@ -114,17 +107,12 @@ class LoadHint:
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
         """Continue with the saved loads, if they are those of this run's groups and layers."""
-        histories = self._histories()
-        try:
-            saved: dict[str, Any] = next(
-                (group["layers"] for group in hint if group["ranks"] == self._ranks()), {}
-            )
-            if saved.keys() != {str(layer) for layer, _ in histories}:
-                raise ValueError("they are from another parallel layout or another model")
-            for layer, history in histories:
-                history.resume(saved[str(layer)])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            _log(logging.INFO, f"the checkpoint's loads are not used, and loads are collected anew: {error}")
+        histories, ranks = self._histories(), self._ranks()
+        saved: dict[str, Any] = next((group["layers"] for group in hint if group["ranks"] == ranks), {})
+        if saved.keys() != {str(layer) for layer, _ in histories}:
+            raise ValueError("got loads of another parallel layout or another model")
+        for layer, history in histories:
+            history.resume(saved[str(layer)])
 
     def _ranks(self) -> list[int]:
         layers = self.runtime.layers
@@ -186,10 +174,19 @@ def wrap_checkpointing(checkpointing: Any, hints: list[CheckpointHint]) -> None:
         for hint in hints:
             hint.slots.loading = set(range(len(hint.slots.layers)))
             if hint.key in common:
-                hint.take(common[hint.key], metadata or {})
+                take_or_log(hint, common[hint.key], metadata or {})
         return metadata
 
     dist_checkpointing.load_content_metadata = load_content_metadata
+
+
+def take_or_log(hint: CheckpointHint, saved: Any, metadata: Mapping[str, Any]) -> None:
+    """Continue with what a checkpoint says, or log one line why it is not used. Every rank calls it."""
+    try:
+        hint.take(saved, metadata)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"it cannot be read ({error!r})"
+        _log(logging.WARNING, f"the checkpoint's {hint.what} is not used: {reason}")
 
 
 def wrap_save(dist_checkpointing: Any) -> None:
@@ -223,11 +220,7 @@ def fitting_owners(
             "got optimizer states stored by bucket position, which can be loaded only under Megatron's even "
             "owners"
         )
-    try:
-        stages = hint["stages"]
-        saved = [None if lists is None else StageOwners.from_lists(lists) for lists in stages]
-    except (TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"got a hint that cannot be read ({type(error).__name__}: {error})") from None
+    saved = [None if lists is None else StageOwners.from_lists(lists) for lists in hint["stages"]]
     if len(saved) != num_stages:
         raise ValueError(f"got an owner map of {len(saved)} pipeline stages, wanted {num_stages}")
     if (mine := saved[rank]) is None:

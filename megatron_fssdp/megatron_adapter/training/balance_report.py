@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy as np
 from megatron.core import parallel_state
 
 from megatron_fssdp.planning.loads import EVEN_LOAD, max_over_mean
+from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_price
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +25,6 @@ class BalanceReport:
     """The loads of a pipeline stage's layers under their last plans, and the waits of all iterations.
 
     Only one rank of a pipeline stage has one. It knows the loads of its own expert-parallel group.
-
-    Args:
-        layers: MoE layers of the rank.
-        strategy: Name of the strategy.
     """
 
     def __init__(self, layers: Sequence[SlotLayer], strategy: str) -> None:
@@ -48,15 +43,7 @@ class BalanceReport:
         *,
         is_logged: bool,
     ) -> None:
-        """Note an iteration, and log a line in an iteration that Megatron logs.
-
-        Args:
-            iteration: Number of the iteration.
-            plans: The last plan of each layer.
-            loads: What each layer did.
-            seconds: Seconds of the iteration.
-            is_logged: Whether Megatron logs this iteration.
-        """
+        """Note an iteration with the last plan of each layer; log a line if Megatron logs the iteration."""
         self._iteration, self._last = iteration, list(zip(plans, loads, strict=True))
         waits = [(load.spag_exposed_s, load.sprs_exposed_s) for load in loads]
         if any(load.spag_s or load.sprs_s for load in loads):
@@ -67,16 +54,10 @@ class BalanceReport:
             logger.info(f"[fssdp] iteration {iteration}: {'; '.join(clauses)}")
 
     def tell_end(self, record_dir: Path | None) -> None:
-        """Log what the strategy did, in one line, at the end of a training.
-
-        Args:
-            record_dir: Folder of the run's records, which the line names.
-        """
+        """Log what the strategy did, and the folder of its records, in one line at the end of a training."""
         clauses = self._balance()
         if not clauses:
             return
-        if speed := self._speed():
-            clauses.append(f"MoE layers {speed:.2f} × as fast as under plain EP, by the planner's model")
         if self._num_measured:
             total_s, *waits_s = self._seconds_3.tolist()
             weights, gradients = (
@@ -124,29 +105,11 @@ class BalanceReport:
             clauses.append("loads are almost even without balancing, so plain EP would do")
         return clauses
 
-    def _speed(self) -> float | None:
-        """Modelled seconds of the layers under plain EP, divided by those under their last plans."""
-        plain_s = used_s = 0.0
-        for layer, (plan, _) in zip(self._layers, self._last, strict=False):
-            context = layer.context
-            if plan is None or plan.each_micro_batch or context.profile is None or layer.history.is_empty:
-                return None
-            counts_DE, times = layer.history.counts_DE(0), context.profile.num_micro_batches
-            plain = replace(context, owner_E=_plain_owner_E(context), resident=None)
-            priced = plan_price(LayerPlan.owners_only(plain), counts_DE, plain, num_micro_batches=times)
-            plain_s += priced.moe_s
-            used_s += plan_price(plan, counts_DE, context, num_micro_batches=times).moe_s
-        return plain_s / used_s if used_s else None
-
-
-def _plain_owner_E(context: LayerContext) -> np.ndarray:
-    """Megatron's owners: equal blocks of experts, in the order of the devices."""
-    return np.arange(context.num_experts) * context.num_devices // context.num_experts
-
 
 def _plain_D(context: LayerContext, counts_DE: np.ndarray) -> np.ndarray:
-    weights = counts_DE.sum(axis=0)
-    return np.bincount(_plain_owner_E(context), weights=weights, minlength=context.num_devices)
+    """Loads of the devices under Megatron's owners."""
+    owner_E = even_owners(context.num_experts, context.num_devices)
+    return np.bincount(owner_E, weights=counts_DE.sum(axis=0), minlength=context.num_devices)
 
 
 def _used_D(context: LayerContext, plan: LayerPlan, load: LayerLoad, counts_DE: np.ndarray) -> Any:

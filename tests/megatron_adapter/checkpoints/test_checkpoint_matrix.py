@@ -20,7 +20,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
 from ..training_run import TrainingRun, assert_close, assert_equal, rows, train
 
-COMMON = "{TORCH_DIST} --train-iters 8 {NO_BIAS} {SHORT_AVERAGES} --lr 5e-3"
+COMMON = "{TORCH_DIST} --train-iters 8 {GATED} {SHORT_AVERAGES} --lr 5e-3"
 SAVED_AT = 4
 OPTIMIZERS = {"plain": "", "distributed": "{RESHARDABLE}"}
 # A run of 8 iterations re-shards before the 4th and the 7th, or never.

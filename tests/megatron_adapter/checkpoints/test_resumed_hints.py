@@ -87,4 +87,4 @@ def test_loads_of_another_layout_are_left_out_with_a_line(text_data: Path, tmp_p
     saving = f"--exit-interval 2 --save {tmp_path} --save-interval 2"
     train(4, f"{EXACT} {{EP4}} {saving}", text_data, strategy="fssdp")
     rest = train(4, f"{EXACT} {{EP2}} --load {tmp_path}", text_data, strategy="fssdp")
-    assert any("loads are not used" in message for message in rest.messages)
+    assert any("record of loads is not used" in message for message in rest.messages)

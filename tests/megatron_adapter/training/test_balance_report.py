@@ -34,19 +34,11 @@ def test_a_line_during_the_training_and_one_at_its_end(text_data: Path, tmp_path
     assert end.endswith(f"Next: megatron-fssdp report {tmp_path / 'run'}")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "arguments", "said"),
-    [
-        ("ep", "{EP2} --train-iters 3 --moe-router-force-load-balancing", "so plain EP would do"),
-        ("fssdp FSSDP_PROFILE_ITERATIONS=1", "{EP2} --train-iters 4", "as fast as under plain EP"),
-    ],
-)
-def test_the_last_line_without_records(strategy: str, arguments: str, said: str, text_data: Path) -> None:
-    *_, end = lines_of(text_data, strategy, arguments)
-    assert said in end
+def test_the_last_line_without_records(text_data: Path) -> None:
+    *_, end = lines_of(text_data, "ep", "{EP2} --train-iters 2 --moe-router-force-load-balancing")
+    assert "so plain EP would do" in end
     assert "waits" not in end
-    if strategy == "ep":
-        assert len(loads(end)) == 1
+    assert len(loads(end)) == 1
     assert end.endswith("Next: record with --moe-strategy-set record_dir=DIR, then megatron-fssdp report DIR")
 
 
