@@ -180,7 +180,7 @@ def give_passes_up() -> None:
     ("strategy", "more", "repeat"),
     [
         (FSSDP, "", run_passes_twice),
-        (FSSDP, "{BATCH16}", partial(run_passes_twice, begins=False)),
+        pytest.param(FSSDP, "{BATCH16}", partial(run_passes_twice, begins=False), marks=pytest.mark.slow),
         (f"{FSSDP} rematerialize=true", "{BATCH16}", give_passes_up),
         pytest.param("flexmoe", "", give_passes_up, marks=pytest.mark.slow),
         pytest.param(f"{FSSDP} rematerialize=true", "", run_passes_twice, marks=pytest.mark.slow),
