@@ -5,6 +5,7 @@ import contextlib
 import io
 import logging
 import os
+import queue
 import re
 import shlex
 import sys
@@ -281,6 +282,7 @@ def train_on_rank(
     import runpy
 
     import torch
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training
 
     from megatron_fssdp.megatron_adapter.entry.launcher import launch
@@ -298,6 +300,8 @@ def train_on_rank(
         return result
 
     wrap(training, "train_step", recording_step)
+    # A synchronous save returns its results by this queue. Megatron's own one takes another process, and seconds.
+    filesystem_async._results_queue = queue.Queue()
     # Megatron compiles small functions as it is imported, whatever --disable-jit-fuser says.
     torch.compiler.set_stance("force_eager")
     messages: list[str] = []
