@@ -126,7 +126,6 @@ def train_on_all_ranks(
     *,
     strategy: str | None = None,
     model: Model = GPT,
-    script: Path | None = None,
     before: Callable[[], None] | None = None,
     launcher: bool = True,
     env: dict[str, str] | None = None,
@@ -141,7 +140,7 @@ def train_on_all_ranks(
     """
     arguments = f"{arguments} {flags(strategy)}" if strategy else arguments
     arguments, variables = without_variables(arguments)
-    argv = command_line(Model(script or model.script, model.arguments), arguments, data)
+    argv = command_line(model, arguments, data)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(world_size)}
     environment |= {**variables, **(env or {})}
     limits = {"timeout_s": timeout_s, "grace_s": grace_s}
@@ -233,12 +232,10 @@ def share_exactly() -> None:
     """Let ``fssdp`` share tokens out by exact counts, which price would hardly ever choose on CPU ranks."""
     from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
-    before_gate = FssdpStrategy.before_gate
+    def exact(before_gate: Any, *given: Any) -> Any:
+        return replace(before_gate(*given), dispatch_policy="exact")
 
-    def exact(self: Any, context: Any, history: Any) -> Any:
-        return replace(before_gate(self, context, history), dispatch_policy="exact")
-
-    FssdpStrategy.before_gate = exact  # type: ignore[method-assign]
+    wrap(FssdpStrategy, "before_gate", exact)
 
 
 def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> float:
@@ -300,7 +297,7 @@ def train_on_rank(
         return result
 
     wrap(training, "train_step", recording_step)
-    # A synchronous save returns its results by this queue. Megatron's own one takes another process, and seconds.
+    # A synchronous save returns its results by this queue. Megatron's own queue takes a process, and seconds.
     filesystem_async._results_queue = queue.Queue()
     # Megatron compiles small functions as it is imported, whatever --disable-jit-fuser says.
     torch.compiler.set_stance("force_eager")

@@ -69,7 +69,7 @@ class IterationDriver:
     ) -> None:
         self._session, self._optimizer, self._args = session, optimizer, args
         self.runtime = session.runtime
-        self.held = held_replicas(session, model, args)
+        self.held = held_replicas(session, model)
         self.reshard: ReshardReport | None = None
         self.selection: SelectionReport | None = None
         self._iterations_to_measure = self._measured_replicas_bytes = 0

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
@@ -55,8 +56,8 @@ def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> E
     )
 
 
-def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> HeldReplicas:
-    """Return how many replicas exist at the same time on this rank, in the largest iteration to come."""
+def held_replicas(session: StrategySession, model: Sequence[Any]) -> HeldReplicas:
+    """Return how many replicas exist at once on this rank, by the present number of micro-batches."""
     stage = PipelineStage(
         tuple(sum(isinstance(module, StrategyMoELayer) for module in chunk.modules()) for chunk in model),
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -64,17 +65,7 @@ def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> 
         group_size=get_model_config(model[0]).microbatch_group_size_per_vp_stage,
     )
     # Replica slots have fp32 sums of their own.
-    return HeldReplicas(session.strategy.replica_life, stage, _most_micro_batches(args), fuses_gradients=True)
-
-
-def _most_micro_batches(args: Any) -> int:
-    """Return the largest number of micro-batches to come; ``--step-batch-size-schedule`` lets them grow."""
-    now = int(num_microbatches_calculator.get_num_microbatches())
-    if (schedule := getattr(args, "step_batch_size_schedule", None)) is None:
-        return now
-    calculator = num_microbatches_calculator.StepBatchsizeNumMicroBatchesCalculator
-    largest = max(batch_size for _, batch_size in calculator._parse_schedule(schedule, None))
-    return max(now, largest // (args.micro_batch_size * args.data_parallel_size))
+    return HeldReplicas(session.strategy.replica_life, stage, get_num_microbatches(), fuses_gradients=True)
 
 
 def expert_optimizer(args: Any) -> ExpertOptimizer:

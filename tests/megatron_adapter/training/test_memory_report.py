@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,20 +82,6 @@ def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: P
         assert accounted == layers_of_stage[rank // 2] * 2 * EXPERT_ELEMENTS * 4
         # Experts of each group's first rank are shadowed.
         assert allocated == (accounted if rank % 2 else 0)
-
-
-def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core import num_microbatches_calculator
-
-    from megatron_fssdp.megatron_adapter.training.memory_report import _most_micro_batches
-
-    monkeypatch.setattr(num_microbatches_calculator, "get_num_microbatches", lambda: 2)
-    args = SimpleNamespace(micro_batch_size=2, data_parallel_size=4, step_batch_size_schedule=None)
-    assert _most_micro_batches(args) == 2
-    args.step_batch_size_schedule = "0:16 1B:64, 2B:32"
-    assert _most_micro_batches(args) == 8
-    args.step_batch_size_schedule = "0:8"  # of a run that has been resumed on more devices
-    assert _most_micro_batches(args) == 2
 
 
 # ---------------------------------------------------------------- on the ranks

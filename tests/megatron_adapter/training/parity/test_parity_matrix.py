@@ -4,7 +4,6 @@ The matrix is data. A layout combines several of Megatron's features with severa
 settings, so that most pairs of them meet somewhere; owners move every other iteration.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,6 +93,9 @@ LAYOUTS = layouts(
         0.01 {BATCH16} | slots=2 overlap_degree=2 rematerialize=true
     allgather_dispatcher_weight_hashes | 4 2 | --moe-token-dispatcher-type allgather
         --check-weight-hash-across-dp-replicas-interval 1 | slots=2 overlap_degree=2
+    multi_token_prediction_overlaps | 2 2 | {MTP} {OVERLAPS} {BATCH16} | slots=2 overlap_degree=2
+    pipeline_multi_token_prediction_rematerialized | 4 2 | {PP2} {MTP} {GATED} {RECOMPUTE} | slots=2
+        overlap_degree=2 rematerialize=true
     interleaved_not_aligned | 4 2 | {INTERLEAVED} {OVERLAPS} --no-align-grad-reduce --no-align-param-gather
         {BATCH16} | slots=2 overlap_degree=2
     """
@@ -105,14 +107,6 @@ DEFAULT = (
     *("pipeline_shared_expert_4_micro_batches", "biases_on_declared_nodes"),
 )
 PLAIN = ("interleaved_pipeline_overlaps", "experts_in_tensor_parallel_parts")
-# Layouts that need the script of a Megatron-LM checkout; our script does not support them.
-WITH_MEGATRONS_SCRIPT = layouts(
-    """
-    multi_token_prediction_overlaps | 2 2 | {MTP} {OVERLAPS} {BATCH16} | slots=2 overlap_degree=2
-    pipeline_multi_token_prediction_rematerialized | 4 2 | {PP2} {MTP} {GATED} {RECOMPUTE} | slots=2
-        overlap_degree=2 rematerialize=true
-    """
-)
 
 
 @pytest.mark.parametrize("name", DEFAULT)
@@ -124,16 +118,6 @@ def test_losses_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_of_longer_trainings_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path) -> None:
     compare(LAYOUTS[name], text_data, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "MEGATRON_LM_PATH" not in os.environ, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)"
-)
-@pytest.mark.parametrize("name", WITH_MEGATRONS_SCRIPT)
-def test_losses_equal_stock_megatron_with_its_script(name: str, text_data: Path, tmp_path: Path) -> None:
-    script = Path(os.environ["MEGATRON_LM_PATH"]) / "pretrain_gpt.py"
-    compare(WITH_MEGATRONS_SCRIPT[name], text_data, tmp_path, replace(GPT, script=script))
 
 
 def compare(layout: Layout, data: Path, folder: Path, model: Model = GPT, *, plain: bool = True) -> None:
