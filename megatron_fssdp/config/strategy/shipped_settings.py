@@ -7,7 +7,6 @@ alone. So does Parm's ``schedule``, which is the purpose of ``parm``.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, create_model, model_validator
@@ -205,20 +204,6 @@ class ParmSettings(PlacementSettings):
         "of sequence parallelism. 'auto' selects among s1, s2 and megatron the one with the fewest "
         "modelled seconds for the layer's shape.",
     )
-    cluster: Path | None = key(
-        None,
-        "Cluster description (cluster.yaml of megatron-fssdp profile) from which 'auto' takes the costs of "
-        "collectives. Default: they are measured in the layer's first forward pass.",
-    )
-
-    @model_validator(mode="after")
-    def _check_cluster(self) -> Self:
-        if self.schedule != "auto":
-            because = (
-                f"under schedule {self.schedule}, because only schedule auto uses costs; set schedule to auto"
-            )
-            self._refuse_without_effect("cluster", because=because)
-        return self
 
 
 class AutoSettings(ExchangeKeys):

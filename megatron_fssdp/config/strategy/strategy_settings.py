@@ -62,12 +62,10 @@ ExchangeUse = Literal["megatron", "deduplicated", "by_price"]
 class TokenTravel:
     """How the tokens of a layer travel to their experts and back, from the settings of the same names.
 
-    Without a ``cluster``, costs of collectives are measured. Without a ``group_size``, a group of the smart
-    schedule is the ranks of a node.
+    Without a ``group_size``, a group of the smart schedule is the ranks of a node.
     """
 
     schedule: CollectiveOrder = "megatron"
-    cluster: Path | None = None
     smart_schedule: SmartScheduleUse = False
     group_size: int | None = None
     exchange: ExchangeUse = "megatron"

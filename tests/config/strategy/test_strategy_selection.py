@@ -60,7 +60,6 @@ def test_bad_settings_name_key_and_reason(name, override, words):
         ("fastermoe", ["slots=0", "latency=paper"], "latency paper has no meaning without replicas"),
         ("ep", ["group_size=2"], "group_size 2 has no meaning without the smart schedule"),
         ("ep", ["leaving_share=0.5"], "leaving_share 0.5 has no meaning under router stock"),
-        ("parm", ["schedule=s1", "cluster=x.yaml"], "cluster x.yaml has no meaning under schedule s1"),
     ],
 )
 def test_a_setting_without_effect_is_refused(name, overrides, words):
