@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from megatron_fssdp.megatron_adapter.wrapping import wrap as wrap
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
@@ -173,16 +174,6 @@ _notes: list[Any] = []
 def note(value: Any) -> None:
     """On a rank, keep something for :attr:`TrainingRun.notes`."""
     _notes.append(value)
-
-
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """On a rank, replace a function or method by ``around``, which also gets the original one, first."""
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
 
 
 def add_to_logits(hot: Callable[[Any], list[int]], bias: float) -> None:

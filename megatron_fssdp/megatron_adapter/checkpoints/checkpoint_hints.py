@@ -12,7 +12,6 @@ files would mark a mixture of old and new data as a checkpoint. They are therefo
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +23,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
@@ -148,10 +148,8 @@ def wrap_checkpointing(checkpointing: Any, hints: list[CheckpointHint]) -> None:
     wrap_save(checkpointing.dist_checkpointing)
     if not hints:
         return
-    generate = checkpointing.generate_state_dict
 
-    @wraps(generate)
-    def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def generate_state_dict(generate: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         state = generate(args, *rest, **kwargs)
         # Megatron passes the iteration only when it saves. In other formats than torch_dist, some ranks do
         # not come here, so the hints could not be gathered.
@@ -160,15 +158,9 @@ def wrap_checkpointing(checkpointing: Any, hints: list[CheckpointHint]) -> None:
             state |= {key: value for key, value in gathered if value is not None}
         return state
 
-    checkpointing.generate_state_dict = generate_state_dict
-
     # load_checkpoint reads the common state, calls this function with it, and then builds the sharded state
     # dict into which it loads. No other function of Megatron calls it.
-    dist_checkpointing = checkpointing.dist_checkpointing
-    load_metadata = dist_checkpointing.load_content_metadata
-
-    @wraps(load_metadata)
-    def load_content_metadata(*args: Any, **kwargs: Any) -> Any:
+    def load_content_metadata(load_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = load_metadata(*args, **kwargs)
         common = kwargs.get("preloaded_state_dict") or {}
         for hint in hints:
@@ -177,7 +169,8 @@ def wrap_checkpointing(checkpointing: Any, hints: list[CheckpointHint]) -> None:
                 take_or_log(hint, common[hint.key], metadata or {})
         return metadata
 
-    dist_checkpointing.load_content_metadata = load_content_metadata
+    wrap(checkpointing, "generate_state_dict", generate_state_dict)
+    wrap(checkpointing.dist_checkpointing, "load_content_metadata", load_content_metadata)
 
 
 def take_or_log(hint: CheckpointHint, saved: Any, metadata: Mapping[str, Any]) -> None:
@@ -191,18 +184,16 @@ def take_or_log(hint: CheckpointHint, saved: Any, metadata: Mapping[str, Any]) -
 
 def wrap_save(dist_checkpointing: Any) -> None:
     """Wrap ``save`` of ``megatron.core.dist_checkpointing``, so that it first deletes the two files."""
-    save = dist_checkpointing.save
 
-    @wraps(save)
-    def save_with_new_marks(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_with_new_marks(save: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         # No rank writes data before the deletion, because all ranks plan the save with rank 0 first.
         if dist.get_rank() == 0:
             for name in _MARKS:
                 (Path(str(checkpoint_dir)) / name).unlink(missing_ok=True)
         with naming_failures(f"saving {checkpoint_dir}"):
-            return save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+            return save(state, checkpoint_dir, *args, **kwargs)
 
-    dist_checkpointing.save = save_with_new_marks
+    wrap(dist_checkpointing, "save", save_with_new_marks)
 
 
 def fitting_owners(

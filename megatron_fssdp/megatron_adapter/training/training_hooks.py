@@ -36,6 +36,7 @@ from megatron_fssdp.megatron_adapter.training.record_folder import record_folder
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
 from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite, reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.records.metrics import Evaluation
 from megatron_fssdp.records.metrics_file import append_evaluation
@@ -55,8 +56,7 @@ def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrat
     """Wrap the training loop of ``megatron.training.training``, for the strategy of the command line."""
     hooks = TrainingHooks(requested_strategy, training.num_floating_point_operations)
     for name in WRAPPED:
-        original = getattr(training, name)
-        setattr(training, name, wraps(original)(partial(getattr(hooks, name), original)))
+        wrap(training, name, getattr(hooks, name))
 
 
 class TrainingHooks:
