@@ -6,7 +6,7 @@ from typing import Any
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function of a module, class or object by ``around``, which gets the original as well, first."""
+    """Replace a function of a module, class or object by ``around``, whose first argument is the original."""
     original = getattr(owner, name)
 
     @wraps(original)

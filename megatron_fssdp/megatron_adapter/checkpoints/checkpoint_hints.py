@@ -42,7 +42,6 @@ class OwnerHint:
     """The owner maps of all pipeline stages. A run of the same layout starts with them."""
 
     key: ClassVar[str] = "megatron_fssdp_owners"  # in the checkpoint's common state
-    what: ClassVar[str] = "owner map"  # in messages
     slots: ExpertSlots
 
     def gather(self) -> dict[str, Any] | None:
@@ -68,7 +67,6 @@ class StrategyHint:
     """The strategy that ``auto`` has selected for every layer."""
 
     key: ClassVar[str] = "megatron_fssdp_choices"
-    what: ClassVar[str] = "selection of strategies"
     strategy: AutoStrategy
     slots: ExpertSlots
 
@@ -92,7 +90,6 @@ class LoadHint:
     """
 
     key: ClassVar[str] = "megatron_fssdp_loads"
-    what: ClassVar[str] = "record of loads"
     slots: ExpertSlots
     runtime: MoERuntime
 
@@ -179,7 +176,7 @@ def take_or_log(hint: CheckpointHint, saved: Any, metadata: Mapping[str, Any]) -
         hint.take(saved, metadata)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"it cannot be read ({error!r})"
-        _log(logging.WARNING, f"the checkpoint's {hint.what} is not used: {reason}")
+        _log(logging.WARNING, f"the checkpoint's {hint.key} are not used: {reason}")
 
 
 def wrap_save(dist_checkpointing: Any) -> None:

@@ -116,9 +116,8 @@ class ResidentExperts:
         )
         self._contents.quantities()  # This only checks that slots can be exchanged, before the training.
         wrap(optimizer, "step", self._step_both)
-        wrap(
-            first, "scale_gradients", self._scale_and_note
-        )  # Megatron scales all model chunks by one factor.
+        # Megatron scales all model chunks by one factor.
+        wrap(first, "scale_gradients", self._scale_and_note)
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
 
     def zero_gradients(self) -> None:

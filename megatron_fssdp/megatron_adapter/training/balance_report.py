@@ -84,9 +84,7 @@ class BalanceReport:
         ]
         if not found:
             return []
-        before = float(
-            np.mean([max_over_mean(_plain_D(layer.context, counts)) for layer, _, _, counts in found])
-        )
+        before = float(np.mean([max_over_mean(_plain_D(one.context, counts)) for one, *_, counts in found]))
         after_L = [_used_D(layer.context, plan, load, counts) for layer, plan, load, counts in found]
         clauses = [f"busiest device {before:.2f} × mean load"]
         if all(after_D is not None for after_D in after_L):

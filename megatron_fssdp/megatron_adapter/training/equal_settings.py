@@ -57,8 +57,8 @@ def check_equal_settings(requested: RequestedStrategy, args: Any, *, to_boards: 
     """Refuse ranks with different settings, and whether boards are requested. All ranks call it.
 
     Raises:
-        ConfigurationError: Some ranks differ in the strategy, its settings, this package's version, options of
-            Megatron's that decide where tokens go, or an environment variable. It is raised on all ranks.
+        ConfigurationError: Some ranks differ in the strategy, its settings, this package's version, options
+            that decide where tokens go, or an environment variable. It is raised on all ranks.
     """
     of_ranks = of_all_ranks(_facts(requested, args, to_boards))
     first = of_ranks[0]

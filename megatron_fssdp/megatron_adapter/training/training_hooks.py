@@ -54,25 +54,16 @@ WRAPPED = (
 
 def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
     """Wrap the training loop of ``megatron.training.training``, for the strategy of the command line."""
-    hooks = TrainingHooks(requested_strategy, training.num_floating_point_operations)
+    hooks = TrainingHooks(requested_strategy)
     for name in WRAPPED:
         wrap(training, name, getattr(hooks, name))
 
 
 class TrainingHooks:
-    """What happens in one training around Megatron's functions, which the methods get as first argument.
+    """What happens in one training around Megatron's functions, which the methods get as first argument."""
 
-    Args:
-        requested_strategy: Returns the strategy of the command line.
-        operations: Megatron's formula of the floating-point operations of an iteration.
-    """
-
-    def __init__(
-        self,
-        requested_strategy: Callable[[], RequestedStrategy | None],
-        operations: Callable[[Any, int], float],
-    ) -> None:
-        self._requested_strategy, self._operations = requested_strategy, operations
+    def __init__(self, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
+        self._requested_strategy = requested_strategy
         # Both exist when the model is built, if the run needs them.
         self._model: list[torch.nn.Module] = []
         self._driver: IterationDriver | None = None
@@ -102,7 +93,7 @@ class TrainingHooks:
             with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
                 if record_dir is not None and dist.get_rank() == 0:
                     record_dir = _describe_run(record_dir, model, requested)
-                self._recorder = RunRecorder(record_dir, requested.name, self._operations, to_boards)
+                self._recorder = RunRecorder(record_dir, requested.name, to_boards)
         return built
 
     def train(self, train: Any, *args: Any, **kwargs: Any) -> Any:

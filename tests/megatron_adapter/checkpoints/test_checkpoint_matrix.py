@@ -96,8 +96,8 @@ def test_training_resumes_with_the_same_losses(cell: Cell, shelf: Shelf) -> None
     optimizer, writer, written_size, reader, size = cell
     rest, wanted = shelf.read(cell), shelf.wanted(optimizer, written_size, size)
     if (writer, reader) == ("moved", "moved") and size != written_size:
-        for hint in ("owner map", "record of loads"):
-            assert sum(f"{hint} is not used" in message for message in rest.messages) == 1
+        for hint in ("owners", "loads"):
+            assert sum(f"{hint} are not used" in message for message in rest.messages) == 1
     assert len(rest.losses) == 8 - SAVED_AT
     assert_close(rest, wanted, since=len(wanted.losses) - len(rest.losses))
 

@@ -67,8 +67,8 @@ def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used() -> Non
     assert [none for _, none, _ in hints] == [None] * 4
     assert [len(lines) for _, _, lines in hints] == [3, 0, 0, 0]
     other_layout, *damaged = hints[0][2]
-    assert "owner map is not used: got an owner map of 1 pipeline stages, wanted 2" in other_layout
-    assert all("owner map is not used: it cannot be read" in line for line in damaged)
+    assert "owners are not used: got an owner map of 1 pipeline stages, wanted 2" in other_layout
+    assert all("owners are not used: it cannot be read" in line for line in damaged)
 
 
 def _gather(rank: int, world_size: int) -> Any:

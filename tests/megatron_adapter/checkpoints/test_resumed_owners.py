@@ -47,7 +47,7 @@ def test_a_run_resumes_between_two_reshards(name: str, text_data: Path, tmp_path
     assert sorted(found) == [6, 7, 8, 9, 10]
     # It re-shards after 8 iterations, like the run without a break.
     assert (found[9] != found[8]).any()
-    said = "owner map is not used" if other else "keep the owners of the checkpoint"
+    said = "owners are not used" if other else "keep the owners of the checkpoint"
     assert sum(said in message for message in resumed.messages) == 1
     if not other:
         assert all((found[iteration] == owners[5]).all() for iteration in (6, 7, 8))
