@@ -29,7 +29,7 @@ def test_a_checkpoint_that_is_being_overwritten_does_not_count_as_complete(
     with pytest.raises(RankError, match=r"unknown checkpoint format in .*iter_0000004"):
         train(2, f"{SAVING} --load {tmp_path}", text_data)
     assert train(2, again, text_data).losses == losses[2:]
-    assert len(train(2, f"{SAVING} --load {tmp_path} --train-iters 5", text_data).losses) == 1
+    assert train(2, f"{SAVING} --load {tmp_path}", text_data).losses == (), "iteration 4 is there again"
 
 
 def take_marks_and_die_in_save() -> None:
