@@ -247,10 +247,10 @@ def _compare_tensor_parallel(rank: int, world_size: int) -> dict[str, Found]:
     is_one = ps.get_tensor_model_parallel_world_size() == 1
     found = {}
     for name, row in TENSOR_PARALLEL.items():
-        # The others are refused; Megatron's own experts with biases fail on one device.
+        # The others are refused. On one device, Megatron's own experts with biases and its segments fail.
         if ("whole experts" in name and not is_whole) or (row.split and is_one):
             continue
-        if "biases" in name and ps.get_expert_model_parallel_world_size() == 1:
+        if ("biases" in name or row.in_segments) and ps.get_expert_model_parallel_world_size() == 1:
             continue
         with ExitStack() as patches:
             # Megatron's scores are fp32, whose rounding would hide other differences.
