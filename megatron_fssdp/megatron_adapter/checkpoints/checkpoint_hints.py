@@ -182,13 +182,15 @@ def take_or_log(hint: CheckpointHint, saved: Any, metadata: Mapping[str, Any]) -
 def wrap_save(dist_checkpointing: Any) -> None:
     """Wrap ``save`` of ``megatron.core.dist_checkpointing``, so that it first deletes the two files."""
 
-    def save_with_new_marks(save: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_with_new_marks(
+        save: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         # No rank writes data before the deletion, because all ranks plan the save with rank 0 first.
         if dist.get_rank() == 0:
             for name in _MARKS:
                 (Path(str(checkpoint_dir)) / name).unlink(missing_ok=True)
         with naming_failures(f"saving {checkpoint_dir}"):
-            return save(state, checkpoint_dir, *args, **kwargs)
+            return save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     wrap(dist_checkpointing, "save", save_with_new_marks)
 

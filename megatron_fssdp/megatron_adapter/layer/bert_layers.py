@@ -112,10 +112,16 @@ def install() -> None:
     """
 
     def build_with_experts(
-        build: Any, self: Any, config: Any, num_tokentypes: int, stock: Any, *args: Any, **more: Any
+        build: Any,
+        self: Any,
+        config: Any,
+        num_tokentypes: int,
+        transformer_layer_spec: Any,
+        *args: Any,
+        **more: Any,
     ) -> None:
-        spec = with_experts(stock, config)
-        if spec is not stock:
+        spec = with_experts(transformer_layer_spec, config)
+        if spec is not transformer_layer_spec:
             num_layers = sum(_has_experts(config, layer) for layer in range(config.num_layers))
             log_single_rank(
                 logger,
