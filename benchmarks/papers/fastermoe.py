@@ -42,7 +42,7 @@ OUTGOING = 0.14 / 2
 """Share of (token, k) pairs that leave a node under the gate.
 
 The authors' gate lets 0.14 of the tokens leave (``fmoe/gates/faster_gate.py`` of github.com/laekov/fastmoe),
-each with one of its two choices (``leaving_choices=one``). W_net / (M · W_local) of §4.3 is 0.071 for johnny.
+each with one of its two choices. W_net / (M · W_local) of §4.3 is 0.071 for johnny.
 """
 
 

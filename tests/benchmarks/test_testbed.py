@@ -113,6 +113,7 @@ def run_testbed(*arguments: str) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_are_measured_over_loopback(tmp_path: Path) -> None:
     moving = {
         "smartmoe": "smartmoe:reshard_interval=1;window=1",

@@ -1,14 +1,12 @@
 """Megatron-LM's own training recipes: the table of docs/compatibility.md is true.
 
-The tests need a Megatron-LM checkout (``MEGATRON_LM_PATH``), except for the first one. Training all small
-copies takes most of an hour on two cores. Grouped experts and the flex dispatcher are Megatron's own, with
+The tests need a Megatron-LM checkout (``MEGATRON_LM_PATH``). Training all small copies takes most of an hour
+on two cores. Grouped experts and the flex dispatcher are Megatron's own, with
 stand-ins for the linear layers of Transformer Engine (``grouped_linear.py``) and for the kernels of DeepEP
 and HybridEP (``fused_dispatch.py``).
 """
 
 import os
-import re
-from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,33 +28,6 @@ STRATEGIES = (
     "auto choice_interval=1 FSSDP_PROFILE_ITERATIONS=1",
 )
 TOLERANCE = {True: 2e-3, False: 3e-5}
-
-
-def test_the_numbers_of_the_page_are_those_of_its_table() -> None:
-    page = recipes.PAGE.read_text(encoding="utf-8")
-    table = recipes.written_table(page)
-    rows = re.findall(r"^\| `([\w./-]+)` \| (.+) \|$", table, re.MULTILINE)
-    accepted = [(name, result) for name, result in rows if not result.startswith("refused")]
-    trained = [result for _, result in accepted if result.startswith("trains with equal losses")]
-    reasons = Counter(
-        what
-        for _, result in rows
-        if result.startswith("refused: ")
-        for what in result.removeprefix("refused: ").split("; ")
-    )
-    for words in (
-        f"**{len(accepted)} of the {len(rows)}** training recipes",
-        f"{_releases(accepted)} of its {_releases(rows)} release recipes",
-        f"copies of {len(trained)} of them",
-        f"{sum('without' in result for result in trained)} of these copies leave out",
-        f"cannot train the other {len(accepted) - len(trained)}.",
-        "; ".join(f"{what} ({number})" for what, number in reasons.most_common()),
-    ):
-        assert words in " ".join(page.partition(recipes.BEGIN)[0].split())
-
-
-def _releases(rows: list[tuple[str, str]]) -> int:
-    return sum("release" in name for name, _ in rows)
 
 
 @needs_checkout

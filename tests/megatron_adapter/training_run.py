@@ -5,6 +5,7 @@ import contextlib
 import io
 import logging
 import os
+import queue
 import re
 import shlex
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from megatron_fssdp.megatron_adapter.wrapping import wrap as wrap
 from megatron_fssdp.testing import run_ranks
 from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
@@ -125,7 +127,6 @@ def train_on_all_ranks(
     *,
     strategy: str | None = None,
     model: Model = GPT,
-    script: Path | None = None,
     before: Callable[[], None] | None = None,
     launcher: bool = True,
     env: dict[str, str] | None = None,
@@ -140,7 +141,7 @@ def train_on_all_ranks(
     """
     arguments = f"{arguments} {flags(strategy)}" if strategy else arguments
     arguments, variables = without_variables(arguments)
-    argv = command_line(Model(script or model.script, model.arguments), arguments, data)
+    argv = command_line(model, arguments, data)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(world_size)}
     environment |= {**variables, **(env or {})}
     limits = {"timeout_s": timeout_s, "grace_s": grace_s}
@@ -173,16 +174,6 @@ _notes: list[Any] = []
 def note(value: Any) -> None:
     """On a rank, keep something for :attr:`TrainingRun.notes`."""
     _notes.append(value)
-
-
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """On a rank, replace a function or method by ``around``, which also gets the original one, first."""
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
 
 
 def add_to_logits(hot: Callable[[Any], list[int]], bias: float) -> None:
@@ -232,12 +223,10 @@ def share_exactly() -> None:
     """Let ``fssdp`` share tokens out by exact counts, which price would hardly ever choose on CPU ranks."""
     from megatron_fssdp.strategies.fssdp import FssdpStrategy
 
-    before_gate = FssdpStrategy.before_gate
+    def exact(before_gate: Any, *given: Any) -> Any:
+        return replace(before_gate(*given), dispatch_policy="exact")
 
-    def exact(self: Any, context: Any, history: Any) -> Any:
-        return replace(before_gate(self, context, history), dispatch_policy="exact")
-
-    FssdpStrategy.before_gate = exact  # type: ignore[method-assign]
+    wrap(FssdpStrategy, "before_gate", exact)
 
 
 def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> float:
@@ -281,6 +270,7 @@ def train_on_rank(
     import runpy
 
     import torch
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training
 
     from megatron_fssdp.megatron_adapter.entry.launcher import launch
@@ -298,6 +288,8 @@ def train_on_rank(
         return result
 
     wrap(training, "train_step", recording_step)
+    # A synchronous save returns its results by this queue. Megatron's own queue takes a process, and seconds.
+    filesystem_async._results_queue = queue.Queue()
     # Megatron compiles small functions as it is imported, whatever --disable-jit-fuser says.
     torch.compiler.set_stance("force_eager")
     messages: list[str] = []

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
@@ -34,22 +33,3 @@ def one_layer(
     }
     groups = ExpertGroups(dist.group.WORLD, topology, dist.new_group())
     return runtime, runtime.add_layer(LayerContext(1, owner_E, topology), groups, parameters)
-
-
-def pass_without_experts(layer: SlotLayer, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
-    """A layer's forward pass whose tokens stay where they are; its backward pass works as ever.
-
-    Args:
-        layer: The layer.
-        hidden: ``[T, M]``.
-        probs: ``[T, E]``.
-        routing_map: bool ``[T, E]``.
-    """
-    layer.launch(hidden)
-    layer.prepare(routing_map, training=True)
-    layer.remap(routing_map, probs)
-    rows = layer.enter_dispatch(hidden)
-    layer.rows_travel()
-    with layer.await_weights(rows):
-        rows = rows * 2
-    return layer.finish(layer.leave_experts(rows))

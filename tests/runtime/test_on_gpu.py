@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -19,11 +18,13 @@ from megatron_fssdp.runtime.slots.exact_shares import Holders, remap_exactly
 from megatron_fssdp.runtime.slots.remap import by_number, remap_by_table
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.testing import run_ranks
+from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD
 from tests.support.one_card import CardGroups
 from tests.support.virtual_cuda.posing.patches import Patches
 
+from .case_run import CaseRun
 from .layer_case import LayerCase
-from .rank_layer import VIRTUAL_PRELOAD, CaseRun
+from .rank_layer import DISPATCHER
 
 pytestmark = pytest.mark.gpu
 
@@ -113,7 +114,7 @@ def test_kernels_are_timed_on_the_device() -> None:
 CASES = tuple(
     LayerCase(name, life, **{"schedule": "FFBB", "device": "cuda", "has_main_grad": True, **options})
     for name, life, options in (
-        ("iteration", ReplicaLife.ITERATION, {"split": TransferSplit(gather=0.4), "num_layers": 3}),
+        ("iteration", ReplicaLife.ITERATION, {"early": 0.4, "num_layers": 3}),
         ("layer-pass", ReplicaLife.LAYER_PASS, {"recompute": "reentrant", "num_layers": 3}),
         ("micro-batch", ReplicaLife.MICRO_BATCH, {}),
         ("resident", ReplicaLife.RESIDENT, {}),
@@ -131,6 +132,6 @@ def run_cases(rank: int, world_size: int) -> dict[str, float]:
 
 @pytest.mark.gpu(real=True)
 def test_layers_of_ranks_on_one_card_equal_the_reference() -> None:
-    for errors in run_ranks(run_cases, NUM_DEVICES, preload=VIRTUAL_PRELOAD):
+    for errors in run_ranks(run_cases, NUM_DEVICES, preload=(*DEFAULT_PRELOAD, DISPATCHER)):
         assert errors.pop("bf16") <= 5e-2
         assert max(errors.values()) <= 1e-10

@@ -2,9 +2,7 @@
 
 import os
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -167,38 +165,3 @@ def test_the_patches_apply_to_megatron(diff: Path, revision: str, tmp_path: Path
         compile(after[script], script, "exec")
     assert run(tmp_path, "--revert").returncode == 0
     assert texts(tmp_path) == before
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(MEGATRON_LM is None, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)")
-@pytest.mark.parametrize("launcher", [[], ["-m", "megatron_fssdp"]], ids=["alone", "under the launcher"])
-def test_a_patched_script_trains(launcher: list[str], tmp_path: Path) -> None:
-    from tests.megatron_adapter.training_run import TINY_GPT_MOE
-
-    copy = tmp_path / "Megatron-LM"
-    shutil.copytree(str(MEGATRON_LM), copy, ignore=shutil.ignore_patterns(".git", "tests", "docs"))
-    assert run(copy).returncode == 0
-
-    def train(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-                *(*launcher, str(copy / "pretrain_gpt.py"), *TINY_GPT_MOE.split(), "--mock-data"),
-                *("--train-iters", "3", "--log-interval", "1", "--expert-model-parallel-size", "2"),
-                *arguments,
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-
-    done = train("--moe-strategy", "fssdp")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "iteration        3/" in done.stdout
-    assert "[fssdp] strategy fssdp: installed in 2 MoE layers" in done.stdout + done.stderr
-    refused = train("--moe-strategy", "fsdp")
-    said = [line for line in refused.stderr.splitlines() if "[fssdp]" in line]
-    assert len(said) == 1, refused.stderr[-3000:]
-    assert "did you mean 'fssdp'" in said[0]

@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.planning.cost.transfer_split import TransferSplit
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.testing import run_ranks
+from tests.runtime.case_run import CaseRun
 from tests.runtime.layer_case import LayerCase
-from tests.runtime.rank_layer import CaseRun, run_layer_ranks
+from tests.runtime.rank_layer import run_layer_ranks
 from tests.support.one_card import CardGroups
 from tests.support.virtual_cuda.posing.patches import Patches
 
 from .virtual_cuda.test_nccl_groups import RESULTS, all_calls
 
 CASES = (
-    LayerCase("iteration", ReplicaLife.ITERATION, split=TransferSplit(gather=0.4), schedule="FFBB"),
+    LayerCase("iteration", ReplicaLife.ITERATION, early=0.4, schedule="FFBB"),
     LayerCase("layer-pass", ReplicaLife.LAYER_PASS, recompute="reentrant"),
     LayerCase("micro-batch", ReplicaLife.MICRO_BATCH, moves=True),
     LayerCase("resident", ReplicaLife.RESIDENT),

@@ -7,7 +7,6 @@ alone. So does Parm's ``schedule``, which is the purpose of ``parm``.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -192,12 +191,6 @@ class ParmSettings(PlacementSettings):
         "DeepSpeed-MoE's order. 'megatron' divides the tokens as s1 does and runs Megatron's collectives "
         "of sequence parallelism. 'auto' selects among s1, s2 and megatron the one with the fewest "
         "modelled seconds for the layer's shape.",
-    )
-    cluster: Path | None = key(
-        None,
-        "Cluster description (cluster.yaml of megatron-fssdp profile) from which 'auto' takes the costs of "
-        "collectives. Default: they are measured in the layer's first forward pass.",
-        no_effect_if={"schedule": ("baseline", "megatron", "s1", "s2")},
     )
 
 

@@ -60,12 +60,10 @@ ExchangeUse = Literal["megatron", "deduplicated", "by_price"]
 class TokenTravel:
     """How the tokens of a layer travel to their experts and back, from the settings of the same names.
 
-    Without a ``cluster``, costs of collectives are measured. Without a ``group_size``, a group of the smart
-    schedule is the ranks of a node.
+    Without a ``group_size``, a group of the smart schedule is the ranks of a node.
     """
 
     schedule: CollectiveOrder = "megatron"
-    cluster: Path | None = None
     smart_schedule: SmartScheduleUse = False
     group_size: int | None = None
     exchange: ExchangeUse = "megatron"
@@ -211,12 +209,6 @@ class FasterMoEKeys(PlacementSettings):
         no_effect_if={"router": ("stock",)},
         ge=0,
         le=1,
-    )
-    leaving_choices: Literal["each", "one"] = key(
-        "each",
-        "Which of a token's k choices leaving_share limits. 'each': each of them. 'one': only the best one "
-        "can leave, and the others stay in the node, as in the gate that FasterMoE's authors published.",
-        no_effect_if={"router": ("stock",)},
     )
 
     @model_validator(mode="after")

@@ -34,9 +34,6 @@ _LEAST_S = 1e-9  # The fit of alpha and beta needs positive times.
 
 _Calls = dict[tuple[Kind, Group], tuple[int, Callable[[], object]]]
 
-FindCosts = Callable[[ScheduledLayer, Tensor], ScheduleCosts]
-"""Costs of a layer's collectives for tensors like an example ``[..., M]``; equal on all ranks."""
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -64,23 +61,19 @@ class ScheduleSelector:
         config: Megatron's ``TransformerConfig`` as the user wrote it.
         groups: Process groups of the layers.
         everyone: Process group of all ranks of the pipeline stage, which decide together (``tp_dp_cp``).
-        simultaneous: Whether schedule ``s2`` may pass results on slice by slice if slices are large enough.
-        find_costs: Finds the costs of the collectives, at the first comparison; ``None`` measures them.
     """
 
     setting: str
     config: Any
     groups: ParmGroups
     everyone: dist.ProcessGroup
-    simultaneous: bool = True
-    find_costs: FindCosts | None = None
     _decisions: dict[tuple[torch.Size, bool], Decision] = field(init=False, default_factory=dict)
     _costs: ScheduleCosts | None = field(init=False, default=None)
 
     def of(self, hidden: Tensor, *, owners_only: bool = True) -> Decision:
         """The decision for a forward pass with these hidden states, ``[sequence, batch, M]``, undivided.
 
-        Under ``auto``, the first call with several candidates finds the costs, collectively over the pipeline
+        Under ``auto``, the first call with several candidates measures costs, collectively over the pipeline
         stage. Later calls neither communicate nor wait. If an expert can be in several slots (not
         ``owners_only``), ``auto`` leaves out S2, under which all tensor-parallel ranks must send an expert's
         tokens to the same slots.
@@ -110,7 +103,7 @@ class ScheduleSelector:
     def _decide(self, hidden: Tensor, owners_only: bool) -> Decision:
         layer, groups = self._layer(hidden), self.groups
         # The shape decides and not the routing, because all ranks must take the same steps.
-        simultaneous = self.simultaneous and layer.slices_pay
+        simultaneous = layer.slices_pay
         if self.setting != "auto":
             schedule: Schedule = self.setting  # type: ignore[assignment]
             return Decision(schedule, simultaneous)
@@ -125,12 +118,7 @@ class ScheduleSelector:
         predicted: dict[Schedule, float] = {}
         if len(candidates) > 1:
             if self._costs is None:
-                given = layer, hidden.detach()
-                self._costs = (
-                    self.find_costs(*given)
-                    if self.find_costs is not None
-                    else measured_costs(*given, groups, self.everyone, simultaneous)
-                )
+                self._costs = measured_costs(layer, hidden.detach(), groups, self.everyone, simultaneous)
             predicted = predicted_seconds(layer, self._costs, tuple(candidates))
         best = best_schedule(predicted) if predicted else candidates[0]
         decision = Decision(best, simultaneous, predicted)

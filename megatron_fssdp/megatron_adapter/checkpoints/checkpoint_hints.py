@@ -12,7 +12,6 @@ files would mark a mixture of old and new data as a checkpoint. They are therefo
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +23,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
@@ -51,16 +51,12 @@ class OwnerHint:
         return None if all(lists is None for lists in stages) else {"stages": stages}
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
-        """Adopt a checkpoint's owner map, or log one line why it is not used. Every rank calls it.
+        """Adopt a checkpoint's owner map. Every rank calls it.
 
         No contents move, because experts are loaded afterwards, which fills every slot.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
-        try:
-            owners = fitting_owners(hint, metadata, self.slots.stage_owners(), group.rank(), group.size())
-        except ValueError as misfit:
-            _log(logging.WARNING, f"the checkpoint's owner map is not used: {misfit}")
-            return
+        owners = fitting_owners(hint, metadata, self.slots.stage_owners(), group.rank(), group.size())
         if owners is not None:
             self.slots.adopt(owners)
             _log(logging.INFO, "experts keep the owners of the checkpoint")
@@ -81,13 +77,7 @@ class StrategyHint:
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
         """Continue with the saved selection, whatever the layout of the run that saved it was."""
-        try:
-            selected = {int(layer): str(name) for layer, name in hint.items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            reason = f"it cannot be read ({type(error).__name__}: {error}); auto selects again"
-            _log(logging.WARNING, f"the checkpoint's selection of strategies is not used because {reason}")
-            return
-        self.strategy.resume(selected)
+        self.strategy.resume({int(layer): str(name) for layer, name in hint.items()})
         _log(logging.INFO, "layers keep the strategies of the checkpoint")
 
 
@@ -114,17 +104,12 @@ class LoadHint:
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
         """Continue with the saved loads, if they are those of this run's groups and layers."""
-        histories = self._histories()
-        try:
-            saved: dict[str, Any] = next(
-                (group["layers"] for group in hint if group["ranks"] == self._ranks()), {}
-            )
-            if saved.keys() != {str(layer) for layer, _ in histories}:
-                raise ValueError("they are from another parallel layout or another model")
-            for layer, history in histories:
-                history.resume(saved[str(layer)])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            _log(logging.INFO, f"the checkpoint's loads are not used, and loads are collected anew: {error}")
+        histories, ranks = self._histories(), self._ranks()
+        saved: dict[str, Any] = next((group["layers"] for group in hint if group["ranks"] == ranks), {})
+        if saved.keys() != {str(layer) for layer, _ in histories}:
+            raise ValueError("got loads of another parallel layout or another model")
+        for layer, history in histories:
+            history.resume(saved[str(layer)])
 
     def _ranks(self) -> list[int]:
         layers = self.runtime.layers
@@ -160,10 +145,8 @@ def wrap_checkpointing(checkpointing: Any, hints: list[CheckpointHint]) -> None:
     wrap_save(checkpointing.dist_checkpointing)
     if not hints:
         return
-    generate = checkpointing.generate_state_dict
 
-    @wraps(generate)
-    def generate_state_dict(args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def generate_state_dict(generate: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         state = generate(args, *rest, **kwargs)
         # Megatron passes the iteration only when it saves. In other formats than torch_dist, some ranks do
         # not come here, so the hints could not be gathered.
@@ -172,32 +155,36 @@ def wrap_checkpointing(checkpointing: Any, hints: list[CheckpointHint]) -> None:
             state |= {key: value for key, value in gathered if value is not None}
         return state
 
-    checkpointing.generate_state_dict = generate_state_dict
-
     # load_checkpoint reads the common state, calls this function with it, and then builds the sharded state
     # dict into which it loads. No other function of Megatron calls it.
-    dist_checkpointing = checkpointing.dist_checkpointing
-    load_metadata = dist_checkpointing.load_content_metadata
-
-    @wraps(load_metadata)
-    def load_content_metadata(*args: Any, **kwargs: Any) -> Any:
+    def load_content_metadata(load_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = load_metadata(*args, **kwargs)
         common = kwargs.get("preloaded_state_dict") or {}
         for hint in hints:
             hint.slots.loading = set(range(len(hint.slots.layers)))
             if hint.key in common:
-                hint.take(common[hint.key], metadata or {})
+                take_or_log(hint, common[hint.key], metadata or {})
         return metadata
 
-    dist_checkpointing.load_content_metadata = load_content_metadata
+    wrap(checkpointing, "generate_state_dict", generate_state_dict)
+    wrap(checkpointing.dist_checkpointing, "load_content_metadata", load_content_metadata)
+
+
+def take_or_log(hint: CheckpointHint, saved: Any, metadata: Mapping[str, Any]) -> None:
+    """Continue with what a checkpoint says, or log one line why it is not used. Every rank calls it."""
+    try:
+        hint.take(saved, metadata)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"it cannot be read ({error!r})"
+        _log(logging.WARNING, f"the checkpoint's {hint.key} are not used: {reason}")
 
 
 def wrap_save(dist_checkpointing: Any) -> None:
     """Wrap ``save`` of ``megatron.core.dist_checkpointing``, so that it first deletes the two files."""
-    save = dist_checkpointing.save
 
-    @wraps(save)
-    def save_with_new_marks(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_with_new_marks(
+        save: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         # No rank writes data before the deletion, because all ranks plan the save with rank 0 first.
         if dist.get_rank() == 0:
             for name in _MARKS:
@@ -205,7 +192,7 @@ def wrap_save(dist_checkpointing: Any) -> None:
         with naming_failures(f"saving {checkpoint_dir}"):
             return save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
-    dist_checkpointing.save = save_with_new_marks
+    wrap(dist_checkpointing, "save", save_with_new_marks)
 
 
 def fitting_owners(
@@ -223,11 +210,7 @@ def fitting_owners(
             "got optimizer states stored by bucket position, which can be loaded only under Megatron's even "
             "owners"
         )
-    try:
-        stages = hint["stages"]
-        saved = [None if lists is None else StageOwners.from_lists(lists) for lists in stages]
-    except (TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"got a hint that cannot be read ({type(error).__name__}: {error})") from None
+    saved = [None if lists is None else StageOwners.from_lists(lists) for lists in hint["stages"]]
     if len(saved) != num_stages:
         raise ValueError(f"got an owner map of {len(saved)} pipeline stages, wanted {num_stages}")
     if (mine := saved[rank]) is None:

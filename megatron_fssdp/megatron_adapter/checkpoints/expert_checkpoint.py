@@ -15,7 +15,7 @@ is an axis of the stored tensor. Otherwise its number is a part of the key, whic
 
 import re
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 ShardedStateDict = dict[str, Any]
 CurrentOwners = Callable[[], StageOwners | None]
@@ -54,7 +55,7 @@ def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
     if not _blocks_wrapped:
         _blocks_wrapped = True
         for block in (TransformerBlock, HybridStack):
-            block.sharded_state_dict = _with_correct_keys(block.sharded_state_dict)
+            wrap(block, "sharded_state_dict", _block_state)
 
 
 def expert_sharded_state_dict(
@@ -120,23 +121,20 @@ def _build_and_move(build: Callable[..., Any], move: Callable[[Any], Any], *args
     return [move(part) for part in build(*args, **kwargs)]
 
 
-def _with_correct_keys(stock: Callable[..., ShardedStateDict]) -> Callable[..., ShardedStateDict]:
+def _block_state(
+    stock: Any, block: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+) -> ShardedStateDict:
     """Correct the layer number in the keys of experts that are in slots of another layer."""
-
-    @wraps(stock)
-    def block_state(self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        state, layers = stock(self, prefix, sharded_offsets, metadata), f"{prefix}layers."
-        for entry in state.values():
-            if (number := getattr(entry, _OWNER_LAYER, None)) is None:
-                continue
-            written, dot, rest = entry.key.removeprefix(layers).partition(".")
-            if not entry.key.startswith(layers) or not dot or not written.isdigit():
-                raise _other_names("checkpoint key", entry.key, f"{layers} followed by a layer number")
-            entry.key = f"{layers}{number - 1}.{rest}"
-            delattr(entry, _OWNER_LAYER)
-        return state
-
-    return block_state
+    state, layers = stock(block, prefix, sharded_offsets, metadata), f"{prefix}layers."
+    for entry in state.values():
+        if (number := getattr(entry, _OWNER_LAYER, None)) is None:
+            continue
+        written, dot, rest = entry.key.removeprefix(layers).partition(".")
+        if not entry.key.startswith(layers) or not dot or not written.isdigit():
+            raise _other_names("checkpoint key", entry.key, f"{layers} followed by a layer number")
+        entry.key = f"{layers}{number - 1}.{rest}"
+        delattr(entry, _OWNER_LAYER)
+    return state
 
 
 def _other_names(what: str, got: object, wanted: object) -> ValueError:

@@ -57,13 +57,8 @@ def restore_owners(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
     """Move all experts back to the places in which Megatron's names and local numbers mean them.
 
     All ranks must call it between two iterations: after the optimizer step and before the next forward pass.
-    Optimizer states travel too. The order lasts until the strategy's next re-shard.
-
-    Args:
-        model: Megatron's model, or its chunks.
-
-    Returns:
-        Whether anything moved on this pipeline stage.
+    Optimizer states travel too. The order lasts until the strategy's next re-shard. ``model`` is Megatron's,
+    or its chunks. Returns whether anything moved on this pipeline stage.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     members = (getattr(module, "slots", None) for chunk in chunks for module in chunk.modules())

@@ -22,10 +22,11 @@ The last two repairs change nothing for other optimizers.
 """
 
 from contextlib import ExitStack
-from functools import wraps
 from typing import Any
 
 import torch
+
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 _installed = False
 
@@ -38,23 +39,20 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    _repair_offsets(distrib_optimizer.DistributedOptimizer)
+    distributed = distrib_optimizer.DistributedOptimizer
+    wrap(distributed, "sharded_param_state_fully_reshardable", _state_by_right_offsets)
     if not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True):
-        _repair_torch_adam(distrib_optimizer.DistributedOptimizer)
+        wrap(distributed, "state_dict", _state_dict_with_a_step)
+        wrap(distributed, "load_state_dict", _load_state_dict_with_own_steps)
+        wrap(distributed, "_set_main_param_and_optimizer_states", _set_state_except_step)
 
 
-def _repair_offsets(distributed: Any) -> None:
-    sharded_state = distributed.sharded_param_state_fully_reshardable
-
-    @wraps(sharded_state)
-    def sharded_state_by_right_offsets(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as restore:
-            for buffer in self.buffers:
-                restore.callback(setattr, buffer, "param_index_map", buffer.param_index_map)
-                buffer.param_index_map = _offsets_without_padding(buffer)
-            return sharded_state(self, *args, **kwargs)
-
-    distributed.sharded_param_state_fully_reshardable = sharded_state_by_right_offsets
+def _state_by_right_offsets(sharded_state: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as restore:
+        for buffer in self.buffers:
+            restore.callback(setattr, buffer, "param_index_map", buffer.param_index_map)
+            buffer.param_index_map = _offsets_without_padding(buffer)
+        return sharded_state(self, *args, **kwargs)
 
 
 def _offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int, int, int]]:
@@ -69,36 +67,26 @@ def _offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int,
     }
 
 
-def _repair_torch_adam(distributed: Any) -> None:
-    state_dict = distributed.state_dict
-    load_state_dict = distributed.load_state_dict
-    set_state = distributed._set_main_param_and_optimizer_states
+def _state_dict_with_a_step(state_dict: Any, self: Any) -> Any:
+    if _is_repaired(self) and not self.optimizer.state:
+        _start_empty_state(self.optimizer)
+    return state_dict(self)
 
-    @wraps(state_dict)
-    def state_dict_with_a_step(self: Any) -> Any:
-        if _is_repaired(self) and not self.optimizer.state:
-            _start_empty_state(self.optimizer)
-        return state_dict(self)
 
-    @wraps(load_state_dict)
-    def load_state_dict_with_own_steps(self: Any, loaded: Any) -> Any:
-        result = load_state_dict(self, loaded)
-        if _is_repaired(self):
-            for state in self.optimizer.state.values():
-                state["step"] = state["step"].clone()
-        return result
+def _load_state_dict_with_own_steps(load_state_dict: Any, self: Any, loaded: Any) -> Any:
+    result = load_state_dict(self, loaded)
+    if _is_repaired(self):
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+    return result
 
-    @wraps(set_state)
-    def set_state_except_step(self: Any, model_param: Any, tensors: Any) -> Any:
-        if _is_repaired(self):
-            # Megatron skips values that are not tensors. load_state_dict has set the step already.
-            tensors = {**tensors, "step": None}
-        with torch.no_grad():  # In fp32 the target is a view of the model's Parameter.
-            return set_state(self, model_param, tensors)
 
-    distributed.state_dict = state_dict_with_a_step
-    distributed.load_state_dict = load_state_dict_with_own_steps
-    distributed._set_main_param_and_optimizer_states = set_state_except_step
+def _set_state_except_step(set_state: Any, self: Any, model_param: Any, tensors: Any) -> Any:
+    if _is_repaired(self):
+        # Megatron skips values that are not tensors. load_state_dict has set the step already.
+        tensors = {**tensors, "step": None}
+    with torch.no_grad():  # In fp32 the target is a view of the model's Parameter.
+        return set_state(self, model_param, tensors)
 
 
 def _is_repaired(optimizer: Any) -> bool:

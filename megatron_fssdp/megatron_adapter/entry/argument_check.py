@@ -25,7 +25,7 @@ from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
-from megatron_fssdp.megatron_adapter.layer.transfer_group import communicator_options
+from megatron_fssdp.megatron_adapter.layer.transfer_group import nccl_options
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.limits import replace_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
@@ -150,7 +150,7 @@ def requested_by(args: Any) -> RequestedStrategy:
     if not isinstance(settings, PlacementSettings):
         return RequestedStrategy(name, settings, None)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    session = StrategySession(name, settings, timeout, communicator_options(args))
+    session = StrategySession(name, settings, timeout, nccl_options(args))
     session.check_model(args)
     if session.strategy.moves_owners:
         replace_checkpoint_arguments(f"--moe-strategy {name}", args)

@@ -5,7 +5,7 @@ layer specs and subclasses cannot change is wrapped.
 """
 
 import os
-from functools import partial, wraps
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from megatron_fssdp.megatron_adapter.entry.argument_check import (
 from megatron_fssdp.megatron_adapter.entry.launcher import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
 _requested: RequestedStrategy | None = None
@@ -67,19 +68,14 @@ def register(by_launcher: bool = False) -> None:
 
     from megatron.training import arguments, training
 
-    add_arguments, parse = arguments.add_megatron_arguments, arguments.parse_args
-    validate = arguments.validate_args
-
     # parse_args builds the parser by calling this function of its module.
-    @wraps(add_arguments)
-    def add_megatron_arguments(parser: Any) -> Any:
+    def add_megatron_arguments(add_arguments: Any, parser: Any) -> Any:
         return add_strategy_arguments(add_arguments(parser))
 
     is_said = False
 
     # --yaml-cfg replaces all arguments and would remove the plugin's arguments without a warning.
-    @wraps(parse)
-    def parse_args(*args: Any, **kwargs: Any) -> Any:
+    def parse_args(parse: Any, *args: Any, **kwargs: Any) -> Any:
         parsed = parse(*args, **kwargs)
         if not hasattr(parsed, "moe_strategy"):
             raise ConfigurationError(
@@ -93,8 +89,7 @@ def register(by_launcher: bool = False) -> None:
         return parsed
 
     # This is the last step before process groups exist, so invalid input is refused here.
-    @wraps(validate)
-    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def validate_args(validate: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         cpu_runtime.check_arguments(args)
         check_started_as_rank()
         if not on_cpu:
@@ -109,9 +104,9 @@ def register(by_launcher: bool = False) -> None:
         _follow(requested)
         return validated
 
-    arguments.add_megatron_arguments = add_megatron_arguments
-    arguments.parse_args = parse_args
-    arguments.validate_args = validate_args
+    wrap(arguments, "add_megatron_arguments", add_megatron_arguments)
+    wrap(arguments, "parse_args", parse_args)
+    wrap(arguments, "validate_args", validate_args)
 
     # Megatron looks up the functions of its training loop in this module at call time.
     from megatron_fssdp.megatron_adapter.training import training_hooks

@@ -18,18 +18,18 @@ A gather of replicas comes before these modules run, so :func:`await_parameters`
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import megatron.core.utils
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 _SLOT = "slot_of_fssdp"
 _waiting: list[tuple[Any, Callable[[], object]]] = []
-_finishing: list[Any] = []  # Megatron's own finish_grad_sync may start a reduction, which must not wait.
+_finishing: list[Any] = []  # A reduction that starts when these groups finish must not wait.
 _installed = False
 
 
@@ -92,42 +92,39 @@ def start_waiting(group: Any = None) -> bool:
 
 def _install() -> None:
     global _installed
-    if _installed:
-        return
-    _installed = True
-    start = _ParamAndGradBucketGroup.start_grad_sync
-    finish = _ParamAndGradBucketGroup.finish_grad_sync
+    if not _installed:
+        _installed = True
+        wrap(_ParamAndGradBucketGroup, "start_grad_sync", _start_when_home)
+        wrap(_ParamAndGradBucketGroup, "finish_grad_sync", _finish_when_home)
 
-    @wraps(start)
-    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_home(self) and self not in _finishing:
-            if self.ddp_config.overlap_grad_reduce:
-                _waiting.append((self, lambda: start(self, *args, **kwargs)))
-                return None
-            _slots(self)[0].finish_gradients()
-        return start(self, *args, **kwargs)
 
-    @wraps(finish)
-    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        slots = _slots(self)
-        if slots:
-            slots[0].finish_gradients()
+def _start_when_home(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _is_home(group) and group not in _finishing:
+        if group.ddp_config.overlap_grad_reduce:
+            _waiting.append((group, lambda: start(group, *args, **kwargs)))
+            return None
+        _slots(group)[0].finish_gradients()
+    return start(group, *args, **kwargs)
+
+
+def _finish_when_home(finish: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+    slots = _slots(group)
+    if slots:
+        slots[0].finish_gradients()
+    has_started = start_waiting(group)
+    _finishing.append(group)
+    try:
         if (
-            not start_waiting(self)
+            not has_started
             and slots
-            and self.ddp_config.overlap_grad_reduce
-            and self.grad_reduce_handle is None
-            and not self.grad_reduce_finished
+            and group.ddp_config.overlap_grad_reduce
+            and group.grad_reduce_handle is None
+            and not group.grad_reduce_finished
         ):
-            start(self, *args, **kwargs)
-        _finishing.append(self)
-        try:
-            return finish(self, *args, **kwargs)
-        finally:
-            _finishing.remove(self)
-
-    _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
-    _ParamAndGradBucketGroup.finish_grad_sync = finish_grad_sync
+            group.start_grad_sync(*args, **kwargs)
+        return finish(group, *args, **kwargs)
+    finally:
+        _finishing.remove(group)
 
 
 def _slots(group: Any) -> list[_Slot]:

@@ -9,7 +9,6 @@ SparseAllGather, a change of replicas copies parameters, master weights and opti
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +24,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.slot_states import is_layer_wise, members_of
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.placement.owner_map import ResidentMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
@@ -115,11 +115,9 @@ class ResidentExperts:
             SimpleNamespace(chained_optimizers=[optimizer, self._resident_optimizer]),
         )
         self._contents.quantities()  # This only checks that slots can be exchanged, before the training.
-        optimizer.step = wraps(optimizer.step)(partial(self._step_both, optimizer.step))
+        wrap(optimizer, "step", self._step_both)
         # Megatron scales all model chunks by one factor.
-        first.scale_gradients = wraps(first.scale_gradients)(
-            partial(self._scale_and_note, first.scale_gradients)
-        )
+        wrap(first, "scale_gradients", self._scale_and_note)
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
 
     def zero_gradients(self) -> None:

@@ -6,7 +6,7 @@ experts.
 
 import dataclasses
 import logging
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.utils import get_pg_rank, log_single_rank
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +110,15 @@ def install() -> None:
     The constructor of the model is wrapped and not the function that makes the spec. Scripts import
     Megatron's specs by name, maybe before the plugin is registered. A model without experts is not changed.
     """
-    build = BertModel.__init__
 
-    @wraps(build)
-    def with_experts_in_it(
-        self: Any, config: Any, num_tokentypes: int, transformer_layer_spec: Any, *args: Any, **more: Any
+    def build_with_experts(
+        build: Any,
+        self: Any,
+        config: Any,
+        num_tokentypes: int,
+        transformer_layer_spec: Any,
+        *args: Any,
+        **more: Any,
     ) -> None:
         spec = with_experts(transformer_layer_spec, config)
         if spec is not transformer_layer_spec:
@@ -126,7 +131,7 @@ def install() -> None:
             )
         build(self, config, num_tokentypes, spec, *args, **more)
 
-    BertModel.__init__ = with_experts_in_it
+    wrap(BertModel, "__init__", build_with_experts)
 
 
 def _has_experts(config: Any, layer: int) -> bool:

@@ -8,10 +8,12 @@ start at 1 again, and Megatron 0.19 does not tell an MoE layer that it belongs t
 import inspect
 import sys
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 _SPEC_MODULE = "megatron.core.models.hybrid.hybrid_layer_specs"
 
@@ -48,11 +50,9 @@ def install(layer: Any) -> None:
     if _wrapped:
         return
     _wrapped = True
-    stock = MultiTokenPredictionLayer.__init__
-    signature = inspect.signature(stock)
+    signature = inspect.signature(MultiTokenPredictionLayer.__init__)
 
-    @wraps(stock)
-    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+    def build(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         pattern = given.get("mtp_layer_pattern") or ""
         token = _before.set((given.get("layer_number", 1) - 1) * len(pattern))
@@ -61,4 +61,4 @@ def install(layer: Any) -> None:
         finally:
             _before.reset(token)
 
-    MultiTokenPredictionLayer.__init__ = build
+    wrap(MultiTokenPredictionLayer, "__init__", build)

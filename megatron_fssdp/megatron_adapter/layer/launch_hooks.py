@@ -5,7 +5,7 @@ hooks, the first layer's gather starts with its dispatch instead, and nothing is
 """
 
 from collections.abc import Iterable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
@@ -45,14 +46,11 @@ def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     if layer.config.overlap_moe_expert_parallel_comm:
         # The combined schedule calls the parts of the layer and not the layer, so that its hooks do not run.
         # Attention is its first part, and the layer's forward pass begins with the same method.
-        attention = layer._forward_attention
-
-        @wraps(attention)
-        def begin_and_attend(*args: Any, **kwargs: Any) -> Any:
+        def begin_and_attend(attention: Any, *args: Any, **kwargs: Any) -> Any:
             begin(layer, args, kwargs)
             return attention(*args, **kwargs)
 
-        layer._forward_attention = begin_and_attend
+        wrap(layer, "_forward_attention", begin_and_attend)
     else:
         layer.register_forward_pre_hook(begin, with_kwargs=True)
     if slots.groups.one_queue:

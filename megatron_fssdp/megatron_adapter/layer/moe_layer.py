@@ -92,8 +92,7 @@ class StrategyMoELayer(MoELayer):
         settings = session.settings
         if isinstance(settings, FasterMoEKeys) and settings.leaving_share is not None:
             owners = lambda: self.slot_layer.context.owner_E  # noqa: E731
-            choices = settings.leaving_choices
-            gate = TopologyAwareTopK(owners, groups.device, groups.topology, settings.leaving_share, choices)
+            gate = TopologyAwareTopK(owners, groups.device, groups.topology, settings.leaving_share)
             install_gate(self.router, gate)
         self._session = session
         self._checked_in: int | None = None  # The iteration in which the experts' module was last looked at.

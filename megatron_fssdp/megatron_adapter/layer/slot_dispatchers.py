@@ -1,23 +1,17 @@
 """The dispatchers of a layer: Megatron's own, or an optional one, built for slots instead of experts."""
 
 import copy
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
 from megatron_fssdp.dispatchers.parm import DividedGate, ParmDispatcher, ParmGroups, ScheduleSelector
 from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.support.limits import Facts, check_slots
-from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
-from megatron_fssdp.planning.cost.tensor_schedules import ScheduleCosts, ScheduledLayer, schedule_costs
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 
@@ -60,13 +54,8 @@ class SlotDispatchers:
             return None
         name = parm.devices.group_name
         if name not in session.selectors:
-            costs = None
-            if travel.cluster is not None:
-                costs = partial(_described_costs, travel.cluster, parm, session.settings.nodes)
             everyone = self._pg_collection.tp_dp_cp
-            session.selectors[name] = ScheduleSelector(
-                travel.schedule, config, parm, everyone, find_costs=costs
-            )
+            session.selectors[name] = ScheduleSelector(travel.schedule, config, parm, everyone)
         return session.selectors[name]
 
     def of(self, one: SlotPass) -> Any:
@@ -134,17 +123,3 @@ class SlotDispatchers:
         if layer.shared_expert_overlap:
             made.set_shared_experts(layer.shared_experts)
         return made
-
-
-def _described_costs(
-    cluster: Path, parm: ParmGroups, nodes: int | None, layer: ScheduledLayer, like: torch.Tensor
-) -> ScheduleCosts:
-    """Costs of the collectives from a cluster description."""
-    found = {name: _ranks_and_near(group, nodes) for name, group in parm.by_name.items()}
-    return schedule_costs(load_cluster(cluster), found)
-
-
-def _ranks_and_near(group: dist.ProcessGroup, nodes: int | None) -> tuple[int, int]:
-    node_D = list(detect_topology(group, nodes).node_of_device)
-    # All ranks must decide alike, so the smallest number of neighbours in a node counts for all.
-    return len(node_D), min(node_D.count(node) for node in node_D) - 1

@@ -16,7 +16,6 @@ from megatron_fssdp.dispatchers.parm import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.layer.transfer_group import (
     DEFAULT_OPTIONS,
-    CommunicatorOptions,
     connect_ranks,
     create_transfer_group,
     has_one_queue,
@@ -47,10 +46,10 @@ class StrategySession:
         strategy_name: str,
         settings: PlacementSettings,
         timeout: timedelta | None = None,
-        communicators: CommunicatorOptions = DEFAULT_OPTIONS,
+        nccl_options: dict[str, Any] = DEFAULT_OPTIONS,
     ) -> None:
         self.strategy_name, self.settings = strategy_name, settings
-        self.timeout, self.communicators = timeout, communicators
+        self.timeout, self.nccl_options = timeout, nccl_options
         self.strategy = build_strategy(strategy_name, settings)
         is_recorded = settings.record_dir is not None
         self.runtime = MoERuntime(self.strategy, measure=is_recorded, check_plans=checks_plans())
@@ -82,7 +81,7 @@ class StrategySession:
         strategy = self.strategy
         has_transfers = strategy.overlaps or strategy.selects or strategy.may_replicate(1)
         if has_transfers and expert_parallel.size() > 1:
-            transfers = create_transfer_group(expert_parallel, self.timeout, self.communicators)
+            transfers = create_transfer_group(expert_parallel, self.timeout, self.nccl_options)
         topology = detect_topology(expert_parallel, self.settings.nodes)
         peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
         if peers is not None:

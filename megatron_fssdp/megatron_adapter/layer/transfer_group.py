@@ -1,7 +1,6 @@
 """The process group of SparseAllGather and SparseReduceScatter on GPUs: its NCCL options and connections."""
 
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -10,42 +9,24 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fssdp.collectives.messages import connect_pairs
-from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml
 
 SHORT_NAME = "fssdp"
-"""Name of the group in Megatron's ``--high-priority-stream-groups`` and its file of NCCL options."""
-
-CommunicatorOptions = Mapping[str, Mapping[str, Any]]
-"""NCCL options by the short name of a group, as in Megatron's file of NCCL options."""
+"""Name of the group in Megatron's file of NCCL options (``--nccl-communicator-config-path``)."""
 
 # Transfers run beside compute, and Megatron's documentation recommends streams of high priority for this:
 # their kernels are scheduled before those of the compute. All other options are NCCL's defaults.
-DEFAULT_OPTIONS: CommunicatorOptions = {SHORT_NAME: {"is_high_priority_stream": True}}
+DEFAULT_OPTIONS = {"is_high_priority_stream": True}
 
 
-def communicator_options(args: Any) -> CommunicatorOptions:
-    """Return the NCCL options that Megatron's arguments request for the transfer group, ``fssdp``.
-
-    Raises:
-        ConfigurationError: The file of NCCL options cannot be read, or its entry for the group is no mapping.
-    """
-    options = dict(DEFAULT_OPTIONS[SHORT_NAME])
-    if (path := getattr(args, "nccl_communicator_config_path", None)) is not None:
-        found = load_yaml(path).get(SHORT_NAME, {})
-        if not isinstance(found, dict):
-            raise ConfigurationError(
-                f"--nccl-communicator-config-path {path}: got {found!r} for the group {SHORT_NAME}, wanted a "
-                "mapping of NCCL options, for example {fssdp: {max_ctas: 8}}"
-            )
-        options.update(found)
-    if SHORT_NAME in (getattr(args, "high_priority_stream_groups", None) or ()):
-        options["is_high_priority_stream"] = True
-    return {SHORT_NAME: options}
+def nccl_options(args: Any) -> dict[str, Any]:
+    """Return the transfer group's NCCL options, with those of the file that Megatron's arguments name."""
+    path = args.nccl_communicator_config_path
+    return DEFAULT_OPTIONS | (load_yaml(path).get(SHORT_NAME, {}) if path else {})
 
 
 def create_transfer_group(
-    expert_parallel: dist.ProcessGroup, timeout: timedelta | None, communicators: CommunicatorOptions
+    expert_parallel: dist.ProcessGroup, timeout: timedelta | None, options: dict[str, Any]
 ) -> dist.ProcessGroup:
     """Create a second process group of the expert-parallel ranks; collective over these ranks.
 
@@ -58,12 +39,13 @@ def create_transfer_group(
     """
     everyone: Any = dist.group.WORLD
     on_nccl = dist.get_backend(expert_parallel) == "nccl"
+    nccl = parallel_state.get_nccl_options(SHORT_NAME, {SHORT_NAME: options}) if on_nccl else None
     bound, everyone.bound_device_id = everyone.bound_device_id, None
     try:
         group: dist.ProcessGroup = parallel_state.create_group(
             dist.get_process_group_ranks(expert_parallel),
             timeout=timeout,
-            pg_options=parallel_state.get_nccl_options(SHORT_NAME, communicators) if on_nccl else None,
+            pg_options=nccl,
             use_local_synchronization=True,
             group_desc="FSSDP_TRANSFER_GROUP",
         )

@@ -9,15 +9,13 @@ Shape letters: T tokens, E experts, K choices per token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.planning.placement.topology import Topology
-
-LeavingChoices = Literal["each", "one"]
 
 
 @dataclass
@@ -31,7 +29,6 @@ class TopologyAwareTopK:
     device: int  # this rank in its expert-parallel group
     topology: Topology  # nodes of that group
     leaving_share: float  # of this rank's tokens, 0 to 1, that may leave the node
-    leaving_choices: LeavingChoices = "each"  # what the limit is about (select_experts)
     scores_are_logits: bool = False
     layer_number: int | None = None  # Megatron's router sets it.
 
@@ -48,7 +45,7 @@ class TopologyAwareTopK:
         if self.scores_are_logits:
             fit = torch.softmax(fit, dim=-1)
         most_leaving = int(self.leaving_share * scores.shape[0])
-        indices = select_experts(fit, topk, is_near_E, most_leaving, self.leaving_choices)
+        indices = select_experts(fit, topk, is_near_E, most_leaving)
         return scores.gather(1, indices), indices
 
 
@@ -74,30 +71,20 @@ def install_gate(router: Any, gate: TopologyAwareTopK) -> None:
 
 @torch.no_grad()
 def select_experts(
-    fit_TE: torch.Tensor,
-    top_k: int,
-    is_near_E: torch.Tensor,
-    most_leaving: int,
-    choices: LeavingChoices = "each",
+    fit_TE: torch.Tensor, top_k: int, is_near_E: torch.Tensor, most_leaving: int
 ) -> torch.Tensor:
     """Select the experts of every token so that only few tokens leave the node.
 
     A token wants to leave if its best expert is in another node. Of these tokens, the ``most_leaving`` with
-    the highest fit leave. Ties go to the lower expert and the lower token.
-
-    * ``each``: the K experts of a token are selected one after another, and the limit holds for each of these
-      selections. A token that may not leave takes the best expert of this rank's node that is left.
-    * ``one``: a token that leaves does so with its best expert only. All other experts are the best ones
-      of this rank's node. If no more than ``most_leaving`` tokens want to leave, nothing is limited. With
-      K = 2, this is the gate that the authors published (``fmoe/gates/faster_gate.py`` of
-      github.com/laekov/fastmoe).
+    the highest fit leave. Ties go to the lower expert and the lower token. The K experts of a token are
+    selected one after another, and the limit holds for each of these selections. A token that may not leave
+    takes the best expert of this rank's node that is left.
 
     Args:
         fit_TE: How well every expert fits every token, ``[T, E]``; comparable between tokens.
         top_k: Number of experts that a token selects, K, at least 1.
         is_near_E: Whether an expert's owner is in this rank's node, bool ``[E]``.
         most_leaving: Most tokens that may leave the node.
-        choices: Choices of a token that the limit is about (see above).
 
     Returns:
         Experts of each token in the order of selection, int64 ``[T, K]``.
@@ -111,8 +98,6 @@ def select_experts(
             f"the topology-aware gate has {num_near} experts in this rank's node, wanted at least the "
             f"{top_k} that a token selects; use more experts, larger nodes, or router=stock"
         )
-    if choices == "one":
-        return _with_one_leaving(fit_TE, top_k, is_near_E, most_leaving)
     is_taken_TE = torch.zeros_like(fit_TE, dtype=torch.bool)
     selections = []
     for _ in range(top_k):
@@ -125,19 +110,6 @@ def select_experts(
         is_taken_TE[torch.arange(len(selected_T), device=selected_T.device), selected_T] = True
         selections.append(selected_T)
     return torch.stack(selections, dim=1)
-
-
-def _with_one_leaving(
-    fit_TE: torch.Tensor, top_k: int, is_near_E: torch.Tensor, most_leaving: int
-) -> torch.Tensor:
-    best_TK = _best_experts(fit_TE, top_k)
-    near_TK = _best_experts(fit_TE.masked_fill(~is_near_E, _lowest(fit_TE)), top_k)
-    leaves_T = ~is_near_E[best_TK[:, 0]]
-    goes_T = _highest_leaving(fit_TE, best_TK[:, 0], leaves_T, most_leaving)
-    leaving_TK = torch.cat([best_TK[:, :1], near_TK[:, : top_k - 1]], dim=1)
-    limited_TK = torch.where(goes_T[:, None], leaving_TK, near_TK)
-    # A comparison on the device: the host does not wait for the number of tokens.
-    return torch.where(leaves_T.sum() > most_leaving, limited_TK, best_TK)
 
 
 def _highest_leaving(

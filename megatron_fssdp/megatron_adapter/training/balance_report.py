@@ -11,6 +11,7 @@ import numpy as np
 from megatron.core import parallel_state
 
 from megatron_fssdp.planning.loads import EVEN_LOAD, max_over_mean
+from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -26,10 +27,6 @@ class BalanceReport:
     """The loads of a pipeline stage's layers under their last plans, and the waits of all iterations.
 
     Only one rank of a pipeline stage has one. It knows the loads of its own expert-parallel group.
-
-    Args:
-        layers: MoE layers of the rank.
-        strategy: Name of the strategy.
     """
 
     def __init__(self, layers: Sequence[SlotLayer], strategy: str) -> None:
@@ -48,15 +45,7 @@ class BalanceReport:
         *,
         is_logged: bool,
     ) -> None:
-        """Note an iteration, and log a line in an iteration that Megatron logs.
-
-        Args:
-            iteration: Number of the iteration.
-            plans: The last plan of each layer.
-            loads: What each layer did.
-            seconds: Seconds of the iteration.
-            is_logged: Whether Megatron logs this iteration.
-        """
+        """Note an iteration with the last plan of each layer; log a line if Megatron logs the iteration."""
         self._iteration, self._last = iteration, list(zip(plans, loads, strict=True))
         waits = [(load.spag_exposed_s, load.sprs_exposed_s) for load in loads]
         if any(load.spag_s or load.sprs_s for load in loads):
@@ -67,11 +56,7 @@ class BalanceReport:
             logger.info(f"[fssdp] iteration {iteration}: {'; '.join(clauses)}")
 
     def tell_end(self, record_dir: Path | None) -> None:
-        """Log what the strategy did, in one line, at the end of a training.
-
-        Args:
-            record_dir: Folder of the run's records, which the line names.
-        """
+        """Log what the strategy did, and the folder of its records, in one line at the end of a training."""
         clauses = self._balance()
         if not clauses:
             return
@@ -103,9 +88,7 @@ class BalanceReport:
         ]
         if not found:
             return []
-        before = float(
-            np.mean([max_over_mean(_plain_D(layer.context, counts)) for layer, _, _, counts in found])
-        )
+        before = float(np.mean([max_over_mean(_plain_D(one.context, counts)) for one, *_, counts in found]))
         after_L = [_used_D(layer.context, plan, load, counts) for layer, plan, load, counts in found]
         clauses = [f"busiest device {before:.2f} × mean load"]
         if all(after_D is not None for after_D in after_L):
@@ -132,21 +115,18 @@ class BalanceReport:
             if plan is None or plan.each_micro_batch or context.profile is None or layer.history.is_empty:
                 return None
             counts_DE, times = layer.history.counts_DE(0), context.profile.num_micro_batches
-            plain = replace(context, owner_E=_plain_owner_E(context), resident=None)
+            owner_E = even_owners(context.num_experts, context.num_devices)
+            plain = replace(context, owner_E=owner_E, resident=None)
             priced = plan_price(LayerPlan.owners_only(plain), counts_DE, plain, num_micro_batches=times)
-            plain_s += priced.moe_s
-            used_s += plan_price(plan, counts_DE, context, num_micro_batches=times).moe_s
+            plain_s += priced.seconds
+            used_s += plan_price(plan, counts_DE, context, num_micro_batches=times).seconds
         return plain_s / used_s if used_s else None
 
 
-def _plain_owner_E(context: LayerContext) -> np.ndarray:
-    """Megatron's owners: equal blocks of experts, in the order of the devices."""
-    return np.arange(context.num_experts) * context.num_devices // context.num_experts
-
-
 def _plain_D(context: LayerContext, counts_DE: np.ndarray) -> np.ndarray:
-    weights = counts_DE.sum(axis=0)
-    return np.bincount(_plain_owner_E(context), weights=weights, minlength=context.num_devices)
+    """Loads of the devices under Megatron's owners."""
+    owner_E = even_owners(context.num_experts, context.num_devices)
+    return np.bincount(owner_E, weights=counts_DE.sum(axis=0), minlength=context.num_devices)
 
 
 def _used_D(context: LayerContext, plan: LayerPlan, load: LayerLoad, counts_DE: np.ndarray) -> Any:

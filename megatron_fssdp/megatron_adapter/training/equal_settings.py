@@ -7,13 +7,11 @@ then plans alone. Ranks that differ in them would wait for each other forever.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fssdp.config.cluster_files import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import (
     CHECK_VARIABLE,
@@ -59,13 +57,10 @@ def check_equal_settings(requested: RequestedStrategy, args: Any, *, to_boards: 
     """Refuse ranks with different settings, and whether boards are requested. All ranks call it.
 
     Raises:
-        ConfigurationError: Some ranks differ in the strategy, its settings, the described cluster, this
-            package's version, Megatron's options that decide where tokens go, or an environment variable, or
-            a rank cannot read the description. It is raised on all ranks.
+        ConfigurationError: Some ranks differ in the strategy, its settings, this package's version, options
+            that decide where tokens go, or an environment variable. It is raised on all ranks.
     """
-    with refused_together():
-        own = _facts(requested, args, to_boards)
-    of_ranks = of_all_ranks(own)
+    of_ranks = of_all_ranks(_facts(requested, args, to_boards))
     first = of_ranks[0]
     # Other strategies have other settings, so a rank may lack a fact. The strategy is the first fact.
     for name in dict.fromkeys(name for facts in of_ranks for name in facts):
@@ -102,10 +97,6 @@ def _facts(requested: RequestedStrategy, args: Any, to_boards: bool) -> dict[str
         # A candidate of another package is left out on ranks on which it cannot be built.
         if isinstance(strategy, AutoStrategy):
             facts["strategies to select from"] = tuple(strategy.candidates)
-        # The schedule that a rank selects follows from the description, not from its path.
-        if (cluster := strategy.travel.cluster) is not None:
-            digest = sha256(load_cluster(cluster).model_dump_json().encode()).hexdigest()[:12]
-            facts["cluster description"] = f"one with the digest {digest}"
         facts[PROFILE_VARIABLE], facts[CHECK_VARIABLE] = profile_iterations(), checks_plans()
         # The order in which a rank issues its messages depends on it.
         one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

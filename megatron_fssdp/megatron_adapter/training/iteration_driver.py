@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from megatron_fssdp.megatron_adapter.training.memory_report import (
     report_memory,
     reports_for_stage,
 )
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory import held_replicas_bytes
 from megatron_fssdp.planning.placement.topology import Topology
@@ -78,8 +78,7 @@ class IterationDriver:
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
         for chunk in model:
-            zero_gradients = chunk.zero_grad_buffer
-            chunk.zero_grad_buffer = wraps(zero_gradients)(partial(self._zero_gradients, zero_gradients))
+            wrap(chunk, "zero_grad_buffer", self._zero_gradients)
         layers, strategy = self.runtime.layers, session.strategy
         self.balance = BalanceReport(layers, name) if reports_for_stage() else None
         copies = parallel_state.get_expert_data_parallel_group()

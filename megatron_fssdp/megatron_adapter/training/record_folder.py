@@ -17,13 +17,8 @@ logger = logging.getLogger(__name__)
 def record_folder(asked: Path, run: RunConfig | None, *, resumes: bool) -> Path:
     """Return the asked folder, or one beside it (``…-2``) if the asked one has the records of another run.
 
-    A run that continues from a checkpoint continues the latest records of the same run: those with its model,
-    its number of ranks and its checkpoints.
-
-    Args:
-        asked: The setting ``record_dir``.
-        run: Settings of the run, or None if a run's YAML cannot describe them.
-        resumes: Whether the run continues from a checkpoint.
+    A run that ``resumes`` from a checkpoint continues the latest records of the same run: those with its
+    model, its number of ranks and its checkpoints. ``run`` is None if no YAML can describe its settings.
     """
     used: list[Path] = []
     for number in count(1):

@@ -3,7 +3,6 @@
 import atexit
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training.global_vars import get_args
+from megatron.training.training import num_floating_point_operations
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
 from megatron_fssdp.megatron_adapter.training.stage_records import RankRecord, by_stage, gathered
@@ -49,15 +49,11 @@ class RunRecorder:
     Args:
         record_dir: Folder of the run's files; ``None`` writes no files.
         strategy: Name of the run's strategy.
-        operations: Megatron's formula of the floating-point operations of an iteration, from its arguments
-            and the global batch size.
         to_boards: Whether to write to the boards at Megatron's log interval.
     """
 
-    def __init__(
-        self, record_dir: Path | None, strategy: str, operations: Callable[[Any, int], float], to_boards: bool
-    ) -> None:
-        self.record_dir, self._strategy, self._operations = record_dir, strategy, operations
+    def __init__(self, record_dir: Path | None, strategy: str, to_boards: bool) -> None:
+        self.record_dir, self._strategy = record_dir, strategy
         self._to_boards, self._has_begun = to_boards, False
         self._last_load_E: dict[int, np.ndarray] = {}
         # Global rank 0 writes files. Those of arrays are opened with the first iteration that has MoE layers.
@@ -84,13 +80,9 @@ class RunRecorder:
     ) -> None:
         """Record one iteration. Collective: all ranks call it if :attr:`wants_iteration` is true.
 
-        Args:
-            step_result: Result of Megatron's ``train_step``.
-            loads: Loads of this rank's layers.
-            iteration_s: Wall time of the iteration on this rank.
-            passes_s: Part of it in forward passes, backward passes and the reduction of gradients.
-            reshard: What was re-sharded before the step, if anything was.
-            selection: What ``auto`` selected before the step, if it reconsidered.
+        ``step_result`` is that of Megatron's ``train_step``. Of the iteration's wall time on this rank,
+        ``passes_s`` are in forward passes, backward passes and the reduction of gradients. ``reshard`` and
+        ``selection`` say what was done before the step, if anything was.
         """
         args = get_args()
         iteration, is_logged = args.curr_iteration + 1, _is_logged()
@@ -120,7 +112,7 @@ class RunRecorder:
                 passes_s=passes_s,
                 rank_peak_bytes=tuple(one.peak_bytes for one in records) if has_peaks else (),
                 rank_memory=memory if has_peaks else None,
-                flops=self._operations(args, batch_size),
+                flops=num_floating_point_operations(args, batch_size),
                 session=session,
                 selections=tuple(_selection(one.stage, one.selection) for one in stages if one.selection),
             )

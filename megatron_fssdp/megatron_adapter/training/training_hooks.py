@@ -36,6 +36,7 @@ from megatron_fssdp.megatron_adapter.training.record_folder import record_folder
 from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
 from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite, reporting_stop
 from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.records.metrics import Evaluation
 from megatron_fssdp.records.metrics_file import append_evaluation
@@ -53,26 +54,16 @@ WRAPPED = (
 
 def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
     """Wrap the training loop of ``megatron.training.training``, for the strategy of the command line."""
-    hooks = TrainingHooks(requested_strategy, training.num_floating_point_operations)
+    hooks = TrainingHooks(requested_strategy)
     for name in WRAPPED:
-        original = getattr(training, name)
-        setattr(training, name, wraps(original)(partial(getattr(hooks, name), original)))
+        wrap(training, name, getattr(hooks, name))
 
 
 class TrainingHooks:
-    """What happens in one training around Megatron's functions, which the methods get as first argument.
+    """What happens in one training around Megatron's functions, which the methods get as first argument."""
 
-    Args:
-        requested_strategy: Returns the strategy of the command line.
-        operations: Megatron's formula of the floating-point operations of an iteration.
-    """
-
-    def __init__(
-        self,
-        requested_strategy: Callable[[], RequestedStrategy | None],
-        operations: Callable[[Any, int], float],
-    ) -> None:
-        self._requested_strategy, self._operations = requested_strategy, operations
+    def __init__(self, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
+        self._requested_strategy = requested_strategy
         # Both exist when the model is built, if the run needs them.
         self._model: list[torch.nn.Module] = []
         self._driver: IterationDriver | None = None
@@ -102,7 +93,7 @@ class TrainingHooks:
             with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
                 if record_dir is not None and dist.get_rank() == 0:
                     record_dir = _describe_run(record_dir, model, requested)
-                self._recorder = RunRecorder(record_dir, requested.name, self._operations, to_boards)
+                self._recorder = RunRecorder(record_dir, requested.name, to_boards)
         return built
 
     def train(self, train: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 
 Schedule = Literal["baseline", "megatron", "s1", "s2"]
@@ -113,36 +112,6 @@ def collectives_of(schedule: Schedule, layer: ScheduledLayer) -> tuple[Collectiv
 
 ScheduleCosts = Mapping[tuple[Kind, Group], LinkCost]
 """Cost of each collective in each kind of group: ``alpha + beta * num_bytes`` (Parm, §V-A, Eq. 12)."""
-
-
-def schedule_costs(cluster: ClusterDescription, ranks: Mapping[Group, tuple[int, int]]) -> ScheduleCosts:
-    """Costs of the collectives of Parm's schedules on a cluster, as functions of Parm's sizes.
-
-    No part of an all-to-all is hidden beside a gather, which is Parm's upper bound (Eq. 7). ``ranks`` has for
-    each kind of group its number of ranks, and how many other ranks of it are in a rank's own node.
-    """
-    kinds: dict[Kind, tuple[CollectiveName, tuple[Group, ...]]] = {
-        "all_to_all": ("row_exchange", ("ep", "ep_esp")),
-        "overlapped_all_to_all": ("row_exchange", ("ep_esp",)),
-        "all_gather": ("all_gather", ("esp", "mp")),
-        "reduce_scatter": ("reduce_scatter", ("esp",)),
-    }
-
-    def cost_of(collective: CollectiveName, num_ranks: int, num_near: int) -> LinkCost:
-        """Cost as a function of the whole tensor's bytes, of which a rank sends a part to each other rank."""
-        num_far = num_ranks - 1 - num_near
-        measured = cluster.collectives.get(collective, {}).get("inter_node" if num_far else "intra_node")
-        link = measured or (cluster.inter_node if num_far else cluster.intra_node)
-        sharers = cluster.devices_per_node if num_far and measured is None else 1
-        sent_share = (num_far or num_ranks - 1) / num_ranks
-        return LinkCost(link.alpha_s, sent_share * sharers / link.bandwidth_bytes_per_s)
-
-    return {
-        (kind, group): cost_of(collective, *ranks[group])
-        for kind, (collective, groups) in kinds.items()
-        for group in groups
-        if group in ranks and ranks[group][0] > 1
-    }
 
 
 def schedule_seconds(schedule: Schedule, layer: ScheduledLayer, costs: ScheduleCosts) -> float:

@@ -55,32 +55,6 @@ class AllocatedBytes(TorchDispatchMode):
         return result
 
 
-def copy_some(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Slots 0-2 are sources and slots 3-5 are filled; each element names its original place."""
-    rng = np.random.default_rng(3)
-    values = 1000 * rank + 10 * torch.arange(6)[:, None] + torch.arange(7)[None, :]
-    quantity = Rows("parameters", values.double())
-    filled = [(device, slot) for device in range(world_size) for slot in (3, 4, 5) if rng.random() < 0.7]
-    copies = [
-        SlotMove(0, i, int(rng.integers(world_size)), int(rng.integers(3)), device, slot)
-        for i, (device, slot) in enumerate(filled)
-    ]
-    before = quantity.values.clone()
-    exchange_slots(dist.group.WORLD, copies, [quantity], buffer_bytes=200, are_copies=True)
-    wanted = before.clone()
-    for copy in copies:
-        if copy.device == rank:
-            start = 1000 * copy.source_device + 10 * copy.source_slot
-            wanted[copy.slot] = torch.arange(start, start + 7)
-    return [quantity.values, wanted, torch.tensor(len(copies))]
-
-
-def test_copies_fill_other_slots_and_leave_their_sources_unchanged() -> None:
-    for got, wanted, num_copies in run_ranks(copy_some, 3):
-        assert torch.equal(got, wanted)
-        assert num_copies > 4
-
-
 def random_map(rng, num_layers, num_experts, num_devices):
     places = rng.permutation(num_layers * num_experts).reshape(num_layers, num_experts)
     slots = num_layers * num_experts // num_devices

@@ -41,9 +41,7 @@ def test_unknown_strategy_lists_the_known_ones():
         ("quota", "slots=0 overlap=false", "overlap false has no effect with slots 0"),
         ("fastermoe", "slots=0 latency=paper", "latency paper has no effect with slots 0"),
         ("ep", "group_size=2", "group_size 2 has no effect with smart_schedule false"),
-        ("ep", "leaving_choices=one", "leaving_choices one has no effect with router stock"),
         ("ep", "leaving_share=0.1", "leaving_share 0.1 has no effect with router stock"),
-        ("parm", "schedule=s1 cluster=x.yaml", "cluster x.yaml has no effect with schedule s1"),
         # contradictions
         ("ep", "router=topology_aware", "router topology_aware needs leaving_share"),
         ("fssdp", "overlap_degree=0 slots=2", "exclude each other: "),

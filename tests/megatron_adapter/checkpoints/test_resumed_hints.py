@@ -37,7 +37,7 @@ def told_what_to_choose() -> None:
 
 
 def test_a_resumed_run_keeps_the_selections_of_auto(text_data: Path, tmp_path: Path) -> None:
-    """Also in another layout."""
+    """In another layout."""
     saving = f"{{EP2}} {SELECTING} --save {tmp_path / 'checkpoints'} --save-interval 6"
     strategy = f"{AUTO}{tmp_path / 'whole'}"
     whole = train(2, saving, text_data, strategy=strategy, before=told_what_to_choose)
@@ -49,14 +49,12 @@ def test_a_resumed_run_keeps_the_selections_of_auto(text_data: Path, tmp_path: P
     told = [text for text in whole.messages if "selected: fssdp in layer 1, smartmoe in layer 2" in text]
     assert len(told) == 1
     assert "predicted gain" in told[0]
-    for size in (2, 4):
-        records = tmp_path / f"ep{size}"
-        loading = f"--expert-model-parallel-size {size} --load {tmp_path / 'checkpoints'} --ckpt-step 6"
-        run = train(size, f"{SELECTING} {loading}", text_data, strategy=f"{AUTO}{records}")
-        resumed = read_metrics(records)
-        assert [one.iteration for one in resumed] == [7, 8]
-        assert {tuple(layer.strategy for layer in one.layers) for one in resumed} == {("fssdp", "smartmoe")}
-        assert relative_difference(run.losses, whole.losses[6:]) <= 1e-5, size
+    loading = f"{{EP4}} {SELECTING} --load {tmp_path / 'checkpoints'} --ckpt-step 6"
+    run = train(4, loading, text_data, strategy=f"{AUTO}{tmp_path / 'resumed'}")
+    resumed = read_metrics(tmp_path / "resumed")
+    assert [one.iteration for one in resumed] == [7, 8]
+    assert {tuple(layer.strategy for layer in one.layers) for one in resumed} == {("fssdp", "smartmoe")}
+    assert relative_difference(run.losses, whole.losses[6:]) <= 1e-5
 
 
 LIMITED = "fssdp slots=2 overlap_degree=3 reshard_interval=2"
@@ -76,15 +74,7 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_break(
     name: str, text_data: Path, tmp_path: Path
 ) -> None:
     num_ranks, arguments = int(RUNS[name][0]), f"{EXACT} {RUNS[name][1]}"
-    whole = train(num_ranks, arguments, text_data, strategy=LIMITED)
-    saving = f"--exit-interval 5 --save {tmp_path} --save-interval 5"
-    train(num_ranks, f"{arguments} {saving}", text_data, strategy=LIMITED)
-    rest = train(num_ranks, f"{arguments} --load {tmp_path}", text_data, strategy=LIMITED)
+    saving = f"{arguments} --save {tmp_path} --save-interval 5"
+    whole = train(num_ranks, saving, text_data, strategy=LIMITED)
+    rest = train(num_ranks, f"{arguments} --load {tmp_path} --ckpt-step 5", text_data, strategy=LIMITED)
     assert_equal(rest, whole, since=5)
-
-
-def test_loads_of_another_layout_are_left_out_with_a_line(text_data: Path, tmp_path: Path) -> None:
-    saving = f"--exit-interval 2 --save {tmp_path} --save-interval 2"
-    train(4, f"{EXACT} {{EP4}} {saving}", text_data, strategy="fssdp")
-    rest = train(4, f"{EXACT} {{EP2}} --load {tmp_path}", text_data, strategy="fssdp")
-    assert any("loads are not used" in message for message in rest.messages)

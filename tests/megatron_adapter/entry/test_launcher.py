@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from megatron_fssdp.records.metrics_file import read_metrics
 
 from ..training_run import (
+    GPT,
     SCRIPT,
     TINY_GPT_MOE,
     TrainingRun,
@@ -130,8 +132,8 @@ def test_a_script_can_register_the_plugin_itself_once(
         "from megatron_fssdp.pretraining.pretrain_gpt import main\n"
         "main()\n"
     )
-    options: Any = {"strategy": f"fssdp record_dir={tmp_path}", "script": script, "launcher": launcher}
-    assert_equal(train(2, SHORT, text_data, **options), fssdp)
+    options: Any = {"strategy": f"fssdp record_dir={tmp_path}", "launcher": launcher}
+    assert_equal(train(2, SHORT, text_data, model=replace(GPT, script=script), **options), fssdp)
     assert read_metrics(tmp_path)[2].layers[0].num_replicas > 0
 
 

@@ -52,6 +52,7 @@ def test_resident_replicas_stay_equal_to_their_owners(name: str, text_data: Path
         assert found["allocated"] == found["accounted"]
 
 
+@pytest.mark.slow
 def test_per_token_losses_equal_plain_expert_parallelism(text_data: Path) -> None:
     layout = f"{{EP2}} --calculate-per-token-loss {{DISTRIBUTED}} {{BATCH16}} --train-iters 8 {CHANGING}"
     wanted = train(4, layout, text_data, strategy="ep")

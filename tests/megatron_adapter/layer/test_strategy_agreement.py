@@ -1,4 +1,4 @@
-"""What a training under each registered strategy did is what the simulator says that it does.
+"""What a training under each registered strategy did is what the simulator says, with the losses of plain EP.
 
 The simulator replays the recorded loads with the same costs, which are planted in the training.
 """
@@ -22,7 +22,7 @@ from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
 
-from ..training_run import add_to_logits, note, slow, train, wrap
+from ..training_run import TrainingRun, add_to_logits, assert_close, note, slow, train, wrap
 
 EXAMPLE = "second_home"
 EXAMPLE_FOLDER = Path(__file__).parents[3] / "examples" / EXAMPLE
@@ -41,6 +41,7 @@ IN_TURN = [f"{name} overlap=false" for name in NAMES if "overlap" in STRATEGIES[
 LINK = LinkCost(0.0, 1e-9)
 PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e6), 300, 100, 50.0, 3)
 WORLD, NUM_ITERATIONS, MEASURED = 4, 12, 2
+ARGUMENTS = f"{{EP4}} --train-iters {NUM_ITERATIONS}"
 TOPOLOGY = Topology.uniform(WORLD, 2)
 
 
@@ -78,15 +79,20 @@ def register_example() -> None:
         second_home.register()
 
 
+@pytest.fixture(scope="module")
+def plain(text_data: Path) -> TrainingRun:
+    return train(WORLD, ARGUMENTS, text_data, strategy="ep nodes=2", before=prepare)
+
+
 @pytest.mark.parametrize("chosen", [*NAMES, EXAMPLE, *slow(IN_TURN)])
 def test_training_and_simulator_agree(
-    chosen: str, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chosen: str, plain: TrainingRun, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, *more = chosen.split()
     keys = [*KEYS.get(name, "").split(), *more, "nodes=2"]
     words = f"{name} {' '.join(keys)} record_dir={tmp_path} FSSDP_PROFILE_ITERATIONS={MEASURED}"
-    arguments = f"{{EP4}} --train-iters {NUM_ITERATIONS}"
-    run = train(WORLD, arguments, text_data, strategy=words, before=prepare)
+    run = train(WORLD, ARGUMENTS, text_data, strategy=words, before=prepare)
+    assert_close(run, plain)
     metrics, placements = read_metrics(tmp_path), read_placements(tmp_path)
 
     monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", str(MEASURED))

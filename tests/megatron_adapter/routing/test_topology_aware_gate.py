@@ -81,40 +81,6 @@ def test_too_few_near_experts_are_refused() -> None:
         select_experts(torch.rand(5, 4), 3, NEAR, 1)
 
 
-def test_with_one_leaving_choice_the_other_choices_stay() -> None:
-    fit_TE = torch.tensor(
-        [
-            [0.1, 0.2, 0.6, 0.1],  # wants 2 by 0.6: may not
-            [0.0, 0.1, 0.1, 0.8],  # wants 3 by 0.8: goes, and its second choice is near
-            [0.6, 0.0, 0.4, 0.0],  # stays, and so does its second choice, which would be 2
-        ]
-    )
-    assert select_experts(fit_TE, 2, NEAR, 1, "one").tolist() == [[1, 0], [3, 1], [0, 1]]
-    # Two tokens want to leave with their best choice, and two may: nothing is limited.
-    assert select_experts(fit_TE, 2, NEAR, 2, "one").tolist() == [[2, 1], [3, 1], [0, 2]]
-
-
-@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 40))
-def test_one_leaving_choice_keeps_its_limit(seed: int, top_k: int, most_leaving: int) -> None:
-    fit_TE, is_near_E = drawn(seed)
-    selected_TK = select_experts(fit_TE, top_k, is_near_E, most_leaving, "one")
-    assert all(len(set(row)) == top_k for row in selected_TK.tolist())
-    best_TK = fit_TE.topk(top_k, dim=1).indices
-    wants_T = ~is_near_E[best_TK[:, 0]]
-    if wants_T.sum() <= most_leaving:
-        assert torch.equal(selected_TK, best_TK)
-        return
-    leaves_TK = ~is_near_E[selected_TK]
-    assert leaves_TK.sum() == most_leaving
-    leaves_T = leaves_TK.any(dim=1)
-    highest_T = fit_TE.amax(dim=1)
-    if most_leaving:
-        assert highest_T[leaves_T].min() >= highest_T[wants_T & ~leaves_T].max()
-        assert torch.equal(selected_TK[leaves_T, 0], best_TK[leaves_T, 0])
-    near_TK = fit_TE.masked_fill(~is_near_E, -1.0).topk(top_k, dim=1).indices
-    assert torch.equal(selected_TK[~leaves_T], near_TK[~leaves_T])
-
-
 TWO_NODES = Topology.uniform(4, 2)
 OWNERS = np.array([0, 0, 1, 1, 2, 2, 3, 3])
 
@@ -191,11 +157,6 @@ def _check_router(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert gradient.abs().max() > 0
     # Megatron's auxiliary loss uses the gate's own scores, which are unchanged.
     torch.testing.assert_close(gradient, stock_gradient)
-
-    install_gate(router, TopologyAwareTopK(lambda: OWNERS, 0, TWO_NODES, 0.1, "one"))
-    _, routing_map, _ = routed()
-    assert (routing_map.sum(dim=1) == config.moe_router_topk).all()
-    assert routing_map[:, 4:].sum() == 4, "with one choice each, 4 of 40 tokens leave"
 
 
 @pytest.mark.slow

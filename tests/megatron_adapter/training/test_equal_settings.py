@@ -2,32 +2,23 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
-
 from ..training_run import train_on_all_ranks, wrap
 
 SHORT = "{EP2} --train-iters 2"
-PARM = "--moe-strategy parm --moe-strategy-set cluster=cluster.yaml"
 
 
-def find_files(name: str, *contents: Callable[[], str]) -> None:
-    """Let each rank find another file, as on nodes that do not share them, or none."""
+def other_files() -> None:
+    """Let each rank find another file, as on nodes that do not share them."""
     rank = int(os.environ["RANK"])
     folder = Path(os.environ["FOLDER"]) / str(rank)
     folder.mkdir()
     os.chdir(folder)
-    if rank < len(contents):
-        Path(name).write_text(contents[rank]())
-
-
-def cluster(name: str) -> str:
-    return cluster_yaml(load_cluster(name))
+    Path("strategy.yaml").write_text(f"slots: {1 + rank}\n")
 
 
 def other_queues() -> None:
@@ -46,20 +37,10 @@ def other_routing() -> None:
     wrap(training_hooks, "get_args", args_of_rank)
 
 
-OTHER_FILES = partial(find_files, "strategy.yaml", partial(str, "slots: 1\n"), partial(str, "slots: 2\n"))
-CLUSTERS = partial(cluster, "hecate-a"), partial(cluster, "hecate-b")
-
-
 @pytest.mark.parametrize(
     ("before", "more", "message"),
     [
-        (OTHER_FILES, "--moe-strategy-config strategy.yaml", "slots: got 1 on rank 0 and 2 on rank 1"),
-        (
-            partial(find_files, "cluster.yaml", *CLUSTERS),
-            PARM,
-            "cluster description: got one with the digest ",
-        ),
-        (partial(find_files, "cluster.yaml", CLUSTERS[0]), PARM, "cluster.yaml: no such file"),
+        (other_files, "--moe-strategy-config strategy.yaml", "slots: got 1 on rank 0 and 2 on rank 1"),
         (other_routing, "", "--moe-router-topk: got 1 on rank 0 and 2 on rank 1"),
         (other_queues, "", "CUDA_DEVICE_MAX_CONNECTIONS is 1: got True on rank 0 and False on rank 1"),
         # A folder that only rank 0 finds not to be one.

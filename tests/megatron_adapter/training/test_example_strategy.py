@@ -1,4 +1,7 @@
-"""The worked example of docs/adding_a_strategy.md, installed as a user installs it, and used everywhere."""
+"""The worked example of docs/adding_a_strategy.md, installed as a user installs it, and used everywhere.
+
+``test_strategy_agreement.py`` trains it.
+"""
 
 import json
 import os
@@ -10,11 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_fssdp.records.metrics_file import read_metrics
-
 from ...report.made_runs import write_made_run
 from ...report.page_parts import PageParts
-from ..training_run import assert_close, train
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "examples" / "second_home"
@@ -49,21 +49,6 @@ def command(installed: Path, *words: object) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def test_it_trains_with_moved_owners_and_the_losses_of_plain_expert_parallelism(
-    installed: Path, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``test_strategy_agreement.py`` trains it as well, and compares what it did with the simulator."""
-    wanted = train(2, "{EP2} --train-iters 6", text_data, strategy="ep")
-    monkeypatch.syspath_prepend(installed)
-    strategy = f"{NAME} threshold=1 swap_every=3 record_dir={tmp_path}"
-    assert_close(train(2, "{EP2} --train-iters 6", text_data, strategy=strategy), wanted, 1e-5, 1e-5)
-    metrics = read_metrics(tmp_path)
-    replicas = [sum(layer.num_replicas for layer in entry.layers) for entry in metrics]
-    assert replicas[0] == 0  # nothing was seen yet
-    assert sum(replicas) >= 8  # an even load is rare
-    assert [entry.iteration for entry in metrics if entry.resharded_experts] == [4]  # before the fourth
 
 
 def test_schema_and_doctor_know_it(installed: Path) -> None:

@@ -1,14 +1,10 @@
 """Megatron's own training loop on four virtual CUDA devices: no findings, and the numbers of CPU ranks."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -233,24 +229,6 @@ def test_training_by_measured_costs_has_no_findings(case: str, text_data: Path) 
     chosen = flags(f"{case.split()[0]} FSSDP_PROFILE_ITERATIONS=2")
     arguments = f"{MEASURED[case]} {OVERLAP} --train-iters 5 {chosen}"
     assert_same_without_findings(arguments, text_data, tolerance=ROUNDING)
-
-
-@pytest.mark.slow
-def test_torchrun_trains_through_both_launchers(text_data: Path, tmp_path: Path) -> None:
-    """Megatron makes its NCCL groups itself, in real processes."""
-    argv = command_line(VIRTUAL_GPT, f"{EP2} {OVERLAP} --moe-strategy fssdp", text_data)
-    launchers = "-m torch.distributed.run --standalone --nproc-per-node 2 -m tests.support.virtual_cuda "
-    words = [*launchers.split(), "--report", str(tmp_path / "report"), "-m", "megatron_fssdp", *argv]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    options: Any = {"text": True, "timeout": LIMIT_S, "env": {**os.environ, **environment}}
-    done = subprocess.run([sys.executable, *words], capture_output=True, **options)
-    assert not done.returncode, done.stderr[-3000:]
-    for rank in range(2):
-        report = json.loads((tmp_path / "report" / f"rank{rank}.json").read_text())
-        assert report["exit_code"] == 0
-        assert not report["findings"]
-        assert report["known_findings"]
-        assert f"rank {rank}: 0 findings" in done.stderr
 
 
 @pytest.mark.slow

@@ -2,27 +2,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fssdp.runtime.clocks import layer_stopwatch
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 
+from .conftest import Clock
+
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """A clock that advances only when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def passes(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(layer_stopwatch, "now", lambda is_cuda: clock.now_s)
-    return clock
 
 
 def test_non_expert_time_is_a_median_and_expert_time_is_a_sum(clock: Clock) -> None:

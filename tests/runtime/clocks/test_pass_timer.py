@@ -7,22 +7,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fssdp.runtime.clocks import pass_timer
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds, PassTimer
 
-
-class Clock:
-    """A clock that advances only when work is done."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(pass_timer, "now", lambda is_cuda: clock.now_s)
-    return clock
+from .conftest import Clock
 
 
 class _Work(torch.autograd.Function):

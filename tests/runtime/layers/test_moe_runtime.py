@@ -5,13 +5,11 @@ import gc
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.transfer_lanes import ThreadTransfer
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -20,13 +18,13 @@ from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.testing import run_ranks
 
+from ..case_run import CaseRun
 from ..drawn_placements import DrawnPlacements
 from ..layer_case import LayerCase
-from ..one_layer import one_layer, pass_without_experts
-from ..rank_layer import CaseRun, run_layer_ranks
+from ..one_layer import one_layer
+from ..rank_layer import run_layer_ranks
 
 CASE = LayerCase("runtime", num_nodes=1)
 
@@ -79,7 +77,7 @@ class NeverReplicates(OwnersOnly):
 def are_late(rank: int, world_size: int) -> list[bool]:
     late = []
     for strategy in (OwnersOnly, NeverReplicates):
-        with mock.patch("tests.runtime.rank_layer.strategy_of", strategy):
+        with mock.patch("tests.runtime.case_run.strategy_of", strategy):
             run = CaseRun(CASE)
         run.runtime.begin_iteration(1)
         run.forward(run.draw())[0].sum().backward()
@@ -104,31 +102,24 @@ class RankDependent(DrawnPlacements):
         return replace(plan, dispatch_policy="owner" if differs else "even")
 
 
-def disagree(rank: int, world_size: int, check_plans: bool) -> str:
-    case = replace(CASE, num_nodes=2)
-    with mock.patch("tests.runtime.rank_layer.strategy_of", RankDependent):
-        run = CaseRun(case, check_plans=check_plans)
+def disagree(rank: int, world_size: int) -> str:
+    with mock.patch("tests.runtime.case_run.strategy_of", RankDependent):
+        run = CaseRun(replace(CASE, num_nodes=2), check_plans=False)
     run.runtime.begin_iteration(1, 7)
-    if not check_plans:
-        # Tokens go where they should: these plans differ in nothing that shows without replicas.
-        run.forward(run.draw())[0].sum().backward()
-        run.runtime.finish_gradients()
-        run.runtime.end_passes()
-    step = run.layers[1].slots.plan_iteration if check_plans else run.runtime.end_iteration
+    # Tokens go where they should: these plans differ in nothing that shows without replicas.
+    run.forward(run.draw())[0].sum().backward()
+    run.runtime.finish_gradients()
+    run.runtime.end_passes()
     with pytest.raises(RuntimeError) as error:
-        step()
+        run.runtime.end_iteration()
     return str(error.value)
 
 
-@pytest.mark.parametrize("check_plans", [False, True])
-def test_plans_that_differ_are_reported_on_all_ranks(check_plans: bool) -> None:
-    for message in run_layer_ranks(disagree, 4, check_plans):
-        if check_plans:
-            assert "the plan of layer 2 in iteration 7" in message
-            assert "ranks [2] differ" in message
-        else:
-            assert "plans of iteration 7: got other plans on ranks [2] of 4" in message
-            assert "FSSDP_CHECK_PLANS=1" in message
+def test_plans_that_differ_are_reported_on_all_ranks() -> None:
+    """At the end of an iteration, without FSSDP_CHECK_PLANS."""
+    for message in run_layer_ranks(disagree, 4):
+        assert "plans of iteration 7: got other plans on ranks [2] of 4" in message
+        assert "FSSDP_CHECK_PLANS=1" in message
 
 
 def counts_arrive(rank: int, world_size: int) -> None:
@@ -246,43 +237,6 @@ def build_wrongly(rank: int, world_size: int) -> None:
 
 def test_parameters_that_do_not_fit_are_refused() -> None:
     run_ranks(build_wrongly, 2)
-
-
-def balance(rank: int, world_size: int, cases: list[tuple[str, dict[str, int], int, int]]) -> list[float]:
-    """Max over mean device load, with 40 % of the pairs on one of 8 experts, after two iterations."""
-    found = []
-    for name, settings, num_nodes, hot in cases:
-        strategy = build_strategy(name, STRATEGIES[name].settings.model_validate(settings))
-        runtime, layer = one_layer(strategy, 8, Topology.uniform(world_size, num_nodes), rank)
-        rng = np.random.default_rng(100 * hot + rank)
-        for _ in range(3):
-            runtime.begin_iteration(1)
-            score_TE = rng.random((2048, 8))
-            score_TE[:, hot] = np.where(rng.permutation(2048) < 0.8 * 2048, 2.0, -1.0)
-            routing_TE = np.zeros(score_TE.shape, dtype=bool)
-            np.put_along_axis(routing_TE, np.argsort(-score_TE, axis=1)[:, :2], True, axis=1)
-            hidden = torch.ones(2048, 2)
-            output = pass_without_experts(layer, hidden, torch.ones(2048, 8), torch.from_numpy(routing_TE))
-            output.sum().backward() if output.requires_grad else None
-            runtime.finish_gradients()
-            runtime.end_passes()
-            load = runtime.end_iteration()[0]
-        found.append(float(load.device_D.max() * world_size / load.counts_DE.sum()))
-    return found
-
-
-def test_replicas_balance_the_device_loads() -> None:
-    cases = [("ep", {}, 1, hot) for hot in (0, 5)] + [
-        ("fssdp", {"slots": slots, "overlap_degree": 8}, nodes, hot)
-        for slots in (2, 8)
-        for nodes in (1, 2)
-        for hot in (0, 5)
-    ]
-    for (name, settings, *_), ratio in zip(cases, run_ranks(balance, 4, cases)[0], strict=True):
-        if name == "ep":
-            assert ratio == pytest.approx(1.94, abs=0.03)
-        else:
-            assert ratio <= {2: 1.12, 8: 1.03}[settings["slots"]], settings
 
 
 def test_a_copied_layer_spec_keeps_its_runtime() -> None:

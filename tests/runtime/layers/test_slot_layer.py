@@ -14,8 +14,9 @@ import torch
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.testing import RankError
 
+from ..case_run import CaseResult, compare_with_reference
 from ..layer_case import LayerCase
-from ..rank_layer import CaseResult, compare_with_reference, run_layer_ranks
+from ..rank_layer import run_layer_ranks
 
 # Relative to the largest value of each tensor.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}

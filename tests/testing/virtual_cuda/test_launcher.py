@@ -1,8 +1,6 @@
 """Programs on a virtual device: their exit codes, and the reports of their findings."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -67,23 +65,3 @@ def test_known_findings_about_a_stream_need_its_file_and_the_stream_that_uses_it
     other_memory = Finding(FindingKind.FREED_IN_USE, of_ours, "ours.py:7", by_default, "megatron/core/a.py:8")
     other_reader = Finding(FindingKind.FREED_IN_USE, of_megatron, "ours.py:7", by_ours, "ours.py:8")
     assert explained([same, other_memory, other_reader], [row])[0] == [other_memory, other_reader]
-
-
-@pytest.mark.slow
-def test_a_rank_of_torchrun_reports_its_findings(tmp_path: Path) -> None:
-    (tmp_path / "racing.py").write_text(RACING)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [
-        "-m",
-        "tests.support.virtual_cuda",
-        "--report",
-        str(tmp_path),
-        str(tmp_path / "racing.py"),
-        "1",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT)
-    assert done.returncode
-    assert f"1. {FindingKind.RACE}" in done.stderr, done.stderr
-    (first, *_) = tmp_path.glob("rank*.json")
-    assert json.loads(first.read_text())["exit_code"] == EXIT_FINDINGS

@@ -3,7 +3,6 @@
 Megatron itself trains these layouts with sequence parallelism only; without it losses are the same.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from megatron_fssdp.records.metrics_file import read_metrics
 
 from ...training_run import relative_difference, train_on_all_ranks
 from .comparison import Layout, layouts, trained
-from .test_strategy_parity import cheap_links
 
 SCHEDULES = [f"parm schedule={name}" for name in ("baseline", "megatron", "s1", "s2", "auto")]
 FSSDP = "fssdp slots=2 overlap_degree=3 reshard_interval=3"
@@ -38,7 +36,7 @@ STOCK = {"biases": "--tensor-model-parallel-size 1 --make-vocab-size-divisible-b
 
 
 def test_losses_equal_stock_megatron(text_data: Path, tmp_path: Path) -> None:
-    _compare("parts", text_data, tmp_path, ["parm schedule=s2", FSSDP], 5)
+    _compare("parts", text_data, tmp_path, ["parm schedule=s2"], 3)
 
 
 @pytest.mark.slow
@@ -48,33 +46,9 @@ def test_losses_equal_stock_megatron_in_more_layouts(name: str, text_data: Path,
     _compare(name, text_data, tmp_path, [*SCHEDULES, FSSDP], 20)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ["parts", "whole_experts", "interleaved_recomputed"])
-def test_layers_can_change_strategy_and_schedule_while_training(
-    name: str, text_data: Path, tmp_path: Path
-) -> None:
-    """Under ``auto``, s2 is used only in layers without replicas."""
-    chosen = f"auto FSSDP_PROFILE_ITERATIONS=1 choice_interval=1 record_dir={tmp_path / 'record'}"
-    _compare(name, text_data, tmp_path, [chosen], 20, before=prefer_s2)
-    layers = [layer for entry in read_metrics(tmp_path / "record") for layer in entry.layers]
-    assert {layer.strategy for layer in layers if layer.schedule == "s2"} <= {"ep", "smartmoe"}
-    assert any(layer.schedule == "s2" for layer in layers)
-    assert any(layer.num_replicas for layer in layers)
-
-
-def prefer_s2() -> None:
-    """Run on every rank before the launch: select every strategy in turn, and s2 wherever it is possible."""
-    cheap_links()
-    from megatron_fssdp.dispatchers.parm import schedule_selector
-
-    schedule_selector.best_schedule = lambda predicted: "s2" if "s2" in predicted else next(iter(predicted))
-
-
-@pytest.mark.parametrize("costs", ["", "cluster=parm-b"])
-def test_the_selected_schedule_is_logged_and_recorded(costs: str, text_data: Path, tmp_path: Path) -> None:
+def test_the_selected_schedule_is_logged_and_recorded(text_data: Path, tmp_path: Path) -> None:
     layout = replace(LAYOUTS["parts"], num_iterations=2)
-    run = trained(layout, f"parm record_dir={tmp_path} {costs}", text_data)
+    run = trained(layout, f"parm record_dir={tmp_path}", text_data)
     (message,) = {text for text in run.messages if "] schedule " in text}
     metrics = read_metrics(tmp_path)
     assert len(metrics) == 2
@@ -102,7 +76,6 @@ def _compare(
     folder: Path,
     strategies: list[str],
     num_iterations: int,
-    before: Callable[[], None] | None = None,
 ) -> None:
     def lengthened(more: str, iterations: int) -> Layout:
         layout = LAYOUTS[name]
@@ -116,6 +89,6 @@ def _compare(
     wanted = trained(lengthened(f"{load} {stock}", num_iterations), "none", data)
     tolerance = 2e-3 if LAYOUTS[name].is_half else 1e-5
     for strategy in strategies:
-        run = trained(lengthened(load, num_iterations), strategy, data, before=before)
+        run = trained(lengthened(load, num_iterations), strategy, data)
         assert relative_difference(run.losses, wanted.losses) <= tolerance, strategy
         assert relative_difference(run.grad_norms, wanted.grad_norms) <= 30 * tolerance, strategy

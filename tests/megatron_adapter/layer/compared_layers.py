@@ -1,0 +1,237 @@
+"""One MoE layer of a strategy, compared with Megatron's own on the same ranks: output and all gradients.
+
+Where tensor-parallel ranks have the same tokens, the reference is Megatron's layer under sequence
+parallelism, which gets a part of the tokens on each rank.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.slots.replica_transfers import gradient_of
+
+from .small_config import build_layer, moe_config
+
+TOKENS, HIDDEN, EXPERTS, SEED = 32, 16, 8, 5
+REPLICAS = {"slots": 3, "overlap_degree": 4, "reshard_interval": 0}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer.
+
+    Attributes:
+        options: Arguments of its config.
+        strategy: Its strategy.
+        settings: Settings of the strategy.
+        later: Settings of the config that a CPU lacks something for.
+        fuses: Whether gradients are added to ``main_grad`` by the experts themselves.
+        split: Whether tensor-parallel ranks have different tokens.
+        replicates: Whether the last pass must have replicas.
+        nodes: Node of each expert-parallel rank; detected if empty.
+        tokens: Number of tokens of each rank, if ranks differ.
+        silent: Ranks whose tokens select no expert.
+        in_segments: Whether the phases are separate autograd graphs whose inputs are freed, as under
+            Megatron's combined 1F1B schedule.
+        in_slices: Whether schedule ``s2`` passes results on slice by slice (Parm's SAA).
+    """
+
+    options: dict[str, Any]
+    strategy: str = "fssdp"
+    settings: dict[str, Any] = field(default_factory=lambda: REPLICAS)
+    later: dict[str, Any] = field(default_factory=dict)
+    fuses: bool = False
+    split: bool = True
+    replicates: bool = True
+    nodes: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+    in_segments: bool = False
+    in_slices: bool = True
+
+
+@dataclass
+class Found:
+    """What one rank found in three passes.
+
+    Attributes:
+        error: Largest difference of a tensor, relative to its norm.
+        num_replicas: Replicas in the last pass.
+        dispatcher: Class of the dispatcher.
+        sent: Rows that the deduplicated exchange sends to other nodes, and in its last hop.
+        distinct: Pairs of a token and another node to which it goes, and pairs of a token and a device.
+    """
+
+    error: float = 0.0
+    num_replicas: int = 0
+    dispatcher: str = ""
+    sent: tuple[int, int] = (0, 0)
+    distinct: tuple[int, int] = (0, 0)
+
+
+def compare_rows(rank: int, rows: dict[str, Row]) -> dict[str, Found]:
+    """Compare all rows on this rank."""
+    return {name: _compare(rank, row) for name, row in rows.items()}
+
+
+def _compare(rank: int, row: Row) -> Found:
+    from megatron.core import parallel_state as ps
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from megatron_fssdp.megatron_adapter.layer import strategy_session
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0, dtype=row.options.get("params_dtype")))
+    group, tp = ps.get_tensor_model_parallel_group(), ps.get_tensor_model_parallel_world_size()
+    has_same = not row.split and tp > 1
+    sees_all = "moe_expert_capacity_factor" in row.options and row.settings.get("schedule") == "s2"
+    detect = strategy_session.detect_topology
+    with patch.object(strategy_session, "detect_topology", partial(_topology, detect, row.nodes)):
+        ours = _layer(row, row.split and tp > 1)
+        if sees_all:  # Each rank drops among all tokens, which Megatron cannot do.
+            stock = _layer(replace(row, settings={"schedule": "baseline"}), False)
+        else:
+            stock = _layer(row, tp > 1, is_stock=True)
+    ours.load_state_dict(stock.state_dict())
+    ours.config.overlap_moe_expert_parallel_comm = row.in_segments
+    found, used, maps = Found(), [], []
+    bind, remap = ours.slot_layer.on_pass, ours.slot_layer.remap
+    ours.slot_layer.on_pass = lambda one: (used.append(one), bind(one))
+    ours.slot_layer.remap = lambda *routing: maps.append(remap(*routing)) or maps[-1]
+    for layer in (stock, ours) if rank in row.silent else ():
+        layer.route = partial(_select_nothing, layer)
+    for step in range(3):  # Without a training loop, every backward pass is an iteration.
+        seed = ps.get_data_parallel_rank() if has_same else rank
+        generator = torch.Generator().manual_seed(10 * step + seed)
+        num_tokens = row.tokens[rank] if row.tokens else TOKENS
+        hidden, upstream = torch.randn(2, num_tokens, 1, HIDDEN, generator=generator)
+        hidden, upstream = (x.to(ours.config.params_dtype) for x in (hidden, upstream))
+        hidden[..., 0] += 2  # a common direction: some experts become hot
+        has_parts = has_same and not sees_all
+        own = [x.chunk(tp)[group.rank()] if has_parts else x for x in (hidden, upstream)]
+        wanted, of_experts = _pass(stock, *own)
+        got, experts = _pass(ours, hidden, upstream, in_segments=row.in_segments)
+        if has_parts:  # The parts of output and input are those of the sequence; the router's are summands.
+            parts = [[torch.empty_like(x) for _ in range(tp)] for x in wanted]
+            for part, x in zip(parts, wanted, strict=True):
+                dist.all_gather(part, x.contiguous(), group=group)
+            wanted = [torch.cat(parts[0]), torch.cat(parts[1]), sum(parts[2], torch.zeros(()))]
+        wanted += [of_experts[name] for name in sorted(of_experts)]
+        got += [experts[name] for name in sorted(of_experts)]
+        found.error = max(found.error, *(_relative(x, y) for x, y in zip(got, wanted, strict=True)))
+    found.num_replicas = used[-1].plan.placement.num_replicas
+    found.dispatcher = type(ours.token_dispatcher).__name__
+    if found.dispatcher == "DeduplicatedTokenDispatcher":
+        _count_rows(found, ours.token_dispatcher, maps[-1][0])
+    return found
+
+
+def _topology(detect: Any, nodes: tuple[int, ...], *arguments: Any) -> Topology:
+    return Topology(nodes) if nodes else detect(*arguments)
+
+
+def _select_nothing(layer: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    probs, routing_map = type(layer).route(layer, *arguments)
+    return probs * 0, routing_map & False
+
+
+def _count_rows(found: Found, dispatcher: Any, routing_map: torch.Tensor) -> None:
+    """Count the rows that the deduplicated exchange has sent in its last pass, and the necessary ones."""
+    node_D = dispatcher._topology.node_of_device_D
+    hit_TD = routing_map.unflatten(1, (len(node_D), -1)).any(dim=2).numpy()
+    is_far_D = node_D != node_D[dispatcher.ep_rank]
+    nodes = sum(int(hit_TD[:, node_D == node].any(axis=1).sum()) for node in set(node_D[is_far_D]))
+    sent_D = [np.array(sends) for sends, _ in dispatcher._splits]  # of each hop
+    found.sent = int(sum(hop_D[is_far_D].sum() for hop_D in sent_D)), int(sent_D[-1].sum())
+    found.distinct = nodes, int(hit_TD.sum())
+
+
+def _layer(row: Row, is_split: bool, *, is_stock: bool = False) -> Any:
+    from megatron.core import parallel_state as ps
+
+    sizes = {
+        "tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size(),
+        "expert_tensor_parallel_size": ps.get_expert_tensor_parallel_world_size(),
+        "sequence_parallel": is_split,
+    }
+    ep = ps.get_expert_model_parallel_world_size()
+    config = moe_config(ep, HIDDEN, EXPERTS, **{"moe_router_topk": 2, **sizes, **row.options})
+    for name, value in row.later.items():
+        setattr(config, name, value)
+    torch.manual_seed(SEED)
+    layer = build_layer(config, row.strategy, row.settings, fuses=row.fuses, stock=is_stock)
+    # Megatron starts with equal experts on all ranks, and with biases of zero, which would hide mistakes.
+    torch.manual_seed(100 * ps.get_expert_model_parallel_rank() + ps.get_expert_tensor_parallel_rank())
+    for parameter in layer.experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+        if row.fuses:
+            parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+    return layer
+
+
+def _add_to_main_grad(parameter: Any) -> None:
+    """As Megatron's DDP."""
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad, parameter.grad_added_to_main_grad = None, False
+
+
+def _pass(
+    layer: Any, hidden: torch.Tensor, upstream: torch.Tensor, *, in_segments: bool = False
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Output, gradients of the input and of the router, and those of the experts over their copies."""
+    from megatron.core import parallel_state as ps
+
+    layer.zero_grad()
+    for parameter in layer.experts.parameters():
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad.zero_()
+    mine = hidden.clone().requires_grad_()
+    if in_segments:
+        output = _run_segments(layer, mine, upstream)
+    else:
+        output, _ = layer(mine)
+        output.backward(upstream)
+    if layer.config.overlap_dispatch_backward_with_experts_wgrad and hasattr(layer, "slot_layer"):
+        layer.slot_layer.gradients.finish()
+    experts = {name: (p, gradient_of(p)) for name, p in layer.experts.named_parameters()}
+    sums = {name: torch.zeros_like(p) if one is None else one.clone() for name, (p, one) in experts.items()}
+    if getattr(layer, "shared_experts", None) is not None:
+        sums["shared"] = layer.shared_experts.linear_fc2.weight.grad.clone()
+    for name in sorted(sums):
+        dist.all_reduce(sums[name], group=ps.get_expert_data_parallel_group())
+    return [output.detach(), mine.grad, layer.router.weight.grad.clone()], sums
+
+
+def _run_segments(layer: Any, x: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
+    """Run the phases as Megatron's combined 1F1B schedule does: separate graphs, inputs that are freed."""
+    graphs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    tensors = [x]
+    for function, num_freed in (
+        (lambda x: layer.preprocess(x, *layer.route(x)), 0),
+        (layer.dispatch, 2),
+        (lambda rows, probs: layer.routed_experts_compute(rows, probs)[:1], 1),
+        (lambda rows: [layer.postprocess(layer.combine(rows), None)], 1),
+    ):
+        cut = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        outputs = list(function(*cut))
+        for tensor in tensors[:num_freed]:
+            tensor.untyped_storage().resize_(0)
+        graphs.append((cut, outputs))
+        tensors = outputs
+    output, gradients = tensors[0].detach().clone(), [upstream]
+    for cut, outputs in reversed(graphs):
+        torch.autograd.backward(outputs, gradients)
+        gradients = [tensor.grad for tensor in cut]
+    x.grad = gradients[0]
+    return output
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm().clamp_min(1e-3))
