@@ -118,8 +118,8 @@ class BalanceReport:
             owner_E = even_owners(context.num_experts, context.num_devices)
             plain = replace(context, owner_E=owner_E, resident=None)
             priced = plan_price(LayerPlan.owners_only(plain), counts_DE, plain, num_micro_batches=times)
-            plain_s += priced.seconds
-            used_s += plan_price(plan, counts_DE, context, num_micro_batches=times).seconds
+            plain_s += priced.moe_s
+            used_s += plan_price(plan, counts_DE, context, num_micro_batches=times).moe_s
         return plain_s / used_s if used_s else None
 
 
