@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import (
+    Problem,
     checked,
     closest,
     describe_value,
@@ -45,8 +46,8 @@ class Composition:
     """Layers of settings.
 
     Attributes:
-        names: The files and options as the user gave them.
-        layers: These and all files that they include, from bottom to top. Higher layers win.
+        names: The files as the user gave them.
+        layers: These, all files that they include, and options, from bottom to top. Higher layers win.
     """
 
     names: tuple[str, ...]
@@ -59,28 +60,28 @@ class Composition:
 
     def under(self, layers: Iterable[Layer]) -> "Composition":
         """Return these layers with more of them on top."""
-        added = tuple(layers)
-        return Composition((*self.names, *(layer.name for layer in added)), (*self.layers, *added))
+        return Composition(self.names, (*self.layers, *layers))
 
     def validated(self) -> RunConfig:
         """Build the settings of the run.
 
         Raises:
             ConfigurationError: The settings are invalid. One line names every problem, after the file or
-                option that gives the wrong value, or all of them if values contradict each other.
+                option that gives the wrong value. If values contradict each other, it names the options that
+                give one of them, or else the files.
         """
         result = checked(RunConfig, self.data)
         if isinstance(result, RunConfig):
             return result
-        everything = ", ".join(self.names)
-        raise ConfigurationError(
-            one_line([(self._source(problem.path) or everything, problem.text) for problem in result])
-        )
+        raise ConfigurationError(one_line([(self._source(problem), problem.text) for problem in result]))
 
-    def _source(self, path: Sequence[str]) -> str:
-        """Return the name of the topmost layer that has the key; an empty text for none."""
-        holders = (layer.name for layer in reversed(self.layers) if path and _holds(layer.data, path))
-        return next(holders, "")
+    def _source(self, problem: Problem) -> str:
+        for layer in reversed(self.layers):
+            if problem.path and _holds(layer.data, problem.path):
+                return layer.name
+        options = (layer for layer in self.layers if layer.name.startswith("-"))
+        causes = [one.name for one in options if any(key in problem.text for key in _keys_of(one.data))]
+        return " ".join(causes) or ", ".join(self.names)
 
 
 def compose(files: Iterable[Path | str]) -> Composition:
@@ -183,6 +184,11 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
         beside = Path(os.path.normpath(file.parent / name))
         yield from _layers(beside if beside.exists() else shipped_run(name) or beside, (*above, file))
     yield Layer(str(file), data)
+
+
+def _keys_of(data: Mapping[str, Any]) -> list[str]:
+    """Return the keys of all sections, each with its section."""
+    return [f"{section}.{key}" for section, keys in data.items() if isinstance(keys, Mapping) for key in keys]
 
 
 def _holds(data: Any, path: Sequence[str]) -> bool:

@@ -67,7 +67,7 @@ def _ranks(cut: ParallelismArguments) -> Iterator[str]:
         if cut.world_size % product:
             yield (
                 f"{factors} = {product} does not divide the {cut.world_size} ranks "
-                f"({cut.nproc_per_node} × {cut.num_nodes} machines); change --nproc or a size"
+                "({nproc_per_node} × {num_nodes}); change --nproc or a size"
             )
 
 

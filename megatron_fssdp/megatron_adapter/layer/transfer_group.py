@@ -22,7 +22,7 @@ DEFAULT_OPTIONS = {"is_high_priority_stream": True}
 def nccl_options(args: Any) -> dict[str, Any]:
     """Return the transfer group's NCCL options, with those of the file that Megatron's arguments name."""
     path = args.nccl_communicator_config_path
-    return DEFAULT_OPTIONS | (load_yaml(path).get(SHORT_NAME, {}) if path else {})
+    return DEFAULT_OPTIONS | ((load_yaml(path).get(SHORT_NAME) if path else None) or {})
 
 
 def create_transfer_group(
