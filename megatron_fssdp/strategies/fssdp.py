@@ -25,7 +25,7 @@ from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_sear
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
 from megatron_fssdp.strategies.paying_owners import ReshardClock, paying_owners
-from megatron_fssdp.strategies.plan_seconds import early_share, exchange_s, fastest
+from megatron_fssdp.strategies.plan_seconds import early_share, exchange_s, fastest, plan_price
 from megatron_fssdp.strategies.strategy import MovesOwners
 
 WINDOW = 5
@@ -139,7 +139,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         """Whether the device shares tokens out evenly or by exact counts (ours), once for each placement.
 
         Exact dispatch makes device loads even, but takes another gather of counts and the time to compute the
-        shares. So the way is used that would have taken the fewest modelled seconds in the last iteration.
+        shares. So it is used where it would have saved :data:`LEAST_SAVING` of the modelled seconds of the
+        last iteration: all ranks wait for each other once more, which a price of links and kernels
+        underestimates.
         """
         # The deduplicated exchange is priced as if tokens were divided evenly.
         if context.shares_evenly or self.travel.exchange == "deduplicated" or history.is_empty:
@@ -148,10 +150,12 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         if known is None or known[0] is not plan.placement:
             assert context.profile is not None
             times, counts_DE = context.profile.num_micro_batches, history.counts_DE(0)
-            ways: tuple[DispatchPolicy, ...] = ("even", "exact")
-            plans = (replace(plan, dispatch_policy=way) for way in ways)
-            best = fastest(plans, counts_DE, context, num_micro_batches=times)
-            known = self._policies[context.layer] = plan.placement, best.dispatch_policy
+            exact = replace(plan, dispatch_policy="exact")
+            even_s, exact_s = (
+                plan_price(one, counts_DE, context, num_micro_batches=times).seconds for one in (plan, exact)
+            )
+            way: DispatchPolicy = "exact" if exact_s < (1 - LEAST_SAVING) * even_s else "even"
+            known = self._policies[context.layer] = plan.placement, way
         return known[1]
 
     def _search(self, context: LayerContext, load_DE: np.ndarray) -> LayerSearch:
