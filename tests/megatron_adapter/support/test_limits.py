@@ -89,6 +89,7 @@ TABLE = """
     fssdp | {NCCL} | set slots
     fssdp | {DELAYED} | set reshard_interval=0
     quota | {DELAYED} | single micro-batches
+    ep smart_schedule=true | {DELAYED} | smart_schedule
     parm schedule=s2 | {PADDING} {EQUAL} | no multiple
     parm schedule=auto | {PREPROCESS} {DIVIDED} | remove moe_preprocess
     ep smart_schedule=by_price | {PREPROCESS} | remove moe_preprocess
