@@ -8,10 +8,5 @@ _USUAL_EXAMPLES = 100  # Hypothesis's own number, which the default profile keep
 
 
 def examples(number: int, **more: Any) -> settings:
-    """Settings of a property test that follow the loaded profile.
-
-    Args:
-        number: Examples under the default profile; the ``search`` profile draws more in proportion.
-        more: Further settings of Hypothesis.
-    """
+    """Settings of a property test with this number of examples; the ``search`` profile draws more."""
     return settings(max_examples=number * settings.default.max_examples // _USUAL_EXAMPLES, **more)

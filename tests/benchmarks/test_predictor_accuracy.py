@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import predictor_accuracy as accuracy
@@ -44,41 +43,6 @@ def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(tmp_
     assert one.error == pytest.approx(one.simulated_s - 1)
 
 
-def test_a_measured_cluster_adds_its_start_up_times(tmp_path: Path) -> None:
-    results = record(tmp_path, [sample("W1", "fssdp:slots=2", 1, 1.0)])
-    (free,) = accuracy.compare(results, None)
-    slow = accuracy.described_cluster(results, 2, 2, None).model_copy(
-        update={"inter_node": accuracy.LinkDescription(alpha_s=1.0, bandwidth_bytes_per_s=1.0)}
-    )
-    (measured,) = accuracy.compare(results, slow)
-    assert measured.simulated_s > free.simulated_s + 4 * SIZE["num_layers"] * 1.0
-    assert measured.simulated_s < 1000, "the testbed's rate is kept"
-
-
-def test_the_same_iterations_are_compared_and_control_runs_are_left_out(tmp_path: Path) -> None:
-    samples = [
-        sample("W6", name, number, 0.1 * number) for name in ("ep", "none again") for number in (1, 2, 3)
-    ]
-    (one,) = accuracy.compare(record(tmp_path, samples), None)
-    assert (one.strategy, one.measured_s) == ("ep", pytest.approx(0.2))
-    assert one.measured_spread == pytest.approx(0.5)
-
-
-def test_figures_follow_their_definitions() -> None:
-    measured, simulated = np.array([1.0, 2.0, 4.0]), np.array([1.1, 1.9, 4.0])
-    comparisons = [
-        accuracy.Comparison("100mbit", f"W{n}", "ep", m, 0.1, s)
-        for n, (m, s) in enumerate(zip(measured, simulated, strict=True))
-    ]
-    figures = accuracy.summary(comparisons)
-    assert figures["r_squared"] == pytest.approx(1 - 0.02 / ((measured - measured.mean()) ** 2).sum())
-    assert figures["mean_relative_error"] == pytest.approx((0.1 + 0.05 + 0) / 3)
-    assert figures["mean_signed_error"] == pytest.approx((0.1 - 0.05 + 0) / 3)
-    assert figures["worst_relative_error"] == pytest.approx(0.1)
-    assert figures["by"]["workload"]["W2"]["r_squared"] is None
-    assert figures["by"]["strategy"]["ep"]["num_comparisons"] == 3
-
-
 def test_the_command_writes_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,13 +61,3 @@ def test_the_command_writes_tables(
     printed = capsys.readouterr().out
     assert "| 100mbit | W1 | fssdp | 50.0 |" in printed
     assert "differed by up to 25.0%" in printed
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"), [("{}", "has no link_payload"), ("no", "cannot be read"), ("3", "cannot be read")]
-)
-def test_files_of_another_kind_are_refused(tmp_path: Path, text: str, wanted: str) -> None:
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(accuracy.ConfigurationError, match=wanted):
-        accuracy.read(path)

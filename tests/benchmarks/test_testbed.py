@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,6 @@ from benchmarks.testbed.report import (  # noqa: E402
     AgainstBest,
     against_best,
     control_difference,
-    cpu_shares,
     quartiles,
     summaries,
 )
@@ -87,13 +86,6 @@ def test_auto_is_compared_with_the_fastest_strategy_of_all_iterations() -> None:
     assert against_best([one for one in samples if one.variant == "auto"], "auto") == []
 
 
-def test_shares_of_processor_time_add_up_to_1() -> None:
-    before = SimpleNamespace(user=1.0, system=1.0, idle=1.0, softirq=0.0, steal=0.0)
-    after = SimpleNamespace(user=2.0, system=4.0, idle=3.0, softirq=1.0, steal=3.0)
-    shares = {"user": 0.1, "system": 0.3, "idle": 0.2, "softirq": 0.1, "steal": 0.3}
-    assert cpu_shares(before, after) == pytest.approx(shares)
-
-
 def test_link_rates_are_parsed() -> None:
     assert parse_rate("400mbit") == 400_000_000
     assert payload_bytes_per_s(400_000_000) == pytest.approx(47.8e6, rel=1e-3)
@@ -153,25 +145,11 @@ def namespaces_in_use() -> set[str]:
     return found
 
 
-def descendants(pid: int) -> set[int]:
-    """Present descendants of a process."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
-
-
 def is_alive(pid: int) -> bool:
     """Whether a process runs. A zombie process does not count as running."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
 @pytest.mark.parametrize(
@@ -192,7 +170,7 @@ def test_an_interrupted_run_leaves_no_processes_or_networks(by: signal.Signals, 
     for line in process.stdout:
         if "warm-up" in line:
             break
-    below = descendants(process.pid)
+    below = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
     own = {os.readlink(f"/proc/{pid}/ns/net") for pid in below} - {os.readlink("/proc/self/ns/net")}
     assert len(below) >= 4  # unshare, the first process inside, two ranks
     assert len(own) >= 3  # the switch and two nodes

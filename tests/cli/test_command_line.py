@@ -32,7 +32,10 @@ def test_help_names_all_strategies():
 def test_the_schema_command_prints_json(command):
     code, out, _ = command("schema")
     assert code == 0
-    assert list(json.loads(out)["properties"]) == ["include", *RunConfig.model_fields]
+    schema = json.loads(out)
+    assert list(schema["properties"]) == ["include", *RunConfig.model_fields]
+    assert schema["$defs"]["MegatronArguments"]["properties"]["num_workers"]["type"] == "integer"
+    assert "strategies" in json.loads(command("schema", "--sweep")[1])["properties"]
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "--version"])
@@ -43,16 +46,3 @@ def test_the_module_answers_questions_about_itself(flag):
     assert (done.returncode, done.stderr) == (0, "")
     wanted = __version__ if flag == "--version" else "-m megatron_fssdp SCRIPT.py"
     assert wanted in done.stdout
-
-
-def test_a_second_data_build_reuses_the_first(command, tmp_path):
-    (tmp_path / "a.txt").write_text("hello " * 50)
-    arguments = ("data", "build", tmp_path / "a.txt", "--out", tmp_path / "data", "--tokenizer", "bytes")
-    code, out, _ = command(*arguments)
-    assert code == 0
-    assert "built from" in out
-    assert "301 tokens, vocabulary 257" in out
-    code, out, _ = command(*arguments)
-    assert code == 0
-    assert "up to date" in out
-    assert command("data", "build", tmp_path / "none", "--out", tmp_path / "data")[0] == 2

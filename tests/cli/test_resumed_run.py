@@ -60,7 +60,8 @@ def test_a_resumed_run_keeps_earlier_options_and_new_ones_win(command, out):
     code, text, err = command("train", TINY, "--out", out, "--resume", "--iters", 500, "--dry-run")
     assert (code, err) == (0, "")
     words = words_of(text)
-    for flag, value in {"--train-iters": "500", "--lr": "0.0003", "--moe-strategy": "ep"}.items():
+    flags = {"--train-iters": "500", "--lr": "0.0003", "--moe-strategy": "ep"}
+    for flag, value in {**flags, "--load": str(out / "checkpoints")}.items():
         assert words[words.index(flag) + 1] == value
     third = TrainRequest(files, "fssdp", strategy_overrides=["slots=2"], out=out, resume=True)
     assert third.resolve().strategy.settings == {"slots": 2}

@@ -1,11 +1,10 @@
 """``watch`` follows the records of a training."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsTail, read_metrics
+from megatron_fssdp.records.metrics_file import read_metrics
 
 OLD_RUN = Path(__file__).parents[1] / "records" / "old_run"
 
@@ -27,20 +26,3 @@ def test_a_recorded_run_is_shown_once(tmp_path: Path) -> None:
     missing = watch(tmp_path / "none")
     assert missing.returncode == 2
     assert "is no folder" in missing.stderr
-
-
-def test_the_tail_of_a_growing_file(tmp_path: Path) -> None:
-    path = tmp_path / METRICS_FILE
-    tail = MetricsTail(path)
-    assert tail.read() == []
-    shutil.copy(OLD_RUN / METRICS_FILE, path)
-    whole = read_metrics(OLD_RUN)
-    assert tail.read() == whole
-    assert MetricsTail(path, from_end=True).read() == []
-    line = path.read_text().splitlines(keepends=True)[-1]
-    with path.open("a") as file:
-        file.write(line[:20])
-    assert tail.read() == []
-    with path.open("a") as file:
-        file.write(line[20:])
-    assert tail.read() == whole[-1:]

@@ -158,37 +158,3 @@ def test_a_transfer_begins_after_the_batches_of_the_transfers_before_it(group, i
     first.wait()
     third.wait()
     assert issued[8:] == [f"c{batch}" for batch in range(1, 9)] + ["c end"]
-
-
-def test_tensors_stay_until_the_wait_and_no_longer(start) -> None:
-    tensor = torch.ones(100)
-    memory = StorageWeakRef(tensor.untyped_storage())
-    pending = start("a", 1, 1, [tensor])
-    del tensor
-    gc.collect()
-    assert not memory.expired()
-    pending.wait()
-    assert memory.expired()
-    busy_s, exposed_s = pending.timer.seconds()
-    assert busy_s >= exposed_s >= 0
-
-
-class Touched:
-    """A tensor that notes the streams on which its use is recorded."""
-
-    def __init__(self) -> None:
-        self.streams: list[FinishedStream] = []
-
-    def record_stream(self, stream: FinishedStream) -> None:
-        self.streams.append(stream)
-
-
-def test_the_use_of_memory_on_other_streams_than_the_default_one_is_recorded(current, start) -> None:
-    """Megatron's combined 1F1B schedule starts a transfer on one stream and waits for it on another one."""
-    ordinary, combined = Touched(), Touched()
-    start("a", 0, None, [ordinary]).wait()
-    assert ordinary.streams == []
-    with torch.cuda.stream(cast(Any, FinishedStream())):
-        pending = start("b", 0, None, [combined])
-    pending.wait()
-    assert combined.streams == [current[0]]

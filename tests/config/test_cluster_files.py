@@ -40,12 +40,3 @@ def test_cluster_names_are_found_in_the_working_folder(
     assert load_cluster("pair") == EXAMPLE
     with pytest.raises(ConfigurationError, match=r"unknown cluster 'piar'; did you mean 'pair'\?.*path of"):
         load_cluster("piar")
-
-
-def test_bad_files_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    with pytest.raises(ConfigurationError, match=r"bad.yaml: no such file"):
-        load_cluster(path)
-    path.write_text(cluster_yaml(EXAMPLE).replace("num_nodes: 2", "num_nodes: none"), encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=r"bad.yaml: num_nodes: got 'none', wanted a valid integer"):
-        load_cluster(path)

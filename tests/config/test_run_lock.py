@@ -1,34 +1,10 @@
-"""A live run holds its folder against other processes, and a killed one does not."""
+"""Locks of run folders that other processes need; ``tests/cli/test_resumed_run.py`` meets a live run."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.config import run_lock
-from megatron_fssdp.config.errors import ConfigurationError
-
-HOLD = "import pathlib, time; from megatron_fssdp.config import run_lock\n"
-HOLD += "run_lock.hold(pathlib.Path({folder!r}), '--out'); print('held', flush=True); time.sleep(120)"
-
-
-def test_a_live_run_is_named_and_a_killed_one_forgotten(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD.format(folder=str(folder))], stdout=subprocess.PIPE, text=True
-    )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
-    for refused in (run_lock.hold, run_lock.refuse_live):
-        with pytest.raises(ConfigurationError, match=rf"process {other.pid} on "):
-            refused(folder, "--out")
-    other.kill()
-    other.wait()
-    run_lock.refuse_live(folder, "--out")
-    assert run_lock.hold(folder, "--out") >= 0
-    run_lock.refuse_live(folder, "--out")  # its own
-    run_lock.release(folder)
 
 
 def test_ranks_do_not_lock_the_folder_that_train_holds_for_them(

@@ -19,35 +19,10 @@ RUN = (CONFIGS / "gpt_moe_tiny.yaml").read_bytes()
 
 # Pieces with a meaning in YAML or for the readers, so that mutations reach deeper than the first character.
 PIECES = [
-    *(
-        "{",
-        "}",
-        "[",
-        "]",
-        ": ",
-        "- ",
-        "? ",
-        "\n",
-        "\n  ",
-        "&a ",
-        "*a",
-        "<<: ",
-        "!!int ",
-        "!!binary ",
-        "|\n",
-        "'",
-    ),
+    *("{", "}", "[", "]", ": ", "- ", "? ", "\n", "\n  ", "&a ", "*a", "<<: ", "!!int ", "!!binary ", "|\n"),
     *('"', "#", "%", "\t", "---\n", "null", "true", "-1", "1e400", ".nan", "1_0:59", "0x", "2026-01-01", "~"),
-    *(
-        "include: [part.yaml]\n",
-        "include: 3\n",
-        "model: ",
-        "num_layers",
-        "\\ud800",
-        "\\0",
-        "\u2028",
-        "\ufeff",
-    ),
+    *("include: [part.yaml]\n", "include: 3\n", "model: ", "num_layers", "\\ud800", "\\0", "\u2028"),
+    *("\ufeff", "'"),
 ]
 CHANGES = st.lists(
     st.tuples(

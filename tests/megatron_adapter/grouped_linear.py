@@ -176,11 +176,7 @@ class GroupedLinear(torch.nn.Module):
 
 
 def grouped_experts(*, fuses: bool = False) -> Any:
-    """Builder of Megatron's grouped experts with stand-ins for the grouped linear layers.
-
-    Args:
-        fuses: Whether the linear layers add their weights' gradients to ``main_grad``.
-    """
+    """Builder of Megatron's grouped experts with stand-ins, which may add gradients to ``main_grad``."""
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
     linears = GroupedMLPSubmodules(

@@ -56,7 +56,6 @@ def _optimizer_states(optimizer: Any, parameter: torch.nn.Parameter) -> list[tor
 
 
 def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the elements of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -65,12 +65,6 @@ def modelled_seconds(
     return layer_search(*layer, rematerialize=rematerialize, hides=True).seconds(placement)
 
 
-def replicated(**changes: object) -> list[int]:
-    profile = dataclasses.replace(PROFILE, **changes)  # type: ignore[arg-type]
-    found = plan_replicas(OWNERS, HOT, TOPOLOGY, slots=2, profile=profile)
-    return np.flatnonzero(found.present_ED.sum(axis=1) > 1).tolist()
-
-
 def max_load(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> float:
     return float(plan_dispatch("even", load_DE, placement, topology).device_tokens_D.max())
 
@@ -107,15 +101,6 @@ def test_the_price_equals_that_of_exact_dispatch_and_transfer(
     exact_s = placement_price(counts_DE, placement, topology, profile, life).moe_s
     price_s = modelled_seconds(placement, counts_DE, topology, profile, rematerialize)
     assert price_s == pytest.approx(exact_s, rel=1e-9)
-
-
-def test_only_experts_that_pay_are_replicated() -> None:
-    assert replicated(expert_bytes=8 * MEGA)[0] == 0
-    assert replicated(expert_bytes=100 * MEGA) == []
-    assert 0 in replicated(expert_bytes=100 * MEGA, non_moe_s=1e6)
-    dear = dataclasses.replace(PROFILE, expert_bytes=100 * MEGA)
-    for load_DE in (np.ones((4, 8)), np.zeros((4, 8))):
-        assert plan_replicas(OWNERS, load_DE, TOPOLOGY, slots=2, profile=dear) == PLAIN
 
 
 def shadowed(

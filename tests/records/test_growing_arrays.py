@@ -106,18 +106,6 @@ def test_a_repeated_iteration_replaces_itself_and_all_later_ones(
     assert checked(path) == [*range(1, again_from), again_from, 9]
 
 
-def test_a_half_written_row_is_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "values.npy"
-    with closing(opened(path)) as writer:
-        writer.append_row(1, {"values": values(1)})
-    with path.open("ab") as file:
-        file.write(b"\xff" * 3 * np.load(path).dtype.itemsize)  # the header does not count them
-    assert checked(path) == [1]
-    with closing(opened(path)) as writer:
-        writer.append_row(2, {"values": values(2)})
-    assert checked(path) == [1, 2]
-
-
 def _append_many(path: Path, first: int) -> None:
     writer = opened(path)
     for iteration in range(first, first + 200):  # a test that fails must not fill the disk

@@ -48,17 +48,6 @@ def test_an_old_run_folder_is_read() -> None:
     np.testing.assert_array_equal(tokens_IL, arrays["placements.ep_tokens_ILD"].sum(axis=2))
 
 
-def test_damaged_arrays_are_left_out_and_named(tmp_path: Path) -> None:
-    shutil.copytree(OLD_RUN, tmp_path / "run")
-    (tmp_path / "run" / "loads.npy").write_bytes(b"x")
-    run = records.load(tmp_path / "run")
-    assert run.loads is None
-    assert run.placements is not None
-    (problem,) = run.problems
-    assert "loads.npy: damaged" in problem
-    assert problem.endswith("everything that needs it is left out")
-
-
 def test_folders_that_hold_no_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigurationError, match="no finished iteration"):

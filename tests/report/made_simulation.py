@@ -27,5 +27,4 @@ def made_simulation() -> tuple[SimulationReport, RecordedLoads, ClusterDescripti
 
 
 def made_simulation_page(_: Path) -> Page:
-    """The page of :func:`made_simulation`."""
     return simulation_page(*made_simulation())

@@ -11,15 +11,7 @@ VOID = {"meta", "link", "input", "br", "img", "hr"}
 
 
 class PageParts(HTMLParser):
-    """The parts of a page that tests compare.
-
-    Attributes:
-        anchors: Anchors of the sections.
-        addresses: All addresses that elements refer to.
-        figures: Figures of each section, as they are given to plotly.
-        texts: Words of each section.
-        summary: The sentence at the top of the page.
-    """
+    """The parts of a page that tests compare: figures, as they are given to plotly, and texts by section."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -4,47 +4,19 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
-from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.simulations.simulation_page import simulation_headline
-from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import terminal_table
 from megatron_fssdp.report.trainings.measures import comparison_table
 from megatron_fssdp.report.trainings.shown_run import shown_runs
 from megatron_fssdp.simulation.break_even import BreakEven
 
-from ..simulation.small_jobs import cluster_of, job_of, settings_of
+from ..simulation.small_jobs import ranking
 from .made_runs import write_made_run
 from .made_simulation import made_simulation
-
-
-def ranking(*names: str, popular: int = 100, **cluster: object) -> SimulationReport:
-    """Simulate strategies on loads in which one expert has ``popular`` tokens of each device, others 4."""
-    counts_DE = np.full((4, 8), 4, np.int32)
-    counts_DE[:, 0] = popular
-    counts_ILDE = np.broadcast_to(counts_DE, (12, 1, 4, 8)).copy()
-    record = RecordedLoads(counts_ILDE, np.arange(1, 13), np.array([1]))
-    job = job_of(devices=4, experts=8, tokens_per_micro_batch=128)
-    settings = {name: settings_of(name) for name in names}
-    return ranked_strategies("", record, cluster_of(nodes=2, **cluster), job, settings)
-
-
-def test_a_faster_strategy_is_named_with_its_factor_and_loads() -> None:
-    report = ranking("ep", "prophet")
-    best, plain = report.ranked
-    assert best.label == "prophet"
-    sentence = simulation_headline(report)
-    ratio = report.plain_s / report.steady_s(best.outcome)
-    before, after = (report.steady(one.outcome.load_max_over_mean_IL) for one in (plain, best))
-    loads = f"{before:.2f} → {after:.2f} × mean load"
-    assert sentence.startswith(f"Simulated: prophet is {ratio:.2f} × as fast as ep (")
-    assert loads in sentence
-    assert "for weights and " in sentence
 
 
 def test_balanced_loads_and_too_little_memory_are_named() -> None:

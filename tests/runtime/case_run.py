@@ -29,13 +29,7 @@ STEP_SIZE = 0.05
 
 @dataclass
 class CaseResult:
-    """The findings of one rank.
-
-    Attributes:
-        errors: Largest difference from the reference by quantity, relative to its largest value.
-        num_present: Experts on this device in each iteration's plans.
-        lives: How long replicas of the plans live.
-    """
+    """The findings of one rank; errors are relative to the largest value of their quantity."""
 
     errors: dict[str, float] = field(default_factory=dict)
     num_present: list[int] = field(default_factory=list)
@@ -66,12 +60,7 @@ def compare_with_reference(rank: int, world_size: int, cases: Sequence[LayerCase
 
 
 class CaseRun:
-    """The layers of a case on this rank, and the reference's weights.
-
-    Attributes:
-        runtime: The product's runtime.
-        layers: The layers.
-    """
+    """The layers of a case on this rank, and the reference's weights."""
 
     def __init__(self, case: LayerCase, **options: Any) -> None:
         self.case, self.rank, self.world_size = case, dist.get_rank(), dist.get_world_size()
@@ -86,7 +75,6 @@ class CaseRun:
         return RankLayer(self.case, number, weights, self.runtime)
 
     def draw(self) -> Inputs:
-        """One more micro-batch."""
         return draw_inputs(self.case, self.world_size, self.rng)
 
     def run(self) -> CaseResult:

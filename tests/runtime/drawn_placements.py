@@ -40,7 +40,6 @@ class DrawnPlacements(Strategy[EpSettings]):
         self.replica_life, self.overlaps, self.splits = case.life, case.overlaps, case.early > 0
 
     def asks_after_gate(self, layer: int) -> bool:
-        """Whether the case corrects plans."""
         return self.case.corrects
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
@@ -53,7 +52,6 @@ class DrawnPlacements(Strategy[EpSettings]):
         return self.drawn(context, history.num_seen)
 
     def drawn(self, context: LayerContext, *number: int) -> LayerPlan:
-        """The plan of some number."""
         kind, rng = self.case.placement, np.random.default_rng([self.case.seed, context.layer, *number])
         shape = (context.num_experts, context.num_devices)
         share = {"owners": 0.0, "everywhere": 1.0}.get(kind, rng.choice([0.3, 0.6]))

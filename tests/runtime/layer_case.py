@@ -20,32 +20,23 @@ class LayerCase:
     """One combination to compare with the reference.
 
     Attributes:
-        name: Name of the case.
-        life: How long the replicas live.
         placement: "owners", "random", "everywhere", "nowhere_else" (random, but one device holds nothing at
             all), "replicas_only" (random, but one device owns nothing and holds a replica), or the name of a
-            strategy with known costs.
-        settings: Settings of the strategy, as (key, value) pairs.
-        num_layers: Layers, each of which adds to the hidden states.
+            strategy with known costs, whose ``settings`` are (key, value) pairs.
         owners: Owner of each expert; Megatron's even owners by default.
         moves: Whether each iteration begins with new, uneven owners.
         routing: "skewed", "dropped" (some choices are missing, some tokens have none) or "one_expert".
         tokens: Tokens of each rank; some random small numbers by default.
         schedule: Order of forward and backward passes of an iteration's micro-batches; "E" is an evaluation
             between iterations, after them.
-        recompute: None, "reentrant" or "non_reentrant".
         overlaps: Whether transfers have a group of their own and may begin before the layer.
         early: Share of the weights that travels beside the experts of the layer before.
         corrects: Whether replicas change when the counts of the first micro-batch are known.
         driven: Whether a loop marks iterations.
         repeats: Whether the loop breaks off the passes of each iteration and begins them again.
-        peers: Ranks that share each expert.
-        has_main_grad: Whether Parameters have a ``main_grad``, as under Megatron's DDP.
         frozen: Which tensors of an expert are not trained.
         late: Whether Parameters hold NaN until the runtime has waited for them.
-        one_queue: Whether CUDA devices run all kernels in the order of their issue.
         inputs: Which of "hidden" and "probs" require a gradient.
-        device: Device of the layers and their inputs; "cuda" on a virtual device.
     """
 
     name: str
@@ -87,12 +78,8 @@ class LayerCase:
 class Inputs:
     """One micro-batch of all ranks, in rank order; fp64 values that the case's dtype can hold.
 
-    Attributes:
-        hidden: ``[T, M]``.
-        probs_L: ``[T, E]`` for each layer.
-        map_L: Routing map, bool ``[T, E]``, for each layer.
-        cotangent: Gradient of the output, ``[T, M]``.
-        tokens: Tokens of each rank.
+    Hidden states and the gradient of the output are ``[T, M]``; probabilities and the bool map of each layer
+    ``[T, E]``.
     """
 
     hidden: Tensor

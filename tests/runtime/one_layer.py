@@ -16,15 +16,7 @@ from megatron_fssdp.strategies.strategy import Strategy
 def one_layer(
     strategy: Strategy, num_experts: int, topology: Topology, rank: int, shape: tuple[int, int] = (2, 2)
 ) -> tuple[MoERuntime, SlotLayer]:
-    """A measuring runtime over all ranks, and its layer.
-
-    Args:
-        strategy: Strategy of the layer.
-        num_experts: Number of experts.
-        topology: Nodes of the ranks.
-        rank: Number of this rank.
-        shape: Shape of each of an expert's two matrices.
-    """
+    """A measuring runtime over all ranks, and its layer, whose experts have two matrices of this shape."""
     runtime = MoERuntime(strategy, measure=True)
     owner_E = even_owners(num_experts, topology.num_devices)
     parameters = {

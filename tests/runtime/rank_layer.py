@@ -64,12 +64,7 @@ def rank_groups(peers: int, overlaps: bool, one_queue: bool, num_nodes: int) -> 
 
 
 class RankLayer:
-    """One layer, driven as Megatron's layer drives it.
-
-    Attributes:
-        slots: The product's layer.
-        used: Passes that came into use, in order.
-    """
+    """One layer, driven as Megatron's layer drives it; ``slots`` is the product's layer."""
 
     def __init__(self, case: LayerCase, number: int, weights: list[list[Tensor]], runtime: MoERuntime):
         self.case, self.weights, self.used = case, weights, list[SlotPass]()
@@ -117,7 +112,6 @@ class RankLayer:
         return {int(e): self.make(e) for e in np.flatnonzero(owner_E == self.groups.device)}
 
     def move(self, owner_E: np.ndarray) -> None:
-        """Change the owners."""
         self.parameters = self._own(owner_E)
         self.slots.own(owner_E, self.parameters, self._layout())
 
@@ -170,7 +164,6 @@ class RankLayer:
         return slots.finish(output.squeeze(1))
 
     def gradients(self) -> dict[tuple[int, int], Tensor | None]:
-        """This rank's gradients by expert and tensor."""
         return {
             (expert, i): getattr(parameter, "main_grad", parameter.grad)
             for expert, tensors in self.parameters.items()

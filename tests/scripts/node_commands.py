@@ -20,11 +20,7 @@ _READY = b"ready\n"
 
 @dataclass(frozen=True)
 class NodeCommands:
-    """Makes command lines that run on existing nodes.
-
-    Attributes:
-        keeper: Number of the process that holds the nodes.
-    """
+    """Makes command lines that run on existing nodes, which the process ``keeper`` holds."""
 
     keeper: int
 
@@ -50,12 +46,6 @@ def built_nodes(nodes: Nodes) -> Iterator[NodeCommands]:
     """Build nodes that exist inside this context. Only root can build them.
 
     The caller must end all processes on the nodes, because they are not in a process namespace.
-
-    Args:
-        nodes: Number of nodes and rate of their links.
-
-    Raises:
-        RuntimeError: The system refuses to build the nodes.
     """
     words = [sys.executable, "-m", __name__, str(nodes.num_nodes), str(nodes.rate_bits_per_s)]
     keeper = subprocess.Popen(

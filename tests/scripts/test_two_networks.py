@@ -93,19 +93,8 @@ def test_a_node_that_died_rejoins_the_run(one_node: TwoNodes, network: NodeComma
 
 def kill_node(network: NodeCommands, node: int) -> None:
     """Kill a node's torchrun, ranks and script at once, as a power cut does."""
-    name = NodeCommands.name(node)
-    words = [
-        "nsenter",
-        "--target",
-        str(network.keeper),
-        "--net",
-        "--mount",
-        "--",
-        "ip",
-        "netns",
-        "pids",
-        name,
-    ]
+    words = ["nsenter", "--target", str(network.keeper), "--net", "--mount", "--"]
+    words += ["ip", "netns", "pids", NodeCommands.name(node)]
     pids = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     assert len(pids) >= 3
     for pid in map(int, pids):

@@ -33,10 +33,8 @@ RUN = {
 class TwoNodes:
     """A run on nodes with real ranks, which share a file system.
 
-    Args:
-        folder: Folder of the run and the logs.
-        prefix: Words before a node's command; empty where all nodes use this machine's loopback.
-        settings: Settings of the section ``training``.
+    ``prefix`` gives the words before a node's command, none where all nodes use this machine's loopback;
+    ``settings`` are those of the section ``training``.
     """
 
     def __init__(

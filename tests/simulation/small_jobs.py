@@ -2,9 +2,12 @@
 
 import numpy as np
 
+from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
+from megatron_fssdp.records.loads import RecordedLoads
+from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.simulation.moe_job import MoeJob
 
 
@@ -47,6 +50,17 @@ def job_of(*, devices: int = 2, experts: int = 2, layers: int = 1, **more: objec
         "before_gate_flops_L": (20.0,) * layers,
     }
     return MoeJob(**(keys | more))  # type: ignore[arg-type]
+
+
+def ranking(*names: str, num_iterations: int = 12, popular: int = 100, **cluster: object) -> SimulationReport:
+    """Rank strategies on equal loads: one expert has ``popular`` tokens of each device, others have 4."""
+    counts_DE = np.full((4, 8), 4, np.int32)
+    counts_DE[:, 0] = popular
+    counts_ILDE = np.broadcast_to(counts_DE, (num_iterations, 1, 4, 8)).copy()
+    record = RecordedLoads(counts_ILDE, np.arange(1, num_iterations + 1), np.array([1]))
+    job = job_of(devices=4, experts=8, tokens_per_micro_batch=128)
+    settings = {name: settings_of(name) for name in names}
+    return ranked_strategies("", record, cluster_of(nodes=2, **cluster), job, settings)
 
 
 def loads(*counts_DE: list[list[int]], layers: int = 1) -> np.ndarray:

@@ -32,20 +32,6 @@ def run(*layers: LayerRecord) -> tuple[Lanes, list[tuple[str, str, float, float]
     return lanes, spans
 
 
-def test_steps_of_the_smart_schedule_interleave() -> None:
-    """Three groups; 1 s inside, 3 s for each of the two others, 2 s of compute for each group.
-
-    Forward: S ends at 1, 4, 7; C at 3, 6, 9; R at 8 (behind all S), 11 and, C_2 at 9 being ready, 14.
-    Backward, with 4 s for each group: C ends at 5, 9, 13; R at 8, 12 and 16.
-    """
-    rows = LinkTimes(1.0, 6.0)
-    at_once = LayerRecord(tokens_D=NOBODY, dispatch=rows, combine=rows, experts_s=6.0)
-    in_steps, _ = run(replace(at_once, steps=SteppedExchange(3, between_nodes=True)))
-    assert in_steps.now_s == 14 + 16
-    assert in_steps.parts_s["experts"] == 6 + 12
-    assert run(at_once)[0].now_s == (6 + 6 + 6) + (6 + 12 + 6)
-
-
 def test_experts_in_steps_wait_for_replicas() -> None:
     """Replicas arrive at 5 s. The first rows need 1 s, so the exchange begins at 4 s."""
     rows = LinkTimes(1.0, 6.0)

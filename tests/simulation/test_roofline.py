@@ -15,8 +15,6 @@ from megatron_fssdp.simulation.simulator import simulate
 
 from .small_jobs import cluster_of, job_of, loads, settings_of
 
-EVEN, UNEVEN = loads([[4, 4], [4, 4]]), loads([[8, 0], [8, 0]])
-
 
 @given(compute_s=st.floats(1e-3, 1e3), communication_s=st.floats(1e-3, 1e3), unevenness=st.floats(1, 8))
 def test_points_lie_on_and_below_the_curves(
@@ -32,20 +30,6 @@ def test_points_lie_on_and_below_the_curves(
     slow_s = unevenness * compute_s
     uneven = RooflinePoint(slow_s, communication_s, slow_s + communication_s, flops, num_devices)
     assert uneven.mean_flops_per_s <= semi_ideal_flops_per_s(uneven.ratio, peak) * (1 + 1e-9)
-
-
-def test_uneven_loads_lie_below_the_curve_and_shadows_restore_them() -> None:
-    cluster = cluster_of(nodes=2, per_node=1)
-    job = job_of(expert_elements=1)
-    plain = roofline_point(simulate("ep", settings_of("ep"), UNEVEN, cluster, job), job)
-    assert plain.mean_flops_per_s < 0.6 * semi_ideal_flops_per_s(plain.ratio, 10.0)
-    shadowed = roofline_point(
-        # With a past, costs are known from the first iteration on.
-        simulate("fastermoe", settings_of("fastermoe", slots=1), UNEVEN, cluster, job, past_ILDE=UNEVEN),
-        job,
-    )
-    assert shadowed.mean_flops_per_s > 1.5 * plain.mean_flops_per_s
-    assert shadowed.mean_flops_per_s == pytest.approx(semi_ideal_flops_per_s(shadowed.ratio, 10.0), rel=0.05)
 
 
 def test_the_smart_schedule_exceeds_the_semi_ideal_curve() -> None:

@@ -1,6 +1,5 @@
 """Properties of the simulation for any loads: directions of effects, lanes, sums, memory."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.lanes import ALL_TO_ALL, COMPUTE, TRANSFER
-from megatron_fssdp.simulation.simulator import StrategyOutcome, layer_profile, simulate
+from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
 from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
@@ -115,21 +112,3 @@ def test_simulated_memory_equals_the_accounting_and_can_run_out() -> None:
     assert not outcome_of("ep", counts, cluster).memory.runs_out
     again = outcome_of("fssdp", counts, rematerialize=True, reshard_interval=0).memory
     assert again.experts.replica_parameters_bytes == 2 * 50 * 2
-
-
-def test_the_profile_limits_replicas_by_memory_and_overlap() -> None:
-    job = job_of(devices=4, experts=8, before_gate_flops_L=(50.0,), on_cuda=False)
-    cluster = cluster_of(nodes=2)
-    profile = layer_profile(job, cluster, ReplicaLife.ITERATION)
-    assert profile.memory_capacity == 8
-    # 10 s at 100 bytes/s are 10 experts of 100 bytes.
-    assert profile.overlap_degree(Topology.uniform(4, 2)) == 10
-    own = 2 * 50 * (2 + 4 + 8)
-    tight = cluster.model_copy(update={"memory_bytes": own + 500})
-    # Four fifths of 500 bytes, for replicas of 100 bytes and their gradients.
-    assert layer_profile(job, tight, ReplicaLife.ITERATION).memory_capacity == 2
-    # On GPUs, the buffers of reductions count as well: two senders of gradients for each replica.
-    on_cuda = replace(job, on_cuda=True)
-    assert layer_profile(on_cuda, tight, ReplicaLife.ITERATION).memory_capacity == 0
-    more = cluster.model_copy(update={"memory_bytes": own + 1500})
-    assert layer_profile(on_cuda, more, ReplicaLife.ITERATION).memory_capacity == 2

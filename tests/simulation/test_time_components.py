@@ -116,10 +116,3 @@ def test_the_ceiling_is_simulated_with_balanced_routing() -> None:
     ragged = balanced_counts(np.array([[[[3, 0, 0, 0], [1, 0, 0, 1]]]]))
     assert ragged.sum(axis=3).tolist() == [[[3, 2]]]
     assert ragged.sum(axis=2).max() - ragged.sum(axis=2).min() <= 1
-
-
-def test_loads_of_another_job_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape \(1, 1, 2, 2\).*\(3, 2, 2\)"):
-        simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job_of(layers=3))
-    with pytest.raises(ValueError, match="whole nodes"):
-        simulate("ep", settings_of("ep"), loads(HOT), cluster_of(per_node=1), job_of())

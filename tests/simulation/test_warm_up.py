@@ -1,30 +1,16 @@
 """A ranking is that of the steady state, so it does not depend on how many iterations are simulated."""
 
-import numpy as np
 import pytest
 
-from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
-from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.report.simulations.simulation_report import SimulationReport, ranking_data
+from megatron_fssdp.report.simulations.simulation_report import ranking_data
 from megatron_fssdp.simulation.replay import warm_up_iterations
 from megatron_fssdp.strategies.registry import build_strategy
 
-from .small_jobs import cluster_of, job_of, settings_of
-
-
-def ranking(num_iterations: int, *names: str) -> SimulationReport:
-    """Simulate strategies on loads that are the same in every iteration."""
-    counts_DE = np.full((4, 8), 4, np.int32)
-    counts_DE[:, 0] = 100
-    counts_ILDE = np.broadcast_to(counts_DE, (num_iterations, 1, 4, 8)).copy()
-    record = RecordedLoads(counts_ILDE, np.arange(1, num_iterations + 1), np.array([1]))
-    job = job_of(devices=4, experts=8, tokens_per_micro_batch=128)
-    settings = {name: settings_of(name) for name in names}
-    return ranked_strategies("", record, cluster_of(nodes=2), job, settings)
+from .small_jobs import ranking, settings_of
 
 
 def test_measuring_iterations_do_not_count_in_the_ranking() -> None:
-    few, many = ranking(5, "ep", "prophet"), ranking(30, "ep", "prophet")
+    few, many = (ranking("ep", "prophet", num_iterations=number) for number in (5, 30))
     seconds = [[row["iteration_s"] for row in ranking_data(found)["strategies"]] for found in (few, many)]
     assert seconds[0] == pytest.approx(seconds[1])
     prophet, plain = few.ranked
@@ -36,7 +22,7 @@ def test_measuring_iterations_do_not_count_in_the_ranking() -> None:
 
 
 def test_a_strategy_that_never_gets_its_turn_is_last_and_says_so() -> None:
-    found = ranking(5, "flexmoe", "ep")
+    found = ranking("flexmoe", "ep", num_iterations=5)
     assert [row.label for row in found.ranked] == ["ep", "flexmoe"]
     assert found.warm_up_text(found.ranked[-1]) == "all 5"
     assert found.warm_up == 0

@@ -7,13 +7,12 @@ import dataclasses
 
 import numpy as np
 
-from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings, SmartmoeSettings
+from megatron_fssdp.config.strategy.shipped_settings import SmartmoeSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerContext
-from megatron_fssdp.strategies.papers.flexmoe import FlexmoeStrategy
 from megatron_fssdp.strategies.papers.smartmoe import SmartmoeStrategy
 
 MEGA = 10**6
@@ -48,11 +47,3 @@ def test_smartmoe_makes_the_owners_of_a_resumed_run_even_first() -> None:
     uneven = OwnerMap.even(2, 4, 2).with_owners(np.array([[0, 1, 1, 1], [0, 0, 0, 1]]))
     new = strategy.reshard([LAYER, LAYER], np.tile(LOAD, (2, 1)), uneven)
     assert [np.bincount(owner_E).tolist() for owner_E in new.device_LE] == [[2, 2], [2, 2]]
-
-
-def test_flexmoe_replicates_only_where_that_pays() -> None:
-    load_DE = np.tile(LOAD / 2, (2, 1))
-    strategy = FlexmoeStrategy(FlexmoeSettings())
-    assert strategy.replicate(LAYER, load_DE).num_replicas == 0
-    assert strategy.replicate(CHEAP_LAYER, load_DE).num_replicas == 1
-    assert strategy.replicate(CHEAP_LAYER, np.full((2, 4), 10.0)).num_replicas == 0, "loads are even"

@@ -1,9 +1,6 @@
 """Calibration adds replicas only where the modelled gain is positive, and only within the limits."""
 
-from dataclasses import replace
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +11,6 @@ from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES
 from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
@@ -25,78 +21,19 @@ from tests.planning.cost.transfer_cost import transfer_seconds
 from tests.planning.placement_cases import (
     brute_force_dispatch_DED,
     owned_layers,
-    placement_price,
     random_counts_DE,
 )
-from tests.support.random_placement import with_replicas
-
-MEGA = 10**6
-# A second a megabyte inside a node and ten across, a second a flop. Probabilities and router counts, some
-# bytes, take next to nothing.
-SLOW = ClusterCost(LinkCost(0.0, 1e-6), LinkCost(0.0, 1e-5), expert_flops_per_s=1.0)
-PROFILE = LayerProfile(
-    non_moe_s=0.0, cluster=SLOW, expert_bytes=MEGA, token_bytes=MEGA, flops_per_token=1.0, memory_capacity=8
-)
 
 
-def calibrated(planned, counts_DE, topology, profile, *, times=1, hides=True, rematerialize=False, **limits):
+def calibrated(planned, counts_DE, topology, profile, *, times, **limits):
     """The placement after the gate, or None if the plan stays."""
-    keys = {"slots": 1, "overlap_degree": 1, **limits}
-    if 0 in keys.values():  # the settings allow neither alone
-        keys = {"slots": 0, "overlap_degree": 0}
-    elif not hides or rematerialize:
-        keys |= {"overlap": hides, "rematerialize": rematerialize}
-    strategy = FssdpStrategy(FssdpSettings(planner="hecate", **keys))
-    plan = LayerPlan(
-        planned,
-        two_level_transfer(planned, topology),
-        gather_ahead=hides,
-        rematerialize=rematerialize,
-    )
+    if 0 in limits.values():  # the settings allow neither alone
+        limits = {"slots": 0, "overlap_degree": 0}
+    strategy = FssdpStrategy(FssdpSettings(planner="hecate", **limits))
+    plan = LayerPlan(planned, two_level_transfer(planned, topology))
     context = LayerContext(1, planned.owner_E, topology, profile)
-    found = strategy.after_gate(context, np.array(counts_DE), plan, times)
+    found = strategy.after_gate(context, counts_DE, plan, times)
     return None if found is plan else found.placement
-
-
-def calibrate(planned, counts_DE, topology, *, megabytes, gradient_megabytes=None, non_moe_s=0.0, **changed):
-    profile = replace(
-        PROFILE,
-        non_moe_s=non_moe_s,
-        expert_bytes=megabytes * MEGA,
-        gradient_bytes=None if gradient_megabytes is None else gradient_megabytes * MEGA,
-    )
-    return calibrated(planned, counts_DE, topology, profile, **changed)
-
-
-def test_gains_of_a_layer_equal_those_worked_out_by_hand():
-    # Both devices send their 10 tokens to expert 0 on device 0: all-to-alls 4 * 10 s, experts 3 * 20 s.
-    # With a replica on device 1: no all-to-all, experts 3 * 10 s; 70 s less.
-    planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
-    counts_DE, topology = [[10, 0], [10, 0]], Topology.uniform(2, 1)
-    everywhere = with_replicas(planned, [(0, 1)])
-    for placement, seconds in ((planned, 100.0), (everywhere, 30.0)):
-        price = placement_price(np.array(counts_DE), placement, topology, PROFILE)
-        assert float(price.all_to_all_s + price.experts_s) == pytest.approx(seconds, abs=1e-3)
-    # The expert travels to device 1 and its gradient back.
-    assert calibrate(planned, counts_DE, topology, megabytes=34) == everywhere
-    assert calibrate(planned, counts_DE, topology, megabytes=36) is None
-    assert calibrate(planned, counts_DE, topology, megabytes=36, times=2) == everywhere
-    assert calibrate(planned, counts_DE, topology, megabytes=71, times=2) is None
-    # A gradient of twice the bytes; a reduction that hides under the backward pass of the compute before.
-    assert calibrate(planned, counts_DE, topology, megabytes=23, gradient_megabytes=46) == everywhere
-    assert calibrate(planned, counts_DE, topology, megabytes=24, gradient_megabytes=48) is None
-    assert calibrate(planned, counts_DE, topology, megabytes=69, non_moe_s=69 / 2) == everywhere
-    assert calibrate(planned, counts_DE, topology, megabytes=69, non_moe_s=67 / 2) is None
-    assert calibrate(planned, counts_DE, topology, megabytes=69, non_moe_s=69 / 2, hides=False) is None
-
-
-def test_rematerialized_additions_travel_with_every_pass():
-    """Two micro-batches save 140 s. Each gathers twice, the first time of all as an addition, and reduces."""
-    planned = ExpertPlacement.owners_only(np.array([0, 1]), 2)
-    counts_DE, topology = [[10, 0], [10, 0]], Topology.uniform(2, 1)
-    keys = {"times": 2, "rematerialize": True}
-    assert calibrate(planned, counts_DE, topology, megabytes=23, **keys) is not None
-    assert calibrate(planned, counts_DE, topology, megabytes=24, **keys) is None
 
 
 @st.composite

@@ -42,7 +42,6 @@ class Given(Strategy[EpSettings]):
         self.answer = answer
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """The answer."""
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -50,7 +49,6 @@ class Given(Strategy[EpSettings]):
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """The answer."""
         return self.before_gate(context, HISTORY)
 
 

@@ -1,7 +1,6 @@
 """Decisions of the strategies, which need neither tensors nor process groups."""
 
 import dataclasses
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from megatron_fssdp.planning.papers.sparse_materialization import sparse_materia
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
@@ -72,22 +70,6 @@ def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
     assert np.array_equal(first.transfer.table, second.transfer.table)
     assert np.array_equal(context.owner_E, owner_E)
     assert np.array_equal(first.placement.owner_E, owner_E), "owners do not move"
-
-
-def test_strategies_state_how_long_their_replicas_live() -> None:
-    """That plans keep the stated life is tested where they are compared with the runtime's."""
-    others = {
-        "fastermoe": ReplicaLife.MICRO_BATCH,
-        "quota": ReplicaLife.MICRO_BATCH,
-        "flexmoe": ReplicaLife.RESIDENT,
-        "auto": ReplicaLife.SELECTED,
-    }
-    for name in PLACEMENT_STRATEGIES:
-        strategy: Strategy = build_strategy(name, STRATEGIES[name].settings())  # type: ignore[arg-type]
-        assert strategy.replica_life is others.get(name, ReplicaLife.ITERATION), name
-    released = build_strategy("fssdp", FssdpSettings(rematerialize=True))
-    assert released.replica_life is ReplicaLife.LAYER_PASS
-    assert released.before_gate(CONTEXT, LoadHistory(5, 4, 8)).life is ReplicaLife.LAYER_PASS
 
 
 def hot_counts_DE(hot: int) -> np.ndarray:
@@ -215,28 +197,6 @@ def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
     # By seconds, owners also wait until costs are measured.
     by_seconds = build_strategy("fssdp", FssdpSettings())
     assert by_seconds.reshard(contexts, load_LE, owners) is owners
-
-
-@pytest.mark.parametrize("planner", ["balanced", "hecate"])
-def test_counts_change_a_plan_only_with_hecates_planner_and_a_profile(
-    planner: Literal["balanced", "hecate"],
-) -> None:
-    """Experts are a thousand times slower than their links, so replicas pay."""
-    strategy = build_strategy("fssdp", FssdpSettings(slots=2, overlap_degree=8, planner=planner))
-    history = LoadHistory(5, 4, 8)
-    history.append(np.full((4, 8), 10))
-    plan, counts_DE = strategy.before_gate(CONTEXT, history), hot_counts_DE(hot=5)
-    assert strategy.asks_after_gate(1) == (planner == "hecate"), "the host waits for counts only to calibrate"
-    assert strategy.after_gate(CONTEXT, counts_DE, plan, 1) is plan, "without a profile"
-    plan = LayerPlan.owners_only(CONTEXT)
-    context = dataclasses.replace(CONTEXT, profile=measured())
-    after = strategy.after_gate(context, counts_DE, plan, 1)
-    assert (after is plan) == (planner == "balanced")
-    if planner == "hecate":
-        assert len(after.placement.holders(5)) > 1
-        # Fast experts gain nothing that pays for the gather of larger ones.
-        large = dataclasses.replace(measured(expert_flops_per_s=1e18), expert_bytes=10_000)
-        assert strategy.after_gate(dataclasses.replace(CONTEXT, profile=large), counts_DE, plan, 1) is plan
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,6 @@ _BATCHED, _SINGLE = 0, 1  # Tags, so that the threads of both kinds of messages 
 
 
 class CardWork:
-    """Handle of an operation."""
-
     def __init__(self, done: "Future[None]") -> None:
         self._done = done
 
@@ -48,18 +46,13 @@ class CardWork:
     synchronize = block_current_stream = wait
 
     def is_completed(self) -> bool:
-        """Whether the results are on the device."""
         return self._done.done()
 
     is_success = is_completed
 
 
 class CardGroups:
-    """The process groups of a rank that shares its card with others.
-
-    Args:
-        poses: Whether the groups report NCCL as their backend.
-    """
+    """The process groups of a rank that shares its card with others; posing ones report NCCL as backend."""
 
     def __init__(self, *, poses: bool = True) -> None:
         self._poses = poses
@@ -182,11 +175,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def main(words: list[str]) -> None:
-    """Run a script or a module on the first card, and end this process with its exit code.
-
-    Raises:
-        SystemExit: Always; with the exit code.
-    """
+    """Run a script or a module on the first card, and end this process with its exit code."""
     from tests.support.virtual_cuda.programs.launcher import run_program
 
     # Every rank sees a node of one rank and one card. Give nodes=N, because no variable says more.

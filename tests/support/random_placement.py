@@ -12,11 +12,6 @@ def random_placement(rng: np.random.Generator, num_experts: int, num_devices: in
     """Return a random placement.
 
     A device can own no expert or all experts. An expert can have replicas on all, some or no other devices.
-
-    Args:
-        rng: Random generator. Equal states give equal placements.
-        num_experts: Number of experts, E.
-        num_devices: Number of devices, D.
     """
     # Only a random subset of the devices owns experts.
     candidates = rng.permutation(num_devices)[: rng.integers(1, num_devices + 1)]
@@ -41,9 +36,6 @@ def plain_transfer(placement: ExpertPlacement) -> TransferPlan:
     """Return the transfer in which owners send their experts directly to all holders (Hecate, §5.1).
 
     Each expert takes one hop, and the owner's link carries all copies.
-
-    Args:
-        placement: The placement to bring about.
     """
     expert_P, device_P = np.nonzero(placement.present_ED)
     source_P = placement.owner_E[expert_P]

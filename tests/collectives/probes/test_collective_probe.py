@@ -72,29 +72,3 @@ def test_the_fit_uses_the_median_of_the_slowest_rank() -> None:
         assert fit.cost.alpha_s == pytest.approx(3e-3)
         assert fit.cost.beta_s_per_byte == pytest.approx(3e-9)
         assert fit.worst_relative_error == pytest.approx(0, abs=1e-9)
-
-
-def results(rank: int, world_size: int) -> None:
-    """Check that each call runs the collective of its name."""
-    group = dist.group.WORLD
-    with pytest.raises(ValueError, match=r"collective 'gather'.*point_to_point, row_exchange, all_to_all"):
-        collective_probe._prepare("gather", 8, group, CPU)
-    made: list[torch.Tensor] = []
-    zeros = torch.zeros
-
-    def numbered(*args, **kwargs):
-        made.append(zeros(*args, **kwargs).fill_(rank + 1))
-        return made[-1]
-
-    torch.zeros = numbered
-    try:
-        for name, wanted in (("broadcast", 1.0), ("all_reduce", 6.0), ("reduce_scatter", 6.0)):
-            call, _ = collective_probe._prepare(name, 48, group, CPU)
-            call()
-            assert made[-1].unique().tolist() == [wanted], name
-    finally:
-        torch.zeros = zeros
-
-
-def test_each_named_call_runs_its_collective() -> None:
-    run_ranks(results, 3)

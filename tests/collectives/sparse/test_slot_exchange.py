@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
-from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.testing import run_ranks
 from tests.drawn_examples import examples
 
@@ -117,32 +117,3 @@ CASES = st.tuples(
 @given(cases=st.lists(CASES, min_size=6, max_size=12))
 def test_contents_arrive_within_the_memory_budget(world_size, cases):
     assert run_ranks(permute, world_size, cases) == [True] * world_size
-
-
-def misuse(rank, world_size):
-    quantity = Rows("weights", torch.arange(12.0).view(2, 6))
-    before = quantity.values.clone()
-
-    def exchange(moves, **options):
-        exchange_slots(dist.group.WORLD, moves, [quantity], **options)
-
-    with pytest.raises(ValueError, match="the same as the sources"):
-        exchange([SlotMove(0, 0, 0, 0, 1, 0)])
-    with pytest.raises(ValueError, match="the same as the sources"):
-        exchange([SlotMove(0, 0, 0, 0, 1, 0), SlotMove(0, 1, 0, 0, 0, 0), SlotMove(0, 2, 1, 0, 0, 0)])
-    for second in (SlotMove(0, 1, 1, 1, 1, 3), SlotMove(0, 1, 1, 3, 0, 4)):  # filled twice; filled and read
-        with pytest.raises(ValueError, match="wanted each destination once and none of them as a source"):
-            exchange([SlotMove(0, 0, 0, 0, 1, 3), second], are_copies=True)
-    swap = [SlotMove(0, 0, 0, 0, 1, 0), SlotMove(0, 1, 1, 0, 0, 0)]
-    with pytest.raises(ValueError, match="buffer_bytes: got 7, wanted at least 8: one element of weights"):
-        exchange(swap, buffer_bytes=7)
-    exchange([])
-    assert torch.equal(quantity.values, before)
-    assert not quantity.reads
-    exchange(swap, buffer_bytes=8)
-    assert quantity.reads == [(start, 1) for start in range(6)]
-    return True
-
-
-def test_moves_that_are_not_a_permutation_or_do_not_fit_are_refused():
-    assert run_ranks(misuse, 2) == [True, True]

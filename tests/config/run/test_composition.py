@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run.composition import compose, lay_over, load_run, set_layers, words_layer
+from megatron_fssdp.config.run.composition import compose, lay_over, load_run
 
 MODEL = "model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4}"
 TRAINING = "training: {train_iters: 3, global_batch_size: 4}"
@@ -99,16 +99,6 @@ def test_values_that_contradict_each_other_are_refused_with_all_that_was_given(t
     assert refusal(*files, overrides=(option,)).startswith(
         f"{files[0]}, {files[1]}, --set {option}: {wanted}"
     )
-
-
-def test_words_after_two_dashes_win_over_the_yaml_and_are_settings_like_all_others(tmp_path):
-    write(tmp_path, run=f"{MODEL}\n{TRAINING}\nparallelism: {{attention_backend: local}}")
-    below = compose([tmp_path / "run.yaml"]).under(set_layers(["model.hidden_size=128"]))
-    words = "--hidden-size 64 --swiglu --num-workers 3 --moe-layer-freq [0,1] --attention-backend flash"
-    run = below.under([words_layer(words.split(), below.data)]).validated()
-    assert (run.model.hidden_size, run.model.swiglu, run.model.moe_layer_freq) == (64, True, (0, 1))
-    assert run.training.model_extra == {"num_workers": 3}
-    assert run.parallelism.model_extra == {"attention_backend": "flash"}, "it stays in its section"
 
 
 def test_circular_includes_are_refused(tmp_path):

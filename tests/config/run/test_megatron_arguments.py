@@ -17,7 +17,6 @@ from megatron_fssdp.config.run.megatron_arguments import (
 from megatron_fssdp.config.run.megatron_options import options, plain
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
-from megatron_fssdp.records.run_settings import SETTINGS_FILE, write_recorded_settings
 from megatron_fssdp.simulation.moe_job import job_of_run
 
 PLAN = ("training/measure", "strategies/fssdp")
@@ -82,14 +81,3 @@ def test_what_a_yaml_cannot_describe_is_refused(monkeypatch: pytest.MonkeyPatch)
     args.train_iters = None  # --train-samples
     with pytest.raises(ConfigurationError, match=r"training\.train_iters: missing"):
         run_config_from_arguments(args, "gpt", 4, True, STRATEGY)
-
-
-def test_settings_of_the_command_line_stay_and_own_ones_are_written_again(tmp_path: Path) -> None:
-    run = load_run(["gpt_moe_tiny"])
-    assert write_recorded_settings(tmp_path, None, STRATEGY)
-    assert write_recorded_settings(tmp_path, run, STRATEGY)
-    assert load_run([tmp_path / SETTINGS_FILE]) == run
-    from megatron_fssdp.launch.run_folder import RunFolder
-
-    RunFolder(tmp_path).create(run)
-    assert not write_recorded_settings(tmp_path, None, STRATEGY)

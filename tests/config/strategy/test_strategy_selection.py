@@ -38,7 +38,6 @@ def test_unknown_strategy_lists_the_known_ones():
         ("fssdp", "slots=0 rematerialize=true", "rematerialize true has no effect with slots 0"),
         ("fssdp", "overlap_degree=0 overlap=false", "overlap false has no effect with overlap_degree 0"),
         ("prophet", "slots=0 left_out=2", "left_out 2 has no effect with slots 0"),
-        ("quota", "slots=0 overlap=false", "overlap false has no effect with slots 0"),
         ("fastermoe", "slots=0 latency=paper", "latency paper has no effect with slots 0"),
         ("ep", "group_size=2", "group_size 2 has no effect with smart_schedule false"),
         ("ep", "leaving_share=0.1", "leaving_share 0.1 has no effect with router stock"),

@@ -25,17 +25,13 @@ VPP2, ETP2 = {**PP2, "vpp": 2}, {**EP2, "tp": 2, "etp": 2}
 
 # ranks, config, parallel sizes, forms of experts
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, int], set[str]]] = {
-    "gelu, biases": (2, BIASES, EP2, set()),
     "swiglu, biases": (2, {**SWIGLU, **BIASES}, EP2, set()),
     "swiglu, every rank a copy": (2, SWIGLU, EP1, set()),
     "dense layers in between": (2, {**SWIGLU, **DENSE_BETWEEN}, EP2, set()),
-    "singletons": (2, SWIGLU, EP2, {SINGLETONS}),
     "grouped, gelu, biases": (2, BIASES, EP2, {GROUPED}),
     "grouped, swiglu, dense layers in between": (2, {**SWIGLU, **DENSE_BETWEEN}, EP2, {GROUPED}),
     "grouped singletons": (2, {**SWIGLU, **BIASES}, EP2, {GROUPED, SINGLETONS}),
-    "2 stages": (4, SWIGLU, PP2, set()),
     "2 stages, dense layers in between": (4, {**BIASES, **DENSE_BETWEEN}, PP2, set()),
-    "2 stages of 2 chunks": (4, SWIGLU, VPP2, set()),
     "2 stages of 2 chunks, key numbers": (4, {**SWIGLU, **KEY_NUMBERS}, VPP2, set()),
     "tensor parallel experts": (4, SWIGLU, ETP2, set()),
     "grouped, tensor parallel experts": (4, SWIGLU, ETP2, {GROUPED}),

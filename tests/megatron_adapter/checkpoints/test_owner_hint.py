@@ -1,4 +1,4 @@
-"""The owner map in a checkpoint is used where it fits; test_resumed_owners.py trains with it."""
+"""The owner map in a checkpoint is used where it fits; test_resumed_hints.py trains with it."""
 
 import logging
 from types import SimpleNamespace

@@ -32,7 +32,6 @@ def each_its_own(
 
 
 def told_what_to_choose() -> None:
-    """Run on every rank before the launch."""
     AutoStrategy.price = each_its_own
 
 
@@ -78,3 +77,5 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_break(
     whole = train(num_ranks, saving, text_data, strategy=LIMITED)
     rest = train(num_ranks, f"{arguments} --load {tmp_path} --ckpt-step 5", text_data, strategy=LIMITED)
     assert_equal(rest, whole, since=5)
+    if name == FIRST:
+        assert sum("keep the owners of the checkpoint" in message for message in rest.messages) == 1

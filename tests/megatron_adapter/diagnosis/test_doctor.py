@@ -26,11 +26,9 @@ TABLE = """
     python=3.10.2 | Python | problem | wanted Python >=3.12
     torch=2.4.0 | torch | problem | pip install 'torch>=2.6'
     torch= nproc_per_node=2 | ranks | note | torch cannot be imported
-    torch= | torch | problem | pip install 'torch>=2.6'
     megatron= | Megatron | problem | pip install 'megatron-core>=0.19,<0.21'
     megatron=0.19.2!ImportError | Megatron | problem | fix the cause
     megatron=0.18.0 | Megatron | note | tested with megatron-core >=0.19,<0.21
-    megatron=unknown | Megatron | note | compare the first losses
     megatron=0.20.0+abc | Megatron | ok | 0.20.0 (/site-packages/[it])
     megatron=0.19.2!RuntimeError@Apex | Megatron | problem | wanted a complete Apex or none
     megatron=0.19.2!RuntimeError@Transformer_Engine te=2.5.0 | Megatron | note | because of Transformer Engine
@@ -39,7 +37,6 @@ TABLE = """
     | Transformer Engine | ok | only needed on GPUs
     gpus=8 | Transformer Engine | note | TEGroupedMLP
     gpus=8 te=2.5.0+abc | Transformer Engine | ok | 2.5.0
-    gpus=8 te=1.13.0 | Transformer Engine | note | wanted >=2.1
     gpus=8 nproc_per_node=8 context_parallel_size=2 | context parallelism | problem | install it
     gpus=8 | GPUs | ok | 8 × NVIDIA H100 80GB HBM3, 80.0 GiB
     gpus=8 MEGATRON_FSSDP_DEVICE=cpu | GPUs | note | not used
@@ -50,20 +47,16 @@ TABLE = """
     build= | GPUs | problem | without CUDA
     build=13.0 | GPUs | problem | CUDA 13.0
     build=13.0 CUDA_VISIBLE_DEVICES= | GPUs | note | hidden
-    build= MEGATRON_FSSDP_DEVICE=cpu | GPUs | note | none
     gpus=8 | topology | ok | 1 node (this machine) of 8 GPUs
     | topology | ok | 1 node (this machine) of CPU ranks
     gpus=8 WORLD_SIZE=16 LOCAL_WORLD_SIZE=8 | topology | ok | 16 ranks from torchrun, 8 of them on this
     gpus=8 WORLD_SIZE=20 LOCAL_WORLD_SIZE=8 | topology | problem | same --nproc-per-node on every machine
-    gpus=8 WORLD_SIZE=4 | topology | ok | 4 ranks from torchrun, 4 of them
     cores=4 nproc_per_node=4 declared_nodes=2 | topology | ok | run's file; strategies plan for 2 nodes
     nproc_per_node=2 | ranks | ok | 2 on 2 CPU cores
     nproc_per_node=4 | ranks | note | 4 on 2 CPU cores
     nproc_per_node=2 device=cuda | ranks | problem | 2 on 0 GPUs
-    gpus=8 nproc_per_node=8 | ranks | ok | 8 on 8 GPUs
     gpus=8 nproc_per_node=16 | ranks | problem | 16 on 8 GPUs
     gpus=8 nproc_per_node=4 device=cuda | ranks | note | 4 on 8 GPUs
-    gpus=8 nproc_per_node=2 device=cpu | ranks | ok | 2 on 2 CPU cores
     gpus=8 nproc_per_node=8 num_nodes=3 | ranks | ok | 2 other machines
     gpus=8 WORLD_SIZE=16 LOCAL_WORLD_SIZE=8 nproc_per_node=8 num_nodes=2 | ranks | ok | 8 on 8 GPUs
     gpus=8 WORLD_SIZE=8 nproc_per_node=8 num_nodes=2 | ranks | problem | has 16

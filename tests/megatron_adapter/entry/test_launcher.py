@@ -51,12 +51,9 @@ def forbid_the_plugins_layer() -> None:
 # Strategy and settings | Megatron's arguments | a part of the message. test_limits.py has more of them.
 BAD_INPUT = """
     fsdp | | fssdp
-    fssdp slots=9 | | 8
     fssdp | --moe-strategy-config /no/such/file.yaml | /no/such/file.yaml
     fssdp nodes=3 | | nodes
     ep smart_schedule=true group_size=3 | | wanted a divisor of the 2 expert-parallel ranks
-    ep | {TP2} | --disable-bias-linear
-    ep | --cuda-graph-impl transformer_engine --cuda-graph-modules moe | --cuda-graph-modules attn
     none | --context-parallel-size 2 | Transformer Engine
 """
 

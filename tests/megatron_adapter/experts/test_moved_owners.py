@@ -41,11 +41,8 @@ ROWS = rows(
     layers on one device, replicas | 2 | {EP2} {NO_BIAS} --lr 5e-3 | {REPLICAS} | halves
     some experts frozen | 2 | {EP2} | {REPLICAS} reshard_interval=0 | freeze_some
     fp32 | 2 | {EP2} | {OWNERS} | anywhere
-    layers on one device | 2 | {EP2} {NO_BIAS} --lr 5e-3 | {OWNERS} | halves
     fp32, distributed, interleaved pipeline, overlaps | 4 | {EP2} {INTERLEAVED} {OVERLAPS} | {OWNERS}
         | anywhere
-    bf16 | 4 | {EP4} --bf16 | {OWNERS} | anywhere
-    bf16, distributed | 2 | {EP2} --bf16 {DISTRIBUTED} | {OWNERS} | anywhere
     fp32, distributed in parts, overlaps | 4 | {EP2} {OVERLAPS} | {OWNERS} | anywhere
     fp16 in copies | 4 | {EP2} --fp16 --initial-loss-scale 1024 | {OWNERS} | anywhere
     sgd | 2 | {EP2} --optimizer sgd | {OWNERS} | anywhere

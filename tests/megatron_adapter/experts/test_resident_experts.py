@@ -30,7 +30,6 @@ LAYOUTS = rows(
     loss per token | {EP2} --calculate-per-token-loss {BATCH16} {CHANGING}
     interleaved pipeline | {EP2} --calculate-per-token-loss {DISTRIBUTED} --clip-grad 0 {INTERLEAVED}
     no copies | {EP4} {CHANGING}
-    bf16 | {EP2} --bf16 {CHANGING}
     sgd | {EP2} --optimizer sgd
     """,
     CHANGING=CHANGING,

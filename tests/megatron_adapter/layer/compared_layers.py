@@ -24,18 +24,13 @@ REPLICAS = {"slots": 3, "overlap_degree": 4, "reshard_interval": 0}
 
 @dataclass(frozen=True)
 class Row:
-    """One layer.
+    """One layer: options of its config, its strategy and the strategy's settings.
 
     Attributes:
-        options: Arguments of its config.
-        strategy: Its strategy.
-        settings: Settings of the strategy.
         later: Settings of the config that a CPU lacks something for.
         fuses: Whether gradients are added to ``main_grad`` by the experts themselves.
         split: Whether tensor-parallel ranks have different tokens.
-        replicates: Whether the last pass must have replicas.
         nodes: Node of each expert-parallel rank; detected if empty.
-        tokens: Number of tokens of each rank, if ranks differ.
         silent: Ranks whose tokens select no expert.
         in_segments: Whether the phases are separate autograd graphs whose inputs are freed, as under
             Megatron's combined 1F1B schedule.
@@ -62,8 +57,6 @@ class Found:
 
     Attributes:
         error: Largest difference of a tensor, relative to its norm.
-        num_replicas: Replicas in the last pass.
-        dispatcher: Class of the dispatcher.
         sent: Rows that the deduplicated exchange sends to other nodes, and in its last hop.
         distinct: Pairs of a token and another node to which it goes, and pairs of a token and a device.
     """
@@ -76,7 +69,6 @@ class Found:
 
 
 def compare_rows(rank: int, rows: dict[str, Row]) -> dict[str, Found]:
-    """Compare all rows on this rank."""
     return {name: _compare(rank, row) for name, row in rows.items()}
 
 

@@ -9,11 +9,7 @@ from ..grouped_linear import fake_grouped_experts
 def moe_config(world_size: int, hidden_size: int, num_experts: int, **options: Any) -> Any:
     """Megatron's config of a model whose layers have experts of 16 hidden units and no auxiliary loss.
 
-    Args:
-        world_size: Number of expert-parallel ranks.
-        hidden_size: Model dimension.
-        num_experts: Number of experts of a layer.
-        options: Further settings of ``TransformerConfig``; they replace those given here.
+    ``options`` are further settings of ``TransformerConfig``, which replace those given here.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -42,12 +38,8 @@ def build_layer(
 ) -> Any:
     """An MoE layer with number 1, with stand-ins for grouped linear layers if the config groups experts.
 
-    Args:
-        config: Megatron's ``TransformerConfig``.
-        strategy: Name of the strategy.
-        settings: Its settings.
-        fuses: Whether grouped linear layers add their weights' gradients to ``main_grad``.
-        stock: Whether to build Megatron's own layer instead, from the same submodules.
+    They add their weights' gradients to ``main_grad`` if the layer ``fuses``. A ``stock`` layer is Megatron's
+    own, from the same submodules.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
 

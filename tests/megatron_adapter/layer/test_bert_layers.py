@@ -86,18 +86,6 @@ def _check_attention(model: Any) -> None:
     assert (logits(changed=7)[:6] - plain[:6]).abs().max() <= tolerance, "words attend to the padding"
 
 
-def test_layers_are_numbered_over_pipeline_stages() -> None:
-    assert run_megatron_ranks(_kinds_of_stage, 2, pp=2) == [["MoELayer", "MLP", "MLP"]] * 2
-
-
-def _kinds_of_stage(rank: int, world_size: int) -> list[str]:
-    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
-
-    from megatron_fssdp.megatron_adapter.layer.bert_layers import with_experts
-
-    return kinds_of(model_of(partial(with_experts, stock), num_layers=6, moe_layer_freq=3))
-
-
 def test_specs_differ_only_in_the_layers_with_experts() -> None:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
     from megatron.core.transformer.spec_utils import ModuleSpec

@@ -23,23 +23,6 @@ from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..training_run import relative_difference, train
 
-NEAR = torch.tensor([True, True, False, False])
-
-
-def test_choices_equal_those_worked_out_by_hand() -> None:
-    """Tokens 0 to 2 prefer experts 2 or 3, which are far; only the one with the best score can leave."""
-    fit_TE = torch.tensor(
-        [
-            [0.1, 0.2, 0.6, 0.1],  # wants 2 by 0.6
-            [0.1, 0.0, 0.1, 0.8],  # wants 3 by 0.8: goes
-            [0.3, 0.2, 0.5, 0.0],  # wants 2 by 0.5
-            [0.7, 0.1, 0.1, 0.1],  # stays by itself
-        ]
-    )
-    assert select_experts(fit_TE, 1, NEAR, 1).tolist() == [[1], [3], [0], [0]]
-    # Second choices: tokens 0 and 2 still prefer expert 2, with 0.6 and 0.5; one of them leaves.
-    assert select_experts(fit_TE, 2, NEAR, 1).tolist() == [[1, 2], [3, 0], [0, 1], [0, 1]]
-
 
 def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores of 30 tokens for 8 experts, of which at least 3 are near."""
@@ -74,11 +57,6 @@ def test_the_allowed_number_of_tokens_leaves_and_no_expert_is_chosen_twice(
         nearest_T = open_TE.masked_fill(~is_near_E, -1.0).amax(dim=1)
         assert (fit_T == torch.where(stays_T, nearest_T, best_T)).all()
         is_taken_TE[torch.arange(30), selected_T] = True
-
-
-def test_too_few_near_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 2 experts in this rank's node, wanted at least the 3"):
-        select_experts(torch.rand(5, 4), 3, NEAR, 1)
 
 
 TWO_NODES = Topology.uniform(4, 2)

@@ -56,7 +56,6 @@ def test_other_files_state_the_tested_versions() -> None:
     [
         ("torch", "2.6.0a0+ecf3bae.nv25.01", True),  # NVIDIA's containers
         ("torch", "2.5.1", False),
-        ("megatron-core", "0.18.1", False),
         ("megatron-core", "0.20.9", True),
         ("megatron-core", "0.21.0rc0", False),
         ("megatron-core", "0.19.2+6d5d9bf", True),

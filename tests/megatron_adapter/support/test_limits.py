@@ -38,21 +38,17 @@ NAMES = {
 # strategy and its settings | Megatron's settings, beside 8 experts on 2 devices | message, empty if accepted
 TABLE = """
     fssdp | {FLEX} moe_flex_dispatcher_backend=deepep |
-    fssdp | moe_permute_fusion=true moe_router_fusion=true |
     fssdp | {PADDING} |
     fssdp {KEPT} | {GRAPHS}[attn,mlp,mamba,moe_router,moe_preprocess] tensor_model_parallel_size=2 |
     fssdp | {GRAPHS}attn |
-    fssdp | cuda_graph_impl=none cuda_graph_modules=[moe] |
     fssdp | {EQUAL} expert_tensor_parallel_num_weight_shards=2 |
     fssdp | moe_router_topk=8 |
     fssdp | moe_expert_rank_capacity_factor=1.5 use_transformer_engine_op_fuser=true |
     ep | fp8=hybrid fp8_recipe=blockwise moe_grouped_gemm=true |
     fssdp | cuda_graph_impl=full_iteration cuda_graph_modules=[] | --cuda-graph-impl local
-    fssdp | cuda_graph_impl=local cuda_graph_modules=[attn] | --cuda-graph-impl local
     fssdp | enable_cuda_graph=true | --cuda-graph-impl local
     fssdp | external_cuda_graph=true | --cuda-graph-impl local
     fssdp | {GRAPHS}[] | --cuda-graph-impl local
-    fssdp | {GRAPHS}full | --cuda-graph-impl local
     fssdp | {GRAPHS}[attn,moe] | --cuda-graph-impl local
     fssdp | {GRAPHS}[attn,moe_router] {EQUAL} sequence_parallel=false | add --sequence-parallel
     fssdp | expert_tensor_parallel_num_weight_shards=2 | --expert-tensor-parallel-num-weight-shards
@@ -72,16 +68,13 @@ TABLE = """
     fssdp | num_experts=9 | --expert-model-parallel-size: got 2
     fssdp | moe_router_topk=9 | --moe-router-topk: got 9
     fssdp slots=9 | | slots
-    fssdp | {FLEX} |
     auto | {FLEX} {DIVIDED} |
     parm schedule=s1 | {FLEX} |
     fssdp {KEPT} | {NCCL} |
-    smartmoe | {NCCL} |
     fssdp reshard_interval=0 | {DELAYED} |
     fastermoe smart_schedule=true | |
     fssdp {KEPT} | {PREPROCESS} {DIVIDED} |
     ep | {PREPROCESS} |
-    flexmoe | {PREPROCESS} |
     parm | {PREPROCESS} {PADDING} |
     parm schedule=s2 | {PADDING} {DIVIDED} |
     ep {GATE} schedule=s1 | {EQUAL} seq_length=8 |
@@ -94,7 +87,6 @@ TABLE = """
     fssdp exchange=deduplicated | {FLEX} | two dispatchers
     parm schedule=s1 | {FLEX} {DIVIDED} | two dispatchers
     fssdp | {NCCL} | set slots
-    fssdp slots=2 | {NCCL} | set slots
     fssdp | {DELAYED} | set reshard_interval=0
     quota | {DELAYED} | single micro-batches
     ep smart_schedule=true | {DELAYED} | smart_schedule
@@ -120,7 +112,6 @@ TABLE = """
     fssdp | use_precision_aware_optimizer=true | remove it, or set reshard_interval=0
     fssdp reshard_interval=0 | use_precision_aware_optimizer=true |
     fssdp | {SAVE} |
-    fssdp | ckpt_format=torch |
     fssdp | {SAVE} non_persistent_ckpt_type=global non_persistent_save_interval=5 |
     fssdp reshard_interval=0 | {SAVE} ckpt_format=torch |
     fssdp | {SAVE} ckpt_format=torch | use --ckpt-format torch_dist, or set reshard_interval=0
@@ -128,7 +119,6 @@ TABLE = """
     fssdp | ckpt_convert_format=torch | --moe-strategy none
     fssdp | {SAVE} non_persistent_ckpt_type=local | --non-persistent-ckpt-type global
     fssdp | {SAVE} save_params_interval=5 | --save-params-interval
-    smartmoe | {SAVE} save_wgrads_interval=5 | --save-wgrads-interval
 """
 ROWS = [[cell.strip() for cell in row.split("|")] for row in TABLE.format_map(NAMES).strip().splitlines()]
 

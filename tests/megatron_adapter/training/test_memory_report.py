@@ -19,11 +19,9 @@ LAYOUTS = rows(
     """
     bf16_distributed | 4 | --bf16 {DISTRIBUTED} | 2 4 12
     fp32 | 2 | | 4 4 8
-    fp32_distributed | 4 | {DISTRIBUTED} | 4 4 8
     bf16 | 2 | --bf16 | 2 4 12
     bf16_gradients_in_half | 2 | --bf16 --grad-reduce-in-bf16 | 2 2 12
     momentum | 2 | --optimizer sgd | 4 4 4
-    no_momentum | 2 | --optimizer sgd --sgd-momentum 0 | 4 4 0
     bf16_momentum | 2 | --bf16 --optimizer sgd | 2 4 8
     """
 )
@@ -135,7 +133,6 @@ def shadow_and_measure() -> None:
 
 
 def measure_in_training() -> None:
-    """Note the bytes of this rank's experts."""
     moved: list[int] = []
 
     def measure(driver: Any, memory: Any) -> None:

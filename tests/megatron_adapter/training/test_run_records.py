@@ -73,7 +73,6 @@ def test_all_devices_and_layers_are_recorded(
 
 
 def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
-    """Check the parts of every layer's passes."""
     for entry in metrics:
         passes = [one for layer in entry.layers for one in (layer.forward, layer.backward)]
         inside_s = 0.0

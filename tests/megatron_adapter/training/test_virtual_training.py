@@ -50,7 +50,6 @@ ROUNDING = 1e-5
 TABLE = rows(
     """
     none | {EP2} {OVERLAP} | none
-    fssdp without overlap | {EP2} | fssdp
     fssdp rematerialized | {EP2} {OVERLAP} | fssdp rematerialize=true
     fssdp calibrated | {EP2} {OVERLAP} | fssdp planner=hecate
     fssdp in bf16 | {EP2} {OVERLAP} --bf16 | fssdp
@@ -60,17 +59,13 @@ TABLE = rows(
     prophet, split transfers | {EP2} {OVERLAP} | prophet
     fastermoe, smart schedule | {EP2} {OVERLAP} | fastermoe smart_schedule=true
     quota, each micro-batch | {EP2} {OVERLAP} | quota
-    pipeline | {EP2} {PP2} --num-layers 4 | fssdp
     pipeline with overlap | {EP2} {PP2} --num-layers 4 {OVERLAP} | fssdp
-    interleaved pipeline | {EP2} {INTERLEAVED} {OVERLAP} | fssdp
     interleaved pipeline, split transfers | {EP2} {INTERLEAVED} {OVERLAP} | prophet
     tensor and sequence parallel | {EP2} {TP2} | fssdp
     experts' tensor parallel | {EP2} {SEQUENCE_PARTS} {OVERLAP} | fssdp
     parm, baseline | {EP2} {SEQUENCE_PARTS} | parm schedule=baseline
-    parm, megatron | {EP2} {SEQUENCE_PARTS} | parm schedule=megatron
     parm, s1 | {EP2} {SEQUENCE_PARTS} | parm schedule=s1
     parm, s2 | {EP2} {SEQUENCE_PARTS} | parm schedule=s2
-    parm, auto | {EP2} {SEQUENCE_PARTS} | parm schedule=auto
     shared experts beside the exchange | {BESIDE} | fssdp
     shared experts beside the exchange, sequence parallel | {BESIDE} {TP2} | fssdp
     shared experts beside the deduplicated exchange | {BESIDE} | fssdp exchange=deduplicated nodes=2
@@ -79,18 +74,15 @@ TABLE = rows(
     shared experts beside the smart schedule | {BESIDE} | fastermoe smart_schedule=true
     combined 1F1B schedule, re-shards | {COMBINED} --global-batch-size 32 --train-iters 5 | {FIXED}
     combined 1F1B schedule, rematerialized | {COMBINED} | fssdp rematerialize=true
-    combined 1F1B schedule, transfers in turn | {COMBINED} | fssdp overlap=false
     combined 1F1B schedule, split transfers | {COMBINED} | prophet
     combined 1F1B schedule, each micro-batch | {COMBINED} | quota
     combined 1F1B schedule, deduplicated exchange | {COMBINED} | fssdp exchange=deduplicated nodes=2
     combined 1F1B schedule, smart schedule | {COMBINED} | fastermoe smart_schedule=true
     combined 1F1B schedule, parm's s1 | {COMBINED} {SEQUENCE_PARTS} | parm schedule=s1
-    combined 1F1B schedule, parm's s2 | {COMBINED} {TP_PARTS} | parm schedule=s2
     deduplicated exchange, MoE layers recomputed | {EP2} {OVERLAP} {RECOMPUTE_MOE}
         | fssdp exchange=deduplicated
     deduplicated exchange, each micro-batch, pipeline | {EP2} {PP2} --num-layers 4
         | quota exchange=deduplicated
-    re-shards | {EP2} --train-iters 5 | {FIXED}
     re-shards with overlap | {EP2} {OVERLAP} --train-iters 5 | {FIXED}
     re-shards in an interleaved pipeline | {EP2} {INTERLEAVED} {OVERLAP} --train-iters 5 | {FIXED}
     evaluation | {EP2} {OVERLAP} --log-interval 1 --split 90,10,0 --eval-iters 1 --eval-interval 2 | fssdp
@@ -110,14 +102,7 @@ MEASURED["flexmoe under pipeline stages"] = f"{EP2} {PP2} --num-layers 4"
 
 @dataclass(frozen=True)
 class VirtualRun:
-    """What one rank saw of a training on a virtual device.
-
-    Attributes:
-        training: What a rank sees of every training.
-        findings: Findings of the device that are not known ones of Megatron's own code.
-        host_syncs: Number of host synchronizations, by name and place.
-        counts: Number of log entries, by kind.
-    """
+    """What one rank saw of a training on a virtual device: findings but for known ones, and log entries."""
 
     training: TrainingRun
     findings: tuple[str, ...]
@@ -157,7 +142,6 @@ def train_on_device(
 
 
 def train_on_cpu(arguments: str, data: Path) -> list[TrainingRun]:
-    """The same training on CPU ranks."""
     arguments = f"{arguments} --distributed-backend gloo"
     return train_on_all_ranks(WORLD_SIZE, arguments, data, model=VIRTUAL_GPT, timeout_s=LIMIT_S)
 

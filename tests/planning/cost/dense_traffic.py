@@ -7,12 +7,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 
 def pairs_traffic(traffic_DD: np.ndarray, topology: Topology) -> BusiestLinks:
-    """Units on the busiest links, from what each device sends to each device.
-
-    Args:
-        traffic_DD: Units that each device sends to each device, ``[D, D]``. The diagonal is not counted.
-        topology: Nodes of the devices.
-    """
+    """Units on the busiest links, from what each device sends to each, ``[D, D]``, itself not counted."""
     node_D = topology.node_of_device_D
     same_DD = node_D[:, None] == node_D[None, :]
     near_DD = np.where(same_DD & ~np.eye(len(node_D), dtype=bool), traffic_DD, 0)

@@ -12,16 +12,6 @@ from megatron_fssdp.planning.cost.cost_model import (
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 
 
-def test_a_fit_minimizes_relative_errors():
-    """A 10 % error of the largest message must not hide the cost of a small one."""
-    wanted = LinkCost(alpha_s=2e-5, beta_s_per_byte=3e-10)
-    seconds = [wanted.time_s(size) for size in SIZES]
-    seconds[-1] *= 1.1
-    fitted = fit_link_cost(SIZES, seconds)
-    assert fitted.time_s(SIZES[0]) == pytest.approx(seconds[0], rel=0.05)
-    assert fitted.time_s(SIZES[-1]) == pytest.approx(seconds[-1], rel=0.1)
-
-
 def test_a_fit_to_noise_gives_valid_costs():
     faster_when_larger = fit_link_cost((1000, 2000, 3000), (3e-5, 2e-5, 1e-5))
     assert faster_when_larger.beta_s_per_byte == LEAST_BETA_S_PER_BYTE

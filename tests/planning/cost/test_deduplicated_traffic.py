@@ -22,15 +22,6 @@ TOPOLOGY = Topology.uniform(DEVICES, NODES)
 OWNERS = ExpertPlacement.owners_only(even_owners(EXPERTS, DEVICES), DEVICES)
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 4, 8, 16])
-def test_equal_loads_give_the_hypergeometric_number(top_k: int) -> None:
-    hops = expected_hops(np.full((DEVICES, EXPERTS), 10.0), OWNERS, TOPOLOGY, TokenChoices(top_k))
-    tokens = 10.0 * EXPERTS / top_k
-    for numbers, num_places in ((hops.tokens_DN, NODES), (hops.tokens_DD, DEVICES)):
-        missed = comb(EXPERTS - EXPERTS // num_places, top_k) / comb(EXPERTS, top_k)
-        np.testing.assert_allclose(numbers, tokens * (1 - missed))
-
-
 @pytest.mark.parametrize("replicates", [False, True])
 @pytest.mark.parametrize("top_k", [2, 4, 8])
 def test_the_estimate_is_near_drawn_tokens(top_k: int, replicates: bool) -> None:

@@ -8,39 +8,19 @@ import pytest
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import (
-    PROB_BYTES,
-    counts_seconds,
-    exchange_times,
-    layer_seconds,
-    moving_seconds,
-)
-from megatron_fssdp.planning.cost.link_seconds import TransferTraffic, plain_links
+from megatron_fssdp.planning.cost.layer_seconds import layer_seconds
+from megatron_fssdp.planning.cost.link_seconds import TransferTraffic
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from tests.planning.cost.dense_traffic import pairs_traffic
 from tests.planning.cost.transfer_cost import transfer_seconds
 from tests.support.random_placement import plain_transfer
 
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
 PROFILE = LayerProfile(0.0, FAST, expert_bytes=3, token_bytes=1, flops_per_token=1.0, memory_capacity=1)
-
-
-def test_an_all_to_all_takes_as_long_as_its_busiest_link():
-    topology = Topology.uniform(4, 2)
-    tokens_DD = np.array([[9, 5, 1, 0], [0, 9, 0, 2], [0, 0, 9, 0], [0, 0, 0, 9]])
-    assert pairs_traffic(tokens_DD, topology) == BusiestLinks(
-        near=5, far_of_device=2, far_of_node=3, far_of_mean_node=1.5
-    )
-    links = plain_links(FAST)
-    # NIC: 3 tokens * 2 bytes * 10 s/byte; device: 5 * 2 * 1.
-    assert links.times(pairs_traffic(tokens_DD, topology), 2).seconds == 60.0
-    # Device 0 sends 6.
-    assert links.times(pairs_traffic(tokens_DD, Topology.uniform(4, 1)), 2).seconds == 12.0
 
 
 def test_a_transfer_takes_as_long_as_its_busiest_link():
@@ -55,21 +35,6 @@ def test_a_transfer_takes_as_long_as_its_busiest_link():
     slow_start = replace(PROFILE, cluster=ClusterCost(LinkCost(1.0, 1.0), LinkCost(2.0, 10.0), 1.0))
     assert seconds(tree, profile=replace(slow_start, messages=FixedMessages(1))) == 32.0 + 12.0
     assert seconds(plain_transfer(ExpertPlacement.owners_only(np.array([0]), 4)), profile=slow_start) == 0.0
-
-
-def test_every_micro_batch_starts_its_own_all_to_alls():
-    """Rows, probabilities and results start once each in a pass; bytes are those of the iteration."""
-    late = replace(FAST, intra=LinkCost(5.0, 1.0))
-    links, pairs = plain_links(late), BusiestLinks(near=12.0)
-    for number in (1, 4):
-        dispatch, combine = exchange_times(links, pairs, 6, number)
-        assert float(dispatch.seconds) == 2 * 5.0 + 12 * (6 + PROB_BYTES) / number
-        assert float(combine.seconds) == 5.0 + 12 * 6 / number
-    profile = replace(PROFILE, cluster=late, token_bytes=6)
-    of = partial(layer_seconds, profile, ReplicaLife.ITERATION, 0.0, pairs)
-    rows_s = 2 * 12 * (6 + 6 + PROB_BYTES)
-    assert of(counts_s=0.5).seconds == 0.5 + 6 * 5.0 + rows_s
-    assert of(counts_s=0.5, num_micro_batches=4).seconds == 4 * (0.5 + 6 * 5.0) + rows_s
 
 
 @pytest.mark.parametrize(
@@ -95,12 +60,3 @@ def test_what_is_waited_for_by_life(life: ReplicaLife, gather_s: float, reduce_s
     assert price.before_s == 2 * 3 * 3.0
     in_turn = layer_seconds(*layer, counts_s=1.0, hides=False)
     assert in_turn.gather_s + in_turn.reduce_s > gather_s + reduce_s
-
-
-def test_moved_experts_wait_for_the_busiest_link():
-    """Slots are exchanged from device to device: 70 bytes each out of device 0, over one NIC."""
-    topology, profile = Topology.uniform(4, 2), replace(PROFILE, owned_bytes=70)
-    moved = moving_seconds(np.array([0, 0]), np.array([2, 3]), topology, profile)
-    assert moved == 2 * 70 * 10.0
-    assert moving_seconds(np.array([], int), np.array([], int), topology, profile) == 0.0
-    assert counts_seconds(profile, Topology.uniform(1, 1), 8) == 0.0

@@ -69,44 +69,6 @@ def reference(owners, load_LE, topology, overlap_degree):
     return np.array([[placed[layer, e] for e in range(num_experts)] for layer in range(num_layers)])
 
 
-def layer_loads_LD(owners, load_LE):
-    return np.stack(
-        [
-            np.bincount(device_E, weights=load_E, minlength=owners.num_devices)
-            for device_E, load_E in zip(owners.device_LE, load_LE, strict=True)
-        ]
-    )
-
-
-def test_memory_is_shared_by_the_layers():
-    # Two layers of two experts on two devices, nothing set aside. Layer 1 has the hottest expert
-    # and goes first: 9 to its owner 0, 1 to device 1. In layer 0 the experts weigh 5 and 4: all
-    # is equal for the 5, so it stays on device 0, and the 4 goes to the device without load.
-    owners = OwnerMap.even(2, 2, 2)
-    new = heterogeneous_sharding(owners, np.array([[5, 4], [9, 1]]), Topology.uniform(2, 1), overlap_degree=0)
-    assert new.device_LE.tolist() == [[0, 1], [0, 1]]
-    # Three remaining experts of layer 0 (7, 6, 5; the 9 is set aside) and three of layer 1
-    # (3, 2, 1; the 8 is set aside) on two devices of four slots. Layer 0: the 7 stays on 1, the
-    # 6 to device 0, the 5 to device 0 (6 < 7): free slots are 2 and 3. Layer 1: the 3 to device 0
-    # (no load anywhere, fewer free slots), the 2 and, 2 < 3, the 1 to device 1: 1 and 1 free.
-    # What was set aside stays: the 9 on 0, the 8 on 1.
-    owners = OwnerMap.even(2, 4, 2)
-    load_LE = np.array([[9, 5, 6, 7], [3, 2, 8, 1]])
-    new = heterogeneous_sharding(owners, load_LE, Topology.uniform(2, 1), overlap_degree=1)
-    assert new.device_LE.tolist() == [[0, 0, 0, 1], [0, 1, 1, 1]]
-    assert [sorted(new.slots_on(device, 0)) for device in (0, 1)] == [[0, 1, 2], [3]]
-
-
-def test_nodes_of_different_sizes_share_load_by_their_number_of_devices():
-    # Node 0 is device 0, node 1 devices 1 and 2; two slots each. Ones: node 1 takes two for each of node 0.
-    owners = OwnerMap.even(1, 6, 3)
-    topology = Topology.from_labels("abb")
-    new = heterogeneous_sharding(owners, np.ones((1, 6)), topology, overlap_degree=0)
-    assert np.bincount(new.device_LE[0], minlength=3).tolist() == [2, 2, 2]
-    new = heterogeneous_sharding(owners, np.array([[6, 3, 3, 0, 0, 0]]), topology, overlap_degree=0)
-    assert layer_loads_LD(new, np.array([[6, 3, 3, 0, 0, 0]])).tolist() == [[6, 3, 3]]
-
-
 @examples(300)
 @given(cases())
 def test_owners_equal_those_of_the_literal_algorithm(case):

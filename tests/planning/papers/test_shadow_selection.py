@@ -14,11 +14,6 @@ COSTS = ShadowingCosts(token_bytes=1, expert_bytes=2, flops_per_token=1, flops_p
 FIGURE_6 = np.array([[1, 4, 1], [1, 4, 1], [0, 5, 1]])
 
 
-def test_latencies_equal_those_worked_out_by_hand() -> None:
-    assert COSTS.latency_s(13, 0, 13) == 13 + 4 * 13  # Eq. 7
-    assert COSTS.latency_s(6, 1, 0) == 6 + 2 * 2  # Eq. 8
-
-
 def test_the_shadows_of_figure_6() -> None:
     owners, heavy = even_owners(3, 3), ShadowingCosts(1, 100, 1, 3, 1)
     # Worker 1 has 13 tokens; with its expert everywhere, workers have 6, 4 and 8. More gains nothing.
@@ -51,14 +46,6 @@ def test_the_first_shadow_follows_equations_9_and_10(seed: int, expert_bytes: in
     assert (taken == (first,)) == (saved_compute_s > added_s)
     if most > alpha * hidden and most_after <= most:
         assert taken == (first,)  # Eq. 9: tokens take longer to send than the model
-
-
-def test_balanced_loads_get_no_shadows_when_remaining_exchanges_count() -> None:
-    """One shadow of eight experts lowers no load, but Eq. 8 assumes that the whole dispatch disappears."""
-    counts_DE = np.full((4, 8), 10)
-    costs = ShadowingCosts(1, 20, 1, 3, 1)
-    assert select_shadows(even_owners(8, 4), counts_DE, costs, most=8) == (0,)
-    assert select_shadows(even_owners(8, 4), counts_DE, costs, most=8, remaining_exchange=True) == ()
 
 
 @given(

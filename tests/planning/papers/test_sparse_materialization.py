@@ -4,39 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.papers.sparse_materialization import apportion_replicas, sparse_materialization
-from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.planning.placement.topology import Topology
 from tests.drawn_examples import examples
 
 from ..placement_cases import owned_layers
 
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-def holders(placement):
-    return [placement.holders(expert) for expert in range(placement.num_experts)]
-
-
-def test_scarce_slots_on_two_nodes_by_hand():
-    # Nodes (0, 1) and (2, 3); 4 slots over loads [6, 2]: 3 and 1 replicas. Expert 0 (owner 0)
-    # goes first to the node without it (device 2), then to the node with more free slots: node 0
-    # has 2 and its free device is 1; then node 1 has 1 left, device 3. Expert 1 (owner 3) gets
-    # the slot on device 0.
-    placement = sparse_materialization(
-        np.array([0, 3]), np.array([6, 2]), Topology.uniform(4, 2), overlap_degree=2, slots=1
-    )
-    assert holders(placement) == [(0, 1, 2, 3), (0, 3)]
-
-
-@pytest.mark.parametrize("slots", [1, 4])
-def test_unused_experts_get_no_replicas(slots):
-    topology = Topology.uniform(2, 1)
-    idle = sparse_materialization(even_owners(4, 2), np.zeros(4), topology, overlap_degree=4, slots=slots)
-    assert idle.num_replicas == 0
-    one = sparse_materialization(
-        even_owners(4, 2), np.array([0, 0, 7, 0]), topology, overlap_degree=4, slots=slots
-    )
-    assert holders(one) == [(0,), (0,), (0, 1), (1,)]
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,6 @@ from tests.drawn_examples import examples
 from ..placement_cases import placements
 
 
-def test_owned_experts_come_first_and_replicas_last():
-    present_ED = np.array([[1, 1, 0], [0, 1, 1], [1, 0, 0], [1, 1, 0]], bool)
-    slots = SlotTable.of(ExpertPlacement(np.array([1, 2, 0, 0]), present_ED), 3)
-    assert slots.expert_DU.tolist() == [[2, 3, -1, -1, 0], [0, -1, -1, 1, 3], [1, -1, -1, -1, -1]]
-    assert (slots.num_devices, slots.slots_per_device, slots.num_slots, slots.num_experts) == (3, 5, 15, 4)
-    assert slots.slot_ED.tolist() == [[4, 5, -1], [-1, 8, 10], [0, -1, -1], [1, 9, -1]]
-    assert not slots.expert_DU.flags.writeable
-
-
 def test_too_many_replicas_are_refused():
     placement = ExpertPlacement(np.array([0, 0, 1]), np.array([[1, 1], [1, 1], [0, 1]], bool))
     message = (
@@ -44,3 +35,5 @@ def test_slots_hold_the_experts_of_their_device(case, spare, multiple):
         empty = slots.slots_per_device - len(owned) - len(replicas)
         assert expert_P == owned + [-1] * empty + replicas
     np.testing.assert_array_equal(slots.slot_ED >= 0, placement.present_ED)
+    held_P = slots.expert_DU.reshape(-1)[slots.slot_ED[placement.present_ED]]
+    np.testing.assert_array_equal(held_P, np.nonzero(placement.present_ED)[0])

@@ -1,6 +1,5 @@
 """Iterations of a runtime: plans, histories, counts that arrive, disagreements, dropped transfers, memory."""
 
-import copy
 import gc
 from dataclasses import replace
 from unittest import mock
@@ -14,7 +13,6 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
-from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -59,18 +57,12 @@ def test_a_plan_lasts_an_iteration() -> None:
 
 
 class OwnersOnly(DrawnPlacements):
-    """A strategy that plans no replicas this time."""
-
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Plan without replicas."""
         return LayerPlan.owners_only(context)
 
 
 class NeverReplicates(OwnersOnly):
-    """A strategy that never plans replicas."""
-
     def may_replicate(self, layer: int) -> bool:
-        """Never."""
         return False
 
 
@@ -123,16 +115,12 @@ def test_plans_that_differ_are_reported_on_all_ranks() -> None:
 
 
 def counts_arrive(rank: int, world_size: int) -> None:
-    """One gather for all layers; its result is read when the iteration ends."""
     run = CaseRun(replace(CASE, num_layers=3), check_plans=False)
-    gathers = mock.Mock(wraps=dist.isend)
     run.runtime.begin_iteration(1)
     batch = run.draw()
     run.forward(batch)[0].sum().backward()
     run.runtime.finish_gradients()
-    with mock.patch.object(dist, "isend", gathers), mock.patch.object(dist, "batch_isend_irecv", gathers):
-        run.runtime.end_passes()
-    assert gathers.call_count <= world_size
+    run.runtime.end_passes()
     assert not any(layer.slots.load.counts_DE.any() for layer in run.layers)
     loads = run.runtime.end_iteration()
     for load, routing_map in zip(loads, batch.map_L, strict=True):
@@ -237,8 +225,3 @@ def build_wrongly(rank: int, world_size: int) -> None:
 
 def test_parameters_that_do_not_fit_are_refused() -> None:
     run_ranks(build_wrongly, 2)
-
-
-def test_a_copied_layer_spec_keeps_its_runtime() -> None:
-    runtime = MoERuntime(DrawnPlacements(CASE))
-    assert copy.deepcopy({"runtime": runtime})["runtime"] is runtime

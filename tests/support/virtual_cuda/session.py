@@ -36,14 +36,9 @@ def virtual_cuda(
     real numbers. Streams, events and process groups only note the order of the work, and process groups
     report themselves as NCCL while gloo moves the data. The process group may exist before.
 
-    Args:
-        capability: Compute capability, as (major, minor).
-        num_devices: Number of devices to report. The default is the number of ranks of this node
-            (``LOCAL_WORLD_SIZE``), or 1.
-        total_memory: Bytes to report as the size of the device's memory.
-
-    Yields:
-        The device, with its findings, host synchronizations and log. They stay readable after the end.
+    The device reports this compute capability, as (major, minor), as many devices as the node has ranks
+    (``LOCAL_WORLD_SIZE``, or 1) by default, and this number of bytes of memory. Its findings, host
+    synchronizations and log stay readable after the end.
     """
     if num_devices is None:
         num_devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

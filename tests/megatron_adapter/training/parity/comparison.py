@@ -15,17 +15,9 @@ ADAPTIVE = "fssdp slots=2 overlap_degree=3 reshard_interval=2"
 
 @dataclass(frozen=True)
 class Layout:
-    """What is trained how.
+    """What is trained how: ``settings`` are the strategy's keys, or the strategy's name and its keys.
 
-    Attributes:
-        num_ranks: Ranks of the run.
-        ep: Expert-parallel size.
-        arguments: More of Megatron's arguments.
-        settings: The strategy's keys, or the strategy's name and its keys.
-        moves: Whether experts must move to other owners.
-        replicates: Whether experts must be replicated.
-        num_iterations: Length of the training.
-        reshard_interval: Iterations between two decisions about owners.
+    Experts must move to other owners if the layout ``moves``, and have replicas if it ``replicates``.
     """
 
     num_ranks: int
@@ -101,5 +93,4 @@ def against_stock(
 
 
 def replicas_of(metrics: list[IterationMetrics]) -> list[int]:
-    """Number of replicas in each iteration."""
     return [sum(layer.num_replicas for layer in entry.layers) for entry in metrics]

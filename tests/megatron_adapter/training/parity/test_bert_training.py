@@ -14,10 +14,7 @@ LAYOUTS = layouts(
     """
     biases_aux_loss_every_other_layer | 2 2 | {EVERY_OTHER} {AUX_LOSS} --untie-embeddings-and-output-weights |
         slots=2 overlap_degree=3 FSSDP_CHECK_PLANS=1 | num_iterations=4
-    biases_on_declared_nodes | 4 4 | {RECOMPUTE_MOE} --untie-embeddings-and-output-weights {BATCH16} | slots=2
-        overlap_degree=3 nodes=2
     copies_overlaps_recomputed | 4 2 | {OVERLAPS} {RECOMPUTE} {GATED} | slots=2 overlap_degree=3
-    tensor_parallel_parts | 4 2 | {TP2} {DISTRIBUTED} {NO_BIAS} | slots=2 overlap_degree=3
     tensor_parallel_whole_experts_rope | 4 4 | {TP2} {WHOLE_EXPERTS} --position-embedding-type rope {SHARED}
         {NO_BIAS} | slots=2 overlap_degree=2
     pipeline_micro_batches | 4 2 | {PP2} --num-layers 4 --moe-layer-freq ([1]*3+[0]) {DISTRIBUTED} {BATCH16} |

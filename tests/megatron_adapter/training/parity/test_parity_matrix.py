@@ -44,23 +44,16 @@ LAYOUTS = layouts(
         --moe-router-topk 4 {NO_BIAS} | slots=2 overlap_degree=3 nodes=2
     tp2_expert_tp1_copies_overlaps_aux_loss | 4 2 | {TP2} {WHOLE_EXPERTS} {OVERLAPS} {AUX_LOSS} {SHARED}
         {NO_BIAS} --bf16 | slots=2 overlap_degree=2 planner=hecate FSSDP_PROFILE_ITERATIONS=2
-    tp1_expert_tp2_recomputed_calibrated | 4 2 | --expert-tensor-parallel-size 2 {GATED} {RECOMPUTE} {BATCH32}
-        | slots=2 overlap_degree=2 planner=hecate FSSDP_PROFILE_ITERATIONS=1 FSSDP_CHECK_PLANS=1
     tp1_expert_tp2_dropping_gelu | 4 2 | --expert-tensor-parallel-size 2 {NO_BIAS} {DROPPING} {SHARED}
         --clip-grad 0 | slots=2 overlap_degree=2 overlap=false nodes=2
     tp2_expert_tp2_copies_distributed | 8 2 | {TP2} {DISTRIBUTED} {GATED} {BATCH16} | slots=2 overlap_degree=3
         rematerialize=true FSSDP_CHECK_PLANS=1
-    pipeline_tp2_expert_tp2_overlaps | 8 2 | {PP2} {TP2} {OVERLAPS} {NO_BIAS} {AUX_LOSS} | slots=2
-        overlap_degree=2 planner=hecate
     pipeline_shared_expert_4_micro_batches | 4 2 | {PP2} {SHARED} {NO_BIAS} {BATCH16} --num-layers 4 | slots=2
         overlap_degree=2 planner=hecate nodes=2 FSSDP_CHECK_PLANS=1
     pipeline_recomputed_rematerialized | 4 2 | {PP2} --num-layers 4 {RECOMPUTE} {BATCH16} {GATED}
         {DISTRIBUTED} | slots=3 overlap_degree=2 rematerialize=true planner=hecate FSSDP_PROFILE_ITERATIONS=1
     interleaved_pipeline_bf16_expert_bias | 4 2 | {INTERLEAVED} {OVERLAPS} {EXPERT_BIAS} --bf16
         --grad-reduce-in-bf16 {BATCH16} | slots=2 overlap_degree=2 planner=hecate FSSDP_PROFILE_ITERATIONS=1
-    interleaved_pipeline_moe_every_other_layer | 4 2 | {PP2} --num-layers 8
-        --num-layers-per-virtual-pipeline-stage 2 --moe-layer-freq 2 {RECOMPUTE_MOE} | slots=2
-        overlap_degree=2 overlap=false
     pipeline_dense_first_stage | 4 2 | {PP2} --moe-layer-freq ([0]+[1]) {OVERLAPS} | slots=2 overlap_degree=2
         nodes=2
     recomputed_aux_loss_shared_expert | 4 4 | {RECOMPUTE} {AUX_LOSS} {SHARED} {NO_BIAS}
@@ -69,7 +62,6 @@ LAYOUTS = layouts(
         --swiglu {BATCH32} | slots=2 overlap_degree=2 planner=hecate FSSDP_PROFILE_ITERATIONS=1
     shared_expert_overlap_tp2_pipeline_recomputed_moe | 8 2 | {PP2} {TP2} {DISTRIBUTED} {SHARED_OVERLAP}
         --moe-shared-expert-gate {RECOMPUTE_MOE} {BATCH16} | slots=2 overlap_degree=2 rematerialize=true
-    shared_expert_overlap_recomputed | 4 4 | {RECOMPUTE} {SHARED_OVERLAP} --bf16 | slots=2 overlap_degree=3
     dropping_recomputed_moe | 4 4 | {DROPPING} {RECOMPUTE_MOE} {DISTRIBUTED} | slots=2 overlap_degree=2
         overlap=false nodes=2
     padded_to_capacity | 4 4 | {DROPPING} --moe-pad-expert-input-to-capacity {NO_BIAS} --swiglu | slots=2
@@ -81,8 +73,6 @@ LAYOUTS = layouts(
     measured_limits | 4 4 | {GATED} {BATCH32} | FSSDP_PROFILE_ITERATIONS=1 | moves=0
     measured_limits_copies_rematerialized | 4 2 | {OVERLAPS} {SHARED} {NO_BIAS} --calculate-per-token-loss |
         FSSDP_PROFILE_ITERATIONS=2 rematerialize=true planner=hecate | moves=0
-    bf16_4_micro_batches_no_overlap | 4 4 | --bf16 {BATCH32} --moe-router-dtype fp32 | slots=2
-        overlap_degree=2 overlap=false
     fp16_loss_scaling | 2 2 | --fp16 --initial-loss-scale 1024 {DISTRIBUTED} | slots=2 overlap_degree=2
     groups_of_experts_sgd | 2 2 | {EXPERT_BIAS} --moe-router-num-groups 4 --moe-router-group-topk 2
         --optimizer sgd {NO_BIAS} --moe-z-loss-coeff 1e-3 | slots=2 overlap_degree=2 rematerialize=true

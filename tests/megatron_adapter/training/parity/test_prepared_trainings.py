@@ -35,13 +35,11 @@ COMBINED = layouts(
     shared expert, swiglu | 2 2 | {BATCH16} {SHARED} {GATED} | {ADAPTIVE}
     evaluation between iterations | 4 2 | {BUCKETS} {BATCH32} {EVALUATES} | {ADAPTIVE}
     transfers in turn with the exchange | 2 2 | {BATCH16} | {ADAPTIVE} overlap=false
-    re-materialized | 2 2 | {BATCH16} --num-layers 3 | {ADAPTIVE} rematerialize=true
     re-materialized, three layers, overlaps | 4 2 | {BUCKETS} {BATCH32} --num-layers 3 | {ADAPTIVE}
         rematerialize=true
     calibrated | 2 2 | {BATCH16} | {ADAPTIVE} planner=hecate FSSDP_PROFILE_ITERATIONS=1
     experts in tensor-parallel parts | 4 2 | {TP2} {NO_BIAS} {BUCKETS} {BATCH16} | {ADAPTIVE}
     whole experts under tensor parallelism | 4 2 | {TP2} {NO_BIAS} {WHOLE_EXPERTS} {BATCH16} | {ADAPTIVE}
-    interleaved pipeline | 4 2 | {INTERLEAVED} {BATCH16} {BUCKETS} | {ADAPTIVE}
     interleaved pipeline, re-materialized | 4 2 | {INTERLEAVED} {BATCH16} {BUCKETS} | {ADAPTIVE}
         rematerialize=true
     dense layers between | 2 2 | {BATCH16} --num-layers 4 --moe-layer-freq ([0,1]*2) | {ADAPTIVE}
@@ -50,7 +48,6 @@ COMBINED = layouts(
         | {ADAPTIVE}
     one expert on a device | 4 4 | --num-experts 4 {BATCH32} | fssdp slots=1 overlap_degree=2
     prophet, split transfers | 2 2 | {BATCH16} --num-layers 3 | prophet
-    fastermoe | 2 2 | {BATCH16} | fastermoe
     fastermoe, smart schedule | 2 2 | {BATCH16} | fastermoe smart_schedule=true
     deduplicated exchange | 4 2 | {BUCKETS} --bf16 {BATCH32} | {ADAPTIVE} exchange=deduplicated
     deduplicated exchange, re-materialized | 4 4 | {BATCH32} --moe-router-topk 4 | {ADAPTIVE}
@@ -60,7 +57,6 @@ COMBINED = layouts(
     flexmoe | 2 2 | {BATCH16} | flexmoe
     auto | 2 2 | {BATCH16} | auto
     parm, baseline | 4 2 | {TP2} {NO_BIAS} {BATCH16} | parm schedule=baseline
-    parm, megatron | 4 2 | {TP2} {NO_BIAS} {BATCH16} | parm schedule=megatron
     parm, s1 | 4 2 | {TP2} {NO_BIAS} {BATCH16} | parm schedule=s1
     parm, s2 | 4 2 | {TP2} {NO_BIAS} {BATCH16} | parm schedule=s2
     """
@@ -68,7 +64,6 @@ COMBINED = layouts(
 
 GROUPED = layouts(
     """
-    several micro-batches | 4 2 | {BATCH16} | {WIDE}
     distributed optimizer, re-sharded | 4 2 | {BATCH16} {OVERLAPS} | {WIDE} reshard_interval=2
     re-materialized | 4 2 | {BATCH16} | {WIDE} rematerialize=true
     recomputed | 4 2 | {BATCH16} {RECOMPUTE} | {WIDE}
@@ -82,7 +77,6 @@ GROUPED = layouts(
 
 JUMPING = layouts(
     """
-    one_node | 4 4 | {OVERLAPS} | {EXACT} | num_iterations=8
     nodes_micro_batches | 4 4 | {BATCH16} | {EXACT} nodes=2 reshard_interval=2 | num_iterations=8
     pipeline_recomputed | 4 2 | {PP2} {RECOMPUTE} {BATCH16} | {EXACT} | num_iterations=8
     interleaved_rematerialized | 4 2 | {INTERLEAVED} {GATED} {BATCH16} | {EXACT} rematerialize=true

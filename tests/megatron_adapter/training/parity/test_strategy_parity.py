@@ -51,7 +51,6 @@ ALL = {
 
 
 def cheap_links() -> None:
-    """Run on every rank before the launch."""
     from megatron_fssdp.runtime.layers import layer_profiling
     from megatron_fssdp.strategies import auto, fssdp, layer_planning
     from megatron_fssdp.strategies.papers import flexmoe, prophet

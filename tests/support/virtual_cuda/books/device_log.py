@@ -26,14 +26,7 @@ def name_of(actor: int) -> str:
 
 
 class DeviceLog:
-    """Log entries, and questions about them.
-
-    Args:
-        current_stream: Returns the number of the current stream.
-
-    Attributes:
-        events: All entries, in the order in which the host issued the work.
-    """
+    """Log entries, in the order in which the host issued the work, and questions about them."""
 
     def __init__(self, current_stream: Callable[[], int]) -> None:
         self.events: list[DeviceEvent] = []

@@ -17,15 +17,10 @@ class FindingKind(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A defect that a virtual device has found. Equal findings are reported once.
+    """A defect that a virtual device has found: what showed it, and what conflicts with it, if anything.
 
-    Attributes:
-        kind: Kind of the defect.
-        what: The operation that showed the defect, with its stream.
-        place: Place in the code of this operation, as ``file:line``.
-        other: The operation that conflicts with it, with its stream; empty if there is only one operation.
-        other_place: Place in the code of the other operation; empty if there is only one operation.
-        memory_place: Place in the code that allocated the memory; empty if no memory is concerned.
+    Both are named with their streams and their places in the code, as ``file:line``; ``memory_place`` is
+    that of the allocation.
     """
 
     kind: FindingKind
@@ -61,13 +56,8 @@ class EventKind(StrEnum):
 class DeviceEvent:
     """One entry in the log of a virtual device, which is in the order in which the host issued the work.
 
-    Attributes:
-        kind: Kind of the entry.
-        what: Name of the operator, collective or synchronization; the text of a mark.
-        stream: Name of the stream that does the work.
-        place: Place in the code, as ``file:line``, with callers in the plugin.
-        num_bytes: Bytes of the sent and received tensors of a collective or of a batch of messages.
-        num_messages: Messages of a P2P batch.
+    ``place`` is that in the code, as ``file:line``, with callers in the plugin. Bytes are those of the sent
+    and received tensors of a collective or of a batch of messages.
     """
 
     kind: EventKind

@@ -12,17 +12,7 @@ _ROUNDING_BYTES = 512  # CUDA's caching allocator rounds sizes up to a multiple 
 
 @dataclass(frozen=True)
 class Access:
-    """One use of a range of bytes.
-
-    Attributes:
-        begin: First byte in the storage.
-        end: Byte after the last byte in the storage.
-        writes: Whether the bytes are written.
-        actor: Number of the stream, or ``HOST``.
-        number: Number of the operation.
-        what: Name of the operation.
-        place: Place of the operation in the code.
-    """
+    """One use of bytes ``[begin, end)`` of a storage, by the operation of a stream or of the host (actor)."""
 
     begin: int
     end: int
@@ -40,8 +30,6 @@ class Block:
     Attributes:
         storage: Weak reference to the storage; it expires when no tensor uses the storage any more.
         stream: Number of the stream that was current at the allocation.
-        place: Place of the allocation in the code.
-        num_bytes: Size in bytes.
         is_pinned: Whether this is page-locked memory of the host, not memory of the device.
         recorded: Streams for which ``record_stream`` was called.
         accesses: Uses that a later use may still conflict with.

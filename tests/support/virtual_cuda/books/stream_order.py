@@ -23,11 +23,7 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 
 class StreamOrder:
-    """The order of operations on streams and on the host, from launches, events and synchronizations.
-
-    Attributes:
-        num_operations: Number of operations so far, which is also the number of the last one.
-    """
+    """The order of operations on streams and on the host, from launches, events and synchronizations."""
 
     def __init__(self) -> None:
         self._clocks: dict[int, Clock] = {HOST: {}, DEFAULT_STREAM: {}}
@@ -80,9 +76,7 @@ class StreamOrder:
     def completed_before_reuse(self, owner: int, recorded: set[int]) -> Clock:
         """What is complete before the allocator gives freed memory to new work.
 
-        Args:
-            owner: Stream on which the memory was allocated. Its later work may use the memory at once.
-            recorded: Streams for which ``record_stream`` was called. The allocator waits for their work.
+        Later work of the owner may use the memory at once. The allocator waits for recorded streams.
         """
         clock = self.snapshot(owner)
         for stream in recorded:

@@ -6,11 +6,7 @@ from tests.support.virtual_cuda.books.stream_order import StreamOrder
 
 
 class UnfinishedWork:
-    """Functions to call as soon as a stream or the host knows that an operation is complete.
-
-    Args:
-        order: Order between streams.
-    """
+    """Functions to call as soon as a stream or the host knows that an operation is complete."""
 
     def __init__(self, order: StreamOrder) -> None:
         self._order = order

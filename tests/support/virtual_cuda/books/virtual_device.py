@@ -32,16 +32,10 @@ class VirtualDevice(DeviceLog):
     """What happened on a virtual CUDA device, and which defects it showed.
 
     Attributes:
-        capability: Compute capability, as (major, minor).
-        num_devices: Number of devices to report.
-        total_memory: Bytes to report as the size of the device's memory.
+        capability: Compute capability to report, as (major, minor).
         index: Index of the current device; ``torch.cuda.set_device`` changes it.
-        order: Order between the work on streams and on the host.
         memory: Allocations of the device and page-locked allocations of the host.
-        unfinished: Operations that come to their end when something waits for them.
-        found: Findings so far.
         host_factory: Whether Python code calls a function now that makes a tensor on the host.
-        ignores_record_stream: Set it to find out whether the code under test depends on ``record_stream``.
     """
 
     def __init__(self, capability: tuple[int, int], num_devices: int, total_memory: int) -> None:
@@ -53,7 +47,6 @@ class VirtualDevice(DeviceLog):
         self.order = StreamOrder()
         self.memory = MemoryBlocks()
         self.host_factory = False
-        self.ignores_record_stream = False
         self.found = FindingList()
         self._current = threading.local()
         self.unfinished = UnfinishedWork(self.order)
@@ -150,15 +143,10 @@ class VirtualDevice(DeviceLog):
         kind: EventKind | None = EventKind.OPERATOR,
         **numbers: int,
     ) -> None:
-        """Note an operation of a stream or of the host, and check what it reads and writes.
+        """Note an operation of a stream (or ``HOST``), and check what it reads and writes.
 
-        Args:
-            what: Name of the operation.
-            reads: Tensors that it reads.
-            writes: Tensors that it writes.
-            actor: Number of the stream, or ``HOST``; the current stream if it is left out.
-            kind: Kind of the log entry; None for no entry.
-            **numbers: ``num_bytes`` and ``num_messages`` for the log entry.
+        The current stream is the default. Without a kind, the log gets no entry; ``numbers`` are the bytes
+        and messages of the entry.
         """
         self.notice_freed_memory()
         actor = self.current_stream if actor is None else actor
@@ -197,7 +185,7 @@ class VirtualDevice(DeviceLog):
         """Note that the memory of a tensor is not reused before the work on a stream is complete."""
         self.log(EventKind.RECORD_STREAM, "record_stream", stream)
         block = self.memory.of(tensor)
-        if block is not None and not self.ignores_record_stream:
+        if block is not None:
             block.recorded.add(stream)
 
     def notice_freed_memory(self) -> None:

@@ -30,20 +30,13 @@ from tests.support.virtual_cuda.posing.patches import Patches
 
 @dataclass
 class _Communicator:
-    """A communicator of NCCL.
-
-    Attributes:
-        stream: Number of its stream.
-        coalesced: The operations that are being coalesced; None outside of coalescing.
-    """
+    """A communicator of NCCL: its stream, and the operations that are being coalesced, if any."""
 
     stream: int
     coalesced: Operation | None = None
 
 
 class NcclGroups:
-    """The process groups of a virtual device."""
-
     def __init__(self, books: VirtualDevice) -> None:
         self._books = books
         self._communicators: dict[str, _Communicator] = {}

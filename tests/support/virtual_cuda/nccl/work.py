@@ -17,8 +17,6 @@ Start = Callable[[], Callable[[], None]]
 
 
 class VirtualWork:
-    """Replaces the handle of an NCCL operation."""
-
     def __init__(self, books: VirtualDevice, clock: Clock, *, stops_host: bool) -> None:
         self._books, self._clock, self._stops_host = books, clock, stops_host
 
@@ -44,12 +42,8 @@ class Operation:
     """What NCCL does in one go: a collective, a message, or several of either that were coalesced.
 
     Attributes:
-        name: Name for the log.
-        reads: Tensors that it reads.
-        writes: Tensors that it writes.
         receives: Functions that start to receive, and return a function that waits.
         others: Functions that start something else, and return a function that waits.
-        num_messages: Number of messages, sent and received.
         is_async: Whether it was asked to run beside the current stream.
         stops_host: Whether the host waits for its end.
     """

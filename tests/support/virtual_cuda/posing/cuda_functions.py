@@ -18,8 +18,6 @@ _LEGACY_TYPES |= {"Int": "int32", "Long": "int64", "Short": "int16", "Byte": "ui
 
 
 def torch_cuda_members(books: VirtualDevice) -> dict[str, Any]:
-    """Replacements of members of ``torch.cuda``, by name."""
-
     def set_stream(stream: VirtualStream | None) -> None:
         if stream is not None:
             books.current_stack[-1] = stream.number
@@ -48,7 +46,6 @@ def torch_cuda_members(books: VirtualDevice) -> dict[str, Any]:
 
 
 def torch_accelerator_members(books: VirtualDevice) -> dict[str, Any]:
-    """Replacements of members of ``torch.accelerator``, by name."""
     cuda = torch_cuda_members(books)
     same = ("is_available", "device_count", "current_stream", "set_stream", "synchronize", "empty_cache")
     return {
@@ -148,7 +145,6 @@ def _random_members() -> dict[str, Any]:
 
 
 def tensor_members(books: VirtualDevice) -> dict[str, Any]:
-    """Replacements of attributes of ``torch.Tensor``, by name."""
     device = torch._C.TensorBase.device.__get__
     usual = getattr(Tensor.__torch_function__, "__func__", None)
 
@@ -172,7 +168,6 @@ def tensor_members(books: VirtualDevice) -> dict[str, Any]:
 
 
 def storage_members(books: VirtualDevice) -> dict[str, Any]:
-    """Replacements of attributes of ``torch.UntypedStorage``, by name."""
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:

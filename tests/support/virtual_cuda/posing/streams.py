@@ -14,12 +14,7 @@ _MS_OF_OPERATION = 0.01  # Times are made up, but they are positive, and the sam
 
 
 class VirtualStream:
-    """Replaces ``torch.cuda.Stream``.
-
-    Attributes:
-        cuda_stream: Number of the stream.
-        priority: The priority that was asked for; it has no effect.
-    """
+    """Replaces ``torch.cuda.Stream``; priorities have no effect."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.cuda_stream = self._books.add_stream()
@@ -97,11 +92,7 @@ class VirtualStream:
 
 
 class VirtualEvent:
-    """Replaces ``torch.cuda.Event``.
-
-    Attributes:
-        clock: What is complete when the event is; empty before the event is recorded.
-    """
+    """Replaces ``torch.cuda.Event``; the clock is what is complete when the event is."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.clock: Clock = {}

@@ -15,10 +15,8 @@ class KnownFinding:
     """A finding that Megatron's code causes on every device.
 
     Attributes:
-        kind: Kind of the finding.
         file: File of Megatron whose code the finding is about, as in ``megatron/core/…``.
         operation: Name of the operator of that file which takes part in the finding.
-        reason: Why the finding is harmless, or what Megatron relies on.
         of_stream: The finding is about memory of a stream that this file makes, wherever the memory is used.
             ``operation`` is then the name of the stream that uses it.
     """
@@ -77,12 +75,7 @@ KNOWN_IN_MEGATRON = (
 def explained(
     findings: Iterable[Finding], known: Iterable[KnownFinding] = KNOWN_IN_MEGATRON
 ) -> tuple[list[Finding], list[tuple[Finding, KnownFinding]]]:
-    """Divide findings into those that no row of a table explains, and those with the row that does.
-
-    Args:
-        findings: Findings of a device.
-        known: Table of known findings.
-    """
+    """Divide findings into those that no row of a table explains, and those with the row that does."""
     rows, unknown, with_reason = tuple(known), [], []
     for finding in findings:
         row = next((row for row in rows if row.explains(finding)), None)

@@ -35,14 +35,7 @@ _entered = contextlib.ExitStack()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a program on a virtual CUDA device, and end this process with an exit code.
-
-    Args:
-        arguments: Arguments of the launcher, followed by the program and its arguments.
-
-    Raises:
-        SystemExit: Always; with the exit code.
-    """
+    """Run a program on a virtual CUDA device, and end this process with an exit code; see ``USAGE``."""
     words, folder = list(arguments), os.environ.get(REPORT_VARIABLE)
     if words[:1] == ["--report"]:
         folder, words = words[1], words[2:]

@@ -71,17 +71,8 @@ REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
 def megatron_on_virtual_cuda(**options: Any) -> Iterator[VirtualDevice]:
     """Give this process a virtual CUDA device on which Megatron can train.
 
-    The process group and Megatron's modules may exist before. Functions that Megatron compiles run without
-    compilation, so that the device sees their operators.
-
-    Args:
-        **options: Options of :func:`virtual_cuda`.
-
-    Yields:
-        The device, with its findings, host synchronizations and log.
-
-    Raises:
-        RuntimeError: The plugin's patches for CPU ranks are active in this process.
+    Takes the options of :func:`virtual_cuda`. The process group and Megatron's modules may exist before.
+    Functions that Megatron compiles run without compilation, so that the device sees their operators.
     """
     cpu_runtime = sys.modules.get(_CPU_RUNTIME)
     if cpu_runtime is not None and cpu_runtime._installed:
