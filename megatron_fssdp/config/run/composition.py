@@ -6,6 +6,7 @@ each key, the value of the topmost layer wins.
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -80,7 +81,8 @@ class Composition:
             if problem.path and _holds(layer.data, problem.path):
                 return layer.name
         options = (layer for layer in self.layers if layer.name.startswith("-"))
-        causes = [one.name for one in options if any(key in problem.text for key in _keys_of(one.data))]
+        words = set(re.findall(r"\w+", problem.text))
+        causes = [one.name for one in options if words.intersection(_names_in(one.data))]
         return " ".join(causes) or ", ".join(self.names)
 
 
@@ -186,9 +188,10 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
     yield Layer(str(file), data)
 
 
-def _keys_of(data: Mapping[str, Any]) -> list[str]:
-    """Return the keys of all sections, each with its section."""
-    return [f"{section}.{key}" for section, keys in data.items() if isinstance(keys, Mapping) for key in keys]
+def _names_in(data: Mapping[str, Any]) -> set[str]:
+    """Return the names by which a message calls what the sections have: the strategy, or keys."""
+    names = {key for keys in data.values() if isinstance(keys, Mapping) for key in keys}
+    return names | {"strategy"} if "strategy" in data else names
 
 
 def _holds(data: Any, path: Sequence[str]) -> bool:

@@ -91,14 +91,13 @@ def test_a_mistake_is_reported_with_the_file_or_option_that_has_it(tmp_path, par
         assert message.startswith(f"{source}: {words}")
 
 
-def test_values_that_contradict_each_other_are_refused_with_all_that_was_given(tmp_path):
+def test_values_that_contradict_each_other_are_refused_with_the_options_or_files_that_give_them(tmp_path):
     write(tmp_path, base=f"{MODEL}\n{TRAINING}", cut="parallelism: {expert_model_parallel_size: 3}")
     files = tmp_path / "base.yaml", tmp_path / "cut.yaml"
-    wanted = "parallelism.expert_model_parallel_size 3 does not divide model.num_experts 4"
-    option = "parallelism.nproc_per_node=3"
-    assert refusal(*files, overrides=(option,)).startswith(
-        f"{files[0]}, {files[1]}, --set {option}: {wanted}"
-    )
+    wanted = "parallelism.expert_model_parallel_size 3 does not divide model.num_experts"
+    other, cause = "training.lr=1", "model.num_experts=8"
+    assert refusal(*files, overrides=(other,)).startswith(f"{files[0]}, {files[1]}: {wanted} 4")
+    assert refusal(*files, overrides=(other, cause)).startswith(f"--set {cause}: {wanted} 8")
 
 
 def test_circular_includes_are_refused(tmp_path):
