@@ -92,7 +92,8 @@ def test_a_mistake_is_reported_with_the_file_or_option_that_has_it(tmp_path, par
 
 
 def test_values_that_contradict_each_other_are_refused_with_the_options_or_files_that_give_them(tmp_path):
-    write(tmp_path, base=f"{MODEL}\n{TRAINING}", cut="parallelism: {expert_model_parallel_size: 3}")
+    cut = "parallelism: {expert_model_parallel_size: 3, nproc_per_node: 3}"
+    write(tmp_path, base=f"{MODEL}\n{TRAINING}", cut=cut)
     files = tmp_path / "base.yaml", tmp_path / "cut.yaml"
     wanted = "parallelism.expert_model_parallel_size 3 does not divide model.num_experts"
     other, cause = "training.lr=1", "model.num_experts=8"
