@@ -44,5 +44,10 @@ def _is_same(folder: Path, run: RunConfig | None) -> bool:
 
 
 def _identity(run: RunConfig, *, with_save: bool = True) -> tuple[object, ...]:
-    model = run.model.model_dump(include=set(ModelArguments.model_fields))
+    # Megatron's arguments have sizes that a YAML may leave to their defaults.
+    model = run.model.model_dump(include=set(ModelArguments.model_fields)) | {
+        "kv_channels": run.model.head_width,
+        "ffn_hidden_size": run.model.dense_ffn_size,
+        "moe_ffn_hidden_size": run.model.expert_ffn_size,
+    }
     return model, run.parallelism.world_size, run.training.save if with_save else None
