@@ -48,3 +48,15 @@ def test_runs_that_a_yaml_cannot_describe_are_told_apart_by_that(tmp_path: Path)
     record(tmp_path / "records", None)
     assert record_folder(tmp_path / "records", None, resumes=True) == tmp_path / "records"
     assert record_folder(tmp_path / "records", run_of(), resumes=True) == tmp_path / "records-2"
+
+
+def test_sizes_that_a_yaml_leaves_to_megatrons_defaults_are_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    (folder / "config.yaml").write_text("include: [gpt_moe_tiny.yaml]\n")
+    for settings, name in (
+        (["model.kv_channels=16", "model.moe_ffn_hidden_size=128"], "run"),
+        (["model.hidden_size=128"], "run-2"),
+    ):
+        assert record_folder(folder, load_run(["gpt_moe_tiny"], settings), resumes=True) == tmp_path / name
