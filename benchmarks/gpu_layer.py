@@ -7,7 +7,7 @@ compare measurements of the same turn. On a CPU the layer has toy size, which on
     python benchmarks/gpu_layer.py [--size NAME] [--repetitions N] [--out FILE.json]
 
 Host overhead is the host's time for planning and for preparing the dispatch, while the device is idle. Host
-synchronizations are those that torch's sync debug mode warns about (CUDA only).
+synchronizations are the host's waits for a stream or an event, which torch's profiler sees (CUDA only).
 
 ``--virtual`` runs the CUDA code on a virtual device (``tests.support.virtual_cuda``). Times then
 mean nothing and are left out. The device counts synchronizations, and races and other faults end the run with
@@ -22,7 +22,6 @@ import random
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -285,14 +284,11 @@ def count_synchronizations(call: Callable[[], Any], virtual: Any) -> int:
         call()
         return len(virtual.host_syncs) - before
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            call()
-        return sum("synchroniz" in str(one.message) for one in caught)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+    # The profiler itself waits once at its end.
+    waits = ("cudaStreamSynchronize", "cudaEventSynchronize")
+    return sum(one.count for one in profile.key_averages() if one.key in waits)
 
 
 def quartiles(values: list[float]) -> list[float]:

@@ -11,29 +11,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# Unpacks the wheels of a bundle and puts them on the path of Python. Neither pip nor an environment is needed.
-unpack_bundle() {
-  local said
-  if ! said="$("$1" -c 'import torch' 2>&1)"; then
-    echo "error: --python $1: got no torch (${said##*$'\n'}), wanted an interpreter with torch; give another one" >&2
-    return 1
-  fi
-  "$1" - "$2" <<'PYTHON_CODE' || return 1
-import pathlib, sys, zipfile
-bundle = pathlib.Path(sys.argv[1])
-wheels, packages = sorted((bundle / "wheels").glob("*.whl")), bundle / "site-packages"
-tags = {one.name.split("-")[-3] for one in wheels} - {"py3", "py2.py3"}
-own = "cp%d%d" % sys.version_info[:2]
-if own not in tags:
-    found = ", ".join(sorted(tags)) or "no wheels"
-    sys.exit(f"error: --bundle {bundle}: got {found}, wanted wheels for {own}; make the bundle with --python")
-if not packages.exists():
-    for wheel in wheels:
-        zipfile.ZipFile(wheel).extractall(packages)
-PYTHON_CODE
-  export PYTHONPATH="$2/site-packages${PYTHONPATH:+:$PYTHONPATH}"
-}
-
 python="" bundle=""
 arguments=()
 while (($#)); do
@@ -55,7 +32,13 @@ done
 
 if [[ -n "$bundle" ]]; then
   python="${python:-python3}"
-  unpack_bundle "$python" "$(realpath "$bundle")" || exit 2
+  if ! said="$("$python" -c 'import torch' 2>&1)"; then
+    echo "error: --python $python: got no torch (${said##*$'\n'}), wanted an interpreter with torch; give another" >&2
+    exit 2
+  fi
+  bundle="$(realpath "$bundle")"
+  "$python" "$ROOT/scripts/unpack_bundle.py" "$bundle" || exit 2
+  export PYTHONPATH="$bundle/site-packages${PYTHONPATH:+:$PYTHONPATH}"
 elif [[ -z "$python" ]]; then
   prepare_environment
   python="$VENV_PYTHON"

@@ -118,10 +118,8 @@ class ExpertMoves:
 
     def _flattened(self, tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         storage = tensors[0].untyped_storage()
-        if (
-            storage.nbytes() == self._layout.num_bytes
-        ):  # another stack has already flattened the same Parameters
-            return torch.empty(0, dtype=self._layout.dtype).set_(storage)
+        if storage.nbytes() == self._layout.num_bytes:  # another stack has already flattened them
+            return torch.empty(0, dtype=self._layout.dtype, device=tensors[0].device).set_(storage)
         flat = self._layout.pack([tensor.detach() for tensor in tensors])
         for tensor, view in zip(tensors, self._layout.unpack(flat), strict=True):
             tensor.data = view

@@ -16,8 +16,6 @@ from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 
-ELEMENT_BYTES = 4  # fp32
-
 
 @dataclass(frozen=True)
 class StackSize:
@@ -29,16 +27,17 @@ class StackSize:
     hidden_size: int  # M
     ffn_size: int  # F
     tokens_per_rank: int  # T, or the mean if ranks have different numbers
+    element_bytes: int = 4  # of parameters and hidden states
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's parameters, which are two matrices."""
-        return 2 * self.hidden_size * self.ffn_size * ELEMENT_BYTES
+        return 2 * self.hidden_size * self.ffn_size * self.element_bytes
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's hidden state."""
-        return self.hidden_size * ELEMENT_BYTES
+        return self.hidden_size * self.element_bytes
 
     @property
     def flops_per_token(self) -> int:

@@ -18,13 +18,11 @@ from megatron_fssdp.runtime.slots.exact_shares import Holders, remap_exactly
 from megatron_fssdp.runtime.slots.remap import by_number, remap_by_table
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD
 from tests.support.one_card import CardGroups
 from tests.support.virtual_cuda.posing.patches import Patches
 
 from .case_run import CaseRun
 from .layer_case import LayerCase
-from .rank_layer import DISPATCHER
 
 pytestmark = pytest.mark.gpu
 
@@ -65,6 +63,9 @@ def test_remap_equals_the_cpu(exact: bool) -> None:
 
 
 def test_memory_of_replicas_comes_and_goes() -> None:
+    small = torch.ones(8, 8, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+    torch.mm(small, small).sum().backward()  # cuBLAS takes a workspace in either pass, and keeps it
+    del small
     before = torch.cuda.memory_allocated()
     slots = ReplicaSlots(ExpertLayout((torch.Size((512, 256)), torch.Size((256, 512))), torch.bfloat16), CUDA)
     slots.hold([2, 5])
@@ -132,6 +133,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, float]:
 
 @pytest.mark.gpu(real=True)
 def test_layers_of_ranks_on_one_card_equal_the_reference() -> None:
-    for errors in run_ranks(run_cases, NUM_DEVICES, preload=(*DEFAULT_PRELOAD, DISPATCHER)):
+    # Megatron's import asks for the number of GPUs, after which CUDA refuses to start in a forked process.
+    for errors in run_ranks(run_cases, NUM_DEVICES, preload=()):
         assert errors.pop("bf16") <= 5e-2
         assert max(errors.values()) <= 1e-10

@@ -8,8 +8,44 @@ from pathlib import Path
 
 import pytest
 
+from scripts.unpack_bundle import lacking
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 OWN_TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
+
+
+def package(folder: Path, name: str, version: str, needs: str = "") -> Path:
+    """Make an installed package of metadata alone, or a wheel if the folder is named so."""
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    metadata += f"Requires-Dist: {needs}\n" if needs else ""
+    inner = f"{name}-{version}.dist-info/METADATA"
+    if folder.name == "wheels":
+        path = folder / f"{name}-{version}-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as wheel:
+            wheel.writestr(inner, metadata)
+        return path
+    (folder / inner).parent.mkdir(parents=True)
+    (folder / inner).write_text(metadata)
+    return folder / inner
+
+
+def test_packages_of_the_machine_stay_unless_they_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, wheels = tmp_path / "here", tmp_path / "wheels"
+    wheels.mkdir()
+    package(here, "fits", "1.5")
+    package(here, "too_old", "1.5")
+    package(here, "unasked", "0.1")
+    monkeypatch.syspath_prepend(str(here))
+    package(wheels, "fits", "2.0")
+    package(wheels, "unasked", "2.0")
+    wanted = [
+        package(wheels, "missing", "1.0", needs="too-old>=2"),
+        package(wheels, "missing_too", "1.0", needs="fits>=1"),
+        package(wheels, "too_old", "2.0", needs="unasked>=3; extra == 'more'"),
+    ]
+    assert lacking(wheels.iterdir()) == wanted
 
 
 def test_the_bundle_has_all_packages_but_those_of_torch() -> None:
@@ -33,6 +69,7 @@ def test_the_check_unpacks_wheels_of_its_python(tag: str, python: str, message: 
     (bundle / "wheels").mkdir(parents=True)
     with zipfile.ZipFile(bundle / "wheels" / f"small-1.0-{tag}-{tag}-linux_x86_64.whl", "w") as wheel:
         wheel.writestr("small_module.py", "")
+        wheel.writestr("small-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: small\nVersion: 1.0\n")
     words = [
         "bash",
         SCRIPTS / "gpu_check.sh",

@@ -35,12 +35,13 @@ _BATCHED, _SINGLE = 0, 1  # Tags, so that the threads of both kinds of messages 
 
 
 class CardWork:
-    def __init__(self, done: "Future[None]") -> None:
-        self._done = done
+    def __init__(self, done: "Future[None]", around_wait: Callable[[], Any]) -> None:
+        self._done, self._around_wait = done, around_wait
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait until the results are on the device; raise what gloo raised."""
-        self._done.result()
+        with self._around_wait():
+            self._done.result()
         return True
 
     synchronize = block_current_stream = wait
@@ -52,10 +53,13 @@ class CardWork:
 
 
 class CardGroups:
-    """The process groups of a rank that shares its card with others; posing ones report NCCL as backend."""
+    """The process groups of a rank that shares its card with others; posing ones report NCCL as backend.
 
-    def __init__(self, *, poses: bool = True) -> None:
-        self._poses = poses
+    ``around_waits`` makes a context in which this rank waits for others.
+    """
+
+    def __init__(self, *, poses: bool = True, around_waits: Callable[[], Any] = nullcontext) -> None:
+        self._poses, self._around_waits = poses, around_waits
         self._backends = Backends()
         self._originals: dict[str, Callable[..., Any]] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
@@ -131,7 +135,8 @@ class CardGroups:
             self._threads[key] = ThreadPoolExecutor(1, thread_name_prefix=key)
             self._streams[key] = torch.cuda.Stream() if torch.cuda.is_available() else None
         begun = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
-        return CardWork(self._threads[key].submit(self._run, group, parts, begun, self._streams[key], tag))
+        done = self._threads[key].submit(self._run, group, parts, begun, self._streams[key], tag)
+        return CardWork(done, self._around_waits)
 
     def _run(self, group: ProcessGroup, parts: Sequence[Part], begun: Any, stream: Any, tag: int) -> None:
         with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):

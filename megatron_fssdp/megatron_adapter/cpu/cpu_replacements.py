@@ -1,11 +1,6 @@
 """Replacements for the few functions of Megatron and of torch's collectives that fail on the CPU."""
 
-import contextlib
 import functools
-import importlib
-import importlib.metadata
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,25 +114,3 @@ def attention_of_other_widths(original: Callable[..., None]) -> Callable[..., No
             self.hidden_size_per_attention_head = k_channels
 
     return build
-
-
-def find_dataset_helpers(original: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that uses existing compiled dataset helpers, and compiles only if there are none.
-
-    The megatron-core wheel contains the compiled helpers, which work with a Megatron-LM checkout too. The
-    checkout has only a Makefile, which needs pybind11 and a compiler.
-    """
-    name = "megatron.core.datasets.helpers_cpp"
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
-        return lambda: None
-    for file in importlib.metadata.files("megatron-core") or ():
-        if file.name.startswith("helpers_cpp.") and file.suffix == ".so":
-            spec = importlib.util.spec_from_file_location(name, str(file.locate()))
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            sys.modules[name] = module
-            return lambda: None
-    return original

@@ -27,6 +27,7 @@ from megatron_fssdp.megatron_adapter.cpu.cpu_device import (
     HostEvent,
     inside_the_device_mode,
 )
+from megatron_fssdp.megatron_adapter.support import dataset_helpers
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 
@@ -125,8 +126,7 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "all_gather": replacements.uneven_all_gather,  # gloo refuses different sizes
         "reduce_scatter": replacements.uneven_reduce_scatter,  # likewise
     },
-    # It needs a Makefile, pybind11 and a compiler.
-    "megatron.core.datasets.utils": {"compile_helpers": replacements.find_dataset_helpers},
+    "megatron.core.datasets.utils": {"compile_helpers": dataset_helpers.compilation_if_needed},
     "megatron.core.tensor_parallel.random": {
         # Dropout under recompute saves and restores the random state.
         "_set_cuda_rng_state": _always(lambda state, *_, **__: torch.set_rng_state(state)),

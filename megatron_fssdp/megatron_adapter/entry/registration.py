@@ -25,6 +25,7 @@ from megatron_fssdp.megatron_adapter.entry.argument_check import (
 )
 from megatron_fssdp.megatron_adapter.entry.launcher import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
+from megatron_fssdp.megatron_adapter.support import dataset_helpers
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
@@ -64,6 +65,8 @@ def register(by_launcher: bool = False) -> None:
     on_cpu = cpu_runtime.install()
     check_seams(for_training=True)
     optimizer_repairs.install()
+    if not on_cpu:
+        dataset_helpers.install()
     _registered_by = "launcher" if by_launcher else "script"
 
     from megatron.training import arguments, training

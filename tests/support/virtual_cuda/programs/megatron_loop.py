@@ -20,7 +20,6 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import (
-    find_dataset_helpers,
     norm_under_sequence_parallelism,
 )
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
@@ -57,8 +56,6 @@ REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch.cuda.random:set_rng_state": _writing_states,
     "megatron.core.tensor_parallel.random:_get_cuda_rng_state": _reading_states,
     "megatron.core.tensor_parallel.random:_set_cuda_rng_state": _writing_states,
-    # The compilation needs a Makefile, pybind11 and a compiler; the installed megatron-core has the result.
-    "megatron.core.datasets.utils:compile_helpers": find_dataset_helpers,
     # Megatron refuses torch's norms under sequence parallelism; others need Transformer Engine or Apex.
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": norm_under_sequence_parallelism,
     # The data loader's thread for page-locked memory.
