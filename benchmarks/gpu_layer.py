@@ -1,331 +1,378 @@
-"""Compares this plugin's MoE layer with Megatron's own layers on one device, with the same work in one run.
+"""What uneven loads cost on a GPU: several ranks share one card, and compute one after the other.
 
-On one device there are no replicas. The benchmark times the plugin's dispatch and experts under the
-strategy ``ep``. All forms have the same router, tokens and gradients, and take turns in random order. Ratios
-compare measurements of the same turn. On a CPU the layer has toy size, which only shows that the code runs.
+    python benchmarks/gpu_layer.py [--sizes small,coarse,fine] [--workload W1] [--out FILE.json]
 
-    python benchmarks/gpu_layer.py [--size NAME] [--repetitions N] [--out FILE.json]
+The layers are Megatron's, with experts in bf16 and with forced routing, under ``none``, ``ep`` and ``fssdp``.
+A rank holds the card while it computes, and gives it up while it waits for others. So each rank has the whole
+GPU, and all of its time counts: kernels, gaps between them and the host's work. Time on links does not count,
+because messages travel through the host. In a real node, the busiest rank's time is the least that a layer
+takes. Plans know the throughput that the card reaches, and links as of ``LINKS``.
 
-Host overhead is the host's time for planning and for preparing the dispatch, while the device is idle. Host
-synchronizations are the host's waits for a stream or an event, which torch's profiler sees (CUDA only).
-
-``--virtual`` runs the CUDA code on a virtual device (``tests.support.virtual_cuda``). Times then
-mean nothing and are left out. The device counts synchronizations, and races and other faults end the run with
-exit code 3.
+``--device cpu`` shows that the code runs. Ranks then compute at once, because transfers have threads.
 """
 
 import argparse
+import fcntl
 import json
 import os
-import platform
-import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-OURS, SEQUENTIAL, TE_GROUPED = "ours", "SequentialMLP", "TEGroupedMLP"
-_WARM_UP = 3
-EXIT_FINDINGS = 3
+import numpy as np
+import torch
+import torch.distributed as dist
 
+if not __package__:  # run as a file
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
-@dataclass(frozen=True)
-class LayerSize:
-    """Sizes of the layer. Its data type is bf16 on CUDA and fp32 on the CPU."""
+from benchmarks.testbed.stack_inputs import IterationInput, StackSize, third_of_balanced_iteration_s
+from benchmarks.testbed.testbed_loads import device_max_over_mean
+from megatron_fssdp.collectives.device_clock import elapsed_s
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
+from tests.support.one_card import CardGroups
+from tests.support.virtual_cuda.posing.patches import Patches
 
-    num_tokens: int
-    hidden_size: int
-    ffn_size: int
-    num_experts: int
-    top_k: int
+RANKS, NODES, SLOTS = 4, 2, 4
+LINKS = LinkCost(5e-6, 1 / 200e9), LinkCost(10e-6, 1 / 50e9)
+"""What plans believe: NVLink inside a node, and a network of 400 Gb/s for each GPU."""
 
-
+# Layers, experts, top-k, hidden and ffn sizes, tokens of a rank, bytes of an element.
 SIZES = {
-    "toy": LayerSize(64, 32, 64, 4, 2),
-    "fine": LayerSize(8192, 2048, 1408, 64, 6),
-    "coarse": LayerSize(4096, 4096, 14336, 8, 2),
+    "toy": StackSize(2, 8, 2, 32, 64, 512, 4),
+    "small": StackSize(2, 16, 2, 1024, 4096, 8192, 2),
+    "coarse": StackSize(2, 8, 2, 4096, 14336, 4096, 2),
+    "fine": StackSize(2, 64, 8, 7168, 2048, 2048, 2),
 }
+VARIANTS: dict[str, dict[str, Any]] = {"none": {}, "ep": {}, "fssdp": {"slots": SLOTS, "reshard_interval": 0}}
+WARM_UP = 3  # loads are known from the second iteration on
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
-def main() -> None:
-    """Measure on the device that the options name."""
+class Turns:
+    """The time in which a rank has the card; without a lock, ranks compute at once.
+
+    Attributes:
+        seconds: Time since the caller last set it to zero.
+    """
+
+    def __init__(self, lock: TextIO | None) -> None:
+        self._lock, self._since_s, self.seconds = lock, 0.0, 0.0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Hold the card."""
+        self._take()
+        try:
+            yield
+        finally:
+            self._give()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Give the card to others while this rank waits; nothing if it does not hold the card."""
+        if not self._since_s or self._lock is None:
+            yield
+            return
+        self._give()
+        try:
+            yield
+        finally:
+            self._take()
+
+    def _take(self) -> None:
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._since_s = time.perf_counter()
+
+    def _give(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self.seconds += time.perf_counter() - self._since_s
+        self._since_s = 0.0
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+class Layers:
+    """A stack of MoE layers under one strategy."""
+
+    def __init__(self, name: str, config: Any, profile: LayerProfile, device: torch.device) -> None:
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+        from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+        import megatron_fssdp
+
+        use_te = HAVE_TE and device.type == "cuda"
+        words = {"use_te": use_te, "num_experts": config.num_moe_experts, "moe_grouped_gemm": use_te}
+        self.runtime, self.num_replicas = None, dict[int, int]()  # by layer, in the last iteration
+        if name == "none":
+            spec = get_moe_module_spec(**words)
+        else:
+            session = megatron_fssdp.start_session(name, {**VARIANTS[name], "nodes": NODES})
+            self.runtime = session.runtime
+            spec = megatron_fssdp.get_moe_module_spec(session=session, **words)
+        self.layers = [spec(config=config, pg_collection=None).to(device) for _ in range(config.num_layers)]
+        for number, layer in enumerate(self.layers, 1):
+            layer.set_layer_number(number)
+        for slot_layer in self.runtime.layers if self.runtime else ():
+            slot_layer.context = replace(slot_layer.context, profile=profile)
+            slot_layer.on_pass = partial(self._note, slot_layer.context.layer, slot_layer.on_pass)
+
+    def run(self, hidden: torch.Tensor, upstream: torch.Tensor, routing: Sequence[Any]) -> torch.Tensor:
+        """Run both passes of an iteration and return the output; ``routing`` has probabilities and maps."""
+        runtime = self.runtime
+        leaf = hidden.detach().requires_grad_()
+        for layer in self.layers:
+            layer.zero_grad(set_to_none=True)
+        if runtime is not None:
+            runtime.begin_iteration(num_micro_batches=1)
+            runtime.begin_passes()
+            runtime.layers[0].launch(leaf)
+        output = leaf
+        for layer, forced in zip(self.layers, routing, strict=True):
+            layer.router.forward = lambda *_, forced=forced, **__: forced
+            output = output + layer(torch.tanh(output))[0]
+        output.backward(upstream)
+        if runtime is not None:
+            runtime.finish_gradients()
+            runtime.end_passes()
+            runtime.end_iteration()
+        return output.detach()
+
+    def _note(self, number: int, bind: Callable[[SlotPass], None], one: SlotPass) -> None:
+        self.num_replicas[number] = one.plan.placement.num_replicas
+        bind(one)
+
+
+def main() -> int:
+    """Start the ranks, or measure on one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=SIZES, help="default: coarse and fine on CUDA, toy on the CPU")
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--cpu", action="store_true", help="use the CPU although there is a CUDA device")
-    parser.add_argument("--virtual", action="store_true", help="use a virtual CUDA device")
+    parser.add_argument("--sizes", default="small,coarse,fine", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--workload", choices=WORKLOADS, default="W1")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.repetitions < 2:
-        parser.error(
-            f"--repetitions {options.repetitions}: wanted 2 or more, because the result includes quartiles"
-        )
-    if options.virtual:
-        sys.path.insert(0, str(Path(__file__).parents[1]))
-        from tests.support.virtual_cuda import virtual_cuda
-    with virtual_cuda() if options.virtual else nullcontext() as virtual:
-        measure_all(options, virtual)
-    for finding in virtual.findings if virtual is not None else ():
-        print(finding, file=sys.stderr)
-    if virtual is not None and virtual.findings:
-        sys.exit(EXIT_FINDINGS)
+    if "RANK" in os.environ:
+        measure(options)
+        return 0
+    with tempfile.NamedTemporaryFile(prefix="turns-") as lock:
+        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        environment = {**os.environ, "TURNS": lock.name, "MEGATRON_FSSDP_DEVICE": options.device}
+        command = [sys.executable, *words, __file__, *sys.argv[1:]]
+        return subprocess.run(command, env=environment).returncode
 
 
-def measure_all(options: argparse.Namespace, virtual: Any) -> None:
-    """Measure all sizes and print the results. With ``--out``, also write them as JSON."""
-    on_gpu = start(options.cpu)
-    default = ["coarse", "fine"] if on_gpu and virtual is None else ["toy"]
-    names = [options.size] if options.size else default
-    records = [measure(name, on_gpu, options.repetitions, virtual) for name in names]
-    if virtual is not None:
-        records = [without_times(record) for record in records]
-    for name, record in zip(names, records, strict=True):
-        print("\n".join(lines(name, record)))
-    if options.out is not None:
-        facts = {"date": str(date.today()), "device": device_name(on_gpu)}
-        options.out.write_text(
-            json.dumps({**facts, "sizes": dict(zip(names, records, strict=True))}, indent=1)
-        )
-        print(f"wrote {options.out}")
+def measure(options: argparse.Namespace) -> None:
+    """Measure all sizes on this rank. The first rank prints, and writes the results after each size."""
+    on_gpu = options.device == "cuda"
+    with Patches() as patches, open(os.environ["TURNS"]) as lock:
+        turns = Turns(lock if on_gpu else None)
+        CardGroups(poses=on_gpu, around_waits=turns.aside).install(patches)
+        if on_gpu:
+            torch.cuda.set_device(0)
+        else:
+            from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
+
+            cpu_runtime.install()
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        card = torch.cuda.get_device_name() if on_gpu else "CPU"
+        record: dict[str, Any] = {
+            "date": str(date.today()),
+            "card": f"{card}, torch {torch.__version__}",
+            "ranks": RANKS,
+            "workload": options.workload,
+            "links": [asdict(link) for link in LINKS],
+            "sizes": {},
+        }
+        from megatron_fssdp.testing.parallel_state import megatron_parallel_state
+
+        with megatron_parallel_state(ep=RANKS):
+            for name in options.sizes.split(","):
+                found = measure_size(SIZES[name], options, turns, torch.device(options.device))
+                record["sizes"][name] = found
+                if dist.get_rank() == 0:
+                    print("\n".join(lines(name, found)), flush=True)
+                    if options.out is not None:
+                        options.out.write_text(json.dumps(record, indent=1))
+        dist.destroy_process_group()
 
 
-def start(on_cpu: bool) -> bool:
-    """Start a process group of one rank, with Megatron's CPU runtime if needed.
-
-    Return whether it uses CUDA.
-    """
-    import torch
-    import torch.distributed as dist
-
-    on_gpu = torch.cuda.is_available() and not on_cpu
-    if not on_gpu:
-        os.environ["MEGATRON_FSSDP_DEVICE"] = "cpu"
-        from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
-
-        cpu_runtime.install()
-    else:
-        torch.cuda.set_device(0)
-    if not dist.is_initialized():
-        store = dist.HashStore()
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
-    return on_gpu
-
-
-def device_name(on_gpu: bool) -> str:
-    """Return the name of the device and the version of torch."""
-    import torch
-
-    name = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
-    return f"{name}, torch {torch.__version__}"
-
-
-def measure(name: str, on_gpu: bool, repetitions: int, virtual: Any = None) -> dict[str, Any]:
-    """Measure one size and return all results as plain data.
+def measure_size(
+    size: StackSize, options: argparse.Namespace, turns: Turns, device: torch.device
+) -> dict[str, Any]:
+    """Return the results of all variants, which take the same iterations one after the other.
 
     Raises:
-        RuntimeError: The outputs of the forms differ.
+        RuntimeError: The outputs of the variants differ.
     """
-    import torch
+    from megatron_fssdp.planning.placement.topology import Topology
 
-    from megatron_fssdp.testing.parallel_state import megatron_parallel_state
-
-    size, device = SIZES[name], torch.device("cuda" if on_gpu else "cpu")
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    with megatron_parallel_state():
-        layers = build_layers(size, device, dtype, is_virtual=virtual is not None)
-        generator = torch.Generator().manual_seed(3)
-        hidden, upstream = (
-            torch.randn(size.num_tokens, 1, size.hidden_size, generator=generator).to(device, dtype)
-            for _ in range(2)
+    rank, dtype = dist.get_rank(), torch.bfloat16 if device.type == "cuda" else torch.float32
+    cluster = ClusterCost(*LINKS, matrix_flops_per_s(size, turns, device, dtype))
+    before_s = third_of_balanced_iteration_s(size, Topology.uniform(RANKS, NODES), cluster)
+    costs = size.expert_bytes, size.token_bytes, size.flops_per_token
+    profile = LayerProfile(before_s, cluster, *costs, memory_capacity=SLOTS)
+    config = config_of(size, dtype, on_cpu=device.type == "cpu")
+    stacks = {name: Layers(name, config, profile, device) for name in VARIANTS}
+    weights = [layer.state_dict() for layer in stacks["none"].layers]
+    for stack in stacks.values():
+        for layer, state in zip(stack.layers, weights, strict=True):
+            layer.load_state_dict(
+                {key: value for key, value in state.items() if value is not None}, strict=False
+            )
+    num_iterations = WARM_UP + options.repetitions + 1
+    shape = WorkloadShape(RANKS, size.num_experts, size.tokens_per_rank, size.top_k, num_iterations)
+    counts_IDE = WORKLOADS[options.workload].counts(shape)
+    seconds: dict[str, list[Any]] = {name: [] for name in stacks}  # of each iteration and rank
+    difference, others = 0.0, dict[str, np.ndarray]()
+    for iteration, counts_DE in enumerate(counts_IDE):
+        drawn = IterationInput.draw(np.stack([counts_DE[rank]] * size.num_layers), size, (iteration, rank))
+        hidden, upstream = (one.unsqueeze(1).to(device, dtype) for one in (drawn.hidden, drawn.gradient))
+        routing = [(one.probs.to(device), one.routing_map.to(device)) for one in drawn.layers]
+        outputs = {}
+        for name, stack in stacks.items():
+            is_last = iteration == num_iterations - 1
+            with watched(device, is_last) as seen:
+                turns.seconds = 0.0
+                with turns.computing():
+                    outputs[name] = stack.run(hidden, upstream, routing)
+            if is_last:
+                others[name] = gathered(seen)
+            elif iteration >= WARM_UP:
+                seconds[name].append(gathered([turns.seconds])[:, 0])
+        scale = outputs["none"].abs().max()
+        difference = max(
+            difference, *(float((one - outputs["none"]).abs().max() / scale) for one in outputs.values())
         )
-        results = {name: both_passes(layer, hidden, upstream) for name, layer in layers.items()}
-        difference = float(
-            (results[OURS] - results[SEQUENTIAL]).abs().max() / results[SEQUENTIAL].abs().max()
-        )
-        if difference > (5e-2 if on_gpu else 1e-4):
-            raise RuntimeError(f"outputs differ by {difference:.1e}, so the forms do not do the same work")
-        calls = {name: (lambda x=layer: both_passes(x, hidden, upstream)) for name, layer in layers.items()}
-        seconds = take_turns(calls, device, repetitions)
-        return {
-            "size": asdict(size),
-            "relative_difference": difference,
-            "seconds": {name: quartiles(times) for name, times in seconds.items()},
-            "megatron_over_ours": {
-                name: quartiles([a / b for a, b in zip(times, seconds[OURS], strict=True)])
-                for name, times in seconds.items()
-                if name != OURS
-            },
-            "host_overhead_s": host_overhead(layers[OURS], calls[OURS], device, repetitions),
-            "host_synchronizations": {
-                name: count_synchronizations(call, virtual) if on_gpu else None
-                for name, call in calls.items()
-            },
-        }
+    difference = float(gathered([difference]).max())
+    if not difference <= TOLERANCES[dtype]:
+        raise RuntimeError(f"outputs differ by {difference:.1e}, so the variants do not do the same work")
+    busiest = {name: np.max(found, axis=1) / size.num_layers for name, found in seconds.items()}
+    return {
+        "size": asdict(size),
+        "matrix_flops_per_s": cluster.expert_flops_per_s,
+        "device_max_over_mean": device_max_over_mean(counts_IDE[WARM_UP]),
+        "relative_difference": difference,
+        "layer": {
+            name: {
+                "busiest_s": quartiles(busiest[name]),
+                "mean_s": quartiles(np.mean(seconds[name], axis=1) / size.num_layers),
+                "none_over_this": quartiles(busiest["none"] / busiest[name]),
+                "kernels": int(others[name][:, 0].max()) // size.num_layers,
+                "kernels_s": float(others[name][:, 1].max()) / size.num_layers,
+                "replicas": sum(stacks[name].num_replicas.values()) / size.num_layers,
+                "peak_bytes_above_weights": int(others[name][:, 2].max()),
+            }
+            for name in seconds
+        },
+    }
 
 
-def build_layers(size: LayerSize, device: Any, dtype: Any, *, is_virtual: bool = False) -> dict[str, Any]:
-    """Return the forms of the layer by name.
-
-    They have the same router and, if shapes agree, the same experts. A virtual device has no random generator
-    of its own, so weights are drawn on the CPU there.
-    """
-    import torch
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+def config_of(size: StackSize, dtype: torch.dtype, *, on_cpu: bool) -> Any:
+    """Return Megatron's config of the layers."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    import megatron_fssdp
-
-    config = TransformerConfig(
-        num_layers=1,
+    return TransformerConfig(
+        num_layers=size.num_layers,
         hidden_size=size.hidden_size,
         num_attention_heads=1,
         ffn_hidden_size=size.ffn_size,
         moe_ffn_hidden_size=size.ffn_size,
         num_moe_experts=size.num_experts,
+        expert_model_parallel_size=RANKS,
         moe_router_topk=size.top_k,
         moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        use_cpu_initialization=device.type == "cpu" or is_virtual,
+        use_cpu_initialization=on_cpu,
         gradient_accumulation_fusion=False,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
     )
-    specs = {
-        SEQUENTIAL: get_moe_module_spec(use_te=False, num_experts=size.num_experts),
-        OURS: megatron_fssdp.get_moe_module_spec(
-            use_te=False, num_experts=size.num_experts, strategy="ep", settings={}
-        ),
-    }
-    if HAVE_TE and device.type == "cuda":
-        specs[TE_GROUPED] = get_moe_module_spec(
-            use_te=True, num_experts=size.num_experts, moe_grouped_gemm=True
-        )
-    layers = {}
-    for name, spec in specs.items():
-        layer = spec(config=config, pg_collection=None).to(device)
-        layer.set_layer_number(1)
-        layers[name] = layer
-    stock = {key: value for key, value in layers[SEQUENTIAL].state_dict().items() if value is not None}
-    layers[OURS].load_state_dict(stock, strict=False)
-    if TE_GROUPED in layers:
-        layers[TE_GROUPED].router.load_state_dict(layers[SEQUENTIAL].router.state_dict())
-    return layers
 
 
-def both_passes(layer: Any, hidden: Any, upstream: Any) -> Any:
-    """Run forward and backward passes with new gradients, and return the output."""
-    layer.zero_grad(set_to_none=True)
-    leaf = hidden.detach().requires_grad_()
-    output = layer(leaf)[0]
-    output.backward(upstream)
-    return output.detach()
+def matrix_flops_per_s(size: StackSize, turns: Turns, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the throughput on an expert's rows under even loads; the same number on all ranks."""
+    rows = size.tokens_per_rank * size.top_k * RANKS // size.num_experts
+    shapes = (rows, size.hidden_size), (size.hidden_size, size.ffn_size)
+    x, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+    with turns.computing():
+        seconds = [elapsed_s(lambda: [x @ weight for _ in range(20)], device) / 20 for _ in range(5)]
+    mine = 2 * rows * size.hidden_size * size.ffn_size / statistics.median(seconds[1:])
+    return float(gathered([mine]).mean())
 
 
-def take_turns(calls: dict[str, Callable[[], Any]], device: Any, repetitions: int) -> dict[str, list[float]]:
-    """Return the seconds of each call in each round. Every round has a new random order."""
-    from megatron_fssdp.collectives.device_clock import elapsed_s
-
-    order, seconds = random.Random(0), {name: [] for name in calls}
-    for number in range(_WARM_UP + repetitions):
-        for name in order.sample(list(calls), len(calls)):
-            taken_s = elapsed_s(calls[name], device)
-            if number >= _WARM_UP:
-                seconds[name].append(taken_s)
-    return seconds
+def gathered(values: Sequence[float]) -> np.ndarray:
+    """Return the numbers of all ranks, ``[D, numbers]``."""
+    of_all: list[Any] = [None] * RANKS
+    dist.all_gather_object(of_all, list(values))
+    return np.array(of_all, dtype=np.float64)
 
 
-def host_overhead(layer: Any, call: Callable[[], Any], device: Any, repetitions: int) -> list[float]:
-    """Return quartiles of the host seconds for planning and preparing the dispatch of one layer."""
-    from megatron_fssdp.collectives.device_clock import synchronize
+@contextmanager
+def watched(device: torch.device, is_watched: bool) -> Iterator[list[float]]:
+    """Yield a list that gets this rank's number of kernels, their seconds, and the bytes allocated at most.
 
-    slot_layer, spent_s, totals = layer.slot_layer, [0.0], []
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            synchronize(device)
-            started_s = time.perf_counter()
-            result = function(*args, **kwargs)
-            spent_s[0] += time.perf_counter() - started_s
-            return result
-
-        return run
-
-    prepare, remap = slot_layer.prepare, slot_layer.remap
-    slot_layer.prepare, slot_layer.remap = timed(prepare), timed(remap)
-    try:
-        for number in range(_WARM_UP + repetitions):
-            spent_s[0] = 0.0
-            call()
-            if number >= _WARM_UP:
-                totals.append(spent_s[0])
-    finally:
-        slot_layer.prepare, slot_layer.remap = prepare, remap
-    return quartiles(totals)
-
-
-def count_synchronizations(call: Callable[[], Any], virtual: Any) -> int:
-    """Return how often the host waits for the device in both passes."""
-    import torch
-
-    if virtual is not None:
-        before = len(virtual.host_syncs)
-        call()
-        return len(virtual.host_syncs) - before
-    torch.cuda.synchronize()
+    Copies are not kernels. Bytes of before, those of the weights, are not counted.
+    """
+    found: list[float] = []
+    if device.type != "cuda" or not is_watched:
+        yield found
+        found += [0, 0.0, 0]
+        return
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-    # The profiler itself waits once at its end.
-    waits = ("cudaStreamSynchronize", "cudaEventSynchronize")
-    return sum(one.count for one in profile.key_averages() if one.key in waits)
+        yield found
+    on_card = [one for one in profile.key_averages() if one.device_type == torch.autograd.DeviceType.CUDA]
+    own = [one for one in on_card if not one.key.startswith(("Memcpy", "Memset"))]
+    found += [sum(one.count for one in own), sum(one.self_device_time_total for one in own) / 1e6]
+    found.append(torch.cuda.max_memory_allocated() - before)
 
 
-def quartiles(values: list[float]) -> list[float]:
+def quartiles(values: Any) -> list[float]:
     """25th, 50th and 75th percentile."""
-    return statistics.quantiles(values, n=4, method="inclusive")
+    return [float(one) for one in np.percentile(values, (25, 50, 75))]
 
 
-def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the results that do not depend on time, because times of a virtual device mean nothing."""
-    kept = ("size", "relative_difference", "host_synchronizations")
-    return {"virtual": "no times", **{key: record[key] for key in kept}}
-
-
-def lines(name: str, record: dict[str, Any]) -> list[str]:
+def lines(name: str, found: dict[str, Any]) -> list[str]:
     """Return the lines to print for one size."""
 
-    def shown(values: list[float], scale: float = 1.0, digits: int = 2) -> str:
-        low, median, high = (f"{value * scale:.{digits}f}" for value in values)
+    def shown(values: Sequence[float], scale: float = 1.0) -> str:
+        low, median, high = (f"{value * scale:.2f}" for value in values)
         return f"{median} ({low}-{high})"
 
-    found = [f"{name}: {record['size']}; {record.get('virtual', 'medians (quartiles)')}"]
-    found += [f"  {form}: {shown(times, 1e3)} ms" for form, times in record.get("seconds", {}).items()]
-    found += [
-        f"  {form} / ours: {shown(ratios)} (above 1: ours is faster)"
-        for form, ratios in record.get("megatron_over_ours", {}).items()
+    said = [
+        f"{name}: {found['size']}; matrices at {found['matrix_flops_per_s'] / 1e12:.0f} TFLOP/s; busiest "
+        f"device {found['device_max_over_mean']:.2f} × mean load; outputs differ by "
+        f"{found['relative_difference']:.1e}"
     ]
-    if "host_overhead_s" in record:
-        host = shown(record["host_overhead_s"], 1e6, 0)
-        found.append(f"  host time for planning and preparing the dispatch: {host} us per layer")
-    counts = [
-        f"{form} {'not counted' if count is None else count}"
-        for form, count in record["host_synchronizations"].items()
-    ]
-    found.append(f"  largest relative difference of the outputs: {record['relative_difference']:.1e}")
-    found.append(f"  host synchronizations, both passes: {', '.join(counts)}")
-    return found
+    for variant, one in found["layer"].items():
+        busiest, mean = shown(one["busiest_s"], 1e3), shown(one["mean_s"], 1e3)
+        said += [
+            f"  {variant}: ms a layer: busiest rank {busiest}, mean {mean}; none / this "
+            f"{shown(one['none_over_this'])}; {one['replicas']:.1f} replicas; {one['kernels']} kernels in "
+            f"{one['kernels_s'] * 1e3:.2f} ms; {one['peak_bytes_above_weights'] / 2**30:.2f} GiB more"
+        ]
+    return said
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -124,26 +124,23 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
 
 def _layer_times(out: Path, *, is_virtual: bool) -> str:
     cells: list[tuple[str, ...]] = []
-    with suppress(
-        OSError, ValueError, KeyError, TypeError, AttributeError
-    ):  # a step may have written anything
+    # A step may have written anything.
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         found = json.loads((out / "results" / "gpu_layer.json").read_text(encoding="utf-8"))
-        for size, record in found["sizes"].items():
-            for form, waits in record["host_synchronizations"].items():
-                times = ("no times", "") if is_virtual else _times(record, form)
-                cells.append((size, form, *times, str(waits)))
+        for size, of_size in found["sizes"].items():
+            for variant, one in of_size["layer"].items():
+                times = _ms(one["busiest_s"]), f"{one['none_over_this'][1]:.2f}"
+                kernels = f"{one['kernels']} in {one['kernels_s'] * 1e3:.2f} ms"
+                cells.append((size, variant, *times, kernels, f"{one['replicas']:.1f}"))
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         found = json.loads((out / "results" / "overlap.json").read_text(encoding="utf-8"))
         for one in found["summaries"] if not is_virtual else ():
             ratio = f"{one['overlapped_over_in_turn'][1]:.2f} of in turn"
-            cells.append((one["setting"], "transfers overlapped", _ms(one["seconds_overlapped"]), ratio, ""))
-    header = ("size", "form", "ms, median (quartiles)", "over ours", "host waits")
-    return _table("Time of one MoE layer, forward and backward", header, cells)
-
-
-def _times(record: dict[str, dict[str, list[float]]], form: str) -> tuple[str, str]:
-    ratio = record["megatron_over_ours"].get(form)
-    return _ms(record["seconds"][form]), f"{ratio[1]:.2f}" if ratio else ""
+            cells.append((one["setting"], "transfers overlapped", _ms(one["seconds_overlapped"]), ratio))
+    header = ("size", "strategy", "busiest rank, ms (quartiles)", "none over this", "kernels", "replicas")
+    return _table(
+        "Time of one MoE layer under uneven loads, forward and backward, without links", header, cells
+    )
 
 
 def _ms(quartiles_s: Sequence[float]) -> str:

@@ -111,15 +111,15 @@ def written(out: Path, results: Mapping[str, Any]) -> None:
 def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     row = {"case": "fssdp", "precision": "bf16", "losses": [8.0, 4.5], "difference": 2e-7, "problem": ""}
     row |= {"num_replicas": 3, "num_resharded": 0, "peak_gib": 1.5, "predicted": "1.4 GiB <of> experts"}
-    times = {"seconds": {"ours": [1e-3, 2e-3, 3e-3]}, "host_synchronizations": {"ours": 0}}
-    layer = {"sizes": {"coarse": {**times, "megatron_over_ours": {"ours": [1.0, 1.25, 1.5]}}}}
+    fssdp = {"busiest_s": [1e-3, 2e-3, 3e-3], "none_over_this": [1.0, 1.25, 1.5], "replicas": 2.5}
+    layer = {"sizes": {"coarse": {"layer": {"fssdp": {**fssdp, "kernels": 77, "kernels_s": 1e-3}}}}}
     written(tmp_path, {"parity.jsonl": row, "gpu_layer.json": layer, "overlap.json": {"damaged": []}})
     (tmp_path / "logs" / "doctor.txt").write_text("```\nok      GPUs: 8 × NVIDIA <H100>\n```\n<details>…")
     steps = [Step("doctor", ("true",), 1), Step("overlap", ("true",), 1).failed("<a reason>")]
     html = page_html(tmp_path, "FAILED: 2 steps", steps, 8, "cuda")
     for part in (
         *("FAILED: 2 steps", "8 GPUs", "8 × NVIDIA &lt;H100&gt;", "&lt;a reason&gt;", "4.500000", "2.0e-07"),
-        *("1.50", "1.4 GiB &lt;of&gt; experts", "2.00 (1.00 to 3.00)", "1.25"),
+        *("1.50", "1.4 GiB &lt;of&gt; experts", "2.00 (1.00 to 3.00)", "1.25", "77 in"),
     ):
         assert part in html
     assert "No GPU was used" not in html
@@ -127,7 +127,6 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     assert "shared one GPU" in page_html(tmp_path, "PASSED", steps[:1], 4, "one-card")
     virtual = page_html(tmp_path, "PASSED", steps[:1], 4, "virtual")
     assert "nothing about speed" in virtual
-    assert "2.00 (1.00 to 3.00)" not in virtual
 
 
 def check(monkeypatch: pytest.MonkeyPatch, out: Path, gpus: int = 2) -> int:
@@ -187,6 +186,6 @@ def test_the_whole_check_passes_on_virtual_devices(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     verdicts = {each["name"]: each["verdict"] for each in found["steps"]}
     assert set(verdicts.values()) <= {"passed", "skipped"}
-    assert verdicts["gpu_layer"] == verdicts["overlap"] == "passed"
+    assert verdicts["overlap"] == "passed"
     moved = {row["case"] for row in found["parity"] if row["num_replicas"] or row["num_resharded"]}
     assert {"fssdp-rematerialized", "fastermoe-smart-schedule", "quota"} <= moved
