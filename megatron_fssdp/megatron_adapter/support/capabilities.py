@@ -97,6 +97,8 @@ SEAMS = _seams(
       TransformerBlock.sharded_state_dict | names experts by layer and number | checkpoints
     megatron.core.models.hybrid.hybrid_block
       HybridStack.sharded_state_dict | names experts of hybrid models likewise | checkpoints
+    megatron.core.datasets.utils
+      compile_helpers | uses compiled dataset helpers where there are some | every
     megatron.training.arguments
       add_megatron_arguments | adds its command-line arguments | every
       parse_args | checks that its arguments were parsed | every
