@@ -47,6 +47,11 @@ echo "bundle: wheels for Python $version on $platform"
 echo "bundle: the project"
 mkdir "$partial/project"
 (cd "$ROOT" && git ls-files -z | tar --create --null --files-from=-) | tar --extract --directory "$partial/project"
+# Without metadata, the check could not say which commit it is.
+commit="$(git -C "$ROOT" rev-parse --short HEAD)"
+metadata="$partial/project/megatron_fssdp-0.1.0+g$commit.dist-info"
+mkdir "$metadata"
+printf 'Metadata-Version: 2.1\nName: megatron-fssdp\nVersion: 0.1.0+g%s\n' "$commit" >"$metadata/METADATA"
 if [[ "$version" == "$own_version" ]]; then
   (cd "$ROOT" && find megatron_fssdp -name '*.so' -print0 | tar --create --null --files-from=-) |
     tar --extract --directory "$partial/project"
