@@ -61,7 +61,11 @@ def write_results(out: Path, steps: Sequence[Step], ranks: int, device: str) -> 
 
 def page_html(out: Path, verdict: str, steps: Sequence[Step], ranks: int, device: str) -> str:
     """Return the page as HTML text that needs no other file and no network."""
-    doctor = log_end(out / "logs" / "doctor.txt").partition("<details>")[0].strip("`\n")
+    doctor = ""
+    with suppress(OSError):
+        doctor = (
+            (out / "logs" / "doctor.txt").read_text(errors="replace").partition("<details>")[0].strip("`\n")
+        )
     failed = [step for step in steps if step.verdict == "failed"]
     kind = "failed" if failed else "passed"
     body = [
@@ -94,32 +98,31 @@ def _parity(out: Path) -> list[dict[str, Any]]:
 
 
 def _losses(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table of trainings, one row for each case with both precisions."""
+    by_case: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], {})[row["precision"]] = row
+    cells = []
+    for case, by_precision in by_case.items():
+        line = [case]
+        for precision in ("fp32", "bf16"):
+            one = by_precision.get(precision)
+            loss = f"{one['losses'][-1]:.6f}" if one and one["losses"] else "none" if one else ""
+            line += [loss, (one["problem"] or f"{one['difference']:.1e}") if one else ""]
+        last = [*by_precision.values()][-1]
+        predicted = last["predicted"].partition(":")[0].removeprefix("experts ")
+        line += [
+            str(last["num_replicas"]),
+            str(last["num_resharded"]),
+            f"{last['peak_gib']:.2f} GiB",
+            predicted,
+        ]
+        cells.append(line)
     header = (
-        "strategy",
-        "precision",
-        "last loss",
-        "difference",
-        "replicas",
-        "moved",
-        "memory seen, GiB",
-        "predicted",
+        *("strategy", "fp32 loss", "from none", "bf16 loss", "from none"),
+        *("replicas", "moved", "memory seen", "of experts, predicted"),
     )
-    cells = [
-        (
-            *(row["case"], row["precision"], f"{row['losses'][-1]:.6f}" if row["losses"] else "none"),
-            row["problem"] or f"{row['difference']:.1e}",
-            *(
-                str(row["num_replicas"]),
-                str(row["num_resharded"]),
-                f"{row['peak_gib']:.2f}",
-                row["predicted"],
-            ),
-        )
-        for row in rows
-    ]
-    return _table(
-        "Losses of the strategies, their largest relative difference from none, and memory", header, cells
-    )
+    return _table("Losses, their largest relative difference from none, and memory of a rank", header, cells)
 
 
 def _layer_times(out: Path, *, is_virtual: bool) -> str:

@@ -110,16 +110,18 @@ def written(out: Path, results: Mapping[str, Any]) -> None:
 
 def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     row = {"case": "fssdp", "precision": "bf16", "losses": [8.0, 4.5], "difference": 2e-7, "problem": ""}
-    row |= {"num_replicas": 3, "num_resharded": 0, "peak_gib": 1.5, "predicted": "1.4 GiB <of> experts"}
+    row |= {"num_replicas": 3, "num_resharded": 0, "peak_gib": 1.5, "predicted": "experts 1.4 <GiB>: …"}
     fssdp = {"busiest_s": [1e-3, 2e-3, 3e-3], "none_over_this": [1.0, 1.25, 1.5], "replicas": 2.5}
     layer = {"sizes": {"coarse": {"layer": {"fssdp": {**fssdp, "kernels": 77, "kernels_s": 1e-3}}}}}
     written(tmp_path, {"parity.jsonl": row, "gpu_layer.json": layer, "overlap.json": {"damaged": []}})
-    (tmp_path / "logs" / "doctor.txt").write_text("```\nok      GPUs: 8 × NVIDIA <H100>\n```\n<details>…")
+    (tmp_path / "logs" / "doctor.txt").write_text(
+        "```\nok      GPUs: 8 × NVIDIA <H100>\n```\n<details>" + 9999 * "…"
+    )
     steps = [Step("doctor", ("true",), 1), Step("overlap", ("true",), 1).failed("<a reason>")]
     html = page_html(tmp_path, "FAILED: 2 steps", steps, 8, "cuda")
     for part in (
         *("FAILED: 2 steps", "8 GPUs", "8 × NVIDIA &lt;H100&gt;", "&lt;a reason&gt;", "4.500000", "2.0e-07"),
-        *("1.50", "1.4 GiB &lt;of&gt; experts", "2.00 (1.00 to 3.00)", "1.25", "77 in"),
+        *("1.50", "1.4 &lt;GiB&gt;", "2.00 (1.00 to 3.00)", "1.25", "77 in"),
     ):
         assert part in html
     assert "No GPU was used" not in html
