@@ -50,18 +50,18 @@ NCCL_BUFFER_MIB = 4
 DEEPEP_FAR_BYTES_PER_S, DEEPEP_NEAR_SHARE = 90e9 / 2, 726 / 900 * 7 / 8
 LAYOUT = ("job", "stages × EP × copies", "MoE layers of a stage", "fits", "GiB, ep", "GiB, fssdp")
 MESSAGES = ("spAG, mean", "spAG, most", "spRS, mean", "spRS, most", "GiB sent, most")
-GROUPS = ("groups in all", "peers", "peers in the node", "MiB of buffers per channel")
+GROUPS = ("groups in all", "peers", "peers in the node", "buffers, MiB per channel")
 HOST = ("planning, ms", "slots", "GiB of slots", "GiB of transfer buffers")
 SECONDS = (
-    "busiest over mean, ep",
-    "busiest over mean, fssdp",
+    "max/mean, ep",
+    "max/mean, fssdp",
     "ep, s",
     "fssdp, s",
     "fssdp over ep",
     "even loads",
 )
-ONCE = ("ep once, s", "fssdp once, s", "fssdp once over ep once", "fssdp over ep once")
-DEEPEP = ("ep DeepEP, s", "fssdp DeepEP, s", "fssdp over ep, DeepEP")
+ONCE = ("ep once, s", "fssdp once, s", "both once", "only ep once")
+DEEPEP = ("ep DeepEP, s", "fssdp DeepEP, s", "both DeepEP")
 COLUMNS = (*LAYOUT, *MESSAGES, *GROUPS, *HOST, *SECONDS, *ONCE, *DEEPEP)
 
 
