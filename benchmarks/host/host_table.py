@@ -26,6 +26,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.slots.slot_table import SlotTable
 from megatron_fssdp.runtime.layers.slot_pass import source_table
+from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
@@ -38,9 +39,9 @@ NOTHING_MS = 0.02
 """Shorter times are those of calls that plan nothing."""
 
 
-def median_ms(name: str, num_experts: int, num_devices: int, iterations: int) -> list[float]:
-    """CPU milliseconds of a plan before the gate, a plan after it, and a rank's part of the dispatch."""
-    job = job_of(num_experts, num_devices, 1)
+def median_ms(name: str, job: MoeJob, iterations: int) -> list[float]:
+    """CPU milliseconds of a layer: a plan before the gate, one after it, a rank's part of the dispatch."""
+    num_experts, num_devices = job.num_experts, job.num_devices
     cluster = load_cluster("h200").model_copy(update={"num_nodes": max(1, num_devices // 8)})
     strategy = build_strategy(name, STRATEGIES[name].settings.model_validate({}))
     profile = layer_profile(job, cluster, strategy.replica_life)
@@ -96,7 +97,8 @@ def main() -> None:
     given = parser.parse_args()
     print(f"planning kernels: {kernel_form()}; (experts, devices): {SIZES}")
     times = {
-        name: np.array([median_ms(name, *size, given.iterations) for size in SIZES]).T for name in names()
+        name: np.array([median_ms(name, job_of(*size, 1), given.iterations) for size in SIZES]).T
+        for name in names()
     }
     print(table := source(times))
     if given.write:

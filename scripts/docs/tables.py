@@ -84,7 +84,11 @@ def _sentence(kind: str) -> str:
 
 
 def results(words: str) -> str:
-    """A file of ``benchmarks/results`` as a table: ``NAME``, or ``NAME by COLUMN: COLUMN`` (a pivot)."""
+    """A file of ``benchmarks/results`` as a table: ``NAME``, or ``NAME by COLUMN: COLUMN`` (a pivot).
+
+    ``NAME of COLUMN; COLUMN…`` shows these columns, and only rows with a value behind the first of them.
+    """
+    words, _, chosen = words.partition(" of ")
     name, _, pivot = words.partition(" by ")
     path = max(RESULTS.glob(f"20??-??-??-{name}.json"))  # the newest
     run = json.loads(path.read_text(encoding="utf-8"))
@@ -92,6 +96,10 @@ def results(words: str) -> str:
     if pivot:
         return _pivot(columns, rows, *pivot.split(": "))
     shown = [column for column in columns if not column.endswith((" q1", " q3"))]
+    if chosen:
+        shown = chosen.split("; ")
+        others = [columns.index(column) for column in shown[1:]]
+        rows = [row for row in rows if any(row[other] is not None for other in others)]
     header = [column or " " for column in shown]
     return table(header, zip(*(_column(columns, rows, column) for column in shown), strict=True))
 

@@ -1,0 +1,55 @@
+"""The numbers of docs/scale.md are counted as the runtime counts them."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.collectives.sparse.wavefront import steps_of
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, num_stages
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.layer_plan import LayerPlan
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "docs"
+
+
+def test_messages_are_those_that_the_runtime_posts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    scale = importlib.import_module("scale")
+    job, _ = scale.stage_of("Mixtral 8x22B", 64)
+    topology = Topology((0, 0, 0, 0, 1, 1, 1, 1))
+    present_ED = np.eye(8, dtype=bool)
+    present_ED[0] = present_ED[3, 4:7] = True
+    placement = ExpertPlacement(np.arange(8), present_ED)
+    plan = LayerPlan(placement, two_level_transfer(placement, topology))
+    hops = plan.transfer.max_depth + 1
+
+    def posted(num_bytes: int, device: int, *, is_gather: bool) -> int:
+        each = CUDA_MESSAGES.message_bytes(num_bytes, num_stages(hops, adds=not is_gather))
+        steps = steps_of(plan.transfer, device, -(-num_bytes // each), is_gather=is_gather)
+        return sum(len(step.sends) for step in steps)
+
+    elements = job.expert_elements
+    for early in (0.0, 0.25):
+        found_XD = scale.sent_by_devices(replace(plan, early=early), job)
+        parts = [round(early * elements), elements - round(early * elements)]
+        for device in range(8):
+            gathers = sum(posted(2 * part, device, is_gather=True) for part in parts if part)
+            assert found_XD[0, device] == gathers
+            assert found_XD[1, device] == posted(4 * elements, device, is_gather=False)
+    assert found_XD[2].sum() == pytest.approx(placement.num_replicas * elements * (2 + 4) / 2**30)
+
+
+def test_a_stage_has_all_devices_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    scale = importlib.import_module("scale")
+    for model in scale.MODELS:
+        for num_gpus in scale.GPUS:
+            job, stages = scale.stage_of(model, num_gpus)
+            whole, _ = scale.stage_of(model, 8)
+            assert stages * job.num_devices * job.expert_data_parallel_size == num_gpus
+            assert stages * (job.num_layers - 1) < whole.num_layers <= stages * job.num_layers
