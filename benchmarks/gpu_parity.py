@@ -42,7 +42,7 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "ep": ("ep", {}),
     "fssdp": ("fssdp", {}),
     "fssdp-rematerialized": ("fssdp", {**_PLANNED, "rematerialize": True}),
-    "fssdp-resharded": ("fssdp", {**_PLANNED, "reshard_interval": 2}),
+    "fssdp-resharded": ("fssdp", {**_PLANNED, "overlap_degree": 2, "reshard_interval": 2}),
     "fastermoe": ("fastermoe", {}),
     "fastermoe-smart-schedule": ("fastermoe", {"slots": 2, "smart_schedule": True}),
     "prophet": ("prophet", {}),

@@ -191,3 +191,4 @@ def test_the_whole_check_passes_on_virtual_devices(tmp_path: Path) -> None:
     assert verdicts["overlap"] == "passed"
     moved = {row["case"] for row in found["parity"] if row["num_replicas"] or row["num_resharded"]}
     assert {"fssdp-rematerialized", "fastermoe-smart-schedule", "quota"} <= moved
+    assert "fssdp-resharded" in {row["case"] for row in found["parity"] if row["num_resharded"]}
