@@ -118,6 +118,7 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         # outputs that are somebody else's
         ((*PROFILE, "--out", "cluster.yaml"), "cluster.yaml: exists, and this command did not write it"),
         (("report", "done", "--out", "text.txt"), "text.txt: exists, and this command did not write it"),
+        ((*SIMULATE, "--out", "."), "would replace --cluster cluster.yaml"),
         (("data", "build", "data", "--out", "data"), "--out data: lies in the text's folder"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",

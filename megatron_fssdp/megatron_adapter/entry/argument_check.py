@@ -7,12 +7,15 @@ import argparse
 import os
 import traceback
 from collections.abc import Sequence
+from copy import copy
 from datetime import timedelta
+from importlib.util import find_spec
 from inspect import unwrap
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -81,6 +84,29 @@ def check_arguments(
     requested_by(args)
     if on_cpu or ranks_here is not None:
         _validate(args, on_cpu)
+    if ranks_here is not None:
+        check_tokenizer(args)
+
+
+def check_tokenizer(args: Any) -> None:
+    """Raise a ConfigurationError if Megatron cannot load the tokenizer that ``--tokenizer-model`` names."""
+    if args.tokenizer_model is None or args.tokenizer_type in (None, "NullTokenizer"):
+        return
+    asked = f"--tokenizer-type {args.tokenizer_type} --tokenizer-model {args.tokenizer_model}"
+    if args.tokenizer_type == "HuggingFaceTokenizer" and find_spec("transformers") is None:
+        raise ConfigurationError(
+            f"{asked}: needs the package transformers, which is not installed; install it with `pip install "
+            "transformers`, or take another tokenizer"
+        )
+    try:
+        with quiet_output():
+            build_tokenizer(copy(args))  # it writes sizes into the arguments
+    except Exception as error:  # errors of tokenizers and of the network have many types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigurationError(
+            f"{asked}: Megatron cannot load it ({reason}); give a tokenizer that is on this machine or can "
+            "be downloaded"
+        ) from None
 
 
 def check_devices(num_ranks: int) -> None:

@@ -20,6 +20,7 @@ from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.argument_check import (
     add_strategy_arguments,
     check_devices,
+    check_tokenizer,
     fit_to_cpu,
     requested_by,
 )
@@ -101,6 +102,7 @@ def register(by_launcher: bool = False) -> None:
         if not on_cpu and requested.session is not None:
             os.environ.setdefault(*LAUNCH_ORDER)
         validated = validate(args, *rest, **kwargs)
+        check_tokenizer(validated)
         # Rank 0 holds the folder only when all ranks have come here.
         if (record_dir := requested.settings.record_dir) is not None:
             run_lock.refuse_live(record_dir, "record_dir")
