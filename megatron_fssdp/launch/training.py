@@ -1,6 +1,7 @@
 """Trains a model on this machine as YAML files describe it, or returns the command for other machines."""
 
 import importlib.util
+import resource
 import shlex
 import shutil
 import tempfile
@@ -138,8 +139,12 @@ def _run(command: RankCommand, folder: RunFolder, lock: int, console: Console) -
         return code
     if code != 0 or progress.last is None:
         reason = failure_reason(folder.log, log_start)
+        # Without room for the log, the line that was found explains nothing.
+        limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # -1: no limit
         if shutil.disk_usage(folder.path).free < _FULL_BYTES:
-            reason += f" (the disk of {folder.path} is full)"
+            reason = f"the disk of {folder.path} is full; free some space; {reason}"
+        elif 0 <= limit_bytes <= folder.log.stat().st_size:
+            reason = f"{folder.log} has the size that `ulimit -f` allows; raise that limit; {reason}"
         folder.note_stop(progress.reached, reason)
         say(console, f"error: training failed: {reason}", style="red")
         say(console, f"all output: {folder.log}")
