@@ -131,6 +131,7 @@ def _run(command: RankCommand, folder: RunFolder, lock: int, console: Console) -
         ):
             code = run_to_the_end(command.local(Path(scratch)), environment, log, progress.update, lock)
     except KeyboardInterrupt as interrupt:
+        progress.update()  # the ranks may have recorded more since the last poll
         is_saved = saved_iteration(training.save or folder.checkpoints) is not None
         again = "continue with --resume" if is_saved else "no checkpoint yet, start again with --overwrite"
         code = exit_code_after(interrupt)

@@ -136,6 +136,9 @@ def test_only_ranks_with_cores_of_their_own_have_a_speed(cores: int, tmp_path: P
         assert sentence.startswith("fssdp 34.33 × ep; busiest device")
         same = headline_of([runs[0], runs[0]])
         assert "no clear difference: the quartiles overlap" in same
+        write(tmp_path / "short", range(1, 2), RunSession("ep", 1, ranks=4, cores=cores), 2.0)
+        short = headline_of([runs[1], *shown_runs([tmp_path / "short"])])
+        assert "a single iteration, which also allocates, says little" in short
 
 
 def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_path: Path) -> None:
