@@ -92,7 +92,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     "megatron_adapter": {
         "": set(),
         "experts": {""},
-        "cpu": {""},
+        "cpu": {"", "support"},
         "support": {""},
         "routing": {"", "experts", "cpu", "support"},
         "checkpoints": {"", "experts", "cpu", "support"},

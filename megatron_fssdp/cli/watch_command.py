@@ -77,5 +77,5 @@ def _table(run: Path, recent: "list[IterationMetrics]", session: "RunSession | N
         )
         numbers = (f"{plain:.3g}", f"{load:.3g}", f"{replicas:.3g}")
         rows.append((str(of_layer[0].layer), *numbers, format_seconds(spag_s), format_seconds(sprs_s)))
-    caption = f"means of the last {len(recent)} iterations; load: busiest / mean"
+    caption = f"means of the last {len(recent)} iterations; load: busiest / mean" if recent else ""
     return terminal_table(Table(header, tuple(rows)), title, caption)

@@ -39,6 +39,8 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
+    except IsADirectoryError:
+        raise ConfigurationError(f"{path}: is a folder; give the path of a YAML file") from None
     except (OSError, ValueError) as error:  # a ValueError is about bytes that are no UTF-8, or in the name
         raise ConfigurationError(f"{path}: cannot be read ({error}); give a YAML file in UTF-8") from None
     data = parse_yaml(text, str(path))

@@ -37,8 +37,8 @@ def failure_reason(log: Path, start: int = 0) -> str:
     reasons: dict[str, str] = {}
     in_traceback: set[str] = set()
     for line in text.splitlines():
-        if not (mark := _RANK_MARK.match(line)) or not (content := line[mark.end() :]).strip():
-            continue
+        if not (mark := _RANK_MARK.match(line)) or not (content := line[mark.end() :]).strip(" ^~"):
+            continue  # an empty line, or one that marks a place in the line above
         last_lines[mark["rank"]] = content.strip()
         if content.startswith("Traceback (most recent call last)"):
             in_traceback.add(mark["rank"])

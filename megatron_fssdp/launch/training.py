@@ -1,6 +1,7 @@
 """Trains a model on this machine as YAML files describe it, or returns the command for other machines."""
 
 import importlib.util
+import resource
 import shlex
 import shutil
 import tempfile
@@ -130,6 +131,7 @@ def _run(command: RankCommand, folder: RunFolder, lock: int, console: Console) -
         ):
             code = run_to_the_end(command.local(Path(scratch)), environment, log, progress.update, lock)
     except KeyboardInterrupt as interrupt:
+        progress.update()  # the ranks may have recorded more since the last poll
         is_saved = saved_iteration(training.save or folder.checkpoints) is not None
         again = "continue with --resume" if is_saved else "no checkpoint yet, start again with --overwrite"
         code = exit_code_after(interrupt)
@@ -138,8 +140,12 @@ def _run(command: RankCommand, folder: RunFolder, lock: int, console: Console) -
         return code
     if code != 0 or progress.last is None:
         reason = failure_reason(folder.log, log_start)
+        # Without room for the log, the line that was found explains nothing.
+        limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # -1: no limit
         if shutil.disk_usage(folder.path).free < _FULL_BYTES:
-            reason += f" (the disk of {folder.path} is full)"
+            reason = f"the disk of {folder.path} is full; free some space; {reason}"
+        elif 0 <= limit_bytes <= folder.log.stat().st_size:
+            reason = f"{folder.log} has the size that `ulimit -f` allows; raise that limit; {reason}"
         folder.note_stop(progress.reached, reason)
         say(console, f"error: training failed: {reason}", style="red")
         say(console, f"all output: {folder.log}")

@@ -3,6 +3,7 @@
 import os
 from io import FileIO
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from pydantic_core import to_json
@@ -91,7 +92,7 @@ def unreadable(path: Path, error: Exception) -> ConfigurationError:
         return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
     if isinstance(error, NotADirectoryError):
         return ConfigurationError(f"{path.parent}: is a file, wanted the folder of a run")
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    reason = shorten(str(error) or type(error).__name__, 100, placeholder=" …")
     return ConfigurationError(
         f"{path}: damaged, incomplete or not a record of a run ({reason}); record the run again"
     )

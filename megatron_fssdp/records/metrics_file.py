@@ -4,6 +4,7 @@ Both have one line of JSON for each entry. A resumed run repeats what came after
 repetition counts.
 """
 
+import os
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -15,10 +16,34 @@ METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
 
 
 class MetricsWriter(JsonLinesWriter):
-    """Appends one :class:`IterationMetrics` for each iteration. A resumed run continues the file."""
+    """Appends one :class:`IterationMetrics` for each iteration. A resumed run continues the file.
+
+    The first iteration that is appended drops its own lines and those of later iterations, so that each
+    iteration has one line.
+    """
 
     def __init__(self, record_dir: Path | str) -> None:
         super().__init__(Path(record_dir) / METRICS_FILE)
+        self._has_begun = False
+
+    def append(self, record: IterationMetrics) -> None:
+        """Write an iteration as one line, or raise a ConfigurationError if the file cannot be written."""
+        if not self._has_begun:
+            with suppress(OSError):  # read_metrics ignores what is repeated, so the run goes on
+                _drop_from(self._path, record.iteration)
+        self._has_begun = True
+        super().append(record)
+
+
+def _drop_from(path: Path, iteration: int) -> None:
+    """Cut a file of metrics before its first line of this iteration or of a later one."""
+    kept = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        with suppress(ValueError):  # damaged lines stay; commands report them
+            if parse_record(IterationMetrics, line).iteration >= iteration:
+                os.truncate(path, kept)
+                return
+        kept += len(line)
 
 
 def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
@@ -40,24 +65,28 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
 class MetricsTail:
     """Follows a ``metrics.jsonl`` to which a run appends, from its beginning or from its present end.
 
-    Only complete lines count. A damaged line is left out; commands that read the whole file report it.
+    Only complete lines count. A damaged line is left out; commands that read the whole file report it. If a
+    resumed run cuts the file, the tail begins again with the first line.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
-        self._position = path.stat().st_size if from_end and path.exists() else 0
+        self._line, self._end = b"", 0  # the last line that was read, and its end in the file
+        if from_end:
+            self.read()
 
     def read(self) -> list[IterationMetrics]:
         """Return the records that were added since the last call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            # A resumed run cuts off a half-written line before it appends.
-            self._position = min(self._position, file.seek(0, 2))
-            file.seek(self._position)
+            file.seek(self._end - len(self._line))
+            if file.read(len(self._line)) != self._line:
+                self._line, self._end = b"", file.seek(0)
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        self._position += len(whole)
+        self._end += len(whole)
+        self._line = whole[whole.rfind(b"\n", 0, -1) + 1 :] or self._line
         records = []
         for line in whole.splitlines():
             with suppress(ValueError):

@@ -99,6 +99,7 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         ((*BUILD, "--tokenizer", "bpe", "--vocab-size", -1), "--vocab-size: got -1"),
         # names and files that do not exist
         (("train", "nowhere.yaml"), "nowhere.yaml: no such file"),
+        (("train", "done"), "done: is a folder"),
         (("train",), "CONFIG.yaml"),
         ((*SIMULATE, "--loads", "nowhere"), "or give the folder of a run"),
         ((*SIMULATE, "--loads", "W33"), "did you mean 'W3'"),
@@ -118,6 +119,7 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         # outputs that are somebody else's
         ((*PROFILE, "--out", "cluster.yaml"), "cluster.yaml: exists, and this command did not write it"),
         (("report", "done", "--out", "text.txt"), "text.txt: exists, and this command did not write it"),
+        ((*SIMULATE, "--out", "."), "would replace --cluster cluster.yaml"),
         (("data", "build", "data", "--out", "data"), "--out data: lies in the text's folder"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",

@@ -46,6 +46,10 @@ def test_a_right_command_is_ok(tmp_path: Path) -> None:
         pytest.param(f"{TORCHRUN} {GPT} --moe-strategy ep --use-megatron-fsdp", "DDP", marks=SLOW),
         pytest.param(f"{TORCHRUN} {GPT} --tensor-model-parallel-size 3", "world size", marks=SLOW),
         pytest.param(f"MEGATRON_FSSDP_DEVICE=cuda {TORCHRUN} {GPT}", "finds no CUDA device", marks=SLOW),
+        (
+            f"{TORCHRUN} {GPT} --tokenizer-type TikTokenizer --tokenizer-model nowhere.json",
+            "--tokenizer-model nowhere.json: ",
+        ),
         ("torchrun --nproc-per-node 2 train.py", "script train.py: no such file"),
         ("python train.py", "got python train.py, wanted the command of a training"),
         ("", "got nothing after --"),

@@ -54,7 +54,9 @@ def test_bad_yaml_is_one_clear_line(tmp_path, text, words):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "words"), [("none", "no such file"), ("", "Is a dir"), ("latin", "utf-8")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("none", "no such file"), ("", "is a folder"), ("latin", "utf-8")]
+)
 def test_what_is_no_text_file_is_refused(tmp_path, name, words):
     (tmp_path / "latin").write_bytes(b"a: \xe9\xff")
     with pytest.raises(ConfigurationError, match=words):

@@ -49,6 +49,7 @@ USAGE = "[default1]:usage: script\n[default1]:script: error: unrecognized argume
         (USAGE + SUMMARY.format(code=2), "rank 1: script: error: unrecognized arguments: --x"),
         (SUMMARY.format(code=3), "rank 1: exit code 3"),
         ("[default1]:it 7\n" + SUMMARY.format(code=-9), "rank 1: killed by SIGKILL; last output: it 7"),
+        ("[default1]:    x = write()\n[default1]:[rank1]:     ^^~~^^\n", "rank 1: x = write()"),
         ("torchrun: no such module\n", "torchrun: no such module"),
         ("", "the ranks wrote nothing"),
     ],

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.records.metrics import Evaluation, IterationMetrics, LayerMetrics
 from megatron_fssdp.records.metrics_file import (
+    MetricsTail,
     MetricsWriter,
     append_evaluation,
     read_evaluations,
@@ -72,6 +74,21 @@ def test_missing_and_impossible_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="record_dir"):
         MetricsWriter(tmp_path / "file" / "run")
+
+
+def test_a_resumed_run_leaves_one_line_for_each_iteration_and_tails_see_the_new_ones(tmp_path: Path) -> None:
+    with closing(MetricsWriter(tmp_path)) as writer:
+        for iteration in range(1, 6):
+            writer.append(record(iteration))
+    tails = [MetricsTail(tmp_path / "metrics.jsonl", from_end=from_end) for from_end in (True, False)]
+    assert [len(tail.read()) for tail in tails] == [0, 5]
+    with closing(MetricsWriter(tmp_path)) as writer:
+        writer.append(replace(record(5), lm_loss=0.5))  # as long as the line that it replaces
+        assert [tail.read()[-1].lm_loss for tail in tails] == [0.5, 0.5]
+        writer.append(record(6))
+    assert [[one.iteration for one in tail.read()] for tail in tails] == [[6], [6]]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_resumed_run_replaces_the_evaluations_that_it_repeats(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from megatron_fssdp.records import RecordedRun, load
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
 from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsWriter
+from megatron_fssdp.records.run_log import STOP_MARK
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.headline import headline_of
 from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
@@ -101,6 +102,8 @@ def test_the_iterations_of_a_run_are_counted(
     assert progress_of(load(tmp_path)) == words
     os.utime(tmp_path / METRICS_FILE)  # a run that still trains is not called interrupted
     assert progress_of(load(tmp_path)) == words.replace("interrupted", "so far")
+    (tmp_path / "log.txt").write_text(f"{STOP_MARK} {numbers[-1][-1]}: interrupted by Ctrl-C\n")
+    assert progress_of(load(tmp_path)) == words
 
 
 def test_a_resumed_run_has_parts(tmp_path: Path) -> None:
@@ -136,6 +139,9 @@ def test_only_ranks_with_cores_of_their_own_have_a_speed(cores: int, tmp_path: P
         assert sentence.startswith("fssdp 34.33 × ep; busiest device")
         same = headline_of([runs[0], runs[0]])
         assert "no clear difference: the quartiles overlap" in same
+        write(tmp_path / "short", range(1, 2), RunSession("ep", 1, ranks=4, cores=cores), 2.0)
+        short = headline_of([runs[1], *shown_runs([tmp_path / "short"])])
+        assert "a single iteration, which also allocates, says little" in short
 
 
 def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_path: Path) -> None:

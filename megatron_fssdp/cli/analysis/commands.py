@@ -129,7 +129,7 @@ def simulate_command(
     from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
     from megatron_fssdp.config.cluster_files import cluster_yaml
     from megatron_fssdp.config.run.composition import load_run
-    from megatron_fssdp.config.written_files import written_whole
+    from megatron_fssdp.config.written_files import refuse_foreign, written_whole
     from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
     from megatron_fssdp.report.simulations.simulation_page import (
         PAGE_FILE,
@@ -152,7 +152,13 @@ def simulate_command(
     title = f"{loads} on {described.name}: {count} iterations, {' + '.join(path.name for path in models)}"
     console = Console(markup=False)
     wraps = console.is_terminal  # a log keeps each sentence on one line, so that a search finds it
+    header, file = "Written by megatron-fssdp simulate.", out / "cluster.yaml"
+    if file.exists() and Path(cluster).exists() and file.samefile(cluster):
+        raise ConfigurationError(
+            f"--out {out}: the cluster of the results would replace --cluster {cluster}; give another folder"
+        )
     with written_whole(out, "--out") as partial:  # checked first, because the search takes minutes
+        refuse_foreign(file, "--out", f"# {header}".encode())
         report = ranked_strategies(
             *(title, record, described, job, chosen), note=note, with_break_even=break_even, console=console
         )
@@ -161,8 +167,7 @@ def simulate_command(
         for line in report.notes:
             console.print(f"• {line}", highlight=False, soft_wrap=not wraps)
         write_report(report, partial)
-        text = cluster_yaml(described, "Written by megatron-fssdp simulate.")
-        (partial / "cluster.yaml").write_text(text, encoding="utf-8")
+        (partial / file.name).write_text(cluster_yaml(described, header), encoding="utf-8")
     page = ""
     if plots:  # a page that fails does not cost the numbers
         simulation_page(report, record, described, job).write(out / PAGE_FILE)

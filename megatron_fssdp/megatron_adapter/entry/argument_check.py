@@ -6,13 +6,16 @@ Ranks run the same checks when Megatron validates its arguments (:mod:`.registra
 import argparse
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from datetime import timedelta
+from importlib.util import find_spec
 from inspect import unwrap
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import argument_utils, arguments
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -81,6 +84,27 @@ def check_arguments(
     requested_by(args)
     if on_cpu or ranks_here is not None:
         _validate(args, on_cpu)
+    if ranks_here is not None and args.tokenizer_model is not None:
+        with quiet_output():
+            loaded_tokenizer(build_tokenizer, copy(args))  # it writes sizes into the arguments
+
+
+def loaded_tokenizer(build: Callable[..., Any], args: Any, *rest: Any, **options: Any) -> Any:
+    """Build Megatron's tokenizer, or raise a ConfigurationError that names it."""
+    asked = f"--tokenizer-type {args.tokenizer_type} --tokenizer-model {args.tokenizer_model}"
+    if args.tokenizer_type == "HuggingFaceTokenizer" and find_spec("transformers") is None:
+        raise ConfigurationError(
+            f"{asked}: needs the package transformers, which is not installed; install it with `pip install "
+            "transformers`, or take another tokenizer"
+        )
+    try:
+        return build(args, *rest, **options)
+    except Exception as error:  # errors of tokenizers and of the network have many types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigurationError(
+            f"{asked}: Megatron cannot load it ({reason}); give a tokenizer that is on this machine or can "
+            "be downloaded"
+        ) from error
 
 
 def check_devices(num_ranks: int) -> None:

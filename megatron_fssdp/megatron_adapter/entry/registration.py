@@ -21,6 +21,7 @@ from megatron_fssdp.megatron_adapter.entry.argument_check import (
     add_strategy_arguments,
     check_devices,
     fit_to_cpu,
+    loaded_tokenizer,
     requested_by,
 )
 from megatron_fssdp.megatron_adapter.entry.launcher import report_uncaught
@@ -69,7 +70,7 @@ def register(by_launcher: bool = False) -> None:
         dataset_helpers.install()
     _registered_by = "launcher" if by_launcher else "script"
 
-    from megatron.training import arguments, training
+    from megatron.training import arguments, global_vars, training
 
     # parse_args builds the parser by calling this function of its module.
     def add_megatron_arguments(add_arguments: Any, parser: Any) -> Any:
@@ -110,6 +111,7 @@ def register(by_launcher: bool = False) -> None:
     wrap(arguments, "add_megatron_arguments", add_megatron_arguments)
     wrap(arguments, "parse_args", parse_args)
     wrap(arguments, "validate_args", validate_args)
+    wrap(global_vars, "build_tokenizer", loaded_tokenizer)
 
     # Megatron looks up the functions of its training loop in this module at call time.
     from megatron_fssdp.megatron_adapter.training import training_hooks

@@ -103,6 +103,8 @@ SEAMS = _seams(
       add_megatron_arguments | adds its command-line arguments | every
       parse_args | checks that its arguments were parsed | every
       validate_args | checks its arguments | every
+    megatron.training.global_vars
+      build_tokenizer | names a tokenizer that Megatron cannot load | every
     megatron.training.training
       setup_model_and_optimizer | checks the built model | every
       train | reports where a run stopped | placement

@@ -138,7 +138,7 @@ EVERY = _limits(
       | each expert has its own owner: remove --moe-single-grouped-weight and --moe-single-grouped-bias
     fully sharded data parallelism of the whole model
       | use_megatron_fsdp or use_torch_fsdp2
-      | use Megatron's DDP, with or without --use-distributed-optimizer
+      | use Megatron's DDP: remove --use-megatron-fsdp and --use-torch-fsdp2
     expert weight rematerialization over GTP
       | weight_shards > 1
       | remove --expert-tensor-parallel-num-weight-shards

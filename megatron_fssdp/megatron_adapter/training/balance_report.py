@@ -32,7 +32,7 @@ class BalanceReport:
     def __init__(self, layers: Sequence[SlotLayer], strategy: str) -> None:
         self._layers, self._strategy = layers, strategy
         self._told_s = -INTERVAL_S
-        self._iteration = self._num_measured = 0
+        self._iteration = self._num_noted = self._num_measured = 0
         self._last: list[tuple[LayerPlan | None, LayerLoad]] = []
         self._seconds_3 = np.zeros(3)  # of measured iterations; waiting for weights, for gradients
 
@@ -47,6 +47,9 @@ class BalanceReport:
     ) -> None:
         """Note an iteration with the last plan of each layer; log a line if Megatron logs the iteration."""
         self._iteration, self._last = iteration, list(zip(plans, loads, strict=True))
+        if self._num_noted == 1:  # the first iteration also allocates; pages of runs leave it out, too
+            self._num_measured, self._seconds_3 = 0, np.zeros(3)
+        self._num_noted += 1
         waits = [(load.spag_exposed_s, load.sprs_exposed_s) for load in loads]
         if any(load.spag_s or load.sprs_s for load in loads):
             self._num_measured += 1

@@ -17,13 +17,16 @@ logger = logging.getLogger(__name__)
 def record_folder(asked: Path, run: RunConfig | None, *, resumes: bool) -> Path:
     """Return the asked folder, or one beside it (``…-2``) if the asked one has the records of another run.
 
+    A run that ended before its first iteration has no records, so its folder is free.
+
     A run that ``resumes`` from a checkpoint continues the latest records of the same run: those with its
     model, its number of ranks and its checkpoints. ``run`` is None if no YAML can describe its settings.
     """
     used: list[Path] = []
     for number in count(1):
         folder = asked if number == 1 else asked.with_name(f"{asked.name}-{number}")
-        if not (folder / METRICS_FILE).exists():
+        metrics = folder / METRICS_FILE
+        if not metrics.exists() or not metrics.stat().st_size:
             break
         used.append(folder)
     same = [one for one in used if resumes and _is_same(one, run)]

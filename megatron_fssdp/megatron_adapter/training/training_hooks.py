@@ -241,6 +241,8 @@ def _report_installation(model: list[torch.nn.Module], requested: RequestedStrat
         limits = f"{session.strategy.limits(context)}; "
         if measured:
             limits = f"costs are measured in the first {measured} iterations, which have no replicas; "
+        if requested.name == "parm" and get_args().tensor_model_parallel_size == 1:
+            limits = f"without tensor parallelism, {requested.name} is the same as ep; "
     settings = requested.settings.model_dump(exclude_defaults=True, mode="json")
     shown = " ".join(f"{key}={value}" for key, value in settings.items()) or "all by default"
     log_single_rank(

@@ -64,7 +64,9 @@ def _against(first: ShownRun, one: ShownRun, most: int | None, *, with_speed: bo
         return f"{one.name}: {'; '.join(clauses) or progress_of(one.run)}"
     speed, plain = speed_of(one), speed_of(first)
     words = f"{one.name} {speed.median / plain.median:.2f} × {first.name}"
-    if speed.low <= plain.high and plain.low <= speed.high:
+    if 1 in (len(first.run.metrics), len(one.run.metrics)):
+        words += " (a single iteration, which also allocates, says little)"
+    elif speed.low <= plain.high and plain.low <= speed.high:
         words += " (no clear difference: the quartiles overlap)"
     return "; ".join([words, *clauses])
 

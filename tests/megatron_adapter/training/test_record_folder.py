@@ -19,7 +19,7 @@ def run_of(*overrides: str) -> RunConfig:
 
 def record(folder: Path, run: RunConfig | None) -> None:
     write_recorded_settings(folder, run, STRATEGY)
-    (folder / METRICS_FILE).touch()
+    (folder / METRICS_FILE).write_text("{}\n")
 
 
 def test_another_run_gets_a_folder_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -32,6 +32,12 @@ def test_another_run_gets_a_folder_of_its_own(tmp_path: Path, caplog: pytest.Log
     assert f"go to {second}" in caplog.text
     record(second, run)
     assert record_folder(asked, run, resumes=False) == tmp_path / "records-3"
+
+
+def test_a_run_that_ended_before_its_first_iteration_leaves_its_folder_free(tmp_path: Path) -> None:
+    record(tmp_path / "records", run_of())
+    (tmp_path / "records" / "metrics.jsonl").write_text("")
+    assert record_folder(tmp_path / "records", run_of(), resumes=False) == tmp_path / "records"
 
 
 def test_a_resumed_run_continues_its_own_records(tmp_path: Path) -> None:
@@ -53,7 +59,7 @@ def test_runs_that_a_yaml_cannot_describe_are_told_apart_by_that(tmp_path: Path)
 def test_sizes_that_a_yaml_leaves_to_megatrons_defaults_are_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "metrics.jsonl").touch()
+    (folder / "metrics.jsonl").write_text("{}\n")
     (folder / "config.yaml").write_text("include: [gpt_moe_tiny.yaml]\n")
     for settings, name in (
         (["model.kv_channels=16", "model.moe_ffn_hidden_size=128"], "run"),
