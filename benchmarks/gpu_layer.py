@@ -40,6 +40,7 @@ from benchmarks.testbed.testbed_loads import device_max_over_mean
 from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 from tests.support.one_card import CardGroups
@@ -221,8 +222,6 @@ def measure_size(
     Raises:
         RuntimeError: The outputs of the variants differ.
     """
-    from megatron_fssdp.planning.placement.topology import Topology
-
     rank, dtype = dist.get_rank(), torch.bfloat16 if device.type == "cuda" else torch.float32
     cluster = ClusterCost(*LINKS, matrix_flops_per_s(size, turns, device, dtype))
     before_s = third_of_balanced_iteration_s(size, Topology.uniform(RANKS, NODES), cluster)
