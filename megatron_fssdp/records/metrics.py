@@ -45,7 +45,7 @@ class LayerMetrics:
         layer: Megatron's number of the layer, from 1.
         ep_load_max_over_mean: Max/mean device load that plain expert parallelism would have had.
         load_max_over_mean: Max/mean device load under the placement that was used.
-        num_replicas: Number of replicas of all experts.
+        num_replicas: Number of replicas of all experts, in the micro-batch that has most of them.
         spag_bytes: Bytes that SparseAllGather moved, over all devices.
         sprs_bytes: Bytes that SparseReduceScatter moved, over all devices.
         cross_node_tokens: Number of dispatched tokens whose expert was on another node.

@@ -27,7 +27,7 @@ class LayerLoad:
         by_nodes_N: Tokens whose experts have their owners under plain expert parallelism on 1, 2, … N nodes,
             int64 ``[N]``.
         by_devices_D: Tokens whose experts have these owners on 1, 2, … D devices, int64 ``[D]``.
-        num_replicas: Number of replicas in the last plan.
+        num_replicas: Number of replicas in the plan that has most of them; micro-batches may have own plans.
         spag_bytes: Bytes that SparseAllGather moved between devices.
         sprs_bytes: Bytes that SparseReduceScatter moved between devices.
         cross_node_tokens: Number of pairs that were dispatched to another node.
@@ -67,7 +67,8 @@ class LayerLoad:
 
     def add_tokens(self, placement: ExpertPlacement, device_D: np.ndarray, cross_node: int) -> None:
         """Add the pairs that devices computed, ``[D]``, and how many were dispatched to another node."""
-        self.num_replicas, self.placements = placement.num_replicas, (placement,)
+        self.num_replicas = max(self.num_replicas, placement.num_replicas)
+        self.placements = (placement,)
         self.device_D += device_D
         self.cross_node_tokens += cross_node
 
