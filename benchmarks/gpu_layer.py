@@ -4,11 +4,11 @@
 
 The layers are Megatron's, with experts in bf16 and with forced routing, under ``none``, ``ep`` and ``fssdp``.
 A rank holds the card while it computes, and gives it up while it waits for others. So each rank has the whole
-GPU, and all of its time counts: kernels, gaps between them and the host's work. Time on links does not count,
-because messages travel through the host. In a real node, the busiest rank's time is the least that a layer
-takes. Plans know the throughput that the card reaches, and links as of ``LINKS``.
+GPU while its kernels run. Their seconds count: on a real node, those of the busiest rank are the least that a
+layer takes. Links and the host's work do not count, because each message travels through the host, stops it,
+and passes the card on. Plans know the throughput that the card reaches, and links as of ``LINKS``.
 
-``--device cpu`` shows that the code runs. Ranks then compute at once, because transfers have threads.
+``--device cpu`` shows that the code runs. Ranks then compute at once, and the clock counts.
 """
 
 import argparse
@@ -63,14 +63,10 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 class Turns:
-    """The time in which a rank has the card; without a lock, ranks compute at once.
-
-    Attributes:
-        seconds: Time since the caller last set it to zero.
-    """
+    """The turns in which ranks have the card; without a lock, they compute at once."""
 
     def __init__(self, lock: TextIO | None) -> None:
-        self._lock, self._since_s, self.seconds = lock, 0.0, 0.0
+        self._lock, self._is_mine = lock, False
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -84,7 +80,7 @@ class Turns:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Give the card to others while this rank waits; nothing if it does not hold the card."""
-        if not self._since_s or self._lock is None:
+        if not self._is_mine:
             yield
             return
         self._give()
@@ -96,14 +92,12 @@ class Turns:
     def _take(self) -> None:
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._since_s = time.perf_counter()
+            self._is_mine = True
 
     def _give(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        self.seconds += time.perf_counter() - self._since_s
-        self._since_s = 0.0
         if self._lock is not None:
+            torch.cuda.current_stream().synchronize()
+            self._is_mine = False
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
@@ -235,26 +229,21 @@ def measure_size(
             layer.load_state_dict(
                 {key: value for key, value in state.items() if value is not None}, strict=False
             )
-    num_iterations = WARM_UP + options.repetitions + 1
+    num_iterations = WARM_UP + options.repetitions
     shape = WorkloadShape(RANKS, size.num_experts, size.tokens_per_rank, size.top_k, num_iterations)
     counts_IDE = WORKLOADS[options.workload].counts(shape)
-    seconds: dict[str, list[Any]] = {name: [] for name in stacks}  # of each iteration and rank
-    difference, others = 0.0, dict[str, np.ndarray]()
+    measured: dict[str, list[np.ndarray]] = {name: [] for name in stacks}  # [D, 3] of each iteration
+    difference = 0.0
     for iteration, counts_DE in enumerate(counts_IDE):
         drawn = IterationInput.draw(np.stack([counts_DE[rank]] * size.num_layers), size, (iteration, rank))
         hidden, upstream = (one.unsqueeze(1).to(device, dtype) for one in (drawn.hidden, drawn.gradient))
         routing = [(one.probs.to(device), one.routing_map.to(device)) for one in drawn.layers]
         outputs = {}
         for name, stack in stacks.items():
-            is_last = iteration == num_iterations - 1
-            with watched(device, is_last) as seen:
-                turns.seconds = 0.0
-                with turns.computing():
-                    outputs[name] = stack.run(hidden, upstream, routing)
-            if is_last:
-                others[name] = gathered(seen)
-            elif iteration >= WARM_UP:
-                seconds[name].append(gathered([turns.seconds])[:, 0])
+            with watched(device) as seen, turns.computing():
+                outputs[name] = stack.run(hidden, upstream, routing)
+            if iteration >= WARM_UP:
+                measured[name].append(gathered(seen))
         scale = outputs["none"].abs().max()
         difference = max(
             difference, *(float((one - outputs["none"]).abs().max() / scale) for one in outputs.values())
@@ -262,7 +251,8 @@ def measure_size(
     difference = float(gathered([difference]).max())
     if not difference <= TOLERANCES[dtype]:
         raise RuntimeError(f"outputs differ by {difference:.1e}, so the variants do not do the same work")
-    busiest = {name: np.max(found, axis=1) / size.num_layers for name, found in seconds.items()}
+    most = {name: np.max(found, axis=1) for name, found in measured.items()}  # over ranks, [iterations, 3]
+    busiest = {name: found[:, 1] / size.num_layers for name, found in most.items()}
     return {
         "size": asdict(size),
         "matrix_flops_per_s": cluster.expert_flops_per_s,
@@ -271,14 +261,12 @@ def measure_size(
         "layer": {
             name: {
                 "busiest_s": quartiles(busiest[name]),
-                "mean_s": quartiles(np.mean(seconds[name], axis=1) / size.num_layers),
                 "none_over_this": quartiles(busiest["none"] / busiest[name]),
-                "kernels": int(others[name][:, 0].max()) // size.num_layers,
-                "kernels_s": float(others[name][:, 1].max()) / size.num_layers,
+                "kernels": int(most[name][-1, 0]) // size.num_layers,
                 "replicas": sum(stacks[name].num_replicas.values()) / size.num_layers,
-                "peak_bytes_above_weights": int(others[name][:, 2].max()),
+                "peak_bytes_above_weights": int(most[name][-1, 2]),
             }
-            for name in seconds
+            for name in stacks
         },
     }
 
@@ -326,15 +314,17 @@ def gathered(values: Sequence[float]) -> np.ndarray:
 
 
 @contextmanager
-def watched(device: torch.device, is_watched: bool) -> Iterator[list[float]]:
+def watched(device: torch.device) -> Iterator[list[float]]:
     """Yield a list that gets this rank's number of kernels, their seconds, and the bytes allocated at most.
 
-    Copies are not kernels. Bytes of before, those of the weights, are not counted.
+    Copies are not kernels. Bytes of before, those of the weights, are not counted. On the CPU, the seconds
+    are the clock's.
     """
     found: list[float] = []
-    if device.type != "cuda" or not is_watched:
+    if device.type != "cuda":
+        begin_s = time.perf_counter()
         yield found
-        found += [0, 0.0, 0]
+        found += [0, time.perf_counter() - begin_s, 0]
         return
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -364,11 +354,10 @@ def lines(name: str, found: dict[str, Any]) -> list[str]:
         f"{found['relative_difference']:.1e}"
     ]
     for variant, one in found["layer"].items():
-        busiest, mean = shown(one["busiest_s"], 1e3), shown(one["mean_s"], 1e3)
         said += [
-            f"  {variant}: ms a layer: busiest rank {busiest}, mean {mean}; none / this "
-            f"{shown(one['none_over_this'])}; {one['replicas']:.1f} replicas; {one['kernels']} kernels in "
-            f"{one['kernels_s'] * 1e3:.2f} ms; {one['peak_bytes_above_weights'] / 2**30:.2f} GiB more"
+            f"  {variant}: kernels of the busiest rank, ms a layer: {shown(one['busiest_s'], 1e3)}; "
+            f"none / this {shown(one['none_over_this'])}; {one['kernels']} kernels; "
+            f"{one['replicas']:.1f} replicas; {one['peak_bytes_above_weights'] / 2**30:.2f} GiB more"
         ]
     return said
 

@@ -2,11 +2,13 @@
 
     python benchmarks/gpu_parity.py --list
     python benchmarks/gpu_parity.py --case fssdp --precision fp32 --ranks 8 --work DIR --out parity.jsonl
+    python benchmarks/gpu_parity.py --case fssdp --ranks 8 --work DIR --sanitize
 
 The training of ``none`` comes first. Each call appends a row to the file, and fails if the losses differ. The
 model is small, and on such a model replicas seldom pay. Therefore plans price links as free: every strategy
 that compares costs makes replicas or moves experts wherever loads are uneven, so that their code runs. The
-ranks run this file, too.
+ranks run this file, too. ``--sanitize`` compares nothing: torch's sanitizer looks for data races between CUDA
+streams in a shorter training, and stops it at the first one.
 """
 
 import argparse
@@ -71,12 +73,14 @@ _VIRTUAL_ARGUMENTS = {
 _PREDICTED = re.compile(r"\[fssdp\] memory of a rank: (.+)")
 
 
-def training_command(case: str, precision: str, ranks: int, out: Path, device: str) -> tuple[str, ...]:
+def training_command(
+    case: str, precision: str, ranks: int, out: Path, device: str, *, is_short: bool = False
+) -> tuple[str, ...]:
     """Return the command that trains one case. Ranks run this file, which makes links free for plans."""
     strategy = CASES[case]
     training = {
         # In 12 iterations, a larger rate lets rounding grow until tokens change their experts.
-        **({"train_iters": 6} if device == "virtual" else {"train_iters": 12, "lr": 1e-4}),
+        **({"train_iters": 6} if device == "virtual" else {"train_iters": 4 if is_short else 12, "lr": 1e-4}),
         "micro_batch_size": 2,
         "global_batch_size": 4 * ranks,
     }
@@ -240,18 +244,24 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", *LAUNCHERS), default="cuda")
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_parity"), help="folder of all trainings")
     parser.add_argument("--out", type=Path, help="file with one row of JSON for each training")
+    parser.add_argument("--sanitize", action="store_true", help="look for data races, and compare nothing")
     options = parser.parse_args(words)
     if options.list or options.case is None:
         print("\n".join(CASES))
         return 0
-    records = options.work / f"{options.precision}-{options.case}"
-    command = training_command(options.case, options.precision, options.ranks, records, options.device)
+    records = options.work / f"{'sanitized' if options.sanitize else options.precision}-{options.case}"
+    asked = options.case, options.precision, options.ranks, records, options.device
+    command = training_command(*asked, is_short=options.sanitize)
     # Costs decide early, so that few iterations are enough.
     environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cuda", PROFILE_VARIABLE: "2"}
+    if options.sanitize:
+        environment["TORCH_CUDA_SANITIZER"] = "1"
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     print(done.stdout)
+    if options.sanitize:
+        return done.returncode
     baseline = options.work / f"{options.precision}-{BASELINE}"
     row = compared(options.case, options.precision, records, baseline)
     row["predicted"] = "".join(_PREDICTED.findall(done.stdout)[-1:])

@@ -1,20 +1,27 @@
 """Entry point of ``python -m scripts.gpu_check``, which ``scripts/gpu_check.sh`` starts."""
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
+import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.gpu_parity import CASES
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import refuse_non_folder
 from scripts.gpu_check.page import PAGE, write_results
-from scripts.gpu_check.step import Step
+from scripts.gpu_check.step import Running, Step
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 _FEWEST_RANKS = 4  # of virtual devices, or on one card: the smallest number that has two nodes of two devices
+_MOST_AT_ONCE = 4  # trainings beside each other, on a node with enough cores
+_POLL_S = 0.1
 _REPORT_VARIABLE = "MEGATRON_FSSDP_VIRTUAL_CUDA_REPORT"
 
 
@@ -63,28 +70,49 @@ def check(root: Path, out: Path, ranks: int, device: str) -> int:
     for name in ("logs", "results", "work"):
         (out / name).mkdir(parents=True, exist_ok=True)
     steps = check_steps(root, out, ranks, device)
-    for at, step in enumerate(steps):
-        print(f"[{at + 1:2}/{len(steps)}] {step.name}", flush=True)
-        steps[at] = step = step.run(out / "logs")
-        why = f": {step.reason}; log: {out / 'logs' / step.name}.txt" if step.reason else ""
-        print(f"        {step.verdict} in {step.seconds:.0f} s{why}", flush=True)
-        verdict, archive = write_results(out, steps, ranks, device)
+    most = max(1, min(_MOST_AT_ONCE, (os.cpu_count() or 1) // ranks))
+    running: dict[int, Running] = {}
+    waiting = deque(range(len(steps)))
+    try:
+        while waiting or running:
+            while waiting and _may_start(steps[waiting[0]], [steps[at] for at in running], most):
+                at = waiting.popleft()
+                print(f"[{at + 1:2}/{len(steps)}] {steps[at].name}", flush=True)
+                running[at] = steps[at].start(out / "logs")
+            for at, step in [(at, step) for at, one in running.items() if (step := one.ended()) is not None]:
+                del running[at]
+                steps[at] = step
+                why = f": {step.reason}; log: {out / 'logs' / step.name}.txt" if step.reason else ""
+                print(f"        {step.name}: {step.verdict} in {step.seconds:.0f} s{why}", flush=True)
+                verdict, archive = write_results(out, steps, ranks, device)
+            time.sleep(_POLL_S)
+    finally:
+        for one in running.values():
+            one.end()
     print(f"{verdict}\npage:   {out / PAGE}\nattach: {archive}", flush=True)
     return EXIT_FAILED if any(step.verdict == "failed" for step in steps) else 0
+
+
+def _may_start(step: Step, running: Sequence[Step], most: int) -> bool:
+    """Whether a step may start beside those that run; their number is limited."""
+    return not running or (len(running) < most and all(one.has_company for one in (step, *running)))
 
 
 def check_steps(root: Path, out: Path, ranks: int, device: str) -> list[Step]:
     """Return all steps: doctor, tests and benchmarks of the checkout, those that teach most first."""
     python, results, is_virtual = sys.executable, out / "results", device == "virtual"
 
-    def step(name: str, limit_s: float, script: Path, *words: object, skipped: str = "") -> Step:
+    def step(
+        name: str, limit_s: float, script: Path, *words: object, skipped: str = "", has_company: bool = False
+    ) -> Step:
         environment = {"MEGATRON_FSSDP_DEVICE": "cuda"}
         if is_virtual:  # the ranks share the cores
             environment |= {"OMP_NUM_THREADS": "1", _REPORT_VARIABLE: str(results / "virtual" / name)}
         if not script.exists():
             skipped = f"not a checkout of the project: {script} is missing"
         verdict = "skipped" if skipped else "not run"
-        return Step(name, (python, *map(str, words)), limit_s, environment, verdict, skipped)
+        command = (python, *map(str, words))
+        return Step(name, command, limit_s, environment, has_company, verdict, skipped)
 
     def benchmark(name: str, limit_s: float, *words: object, skipped: str = "") -> Step:
         script, result = root / "benchmarks" / f"{name}.py", results / f"{name}.json"
@@ -95,19 +123,29 @@ def check_steps(root: Path, out: Path, ranks: int, device: str) -> list[Step]:
     on_virtual = ("--virtual-gpu",) if is_virtual else ()
     words = (*pytest, "-c", root / "pyproject.toml", tests / "runtime", *on_virtual)
     gpu_tests = step("gpu_tests", 1200, tests, *words)
+    cases = [*CASES]  # the baseline first
     trainings = {
         precision: [
             step(
                 *(f"parity_{precision}_{case}", 600, parity, parity, "--case", case),
                 *("--precision", precision, "--ranks", ranks, "--work", out / "work"),
                 *("--out", results / "parity.jsonl", f"--device={device}"),
+                has_company=case != cases[0],  # The others are compared with the first one.
             )
-            for case in _cases(parity)
+            for case in cases
             # Virtual devices train in bf16 only where other code runs than in fp32.
             if not is_virtual or precision == "fp32" or case in ("none", "fssdp-rematerialized")
         ]
         for precision in ("fp32", "bf16")
     }
+    sanitized = [
+        step(
+            *(f"sanitizer_{case}", 600, parity, parity, "--sanitize", "--case", case),
+            *("--ranks", ranks, "--work", out / "work", f"--device={device}"),
+            has_company=True,
+        )
+        for case in (() if is_virtual else cases[1:])  # Virtual devices look for races themselves.
+    ]
     virtual_overlap = ("--device=virtual", "--rounds=1", "--iterations=4")
     return [
         Step("doctor", (python, "-m", "megatron_fssdp", "doctor", "--issue"), 300),
@@ -115,20 +153,13 @@ def check_steps(root: Path, out: Path, ranks: int, device: str) -> list[Step]:
         *trainings["fp32"],
         benchmark("gpu_layer", 900, skipped="needs a GPU" if is_virtual else ""),
         *trainings["bf16"],
+        *sanitized,
         benchmark(
             *("overlap", 1800, f"--ranks={ranks}"),
             *(virtual_overlap if is_virtual else ("--device=cuda", "--size=gpu")),
             skipped="needs two devices" if device == "one-card" else "",
         ),
     ]
-
-
-def _cases(parity: Path) -> list[str]:
-    """Return the names of all parity trainings, the baseline first; none outside a checkout."""
-    if not parity.exists():
-        return []
-    words = [sys.executable, str(parity), "--list"]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout.split()
 
 
 def num_gpus() -> int:

@@ -1,6 +1,7 @@
 """Writes the page of a check, which fits on one screen, and a zip of everything for a bug report."""
 
 import json
+import re
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_parity import CASES
 from megatron_fssdp.config.written_files import written_whole
 from scripts.gpu_check.step import Step, log_end
 
@@ -18,6 +20,7 @@ _STYLE = """body{font:14px/1.4 system-ui,sans-serif;margin:16px auto;max-width:1
 color-scheme:light dark} table{border-collapse:collapse;font-size:12.5px} td,th{padding:1px 10px 1px
 0;text-align:left} main{display:flex;flex-wrap:wrap;gap:8px 40px} h2{font-size:15px;margin:12px 0 4px}
 .failed{color:#d1242f} pre{overflow-x:auto;font-size:12px}"""
+_PREDICTED = re.compile(r"replicas at most ([\d.]+ \S+)")  # in what the plugin logs
 _DEVICES = {"cuda": "{} GPUs", "one-card": "one GPU, shared by {} ranks", "virtual": "{} virtual devices"}
 _LIMITS = {
     "cuda": "",
@@ -91,9 +94,11 @@ def page_html(out: Path, verdict: str, steps: Sequence[Step], ranks: int, device
 
 
 def _parity(out: Path) -> list[dict[str, Any]]:
-    """Return the rows that the trainings wrote."""
+    """Return the rows that the trainings wrote, in the order of the cases."""
+    order = [*CASES]
     with suppress(OSError, ValueError):
-        return [json.loads(line) for line in (out / "results" / "parity.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (out / "results" / "parity.jsonl").read_text().splitlines()]
+        return sorted(rows, key=lambda row: order.index(row["case"]))
     return []
 
 
@@ -102,6 +107,7 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
     by_case: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         by_case.setdefault(row["case"], {})[row["precision"]] = row
+    base_gib = {row["precision"]: row["peak_gib"] for row in rows if row["case"] == "none"}
     cells = []
     for case, by_precision in by_case.items():
         line = [case]
@@ -110,17 +116,19 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
             loss = f"{one['losses'][-1]:.6f}" if one and one["losses"] else "none" if one else ""
             line += [loss, (one["problem"] or f"{one['difference']:.1e}") if one else ""]
         last = [*by_precision.values()][-1]
-        predicted = last["predicted"].partition(":")[0].removeprefix("experts ")
+        more_mib = 1024 * (last["peak_gib"] - base_gib.get(last["precision"], 0.0))
+        predicted = _PREDICTED.search(last["predicted"])
         line += [
             str(last["num_replicas"]),
             str(last["num_resharded"]),
             f"{last['peak_gib']:.2f} GiB",
-            predicted,
+            f"{more_mib:.0f} MiB",
+            predicted[1] if predicted else "",
         ]
         cells.append(line)
     header = (
         *("strategy", "fp32 loss", "from none", "bf16 loss", "from none"),
-        *("replicas", "moved", "memory seen", "of experts, predicted"),
+        *("replicas", "moved", "memory of a rank", "above none", "predicted at most"),
     )
     return _table("Losses, their largest relative difference from none, and memory of a rank", header, cells)
 
@@ -133,17 +141,18 @@ def _layer_times(out: Path, *, is_virtual: bool) -> str:
         for size, of_size in found["sizes"].items():
             for variant, one in of_size["layer"].items():
                 times = _ms(one["busiest_s"]), f"{one['none_over_this'][1]:.2f}"
-                kernels = f"{one['kernels']} in {one['kernels_s'] * 1e3:.2f} ms"
-                cells.append((size, variant, *times, kernels, f"{one['replicas']:.1f}"))
+                memory = f"{one['peak_bytes_above_weights'] / 2**30:.2f} GiB"
+                cells.append((size, variant, *times, str(one["kernels"]), f"{one['replicas']:.1f}", memory))
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         found = json.loads((out / "results" / "overlap.json").read_text(encoding="utf-8"))
         for one in found["summaries"] if not is_virtual else ():
             ratio = f"{one['overlapped_over_in_turn'][1]:.2f} of in turn"
             cells.append((one["setting"], "transfers overlapped", _ms(one["seconds_overlapped"]), ratio))
-    header = ("size", "strategy", "busiest rank, ms (quartiles)", "none over this", "kernels", "replicas")
-    return _table(
-        "Time of one MoE layer under uneven loads, forward and backward, without links", header, cells
+    header = (
+        *("size", "strategy", "busiest rank, ms (quartiles)", "none over this", "kernels", "replicas"),
+        "memory above weights",
     )
+    return _table("Kernels of one MoE layer under uneven loads, forward and backward", header, cells)
 
 
 def _ms(quartiles_s: Sequence[float]) -> str:

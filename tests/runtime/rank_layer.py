@@ -78,7 +78,7 @@ class RankLayer:
             self.groups,
             self.parameters,
             layout=self._layout(),
-            await_parameters=self.arrive if case.late else None,
+            **({"await_parameters": self.arrive} if case.late else {}),
         )
         self.slots.on_pass = self._bind
         self._dispatchers: dict[int, Any] = {}

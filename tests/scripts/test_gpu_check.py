@@ -30,12 +30,19 @@ def step(name: str, code: str, limit_s: float = 60, **more: Any) -> Step:
     return Step(name, (sys.executable, "-c", textwrap.dedent(code)), limit_s, **more)
 
 
+def run(one: Step, logs: Path) -> Step:
+    running = one.start(logs)
+    while (done := running.ended()) is None:
+        time.sleep(0.05)
+    return done
+
+
 def test_a_failing_step_says_why(tmp_path: Path) -> None:
-    failed = step("bad", "print('the reason'); raise SystemExit(7)").run(tmp_path)
+    failed = run(step("bad", "print('the reason'); raise SystemExit(7)"), tmp_path)
     assert (failed.verdict, failed.reason) == ("failed", "exit code 7; its last line: the reason")
-    torchrun = step("ranks", "print('  exitcode  : 3 (pid: 9)'); raise SystemExit(1)").run(tmp_path)
+    torchrun = run(step("ranks", "print('  exitcode  : 3 (pid: 9)'); raise SystemExit(1)"), tmp_path)
     assert "virtual devices report findings" in torchrun.reason
-    unknown = Step("unknown", (str(tmp_path / "no-such-command"),), 9).run(tmp_path)
+    unknown = run(Step("unknown", (str(tmp_path / "no-such-command"),), 9), tmp_path)
     assert "cannot be started" in unknown.reason
 
 
@@ -50,7 +57,7 @@ def test_a_hanging_step_is_ended_with_all_its_processes(tmp_path: Path) -> None:
         time.sleep(600)
     """
     started_s = time.monotonic()
-    hung = step("hang", code, limit_s=3).run(tmp_path)
+    hung = run(step("hang", code, limit_s=3), tmp_path)
     assert time.monotonic() - started_s < 60
     assert "still running after 3 s" in hung.reason
     child = int((tmp_path / "hang.txt").read_text())
@@ -110,10 +117,22 @@ def written(out: Path, results: Mapping[str, Any]) -> None:
 
 def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     row = {"case": "fssdp", "precision": "bf16", "losses": [8.0, 4.5], "difference": 2e-7, "problem": ""}
-    row |= {"num_replicas": 3, "num_resharded": 0, "peak_gib": 1.5, "predicted": "experts 1.4 <GiB>: …"}
-    fssdp = {"busiest_s": [1e-3, 2e-3, 3e-3], "none_over_this": [1.0, 1.25, 1.5], "replicas": 2.5}
-    layer = {"sizes": {"coarse": {"layer": {"fssdp": {**fssdp, "kernels": 77, "kernels_s": 1e-3}}}}}
-    written(tmp_path, {"parity.jsonl": row, "gpu_layer.json": layer, "overlap.json": {"damaged": []}})
+    row |= {
+        "num_replicas": 3,
+        "num_resharded": 0,
+        "peak_gib": 1.5,
+        "predicted": "…, replicas at most 1.4 <GiB> (…)",
+    }
+    fssdp: dict[str, Any] = {
+        "busiest_s": [1e-3, 2e-3, 3e-3],
+        "none_over_this": [1.0, 1.25, 1.5],
+        "replicas": 2.5,
+    }
+    fssdp |= {"kernels": 77, "peak_bytes_above_weights": 3 << 29}
+    layer = {"sizes": {"coarse": {"layer": {"fssdp": fssdp}}}}
+    rows = [row, {**row, "case": "none", "peak_gib": 1.0}]
+    written(tmp_path, {"gpu_layer.json": layer, "overlap.json": {"damaged": []}})
+    (tmp_path / "results" / "parity.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "logs" / "doctor.txt").write_text(
         "```\nok      GPUs: 8 × NVIDIA <H100>\n```\n<details>" + 9999 * "…"
     )
@@ -121,7 +140,7 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     html = page_html(tmp_path, "FAILED: 2 steps", steps, 8, "cuda")
     for part in (
         *("FAILED: 2 steps", "8 GPUs", "8 × NVIDIA &lt;H100&gt;", "&lt;a reason&gt;", "4.500000", "2.0e-07"),
-        *("1.50", "1.4 &lt;GiB&gt;", "2.00 (1.00 to 3.00)", "1.25", "77 in"),
+        *("1.50 GiB", "512 MiB", "1.4 &lt;GiB&gt;", "2.00 (1.00 to 3.00)", "1.25", "<td>77</td>"),
     ):
         assert part in html
     assert "No GPU was used" not in html
@@ -164,6 +183,31 @@ def test_a_failing_step_does_not_stop_the_others(
     assert {"gpu_check.html", "gpu_check.json", "logs/first.txt", "results/last.json"} <= names
     del steps[1]
     assert check(monkeypatch, out) == 0, "the folder of an earlier check is used again"
+
+
+def test_trainings_run_side_by_side_but_for_their_baseline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each of two steps waits for the other one; so does none of the steps before and after."""
+    code = """
+        import pathlib, sys, time
+
+        pathlib.Path(sys.argv[1]).touch()
+        while not pathlib.Path(sys.argv[2]).exists():
+            time.sleep(0.05)
+    """
+    pair = [str(tmp_path / "one"), str(tmp_path / "other")]
+    words = [(sys.executable, "-c", textwrap.dedent(code), *files) for files in (pair, pair[::-1])]
+    both = [Step(f"beside{at}", command, 60, has_company=True) for at, command in enumerate(words)]
+    monkeypatch.setattr(
+        gpu_check, "check_steps", lambda *_, **__: [step("doctor", ""), *both, step("end", "")]
+    )
+    monkeypatch.setattr(gpu_check.os, "cpu_count", lambda: 8)
+    assert check(monkeypatch, tmp_path / "out", gpus=2) == 0
+    said = [line.strip().split(" in ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said[:2] == ["[ 1/4] doctor", "doctor: passed"]
+    assert said[2:4] == ["[ 2/4] beside0", "[ 3/4] beside1"]
+    assert said[6:8] == ["[ 4/4] end", "end: passed"]
 
 
 def test_bad_input_is_one_line(

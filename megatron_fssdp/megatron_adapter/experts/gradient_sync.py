@@ -12,6 +12,9 @@ therefore wrapped once::
 
 The call of ``finish_grad_sync`` marks the end of the last backward pass.
 
+On CUDA, autograd runs the hooks of DDP on the stream on which Megatron has made DDP. Only the end of a
+backward pass joins it with the stream of the pass. Before that, :func:`await_gradients` orders the two.
+
 **Parameters.** With ``--overlap-param-gather``, DDP updates parameters in forward pre-hooks of their modules.
 A gather of replicas comes before these modules run, so :func:`await_parameters` runs their hooks.
 """
@@ -22,6 +25,7 @@ from typing import Any
 
 import megatron.core.utils
 import torch
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megatron_fssdp.megatron_adapter.wrapping import wrap
@@ -30,6 +34,7 @@ from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 _SLOT = "slot_of_fssdp"
 _waiting: list[tuple[Any, Callable[[], object]]] = []
 _finishing: list[Any] = []  # A reduction that starts when these groups finish must not wait.
+_accumulating: set[torch.cuda.Stream] = set()  # Streams on which DDP adds gradients of experts.
 _installed = False
 
 
@@ -81,9 +86,17 @@ def await_parameters(experts: torch.nn.Module) -> None:
                 hook(module)
 
 
+def await_gradients() -> None:
+    """Order the current stream behind all that DDP has added to the gradients of experts so far."""
+    for stream in _accumulating:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
 def start_waiting(group: Any = None) -> bool:
     """Start the reductions of a bucket group, or of all whose layers are home; return whether one waited."""
     ready = [one for one in _waiting if (_is_home(one[0]) if group is None else one[0] is group)]
+    if ready:
+        await_gradients()
     for entry in ready:
         _waiting.remove(entry)
         entry[1]()
@@ -94,8 +107,15 @@ def _install() -> None:
     global _installed
     if not _installed:
         _installed = True
+        wrap(DistributedDataParallel, "_make_backward_post_hook", _note_stream)
         wrap(_ParamAndGradBucketGroup, "start_grad_sync", _start_when_home)
         wrap(_ParamAndGradBucketGroup, "finish_grad_sync", _finish_when_home)
+
+
+def _note_stream(make: Any, ddp: Any, parameter: torch.nn.Parameter) -> Any:
+    if parameter.is_cuda and hasattr(parameter, _SLOT):
+        _accumulating.add(torch.cuda.current_stream(parameter.device))
+    return make(ddp, parameter)
 
 
 def _start_when_home(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:

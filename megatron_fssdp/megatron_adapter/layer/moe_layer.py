@@ -81,6 +81,7 @@ class StrategyMoELayer(MoELayer):
             groups,
             dict(zip(self.local_expert_indices, local, strict=True)),
             await_parameters=self._await_parameters,
+            await_gradients=gradient_sync.await_gradients,
             least_slots=session.least_slots(config),
             slot_multiple=slot_multiple(config, groups.num_devices),
         )

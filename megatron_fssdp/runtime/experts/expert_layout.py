@@ -115,6 +115,9 @@ class LocalExperts:
         await_parameters: Function that returns when the Parameters have the values of the last optimizer
             step. Whoever reads their contents in a forward pass calls it first. Megatron's distributed
             optimizer can gather Parameters as late as in the forward pass that needs them.
+        await_gradients: Function that orders the current stream behind all that autograd has added to the
+            gradients of owned experts so far, which may happen on another stream. Whoever reads or adds to
+            these gradients in a backward pass calls it first.
         told_device: Device of the tensors of a rank that owns no expert.
     """
 
@@ -123,6 +126,7 @@ class LocalExperts:
     residents: ParametersByExpert = field(default_factory=dict)
     told_layout: ExpertLayout | None = None
     await_parameters: Callable[[], object] = lambda: None
+    await_gradients: Callable[[], object] = lambda: None
     told_device: torch.device | None = None
 
     def layout(self) -> ExpertLayout:

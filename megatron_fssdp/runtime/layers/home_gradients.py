@@ -183,6 +183,7 @@ class HomeGradients:
             experts, plan = self._layer.experts, self._layer.plan
             assert plan is not None
             layout = experts.layout()
+            experts.await_gradients()
             transfer = self._layer.bind(plan.transfer, layout.numel, accumulation_dtype(layout.dtype))
             self._resident_sums = sum_over_holders(transfer, layout, experts.all_parameters)
             next(self._resident_sums)

@@ -61,7 +61,8 @@ class MoERuntime:
         parameters: ParametersByExpert,
         *,
         layout: ExpertLayout | None = None,
-        await_parameters: Callable[[], None] | None = None,
+        await_parameters: Callable[[], object] = lambda: None,
+        await_gradients: Callable[[], object] = lambda: None,
         least_slots: int = 0,
         slot_multiple: int = 1,
     ) -> SlotLayer:
@@ -69,10 +70,14 @@ class MoERuntime:
 
         The arguments are those of :class:`SlotLayer` and :class:`LocalExperts`.
         """
-        experts = LocalExperts(f"layer {context.layer}", parameters, told_layout=layout)
+        experts = LocalExperts(
+            f"layer {context.layer}",
+            parameters,
+            told_layout=layout,
+            await_parameters=await_parameters,
+            await_gradients=await_gradients,
+        )
         experts = replace(experts, told_device=experts.device)
-        if await_parameters is not None:
-            experts = replace(experts, await_parameters=await_parameters)
         layer = SlotLayer(
             context,
             groups,

@@ -192,6 +192,7 @@ class ReplicaTransfers:
             self._reducing.wait()
         self._reducing = None
         owned, layout = self._experts.parameters, self.slots.layout
+        self._experts.await_gradients()
         add_to_owners(
             pair
             for expert, total in self._home.items()

@@ -49,6 +49,33 @@ def _inside_the_device_modes(original: Callable[..., Any]) -> Callable[..., Any]
     return run
 
 
+def _on_the_stream_of_its_node(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What autograd does on CUDA: a leaf's gradient is accumulated on the stream on which its node was made.
+
+    Megatron makes these nodes on a stream of their own. The end of the backward pass joins the streams.
+    """
+
+    @functools.wraps(original)
+    def make(ddp: Any, parameter: torch.nn.Parameter) -> Callable[..., None]:
+        hook, own = original(ddp, parameter), torch.cuda.current_stream()
+
+        def run(*unused: Any) -> None:
+            producing = torch.cuda.current_stream()
+            own.wait_stream(producing)
+            if parameter.grad is not None:
+                parameter.grad.record_stream(own)
+            with torch.cuda.stream(own):
+                hook(*unused)
+            end_of_pass = torch.autograd.Variable._execution_engine.queue_callback
+            end_of_pass(lambda: producing.wait_stream(own))
+
+        return run
+
+    return make
+
+
+_DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+
 REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     # Megatron's checkpoints and recompute save and restore the device's random states. Megatron looked these
     # functions up when it was imported.
@@ -58,6 +85,7 @@ REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "megatron.core.tensor_parallel.random:_set_cuda_rng_state": _writing_states,
     # Megatron refuses torch's norms under sequence parallelism; others need Transformer Engine or Apex.
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": norm_under_sequence_parallelism,
+    f"{_DDP}._make_backward_post_hook": _on_the_stream_of_its_node,
     # The data loader's thread for page-locked memory.
     "torch.utils.data._utils.pin_memory:_pin_memory_loop": _inside_the_device_modes,
 }
