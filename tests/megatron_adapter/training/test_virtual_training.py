@@ -30,11 +30,12 @@ from ..training_run import (
 WORLD_SIZE, LIMIT_S = 4, 400.0
 # The server imports Megatron without the patches for CPU ranks.
 PRELOAD = tuple(entry for entry in MEGATRON_PRELOAD if not entry.endswith(":install"))
-# Parameters are drawn on the host, as the launcher has it on CPU ranks.
+# Parameters are drawn on the host, as the launcher has it on CPU ranks. Megatron moves them to the device only
+# with the distributed optimizer.
 VIRTUAL_GPT = Model(
     GPT.script,
     GPT.arguments.replace("--distributed-backend gloo", "")
-    + " --num-layers 3 --disable-bias-linear --train-iters 3",
+    + " --num-layers 3 --disable-bias-linear --train-iters 3 --use-distributed-optimizer",
 )
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 8000"
 TP_PARTS = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2"
