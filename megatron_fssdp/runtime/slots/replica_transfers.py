@@ -144,7 +144,8 @@ class ReplicaTransfers:
 
         sent, out = self._sent, {expert: held[expert] for expert in transfer.received_experts}
         if num_elements < layout.numel:
-            sent, out = (_elements(flats, begin, self._num_gathered) for flats in (sent, out))
+            part = slice(begin, self._num_gathered)
+            sent, out = ({e: flat[part] for e, flat in flats.items()} for flats in (sent, out))
         self._gathering.append(transfer.start_all_gather(sent, out=out, fill=pack))
 
     def _new(self, experts: Iterable[int], dtype: torch.dtype) -> dict[int, torch.Tensor]:
@@ -214,11 +215,6 @@ class ReplicaTransfers:
         self._prefetched = {False: False, True: False}
         self.slots.close_weights()
         self.slots.close_sums()
-
-
-def _elements(flats: Mapping[int, torch.Tensor], begin: int, end: int) -> dict[int, torch.Tensor]:
-    """A range of elements of some experts' flat tensors."""
-    return {expert: flat[begin:end] for expert, flat in flats.items()}
 
 
 def _part(share: float, numel: int) -> int:

@@ -30,8 +30,8 @@ from ..training_run import (
 WORLD_SIZE, LIMIT_S = 4, 400.0
 # The server imports Megatron without the patches for CPU ranks.
 PRELOAD = tuple(entry for entry in MEGATRON_PRELOAD if not entry.endswith(":install"))
-# Parameters are drawn on the host, as the launcher has it on CPU ranks. Megatron moves them to the device only
-# with the distributed optimizer.
+# Parameters are drawn on the host, as the launcher has it on CPU ranks. Megatron moves them to the device
+# only with the distributed optimizer.
 VIRTUAL_GPT = Model(
     GPT.script,
     GPT.arguments.replace("--distributed-backend gloo", "")
