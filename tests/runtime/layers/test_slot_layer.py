@@ -122,7 +122,7 @@ def outcome(world_size: int, is_slow: bool) -> list[dict[str, CaseResult]] | Ran
     """Results of all cases from one start of the ranks; an error is kept as well."""
     cases = cases_of(world_size, is_slow)
     try:
-        return run_layer_ranks(compare_with_reference, world_size, cases, timeout_s=120)
+        return run_layer_ranks(compare_with_reference, world_size, cases, timeout_s=300)
     except RankError as error:
         return error
 

@@ -107,7 +107,7 @@ def unknown_findings(device: VirtualDevice) -> list[str]:
 def outcomes(cases: tuple[LayerCase, ...]) -> list[dict[str, Found]] | RankError:
     """Results of all cases from one start of the ranks; an error is kept as well."""
     try:
-        return run_ranks(run_cases, 4, cases, preload=PRELOAD, timeout_s=60 + 5 * len(cases))
+        return run_ranks(run_cases, 4, cases, preload=PRELOAD, timeout_s=100 + 20 * len(cases))
     except RankError as error:
         return error
 
@@ -130,7 +130,7 @@ def test_layers_equal_the_reference_without_a_finding(case: LayerCase) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("case", CASES + QUEUED, ids=lambda case: case.name)
 def test_every_kind_of_plan_equals_the_reference_without_a_finding(case: LayerCase) -> None:
     check(case, QUEUED if case.one_queue else CASES)
