@@ -93,6 +93,7 @@ SEAMS = _seams(
       _ParamAndGradBucketGroup.finish_grad_sync | completes expert gradients before their reduction | parallel
     megatron.core.distributed
       DistributedDataParallel._make_forward_pre_hook | gathers parameters before replicas | gather
+      DistributedDataParallel._make_backward_post_hook | waits for what DDP adds to gradients | parallel
     megatron.core.transformer.transformer_block
       TransformerBlock.sharded_state_dict | names experts by layer and number | checkpoints
     megatron.core.models.hybrid.hybrid_block
