@@ -14,19 +14,15 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_variants_compute_the_same_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"
-    words = [
-        sys.executable,
-        "benchmarks/gpu_layer.py",
-        "--device",
-        "cpu",
-        "--sizes",
-        "toy",
-        "--repetitions",
-        "2",
-    ]
+    words = "benchmarks/gpu_layer.py --device cpu --sizes toy --repetitions 2".split()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*words, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=600
+        [sys.executable, *words, "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(out.read_text())["sizes"]["toy"]
