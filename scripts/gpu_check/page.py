@@ -130,7 +130,8 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
         *("strategy", "fp32 loss", "from none", "bf16 loss", "from none"),
         *("replicas", "moved", "memory of a rank", "above none", "predicted at most"),
     )
-    return _table("Losses, their largest relative difference from none, and memory of a rank", header, cells)
+    title = "Losses, their largest relative difference from none, and peak memory (measurements included)"
+    return _table(title, header, cells)
 
 
 def _layer_times(out: Path, *, is_virtual: bool) -> str:
