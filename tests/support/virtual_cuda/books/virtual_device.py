@@ -35,7 +35,6 @@ class VirtualDevice(DeviceLog):
         capability: Compute capability to report, as (major, minor).
         index: Index of the current device; ``torch.cuda.set_device`` changes it.
         memory: Allocations of the device and page-locked allocations of the host.
-        host_factory: Whether Python code calls a function now that makes a tensor on the host.
     """
 
     def __init__(self, capability: tuple[int, int], num_devices: int, total_memory: int) -> None:
@@ -46,7 +45,6 @@ class VirtualDevice(DeviceLog):
         self.index = 0
         self.order = StreamOrder()
         self.memory = MemoryBlocks()
-        self.host_factory = False
         self.found = FindingList()
         self._current = threading.local()
         self.unfinished = UnfinishedWork(self.order)
@@ -80,6 +78,15 @@ class VirtualDevice(DeviceLog):
         """Numbers of this thread's current streams; the last one is current."""
         stack: list[int] = self._current.__dict__.setdefault("streams", [DEFAULT_STREAM])
         return stack
+
+    @property
+    def host_factory(self) -> bool:
+        """Whether Python code calls a function in this thread now that makes a tensor on the host."""
+        return bool(self._current.__dict__.get("host_factory"))
+
+    @host_factory.setter
+    def host_factory(self, calls: bool) -> None:
+        self._current.host_factory = calls
 
     @property
     def current_stream(self) -> int:
