@@ -188,7 +188,7 @@ def test_a_failing_step_does_not_stop_the_others(
 def test_trainings_run_side_by_side_but_for_their_baseline(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Each of two steps waits for the other one; so does none of the steps before and after."""
+    """The two steps in the middle end only if both run at once. The others run alone."""
     code = """
         import pathlib, sys, time
 
