@@ -1,6 +1,5 @@
 """Are the losses of every strategy those of Megatron's own dispatcher on this node? One training per call.
 
-    python benchmarks/gpu_parity.py --list
     python benchmarks/gpu_parity.py --case fssdp --precision fp32 --ranks 8 --work DIR --out parity.jsonl
     python benchmarks/gpu_parity.py --case fssdp --ranks 8 --work DIR --sanitize
 
@@ -237,8 +236,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--list", action="store_true", help="print the cases, the baseline first")
-    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--precision", choices=TOLERANCES, default="fp32")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", *LAUNCHERS), default="cuda")
@@ -246,9 +244,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file with one row of JSON for each training")
     parser.add_argument("--sanitize", action="store_true", help="look for data races, and compare nothing")
     options = parser.parse_args(words)
-    if options.list or options.case is None:
-        print("\n".join(CASES))
-        return 0
     records = options.work / f"{'sanitized' if options.sanitize else options.precision}-{options.case}"
     asked = options.case, options.precision, options.ranks, records, options.device
     command = training_command(*asked, is_short=options.sanitize)
