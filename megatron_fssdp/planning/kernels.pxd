@@ -37,7 +37,6 @@ cdef class Layer(Trees):
     cdef Py_ssize_t[:, ::1] holders_EN
     cdef bint is_smooth
     cdef void count_all(self) noexcept nogil
-    cdef void recount(self) noexcept nogil
     @cython.locals(pairs=double)
     cdef double unserved(self, Py_ssize_t expert) noexcept nogil
     @cython.locals(num=Py_ssize_t, left=Py_ssize_t, each_far=double, place=Py_ssize_t)

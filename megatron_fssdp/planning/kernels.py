@@ -312,14 +312,6 @@ class Layer(Trees):
                 if self.has_ED[expert, i]:
                     self.put(expert, i, 1)
             self.used_D[self.owner_E[expert]] -= 1
-        self.recount()
-
-    def recount(self) -> None:
-        """Count all experts anew, after changes of many that were not out."""
-        for place in range(self.num_devices + self.num_nodes):
-            for column in range(5):
-                self.busy[place, column] = 0.0
-        for expert in range(self.num_experts):
             self.count(expert, 1)
 
     def unserved(self, expert: int) -> float:
@@ -822,10 +814,7 @@ class Search(Layer):
         return 0
 
     def place_wanted(self) -> None:
-        """Put the replicas of ``want_E`` on the devices that then have least, spread over the nodes.
-
-        Whoever calls it counts anew.
-        """
+        """Put the replicas of ``want_E`` on the devices that then have least, spread over the nodes."""
         num_placed = 0
         for expert in range(self.num_experts):
             self.part_E[expert] = (
@@ -839,6 +828,7 @@ class Search(Layer):
             self.part_E[picked] = 0.0
             num_placed += 1
             most = (self.want_E[picked] + self.num_nodes - 1) // self.num_nodes
+            self.count(picked, -1)
             for _ in range(self.want_E[picked] - 1):
                 to = -1
                 for device in range(self.num_devices):
@@ -852,6 +842,7 @@ class Search(Layer):
                     break
                 self.put(picked, to, 1)
                 self.plan_D[to] += part
+            self.count(picked, 1)
 
     def seed_by_levels(self) -> None:
         """Keep the best placement in which owners give load away until they keep a part of the mean."""
@@ -870,10 +861,8 @@ class Search(Layer):
                 before = room
                 room = self.give_away(kind == 1, _HIGHEST_LEVEL - level * _LEVEL_STEP, room)
                 if room != before:
-                    for i in range(self.num_experts):
-                        self.hold(i, self.owners_ED, i)
+                    self.become(self.owners_ED)
                     self.place_wanted()
-                    self.recount()
                     self.keep()
 
     def seed_everywhere(self) -> None:
