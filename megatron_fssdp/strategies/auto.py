@@ -64,6 +64,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         self.profile_iterations = profile_iterations()
         self.overlaps = any(one.overlaps for one in candidates.values())
         self.splits = any(one.splits for one in candidates.values())
+        self.shares_plans = all(one.shares_plans or one.package == SHIPPED for one in candidates.values())
         self.moves_owners = any(one.moves_owners for one in candidates.values())
         self._selected: dict[int, str] = {}
         self._has_selected = self._reshard_due = False

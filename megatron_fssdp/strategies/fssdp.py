@@ -43,6 +43,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
     """``fssdp``: makes a new placement in each iteration, from the mean of the last :data:`WINDOW` loads."""
 
     window = WINDOW
+    shares_plans = True
 
     def __init__(self, settings: FssdpSettings) -> None:
         super().__init__(settings)
@@ -114,6 +115,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         compute does not hide, and for longer gathers of later passes.
         """
         if context.layer in self._without_loads:
+            self._without_loads.discard(context.layer)  # Another rank may make the layer's next plans.
             return self._plan_of(self._limited(context, counts_DE), context)
         if context.profile is None or not self._is_hecate:
             return plan

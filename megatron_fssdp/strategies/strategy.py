@@ -43,6 +43,9 @@ class Strategy[Settings: PlacementSettings](ABC):
         splits: Ability: a part of the weights may travel beside the experts of another layer (``early``).
         moves_owners: Ability: experts may change owners; see :class:`MovesOwners`.
         resident_slots: Ability: resident replicas of a layer on a device; see :class:`ResidentReplicas`.
+        shares_plans: Ability: one rank, always the same, may ask :meth:`before_gate` for a layer and send the
+            plan to the others. What the method remembers belongs to one layer, and :meth:`after_gate` does
+            not need it.
         selects: Whether layers have other strategies, as under ``auto``.
         package: Package that registered the strategy, which :func:`build_strategy` notes for messages.
     """
@@ -54,6 +57,7 @@ class Strategy[Settings: PlacementSettings](ABC):
     splits: bool = False
     moves_owners: bool = False
     resident_slots: int = 0
+    shares_plans: bool = False
     selects: bool = False
     package: str = SHIPPED
 

@@ -38,6 +38,7 @@ class DrawnPlacements(Strategy[EpSettings]):
         super().__init__(EpSettings())
         self.case = case
         self.replica_life, self.overlaps, self.splits = case.life, case.overlaps, case.early > 0
+        self.shares_plans = case.seed % 2 == 1
 
     def asks_after_gate(self, layer: int) -> bool:
         return self.case.corrects

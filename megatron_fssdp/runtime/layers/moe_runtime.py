@@ -14,6 +14,7 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExpe
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.planned_layer import IterationClock
+from megatron_fssdp.runtime.layers.shared_plans import SharedPlans
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.remap import sent_to
 from megatron_fssdp.strategies.layer_plan import LayerContext
@@ -48,6 +49,7 @@ class MoERuntime:
         self.clock = IterationClock()
         self.timer = PassTimer()
         self._counts: list[_SharedCounts] = []
+        self._plans: dict[str, SharedPlans] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MoERuntime":
         # Layer specs contain the runtime, and Megatron deep-copies specs. All layers of a model must still
@@ -96,6 +98,13 @@ class MoERuntime:
             self.layers[-1].following, layer.before = layer, self.layers[-1]
             layer.is_first = False
         self.layers.append(layer)
+        group = groups.everyone or groups.expert_parallel
+        plans = self._plans.setdefault(group.group_name, SharedPlans(group))
+        plans.layers.append(layer)
+        # One layer alone is planned as fast by every rank.
+        if self.strategy.shares_plans and group.size() > 1 and len(plans.layers) > 1:
+            for one in plans.layers:
+                one.together = plans
         return layer
 
     def begin_iteration(self, num_micro_batches: int, iteration: int | None = None) -> None:

@@ -20,6 +20,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additio
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.shared_plans import SharedPlans, unpacked
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
 from megatron_fssdp.runtime.slots.exact_shares import Holders
 from megatron_fssdp.runtime.slots.remap import by_number, sent_to
@@ -71,6 +72,7 @@ class PlannedLayer:
         history: Loads of the last iterations.
         journal: Timers of the transfers of the running iteration.
         is_first: Whether the model chunk of this layer has no MoE layer before it.
+        together: The layers that are planned together with this one; ``None`` if each rank plans it alone.
         waiting: Function that returns a context manager, which is entered around waits for transfers.
         shared: Pass of the running iteration; ``None`` before it is planned.
     """
@@ -95,9 +97,12 @@ class PlannedLayer:
         self.history = LoadHistory(strategy.window, context.num_devices, context.num_experts)
         self.journal: list[TransferTimer] = []
         self.is_first = True
+        self.together: SharedPlans | None = None
         self.waiting = self.timer.waiting
         self._num_replica_slots, self._slot_multiple = least_slots, slot_multiple
         self.shared: SlotPass | None = None
+        self._ready: LayerPlan | None = None
+        self._received: tuple[bytes, LayerContext, LayerPlan] | None = None
         self._last_made: tuple[object, SlotPass] | None = None
         self._shared_slots: ReplicaSlots | None = None
         self._spare_slots: list[ReplicaSlots] = []
@@ -148,12 +153,33 @@ class PlannedLayer:
 
     def _drop(self) -> None:
         """Drop the plan of the iteration, and its replicas."""
-        self.shared = None
+        self.shared = self._ready = None
 
     # Plans.
 
+    @property
+    def lacks_plan(self) -> bool:
+        """Whether the running iteration has loads to plan the layer by, and no plan."""
+        return self.shared is None and self._ready is None and not self.history.is_empty
+
+    def plan_alone(self) -> LayerPlan:
+        """What the strategy of this rank plans."""
+        return plan_before_gate(self.strategy, self.context, self.history)
+
+    def take_plan(self, message: bytes) -> None:
+        """Take the plan that :class:`SharedPlans` got from a rank for the running iteration."""
+        known = self._received
+        # Plans often stay from one iteration to the next.
+        if known is None or known[0] != message or known[1] is not self.context:
+            known = self._received = message, self.context, unpacked(message, self.context)
+        self._ready = known[2]
+
     def _next_plan(self) -> LayerPlan:
-        plan = plan_before_gate(self.strategy, self.context, self.history)
+        if self.together is not None and self.lacks_plan:
+            self.together.make(self)
+        plan, self._ready = self._ready, None
+        if plan is None:
+            plan = self.plan_alone()
         self._compare(plan)
         return plan
 

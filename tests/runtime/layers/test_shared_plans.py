@@ -1,0 +1,84 @@
+"""Plans that one rank makes for all: who is asked, what arrives, and what a failure does."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.runtime.layers.shared_plans import SharedPlans
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+
+from ..case_run import CaseRun
+from ..drawn_placements import DrawnPlacements
+from ..layer_case import LayerCase
+from ..rank_layer import run_layer_ranks
+
+CASE = LayerCase("shared", num_nodes=1, num_layers=5, num_experts=6, schedule="FB")
+
+
+class Shared(DrawnPlacements):
+    """Notes for which layers it is asked, and can fail."""
+
+    shares_plans = True
+
+    def __init__(self, case: LayerCase) -> None:
+        super().__init__(case)
+        self.shares_plans, self.asked, self.fails_at = True, [], 0
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        self.asked.append(context.layer)
+        if context.layer == self.fails_at:
+            raise ValueError("no plan for this layer")
+        return super().before_gate(context, history)
+
+
+def iterate(run: CaseRun) -> list[bytes]:
+    run.runtime.begin_iteration(1)
+    run.runtime.begin_passes()
+    run.forward(run.draw())[0].sum().backward()
+    digests = [layer.slots.shared.digest for layer in run.layers]
+    run.runtime.finish_gradients()
+    run.runtime.end_passes()
+    run.runtime.end_iteration()
+    return digests
+
+
+def share_by_turns(rank: int, world_size: int) -> None:
+    with mock.patch("tests.runtime.case_run.strategy_of", Shared):
+        run = CaseRun(CASE, check_plans=False)
+    iterate(run)
+    assert run.strategy.asked == [1, 2, 3, 4, 5], "without loads, every rank plans"
+    alone = Shared(CASE)
+    for _ in range(2):
+        run.strategy.asked.clear()
+        run.layers[4].move(run.layers[4].slots.context.owner_E[::-1].copy())
+        wanted = [alone.before_gate(one.slots.context, one.slots.history).digest() for one in run.layers]
+        assert iterate(run) == wanted
+        assert run.strategy.asked == list(range(1 + rank, 6, world_size))
+    # An evaluation and a loop that marks no iterations share as well.
+    run.strategy.asked.clear()
+    run.runtime.begin_iteration(0)
+    run.forward(run.draw(), training=False)
+    run.runtime.end_iteration()
+    run.forward(run.draw(), training=False)
+    assert sorted(run.strategy.asked) == sorted(2 * list(range(1 + rank, 6, world_size)))
+    run.strategy.fails_at = 2
+    with pytest.raises(ValueError, match="no plan for this layer"):
+        iterate(run)
+
+
+def test_a_layer_is_planned_by_one_rank_for_all() -> None:
+    run_layer_ranks(share_by_turns, 2)
+
+
+def send_lengths(rank: int, world_size: int) -> None:
+    plans = SharedPlans(dist.group.WORLD)
+    for lengths in ((3, 5), (4, 70_000), (1024, 1025), (0, 2)):
+        own = bytes([rank]) * lengths[rank]
+        assert plans._gather(own, torch.device("cpu")) == [bytes([r]) * n for r, n in enumerate(lengths)]
+
+
+def test_messages_may_have_any_length() -> None:
+    run_layer_ranks(send_lengths, 2)
