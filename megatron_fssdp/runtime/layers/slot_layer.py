@@ -185,6 +185,9 @@ class SlotLayer(PlannedLayer):
 
     def prepare_capture(self, *, training: bool) -> None:
         """Provide the slots for a CUDA graph that is captured: its tensors keep their addresses."""
+        if self.together is not None and self.lacks_plan:
+            # No message can be captured. Any plan has the same tensors.
+            self._ready = self.context.owners_only
         self.plan_iteration()
         self._use(self.shared)
         self._is_counted = training and not in_backward()
