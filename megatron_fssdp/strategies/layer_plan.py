@@ -54,6 +54,12 @@ class LayerContext:
         return self.topology.num_devices
 
     @property
+    def costs(self) -> LayerProfile:
+        """The profile, once costs are measured."""
+        assert self.profile is not None
+        return self.profile
+
+    @property
     def placement(self) -> ExpertPlacement:
         """The devices on which each expert has Parameters: owners and resident replicas."""
         return self.resident or self.owners_only.placement

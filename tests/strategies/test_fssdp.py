@@ -17,9 +17,14 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fssdp import RENEWAL, FssdpStrategy
+from megatron_fssdp.strategies.fssdp import (
+    RENEWAL,
+    FssdpStrategy,
+    ReshardClock,
+    closed_part,
+    paying_owners,
+)
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.paying_owners import ReshardClock, closed_part, paying_owners
 from megatron_fssdp.strategies.plan_seconds import plan_price
 from tests.support.random_placement import with_replicas
 
