@@ -91,29 +91,29 @@ def replay_strategy(
             is_measured = contexts[0].profile is not None
             if strategy.selects_at(iteration, histories[0].num_seen if is_measured else 0):
                 strategy.select(numbers, strategy.price(contexts, histories), None)
-        source_P: list[int] = []
-        device_P: list[int] = []
+        before = [context.placement for context in contexts]
         if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
             since_jump = [
                 replace(context, num_since_jump=history.num_since_jump)
                 for context, history in zip(contexts, histories, strict=True)
             ]
             load_LE = np.stack([history.mean_E() for history in histories])
-            before, owners = owners, strategy.reshard(since_jump, load_LE, owners)
-            moves_LE = before.device_LE != owners.device_LE
-            source_P += before.device_LE[moves_LE].tolist()
-            device_P += owners.device_LE[moves_LE].tolist()
+            owners = strategy.reshard(since_jump, load_LE, owners)
             contexts = [
                 replace(context, owner_E=owner_E)
                 for context, owner_E in zip(contexts, owners.device_LE, strict=True)
             ]
         if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
-            for layer, context in enumerate(contexts):
-                placement = strategy.replicate(context, histories[layer].mean_DE())
-                expert_P, new_P = np.nonzero(placement.present_ED & ~context.placement.present_ED)
-                source_P += context.owner_E[expert_P].tolist()
-                device_P += new_P.tolist()
-                contexts[layer] = replace(context, resident=placement)
+            contexts = [
+                replace(context, resident=strategy.replicate(context, history.mean_DE()))
+                for context, history in zip(contexts, histories, strict=True)
+            ]
+        moves = [
+            (placement.owner_E, *np.nonzero(context.placement.present_ED & ~placement.present_ED))
+            for placement, context in zip(before, contexts, strict=True)
+        ]
+        source_P = np.concatenate([owner_E[expert_P] for owner_E, expert_P, _ in moves])
+        device_P = np.concatenate([device_P for *_, device_P in moves])
         layers = []
         for layer, (context, history) in enumerate(zip(contexts, histories, strict=True)):
             counts_DE = frozen_array(counts_LDE[layer], np.int64)
@@ -125,7 +125,7 @@ def replay_strategy(
             layers.append(LayerDecision(planned, plan, counts_DE))
             if counts_DE.any():
                 history.append(counts_DE)
-        yield ReplayedIteration(layers, np.array(source_P, np.int64), np.array(device_P, np.int64))
+        yield ReplayedIteration(layers, source_P, device_P)
 
 
 def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:

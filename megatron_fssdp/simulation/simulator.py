@@ -127,16 +127,8 @@ def simulate(
 ) -> StrategyOutcome:
     """Simulate a strategy on loads: its seconds, decisions, traffic and memory.
 
-    Args:
-        name: Name of the strategy. ``none`` is simulated as ``ep`` with the collectives of Megatron's
-            dispatcher.
-        settings: Settings of the strategy.
-        counts_ILDE: (token, k) pairs that each source device sends to each expert, integers.
-        cluster: Link and compute costs of the cluster.
-        job: Sizes and parallelism of the training job.
-        past_ILDE: Pairs of the iterations before the first one, which only fill the load history.
-        layer_numbers: Megatron's number of each layer, or None for 1 to L.
-        on_plan: Function that is called with the iteration, the layer's index and the final plan.
+    ``none`` is simulated as ``ep`` with the collectives of Megatron's dispatcher. Loads and the optional
+    arguments are those of :func:`replay_strategy`.
 
     Raises:
         ValueError: The loads do not have the job's sizes, or the job does not fit cluster or strategy.

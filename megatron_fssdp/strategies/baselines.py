@@ -138,6 +138,8 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
     the iteration before (§IV-C, locality).
     """
 
+    shares_plans = True
+
     def __init__(self, settings: ProphetSettings) -> None:
         super().__init__(settings)
         self.splits = settings.overlap  # §V-B

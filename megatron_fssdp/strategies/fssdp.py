@@ -169,20 +169,20 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             return self._plan_of(self._limited(context, counts_DE), context)
         if context.profile is None or not self._is_hecate:
             return plan
-        limits = {"overlap_degree": self.overlap_degree(context), "slots": self.slots(context)}
-        found = calibration_candidates(plan.placement, counts_DE, context.topology, **limits)
+        found = calibration_candidates(plan.placement, counts_DE, context.topology, **self._limits(context))
         plans = [plan, *(self._plan_of(placement, context) for placement in found)]
         times = num_micro_batches
         return fastest(plans, times * counts_DE, context, times, planned=plan)
 
+    def _limits(self, context: LayerContext) -> dict[str, int]:
+        return {"overlap_degree": self.overlap_degree(context), "slots": self.slots(context)}
+
     def _limited(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
         """The placement by Alg. 1 or by the lowest device load, within overlap degree and slots."""
-        degree, slots = self.overlap_degree(context), self.slots(context)
-        owner_E, topology = context.owner_E, context.topology
+        owner_E, topology, limits = context.owner_E, context.topology, self._limits(context)
         if self._is_hecate:
-            load_E = load_DE.sum(axis=0)
-            return sparse_materialization(owner_E, load_E, topology, overlap_degree=degree, slots=slots)
-        return plan_materialization(owner_E, load_DE, topology, overlap_degree=degree, slots=slots)
+            return sparse_materialization(owner_E, load_DE.sum(axis=0), topology, **limits)
+        return plan_materialization(owner_E, load_DE, topology, **limits)
 
     def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
         return self.plan_of(placement, context, rematerialize=self.settings.rematerialize)
@@ -250,10 +250,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         If modelled seconds decide, intervals adapt to the moves (:class:`ReshardClock`) and are at most
         ``reshard_interval``. Otherwise this is every multiple of ``reshard_interval`` that is not 0.
         """
-        interval = self.settings.reshard_interval
-        if interval and self._goes_by_seconds:
+        if self._goes_by_seconds:
             return self._clock.is_due(iteration)
-        return interval > 0 and iteration > 0 and iteration % interval == 0
+        return iteration > 0 and iteration % self.settings.reshard_interval == 0
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners from the recent loads of all layers together (Hecate §4.3, Alg. 2).

@@ -39,8 +39,7 @@ def plan_price(
         plan: Plan that is executed.
         counts_DE: (token, k) pairs of an iteration by source and expert, int64 ``[D, E]``.
         context: Data of the layer, with a profile.
-        num_micro_batches: Number of micro-batches in the iteration, by default the profile's; each has an
-            equal part of the counts.
+        num_micro_batches: Number of equal micro-batches in the iteration; by default the profile's.
         planned: Plan before the gate, if ``after_gate`` replaced it by ``plan``.
     """
     profile, topology, addition, planned = context.costs, context.topology, NO_TRANSFER, planned or plan

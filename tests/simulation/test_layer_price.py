@@ -48,13 +48,7 @@ class Case:
     context: LayerContext
 
     def price(self) -> LayerPrice:
-        return plan_price(
-            self.plan,
-            self.counts_DE,
-            self.context,
-            num_micro_batches=self.job.num_micro_batches,
-            planned=self.planned,
-        )
+        return plan_price(self.plan, self.counts_DE, self.context, planned=self.planned)
 
     def simulated_parts_s(self, num_layers: int) -> dict[str, float]:
         """Seconds of an iteration of so many layers like this one, by what they go on."""

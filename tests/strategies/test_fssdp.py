@@ -156,7 +156,7 @@ def test_every_micro_batch_pays_for_its_shares() -> None:
     def difference(name: str, counts_DE: np.ndarray, *replicas: tuple[int, int]) -> float:
         """Seconds of a part of the price that exact dispatch has above even dispatch."""
         exact, even = (
-            plan_price(plan_with(*replicas, policy=policy), counts_DE, context, num_micro_batches=times)
+            plan_price(plan_with(*replicas, policy=policy), counts_DE, context)
             for policy in ("exact", "even")
         )
         return float(getattr(exact, name) - getattr(even, name))
