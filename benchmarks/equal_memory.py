@@ -28,10 +28,9 @@ from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.simulation.job_loads import generated_loads
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import simulate
-from megatron_fssdp.simulation.workloads import WORKLOADS
+from megatron_fssdp.simulation.workloads import WORKLOADS, generated_loads
 
 OTHERS = ("ep", "prophet", "fastermoe", "quota", "flexmoe", "smartmoe")
 LEAST_TOKENS = 8192

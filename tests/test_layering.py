@@ -78,7 +78,6 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "papers": {"", "placement", "transfer", "dispatch", "cost"},
     },
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}, "sweep": {"", "strategy", "run"}},
-    "strategies": {"": set(), "papers": {""}},
     "collectives": {"": set(), "sparse": {""}, "probes": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},
     "runtime": {

@@ -15,9 +15,9 @@ from megatron_fssdp.config.loading import validate
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.simulation.job_loads import fitted_loads
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.simulation.workloads import fitted_loads
 
 DRIFT = 0.02
 """Assumed standard deviation of the change of a popularity's logarithm in one iteration."""

@@ -10,10 +10,9 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, registe
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
 from megatron_fssdp.planning.papers.expert_permutation import permuted_owners
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.strategies.baselines import FlexmoeStrategy, SmartmoeStrategy
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.papers.flexmoe import FlexmoeStrategy
-from megatron_fssdp.strategies.papers.smartmoe import SmartmoeStrategy
 
 MOVING_SMARTMOE, MOVING_FLEXMOE = "moving_smartmoe", "moving_flexmoe"
 TOP_EXPERTS, STEPPED_HECATE = "top_experts", "stepped_hecate"

@@ -12,9 +12,10 @@ from megatron_fssdp.config.cluster_description import ClusterDescription, Fitted
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.link_seconds import topology_of
-from megatron_fssdp.simulation.job_loads import scaled_loads
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.simulator import OnPlan, simulate
+from megatron_fssdp.simulation.replay import OnPlan
+from megatron_fssdp.simulation.simulator import simulate
+from megatron_fssdp.simulation.workloads import scaled_loads
 
 LEAST_GAIN = 0.01
 """A strategy pays if it is faster than plain expert parallelism by more than this share."""
@@ -58,23 +59,21 @@ def break_evens(
     """
 
     def pays(*, tokens: float = 1.0, network: float = 1.0) -> bool:
-        """Whether it is faster than plain expert parallelism by more than the least gain."""
         loads = scaled_loads(counts_ILDE, tokens), _faster_network(cluster, network), job.with_tokens(tokens)
         past = None if past_ILDE is None else scaled_loads(past_ILDE, tokens)
         plain_s = simulate("ep", EpSettings(), *loads).mean_s
         outcome = simulate(name, settings, *loads, past_ILDE=past, on_plan=on_plan)
         return outcome.mean_s * (1 + LEAST_GAIN) < plain_s
 
-    num_tokens, bandwidth = job.tokens_per_micro_batch * job.num_micro_batches, None
-    if topology_of(cluster, job.num_devices).num_nodes > 1:
-        bytes_per_s = cluster.inter_node.bandwidth_bytes_per_s
-        bandwidth = _search(lambda factor: pays(network=factor), bytes_per_s, pays_above=False)
-    return _search(lambda factor: pays(tokens=factor), num_tokens, pays_above=True), bandwidth
+    num_tokens = job.tokens_per_micro_batch * job.num_micro_batches
+    by_tokens = _search(lambda factor: pays(tokens=factor), num_tokens, pays_above=True)
+    if topology_of(cluster, job.num_devices).num_nodes == 1:
+        return by_tokens, None
+    bytes_per_s = cluster.inter_node.bandwidth_bytes_per_s
+    return by_tokens, _search(lambda factor: pays(network=factor), bytes_per_s, pays_above=False)
 
 
 def _faster_network(cluster: ClusterDescription, factor: float) -> ClusterDescription:
-    """The cluster with ``factor`` times the bandwidth between nodes."""
-
     def faster[LinkT: (LinkDescription, FittedLink)](link: LinkT) -> LinkT:
         return link.model_copy(update={"bandwidth_bytes_per_s": link.bandwidth_bytes_per_s * factor})
 

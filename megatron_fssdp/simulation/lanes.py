@@ -5,8 +5,7 @@
 * ``transfer``: spAG, spRS, re-gathering and re-sharding, one after the other.
 * ``host``: what the host does between the counts and the dispatch, while the device waits.
 
-The forward pass of a layer consists of compute before the gate, counts, dispatch, experts and combine. spAG
-starts together with the compute before the gate, or after this compute if the plan says so. spAG ends
+spAG starts together with the compute before the gate, or after this compute if the plan says so. It ends
 before the dispatch. The runtime waits for it later, before the experts, but the rows use the same links.
 
 The backward pass is the reverse, with twice the compute. spRS starts after the backward of the dispatch and
@@ -19,12 +18,11 @@ If an all-to-all and a transfer run at the same time and both take longest on th
 half of the link until one of them ends. So the link is never idle.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
-from megatron_fssdp.simulation.replay import IterationRecord
+from megatron_fssdp.simulation.layer_record import IterationRecord, LayerRecord
 
 COMPUTE, ALL_TO_ALL, TRANSFER, HOST = "compute", "all-to-all", "transfer", "host"
 
@@ -54,26 +52,24 @@ class Lanes:
 
     Attributes:
         now_s: End of all work that the next compute or all-to-all waits for, in seconds.
-        lane_s: Time when the transfer lane becomes free, in seconds.
         parts_s: Seconds so far of each part in :data:`PARTS`.
     """
 
     def __init__(self, on_span: OnSpan | None = None) -> None:
         self._on_span = on_span
-        self.now_s = self.lane_s = 0.0
+        self.now_s = self._lane_s = 0.0  # the latter: when the transfer lane becomes free
         self.parts_s = dict.fromkeys(PARTS, 0.0)
         self._early_s = 0.0
         self._regathers = self._regather_is_far = False
 
-    def run_iteration(self, record: IterationRecord[LayerRecord], prices: LayerPrices) -> "Lanes":
-        """Add a whole iteration, with prices of what is outside the MoE layers; return these lanes."""
-        behind_s = prices.job.after_layers_flops / prices.cluster.non_expert_flops_per_s
+    def run_iteration(self, record: IterationRecord) -> "Lanes":
+        """Add a whole iteration; return these lanes."""
         # Everything else waits for a re-shard.
-        self._wait("re-sharding", self._transfer("re-sharding", 0.0, prices.moving_s(record)))
-        num, done = prices.job.num_micro_batches, 0
+        self._wait("re-sharding", self._transfer("re-sharding", 0.0, record.moving_s))
+        num, done = record.num_micro_batches, 0
         while done < num:
             before_s = dict(self.parts_s)
-            self.run_micro_batch(record.layers, behind_s, is_first=done == 0, is_last=done == num - 1)
+            self._run_micro_batch(record, is_first=done == 0, is_last=done == num - 1)
             done += 1
             if self._on_span is None and done == 2 and num > 3:
                 # All micro-batches between the first and the last take the same time.
@@ -81,30 +77,29 @@ class Lanes:
                     more_s = (num - 3) * (seconds - before_s[part])
                     self.parts_s[part] += more_s
                     self.now_s += more_s
-                self.lane_s = max(self.lane_s, self.now_s)
+                self._lane_s = max(self._lane_s, self.now_s)
                 done = num - 1
-        self._run("gradient sync", "gradient sync", prices.gradient_sync_s)
+        self._run("gradient sync", "gradient sync", record.gradient_sync_s)
         self._wait("host", sum(layer.host_s for layer in record.layers))
         return self
 
-    def run_micro_batch(
-        self, layers: Sequence[LayerRecord], behind_s: float = 0.0, *, is_first: bool, is_last: bool
-    ) -> None:
-        """Add both passes of one micro-batch. The forward pass takes ``behind_s`` behind the last MoE layer.
+    def _run_micro_batch(self, record: IterationRecord, *, is_first: bool, is_last: bool) -> None:
+        """Add both passes of one micro-batch.
 
         Unless replicas live for less, their weights are gathered only in the first micro-batch of an
         iteration, and their gradients are sent to the owners only in the last one.
         """
-        around = (None, *layers, None)
-        for number, layer in enumerate(layers, start=1):
-            self._forward(f"layer {number}", layer, is_first, around[number + 1])
-        self._run("other compute", "behind the layers", behind_s)
-        self._run("other compute", "behind the layers'", BACKWARD_PER_FORWARD * behind_s)
-        for number in range(len(layers), 0, -1):
-            self._backward(f"layer {number}", layers[number - 1], is_last, around[number - 1])
+        around = (None, *record.layers, None)
+        numbered = list(enumerate(record.layers, start=1))
+        for number, layer in numbered:
+            self._forward(f"layer {number}", layer, is_first, above=around[number + 1])
+        self._run("other compute", "behind the layers", record.behind_s)
+        self._run("other compute", "behind the layers'", BACKWARD_PER_FORWARD * record.behind_s)
+        for number, layer in reversed(numbered):
+            self._backward(f"layer {number}", layer, is_last, below=around[number - 1])
 
     def _forward(self, name: str, layer: LayerRecord, is_first: bool, above: LayerRecord | None) -> None:
-        """Add a layer's forward pass. ``above`` is the next MoE layer."""
+        """Add the forward pass of a layer: before the gate, counts, dispatch, experts and combine."""
         self._run("other compute", f"before {name}", layer.before_layer_s)
         gather_s = 0.0
         if is_first:
@@ -132,16 +127,16 @@ class Lanes:
         self._run("all-to-all", f"combine {name}", layer.combine.seconds)
 
     def _backward(self, name: str, layer: LayerRecord, is_last: bool, below: LayerRecord | None) -> None:
-        """Add a layer's backward pass. ``below`` is the MoE layer before it."""
+        """Add the backward pass of a layer."""
         again = layer.life is ReplicaLife.LAYER_PASS
         if again and not self._regathers:
             self._regather(f"spAG again {name}", layer)
         if layer.steps is not None:
-            self._run_in_steps(f"{name}, backward", layer, self.lane_s if again else 0.0, backward=True)
+            self._run_in_steps(f"{name}, backward", layer, self._lane_s if again else 0.0, backward=True)
         else:
             self._contended_all_to_all(f"combine' {name}", layer, again)
             if again:
-                self._wait("waiting for spAG", self.lane_s)
+                self._wait("waiting for spAG", self._lane_s)
             self._run("experts", f"experts' {name}", BACKWARD_PER_FORWARD * layer.experts_s)
             self._run("all-to-all", f"dispatch' {name}", layer.dispatch.seconds)
         sends_home = is_last or layer.life in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
@@ -187,10 +182,10 @@ class Lanes:
         """Run a transfer on the transfer lane and return its end in seconds, or 0 if it takes no time."""
         if seconds <= 0:
             return 0.0
-        begin_s = max(ready_s, self.lane_s)
-        self.lane_s = begin_s + seconds
-        self._tell(TRANSFER, name, begin_s, self.lane_s)
-        return self.lane_s
+        begin_s = max(ready_s, self._lane_s)
+        self._lane_s = begin_s + seconds
+        self._tell(TRANSFER, name, begin_s, self._lane_s)
+        return self._lane_s
 
     def _regather(self, name: str, layer: LayerRecord) -> None:
         self._transfer(name, self.now_s, layer.regather.seconds)
@@ -198,12 +193,12 @@ class Lanes:
 
     def _contended_all_to_all(self, name: str, layer: LayerRecord, again: bool) -> None:
         """Add the backward of combine, which can share a link with a re-gathering that still runs."""
-        seconds, left_s = layer.combine.seconds, self.lane_s - self.now_s
+        seconds, left_s = layer.combine.seconds, self._lane_s - self.now_s
         if again and left_s > 0 and self._regather_is_far == layer.combine.is_far:
             # Both run at half speed until the shorter one ends. The other one is delayed by the same time.
             shorter_s = min(seconds, left_s)
-            self._tell(TRANSFER, "shared link", self.lane_s, self.lane_s + shorter_s)
-            self.lane_s += shorter_s
+            self._tell(TRANSFER, "shared link", self._lane_s, self._lane_s + shorter_s)
+            self._lane_s += shorter_s
             seconds += shorter_s
         self._run("all-to-all", name, seconds)
 

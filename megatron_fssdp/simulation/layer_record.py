@@ -1,4 +1,4 @@
-"""What one layer does in one iteration, in plain numbers: its decisions, and the seconds of its parts.
+"""What a strategy does in one iteration, in plain numbers: its decisions, and the seconds of its parts.
 
 The seconds come from the price functions that all planners use (``planning/cost``).
 
@@ -32,8 +32,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import num_batches, num_stages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import IterationRecord
-from megatron_fssdp.strategies.layer_plan import LayerPlan
+from megatron_fssdp.simulation.replay import LayerDecision, ReplayedIteration
 
 UNUSED = LinkTimes()
 
@@ -52,7 +51,7 @@ class LayerRecord:
         life: How long the replicas live.
         ahead: Whether spAG and spRS run at the same time as the compute before the layer.
         early: Share of spAG that runs at the same time as the experts of the layer before.
-        steps: Steps of the smart schedule, if the layer runs in them; otherwise None.
+        steps: Steps of the smart schedule, if the layer runs in them.
         before_layer_s: Seconds of compute between the previous MoE layer and this transformer layer.
         before_gate_s: Seconds of compute before the gate, under which spAG can be hidden.
         counts_s: Seconds of gathering the router counts and, with exact dispatch, of computing shares.
@@ -112,17 +111,32 @@ class LayerRecord:
         return 2 * (self.dispatch.seconds + self.combine.seconds) + self.counts_s
 
 
-@dataclass(eq=False)
-class LayerPrices:
-    """Prices layers on the cluster and for the job of a simulation.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class IterationRecord:
+    """What a strategy does in one iteration.
 
     Attributes:
-        cluster: Link and compute costs of the cluster.
-        links: Links of the cluster, as each kind of transfer uses them.
-        job: Sizes and parallelism of the training job.
-        topology: Node of each device.
-        steps: Steps of the layers that run under the smart schedule. None if no layer does.
-        host: What the host of a rank does for each layer.
+        layers: Record of each MoE layer.
+        num_micro_batches: Number of micro-batches of the iteration.
+        num_moved: Experts that move before the iteration, to a new owner or for a new resident replica.
+        moving_s: Seconds of these moves, while everything else waits.
+        behind_s: Seconds of compute behind the last MoE layer in a micro-batch's forward pass.
+        gradient_sync_s: Seconds of reducing dense gradients after the last backward pass.
+    """
+
+    layers: list[LayerRecord]
+    num_micro_batches: int = 1
+    num_moved: int = 0
+    moving_s: float = 0.0
+    behind_s: float = 0.0
+    gradient_sync_s: float = 0.0
+
+
+@dataclass(eq=False)
+class LayerPrices:
+    """Prices layers and iterations on the cluster and for the job of a simulation.
+
+    ``steps`` are those of layers under the smart schedule, and ``host`` is a rank's work for each layer.
     """
 
     cluster: ClusterDescription
@@ -132,11 +146,21 @@ class LayerPrices:
     steps: SteppedExchange | None = None
     host: HostWork = field(default_factory=HostWork)
 
-    def record(self, layer: int, planned: LayerPlan, plan: LayerPlan, counts_DE: np.ndarray) -> LayerRecord:
-        """The record of one layer in one iteration; ``planned`` is the plan before the gate.
+    def iteration(self, decided: ReplayedIteration) -> IterationRecord:
+        """The record of one iteration."""
+        moved = moves_traffic(decided.source_P, decided.device_P, self.topology)
+        return IterationRecord(
+            layers=[self._layer(index, decision) for index, decision in enumerate(decided.layers)],
+            num_micro_batches=self.job.num_micro_batches,
+            num_moved=len(decided.source_P),
+            moving_s=self.links.transfer.times(moved, self.job.owned_bytes).seconds,
+            behind_s=self.job.after_layers_flops / self.cluster.non_expert_flops_per_s,
+            gradient_sync_s=self._gradient_sync_s,
+        )
 
-        ``layer`` is the index among the MoE layers. The counts are an iteration's pairs, int64 ``[D, E]``.
-        """
+    def _layer(self, layer: int, decision: LayerDecision) -> LayerRecord:
+        """The record of the layer with this index among the MoE layers."""
+        planned, plan, counts_DE = decision
         job, topology, times, life = self.job, self.topology, self.job.num_micro_batches, plan.life
         placement, tokens = plan.placement, plan.dispatch(counts_DE, topology, times)
         pairs, cross_node, num_choices = tokens.busiest, tokens.cross_node_tokens, 0
@@ -200,21 +224,13 @@ class LayerPrices:
             host_s=host_s + job.messages.batch_host_s * posted,
         )
 
-    def moving_s(self, iteration: IterationRecord[LayerRecord]) -> float:
-        """Seconds of moving experts before an iteration, while everything else waits."""
-        moved = moves_traffic(iteration.source_P, iteration.device_P, self.topology)
-        return self.links.transfer.times(moved, self.job.owned_bytes).seconds
-
     @cached_property
     def _counts_s(self) -> float:
         return gather_counts_s(self.links.counts, self.topology, self.job.num_experts)
 
     @cached_property
-    def gradient_sync_s(self) -> float:
-        """Seconds of the ring all-reduce of dense gradients over data-parallel ranks.
-
-        0 if the reduction is hidden under the backward pass.
-        """
+    def _gradient_sync_s(self) -> float:
+        """Seconds of the ring all-reduce of dense gradients, or 0 if the backward pass hides it."""
         job, cluster = self.job, self.cluster
         if not job.reduces_dense_at_end:
             return 0.0
@@ -228,10 +244,7 @@ class LayerPrices:
     def _transfer(
         self, traffic: TransferTraffic, element_bytes: int | None = None, *, adds: bool = False
     ) -> tuple[LinkTimes, int]:
-        """The seconds of a transfer, and the number of batches of messages that a rank posts for it.
-
-        Elements have ``element_bytes``, by default those of weights. SparseReduceScatter adds.
-        """
+        """Seconds of a transfer, of weights by default, and the batches of messages that a rank posts."""
         if not traffic.num_experts:
             return UNUSED, 0
         num_bytes = self.job.expert_elements * (element_bytes or self.job.dtype_bytes)

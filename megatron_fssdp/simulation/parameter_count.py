@@ -1,7 +1,6 @@
 """Counts the parameters of a model from its settings: all of them, and those that one token uses.
 
-The counts are those of the model that Megatron builds, without its padding of the vocabulary. Shape letters:
-M model dimension, F ffn dimension, E experts.
+The counts are those of the model that Megatron builds, without its padding of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -31,22 +30,22 @@ class ParameterCount:
 
     @property
     def matrices_of_layers(self) -> int:
-        """Number of elements of the layers' matrices, the count that Hecate and FasterMoE state."""
+        """Elements of the layers' matrices, the count that Hecate and FasterMoE state."""
         return self.layer_matrices + self.expert_matrices
 
     @property
     def main_model(self) -> int:
-        """Number of all elements without the layers of multi-token prediction."""
+        """Elements without the layers of multi-token prediction."""
         return self.matrices_of_layers + self.small + self.outside_layers
 
     @property
     def total(self) -> int:
-        """Number of all elements."""
+        """All elements."""
         return self.main_model + self.multi_token_prediction
 
     @property
     def activated(self) -> int:
-        """Number of elements that one token uses, embeddings and output layer included.
+        """Elements that one token uses, embeddings and output layer included.
 
         Layers of multi-token prediction are left out, because only training needs them.
         """
@@ -54,14 +53,13 @@ class ParameterCount:
 
 
 def count_parameters(model: ModelArguments, vocab_size: int) -> ParameterCount:
-    """Count a model's parameters. Megatron pads the vocabulary, and the padding is not counted."""
+    """Count a model's parameters."""
     hidden, norm, num_moe_layers = model.hidden_size, _norm_elements(model), sum(model.moe_layers)
-    num_experts, elements, ffn = model.num_experts or 0, expert_elements(model), model.expert_ffn_size
-    matrices = mlp_matrix_elements(model, ffn)
+    num_experts, elements = model.num_experts or 0, expert_elements(model)
+    matrices = mlp_matrix_elements(model, model.expert_ffn_size)
     positions = model.seq_length if model.position_embedding_type == "learned_absolute" else 0
-    outside = (
-        vocab_size + positions + (vocab_size if model.untie_embeddings_and_output_weights else 0)
-    ) * hidden
+    num_vocabularies = 1 + model.untie_embeddings_and_output_weights
+    outside = (num_vocabularies * vocab_size + positions) * hidden
     if model.family == "bert":
         # A dense layer, a norm and the output layer's biases.
         square = hidden * hidden + hidden
@@ -84,25 +82,25 @@ def count_parameters(model: ModelArguments, vocab_size: int) -> ParameterCount:
 
 
 def dense_matrix_elements(model: ModelArguments, is_moe: bool) -> int:
-    """Return the elements of a layer's matrices outside routed experts; MoE layers have a gate."""
+    """Elements of a layer's matrices outside routed experts; MoE layers have a gate."""
     ffn = (model.moe_shared_expert_intermediate_size or 0) if is_moe else model.dense_ffn_size
     gate = model.hidden_size * (model.num_experts or 0) if is_moe else 0
     return _attention_elements(model) + mlp_matrix_elements(model, ffn) + gate
 
 
 def expert_elements(model: ModelArguments) -> int:
-    """Return the number of elements of one routed expert, biases included."""
+    """Elements of one routed expert, biases included."""
     ffn = model.expert_ffn_size
     return mlp_matrix_elements(model, ffn) + (_mlp_bias_elements(model, ffn) if model.add_bias_linear else 0)
 
 
 def mlp_matrix_elements(model: ModelArguments, ffn: int) -> int:
-    """Return the number of elements of a feed-forward layer's two or three matrices of M × F elements."""
+    """Elements of a feed-forward layer's two or three matrices, each of model × FFN dimension."""
     return (3 if model.is_gated else 2) * model.hidden_size * ffn
 
 
 def _attention_elements(model: ModelArguments) -> int:
-    """Return the number of elements of a layer's projections of queries, keys, values and results."""
+    """Elements of a layer's projections of queries, keys, values and results."""
     if model.multi_latent_attention:
         heads, hidden, positions = model.num_attention_heads, model.hidden_size, model.qk_pos_emb_head_dim
         queries = heads * (model.qk_head_dim + positions)
@@ -116,7 +114,7 @@ def _attention_elements(model: ModelArguments) -> int:
 
 
 def _small_elements(model: ModelArguments, is_moe: bool) -> int:
-    """Count a layer's norms, biases and learned numbers in the softmax, outside its routed experts."""
+    """Elements of a layer's norms, biases and softmax, outside its routed experts."""
     inner = 0
     if model.qk_layernorm:  # of queries and keys, or of the latent vectors
         latent = (model.q_lora_rank or 0) + model.kv_lora_rank

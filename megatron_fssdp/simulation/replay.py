@@ -3,8 +3,9 @@
 Shape letters: I iterations, L MoE layers, D devices, E experts, P pairs of expert and device.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,38 +19,40 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, Strategy
 
+OnPlan = Callable[[int, int, LayerPlan], None]
 
-@dataclass(frozen=True, eq=False)
-class IterationRecord[Layer]:
-    """What a strategy does in one iteration.
 
-    Attributes:
-        layers: What ``on_layer`` returned for each MoE layer.
-        source_P: Device that each moved expert comes from, int64 ``[P]``, and ``device_P`` goes to. Experts
-            move before the iteration, to a new owner or for a new resident replica.
+class LayerDecision(NamedTuple):
+    """A layer's plan before the gate, the plan that is executed, and the counts, int64 ``[D, E]``."""
+
+    planned: LayerPlan
+    plan: LayerPlan
+    counts_DE: np.ndarray
+
+
+class ReplayedIteration(NamedTuple):
+    """What a strategy decides for one iteration.
+
+    Experts move before it from the devices ``source_P`` to ``device_P``, int64 ``[P]``, to a new owner or for
+    a new resident replica.
     """
 
-    layers: list[Layer]
+    layers: list[LayerDecision]
     source_P: np.ndarray
     device_P: np.ndarray
 
-    @property
-    def num_moved(self) -> int:
-        """Number of moved experts."""
-        return len(self.source_P)
 
-
-def replay_strategy[Layer](
+def replay_strategy(
     strategy: Strategy,
     counts_ILDE: np.ndarray,
     topology: Topology,
     profile: LayerProfile,
-    on_layer: Callable[[int, int, LayerPlan, LayerPlan, np.ndarray], Layer],
     *,
     num_micro_batches: int = 1,
     past_ILDE: np.ndarray | None = None,
     layer_numbers: Sequence[int] | None = None,
-) -> list[IterationRecord[Layer]]:
+    on_plan: OnPlan | None = None,
+) -> Iterator[ReplayedIteration]:
     """Let a strategy decide for one iteration after another, starting with Megatron's even owners.
 
     The order is that of the runtime. A strategy that wants a profile gets it after its
@@ -62,17 +65,17 @@ def replay_strategy[Layer](
         counts_ILDE: (token, k) pairs that each source device sends to each expert, integers.
         topology: Node of each device.
         profile: Profile that measuring would have found.
-        on_layer: Function that is called for every layer with the iteration, the layer's index, the plan
-            before the gate, the plan that is executed, and the counts ``[D, E]``. It returns the record.
         num_micro_batches: Number of micro-batches of an iteration.
         past_ILDE: Pairs of the iterations before the first one, which only fill the load history.
         layer_numbers: Megatron's number of each layer, or None for 1 to L.
+        on_plan: Function that is called with the iteration, the layer's index and the plan that is executed.
     """
     _, num_layers, num_devices, num_experts = counts_ILDE.shape
     owners = OwnerMap.even(num_layers, num_experts, num_devices)
-    numbers = list(layer_numbers or range(1, num_layers + 1))
+    numbers = layer_numbers or range(1, num_layers + 1)
     contexts = [
-        LayerContext(number, owners.device_LE[layer], topology) for layer, number in enumerate(numbers)
+        LayerContext(number, owner_E, topology)
+        for number, owner_E in zip(numbers, owners.device_LE, strict=True)
     ]
     histories = [LoadHistory(strategy.window, num_devices, num_experts) for _ in contexts]
     for past_LDE in () if past_ILDE is None else past_ILDE[-strategy.window :]:
@@ -81,7 +84,6 @@ def replay_strategy[Layer](
                 history.append(counts_DE)
     # If there are earlier iterations, they have already been measured.
     profiled_at = strategy.profile_iterations if past_ILDE is None else 0
-    records: list[IterationRecord[Layer]] = []
     for iteration, counts_LDE in enumerate(counts_ILDE):
         if strategy.profile_iterations and iteration == profiled_at:
             contexts = [replace(context, profile=profile) for context in contexts]
@@ -89,40 +91,41 @@ def replay_strategy[Layer](
             is_measured = contexts[0].profile is not None
             if strategy.selects_at(iteration, histories[0].num_seen if is_measured else 0):
                 strategy.select(numbers, strategy.price(contexts, histories), None)
-        source_P: list[int] = []
-        device_P: list[int] = []
+        before = [context.placement for context in contexts]
         if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
             since_jump = [
                 replace(context, num_since_jump=history.num_since_jump)
                 for context, history in zip(contexts, histories, strict=True)
             ]
             load_LE = np.stack([history.mean_E() for history in histories])
-            before, owners = owners, strategy.reshard(since_jump, load_LE, owners)
-            moves_LE = before.device_LE != owners.device_LE
-            source_P += before.device_LE[moves_LE].tolist()
-            device_P += owners.device_LE[moves_LE].tolist()
+            owners = strategy.reshard(since_jump, load_LE, owners)
             contexts = [
-                replace(context, owner_E=owners.device_LE[layer]) for layer, context in enumerate(contexts)
+                replace(context, owner_E=owner_E)
+                for context, owner_E in zip(contexts, owners.device_LE, strict=True)
             ]
         if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
-            for layer, context in enumerate(contexts):
-                placement = strategy.replicate(context, histories[layer].mean_DE())
-                expert_P, new_P = np.nonzero(placement.present_ED & ~context.placement.present_ED)
-                source_P += context.owner_E[expert_P].tolist()
-                device_P += new_P.tolist()
-                contexts[layer] = replace(context, resident=placement)
-        layers: list[Layer] = []
+            contexts = [
+                replace(context, resident=strategy.replicate(context, history.mean_DE()))
+                for context, history in zip(contexts, histories, strict=True)
+            ]
+        moves = [
+            (placement.owner_E, *np.nonzero(context.placement.present_ED & ~placement.present_ED))
+            for placement, context in zip(before, contexts, strict=True)
+        ]
+        source_P = np.concatenate([owner_E[expert_P] for owner_E, expert_P, _ in moves])
+        device_P = np.concatenate([device_P for *_, device_P in moves])
+        layers = []
         for layer, (context, history) in enumerate(zip(contexts, histories, strict=True)):
             counts_DE = frozen_array(counts_LDE[layer], np.int64)
             planned = plan_before_gate(strategy, context, history)
-            first_DE = counts_DE if num_micro_batches == 1 else counts_DE // num_micro_batches
+            first_DE = counts_DE // num_micro_batches
             plan = plan_after_gate(strategy, context, first_DE, planned, num_micro_batches)
-            layers.append(on_layer(iteration, layer, planned, plan, counts_DE))
+            if on_plan is not None:
+                on_plan(iteration, layer, plan)
+            layers.append(LayerDecision(planned, plan, counts_DE))
             if counts_DE.any():
                 history.append(counts_DE)
-        moves = np.array([source_P, device_P], np.int64)
-        records.append(IterationRecord(layers, *moves))
-    return records
+        yield ReplayedIteration(layers, source_P, device_P)
 
 
 def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
@@ -135,11 +138,14 @@ def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
     """
     replicates = strategy.may_replicate(1)
     first = max(strategy.profile_iterations, int(replicates or strategy.moves_owners or strategy.selects))
-    turns = range(first, num_iterations)
-    if isinstance(strategy, AutoStrategy):
-        return next((i for i in turns if strategy.selects_at(i, i)), num_iterations)
-    if isinstance(strategy, ResidentReplicas):
-        return next((i for i in turns if strategy.replicates_at(i)), num_iterations)
-    if isinstance(strategy, MovesOwners) and strategy.moves_owners and not replicates:
-        return next((i for i in turns if strategy.reshards_at(i)), num_iterations)
-    return min(first, num_iterations)
+
+    def is_turn(iteration: int) -> bool:
+        if isinstance(strategy, AutoStrategy):
+            return strategy.selects_at(iteration, iteration)
+        if isinstance(strategy, ResidentReplicas):
+            return strategy.replicates_at(iteration)
+        if isinstance(strategy, MovesOwners) and strategy.moves_owners and not replicates:
+            return strategy.reshards_at(iteration)
+        return True
+
+    return next((i for i in range(first, num_iterations) if is_turn(i)), num_iterations)

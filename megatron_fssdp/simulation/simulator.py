@@ -3,7 +3,7 @@
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,21 +17,41 @@ from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import cluster_cost, cluster_links, topology_of
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
-from megatron_fssdp.planning.memory import FP32_BYTES, memory_capacity
+from megatron_fssdp.planning.memory import FP32_BYTES, ExpertMemory, expert_memory, memory_capacity
 from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.simulation.device_memory import DeviceMemory, device_memory
 from megatron_fssdp.simulation.lanes import PARTS, Lanes
-from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
+from megatron_fssdp.simulation.layer_record import IterationRecord, LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import IterationRecord, replay_strategy, warm_up_iterations
+from megatron_fssdp.simulation.replay import OnPlan, replay_strategy, warm_up_iterations
 from megatron_fssdp.simulation.workloads import counts_of_shares
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 
-OnPlan = Callable[[int, int, LayerPlan], None]
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Peak memory of the device that needs the most, and what it has, if known.
+
+    It consists of experts, everything else (``dense_bytes``), and activations: an estimate without attention
+    matrices and with the rows of the most loaded device.
+    """
+
+    experts: ExpertMemory
+    dense_bytes: int
+    activation_bytes: int
+    capacity_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of experts, dense parameters and activations together."""
+        return self.experts.total_bytes + self.dense_bytes + self.activation_bytes
+
+    @property
+    def runs_out(self) -> bool:
+        """Whether the device needs more memory than it has."""
+        return self.capacity_bytes is not None and self.total_bytes > self.capacity_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,18 +60,15 @@ class StrategyOutcome:
 
     Attributes:
         parts_s: Seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``.
-        iterations: Decisions of the strategy in every iteration, and the traffic that they cause.
+        iterations: Decisions of the strategy in every iteration, and what they cost.
         memory: Peak memory of the device that needs the most.
-        prices: Prices of the layers, from which the spans of an iteration are computed.
         warm_up: Number of first iterations in which the strategy measures or has no history.
     """
 
     name: str
     parts_s: dict[str, np.ndarray]
-    iterations: list[IterationRecord[LayerRecord]]
-    topology: Topology
+    iterations: list[IterationRecord]
     memory: DeviceMemory
-    prices: LayerPrices
     warm_up: int = 0
 
     @property
@@ -93,7 +110,7 @@ class StrategyOutcome:
         """The spans of one iteration as (lane, name, begin, end), with times in seconds."""
         found: list[tuple[str, str, float, float]] = []
         lanes = Lanes(lambda *span: found.append(span))
-        lanes.run_iteration(self.iterations[iteration], self.prices)
+        lanes.run_iteration(self.iterations[iteration])
         return found
 
 
@@ -110,16 +127,8 @@ def simulate(
 ) -> StrategyOutcome:
     """Simulate a strategy on loads: its seconds, decisions, traffic and memory.
 
-    Args:
-        name: Name of the strategy. ``none`` is simulated as ``ep`` with the collectives of Megatron's
-            dispatcher.
-        settings: Settings of the strategy.
-        counts_ILDE: (token, k) pairs that each source device sends to each expert, integers.
-        cluster: Link and compute costs of the cluster.
-        job: Sizes and parallelism of the training job.
-        past_ILDE: Pairs of the iterations before the first one, which only fill the load history.
-        layer_numbers: Megatron's number of each layer, or None for 1 to L.
-        on_plan: Function that is called with the iteration, the layer's index and the final plan.
+    ``none`` is simulated as ``ep`` with the collectives of Megatron's dispatcher. Loads and the optional
+    arguments are those of :func:`replay_strategy`.
 
     Raises:
         ValueError: The loads do not have the job's sizes, or the job does not fit cluster or strategy.
@@ -141,25 +150,15 @@ def simulate(
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
     host = HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
     prices = LayerPrices(cluster, links, job, topology, steps, host)
-
-    def on_layer(
-        iteration: int, layer: int, planned: LayerPlan, plan: LayerPlan, counts_DE: np.ndarray
-    ) -> LayerRecord:
-        if on_plan is not None:
-            on_plan(iteration, layer, plan)
-        return prices.record(layer, planned, plan, counts_DE)
-
-    iterations = replay_strategy(
-        strategy,
-        counts_ILDE,
-        topology,
-        profile,
-        on_layer,
+    replayed = replay_strategy(
+        *(strategy, counts_ILDE, topology, profile),
         num_micro_batches=job.num_micro_batches,
         past_ILDE=past_ILDE,
         layer_numbers=layer_numbers,
+        on_plan=on_plan,
     )
-    parts = [Lanes().run_iteration(iteration, prices).parts_s for iteration in iterations]
+    iterations = [prices.iteration(decided) for decided in replayed]
+    parts = [Lanes().run_iteration(iteration).parts_s for iteration in iterations]
     parts_s = {part: np.array([seconds[part] for seconds in parts]) for part in PARTS}
     context = LayerContext(1, even_owners(job.num_experts, job.num_devices), topology)
     memory = device_memory(
@@ -169,7 +168,7 @@ def simulate(
         iterations=iterations,
         life=strategy.replica_life,
     )
-    return StrategyOutcome(name, parts_s, iterations, topology, memory, prices, warm_up)
+    return StrategyOutcome(name, parts_s, iterations, memory, warm_up)
 
 
 def checked_strategy(
@@ -230,3 +229,43 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
         messages=job.messages,
         choices=job.choices or TokenChoices(job.top_k),
     )
+
+
+def device_memory(
+    job: MoeJob,
+    cluster: ClusterDescription,
+    *,
+    slots: int,
+    iterations: Sequence[IterationRecord] = (),
+    life: ReplicaLife,
+) -> DeviceMemory:
+    """The peak memory of the device that needs the most under a strategy.
+
+    A device holds at most ``slots`` replicas of one layer, as long as ``life`` says. Memory for resident
+    replicas is reserved from the start. Without decisions of the strategy (``iterations``), loads are
+    balanced, and there are no replicas.
+    """
+    per_layer = max(job.num_experts // job.num_devices, 1)
+    pairs, owned, replicas = job.pairs_per_device * job.num_layers, per_layer, 0
+    layers = [layer for iteration in iterations for layer in iteration.layers]
+    if layers:
+        pairs = max(np.sum([layer.tokens_D for layer in one.layers], axis=0).max() for one in iterations)
+        owned = max(layer.most_owned for layer in layers)
+        used = slots if life is ReplicaLife.RESIDENT else max(layer.most_replicas for layer in layers)
+        replicas = min(slots, job.num_experts - job.num_experts // job.num_devices, used)
+    experts = expert_memory(
+        held=job.held_replicas(life),
+        slots_per_device=-(-job.num_layers * job.num_experts // job.num_devices),
+        replicas_per_layer=replicas,
+        owned_per_layer=owned,
+        expert_elements=job.expert_elements,
+        dtype_bytes=job.dtype_bytes,
+        gradient_bytes=job.gradient_bytes,
+        optimizer=job.optimizer,
+        expert_data_parallel_size=job.expert_data_parallel_size,
+        messages=job.messages,
+    )
+    dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes)
+    dense_bytes += job.optimizer.state_bytes(job.dense_elements, job.data_parallel_size)
+    activation_bytes = job.activation_bytes + job.activation_bytes_per_pair * pairs / job.num_micro_batches
+    return DeviceMemory(experts, dense_bytes, int(activation_bytes), cluster.memory_bytes)

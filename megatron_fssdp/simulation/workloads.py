@@ -1,17 +1,20 @@
-"""Generates workloads: how many tokens each device sends to each expert in each iteration.
+"""Loads for a job: generated workloads, and records that are adapted to its sizes.
 
-The testbed forces this routing on real ranks, and the simulator uses it as its input. Therefore measured and
-simulated figures have the same loads. Experts are placed as by Megatron: device ``d`` owns the ``E/D``
+The testbed forces generated routing on real ranks, and the simulator uses it as its input. Therefore measured
+and simulated figures have the same loads. Experts are placed as by Megatron: device ``d`` owns the ``E/D``
 experts from ``d·E/D`` on. With fewer experts than devices, E devices own one expert each, and where a
 workload names a device, it means one of these.
 
-Shape letters: I iterations, D devices, E experts.
+Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.simulation.moe_job import MoeJob
 
 Counts = NDArray[np.int64]
 
@@ -77,8 +80,8 @@ class Workload:
     def _popularity_IE(self, shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
         """Each expert's share of all assignments on any positive scale, float64 ``[I, E]``."""
         experts, owners = shape.num_experts, min(shape.num_devices, shape.num_experts)
-        of_device = experts // owners
-        rng, even_E = np.random.default_rng(seed), np.full(experts, 1 / experts)
+        of_device, iterations = experts // owners, range(shape.num_iterations)
+        rng, always_E = np.random.default_rng(seed), np.full(experts, 1 / experts)
 
         def hot(numbers: list[int], share: float) -> NDArray[np.float64]:
             """Popularity with ``share`` on these experts, and the rest on the others."""
@@ -90,8 +93,6 @@ class Workload:
         def hot_device(device: int) -> NDArray[np.float64]:
             return hot(list(range(device * of_device, (device + 1) * of_device)), HOT_SET_SHARE)
 
-        iterations = range(shape.num_iterations)
-        always_E = even_E
         if self.name == "W1":
             always_E = hot_device(0)
         elif self.name == "W2":
@@ -113,7 +114,7 @@ class Workload:
             bursts = [hot([expert], HOT_EXPERT_SHARE) for expert in hot_of_burst]
             quiet = BURST_PERIOD - BURST_ITERATIONS
             return np.stack(
-                [bursts[i // BURST_PERIOD] if i % BURST_PERIOD >= quiet else even_E for i in iterations]
+                [bursts[i // BURST_PERIOD] if i % BURST_PERIOD >= quiet else always_E for i in iterations]
             )
         elif self.name.startswith("lognormal-"):
             # All strengths use the same standard normal numbers, so the same experts are popular in all.
@@ -190,3 +191,65 @@ _DESCRIPTIONS = {
 
 WORKLOADS = {name: Workload(name, description) for name, description in _DESCRIPTIONS.items()}
 """All generated workloads by name."""
+
+
+def generated_loads(name: str, job: MoeJob, num_iterations: int, seed: int = 0) -> np.ndarray:
+    """A workload of ``WORKLOADS`` for every layer of a job: (token, k) pairs, int32 ``[I, L, D, E]``.
+
+    ``seed`` is that of the first layer. Each next layer uses the next number.
+    """
+    shape = WorkloadShape(
+        num_devices=job.num_devices,
+        num_experts=job.num_experts,
+        tokens_per_device=max(1, round(job.tokens_per_micro_batch * job.num_micro_batches)),
+        top_k=job.top_k,
+        num_iterations=num_iterations,
+    )
+    layers = [WORKLOADS[name].counts(shape, seed + layer) for layer in range(job.num_layers)]
+    return np.stack(layers, axis=1).astype(np.int32)
+
+
+def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, float]:
+    """Adapt recorded loads, integers ``[I, L, sources, E]``, to a job with other devices or tokens.
+
+    If the record has fewer source devices than the job, neighbouring devices get the same counts. If it has
+    more, the counts of neighbours are added. All counts are then scaled and rounded, so that the mean device
+    has the job's number of tokens.
+
+    Returns:
+        The adapted counts, int32 ``[I, L, D, E]``, and the factor by which tokens were scaled (1.0: not
+        scaled).
+
+    Raises:
+        ConfigurationError: The record has other layers or experts than the job, or its number of devices does
+            not match.
+    """
+    num_iterations, num_layers, num_sources, num_experts = counts_ILDE.shape
+    if (num_layers, num_experts) != (job.num_layers, job.num_experts) or not num_iterations:
+        raise ConfigurationError(
+            f"--loads: got {num_iterations} recorded iterations of {num_layers} MoE layers with "
+            f"{num_experts} experts, wanted at least one of {job.num_layers} layers with {job.num_experts} "
+            "experts, as in --model; give the run's own model"
+        )
+    wanted = job.num_devices
+    if max(wanted, num_sources) % min(wanted, num_sources):
+        raise ConfigurationError(
+            f"--loads: got a record of {num_sources} devices, but the model has "
+            f"parallelism.expert_model_parallel_size {wanted}; one must divide the other, so change it"
+        )
+    if wanted < num_sources:
+        counts_ILDE = counts_ILDE.reshape(num_iterations, num_layers, wanted, -1, num_experts).sum(axis=3)
+    elif wanted > num_sources:
+        counts_ILDE = np.repeat(counts_ILDE, wanted // num_sources, axis=2)
+    mean = float(counts_ILDE.sum(axis=3, dtype=np.int64).mean())
+    if mean <= 0:
+        raise ConfigurationError("--loads: the record has no tokens; record the run again")
+    factor = job.pairs_per_device / mean
+    if abs(factor - 1) < 1e-3:
+        return counts_ILDE.astype(np.int32, copy=False), 1.0
+    return scaled_loads(counts_ILDE, factor), factor
+
+
+def scaled_loads(counts_ILDE: np.ndarray, factor: float) -> np.ndarray:
+    """Counts multiplied by ``factor`` and rounded: int32 of the same shape."""
+    return np.rint(counts_ILDE * factor).astype(np.int32)

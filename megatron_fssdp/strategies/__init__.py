@@ -1,1 +1,1 @@
-"""The strategies, one small file for each: which planner it asks, from which loads, and when weights move."""
+"""The strategies: which planner each of them asks, from which loads, and when weights move."""

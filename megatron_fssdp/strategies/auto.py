@@ -163,18 +163,16 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         times of the iterations since the last change or the start are equal on all ranks that share owners.
         """
         self._has_selected = True
-        seen, last = self._seen(since_change), self._last_change
-        is_slower = seen is not None and seen.is_slower
+        seen, last, names = self._seen(since_change), self._last_change, list(self.candidates)
         before = {layer: self.selected(layer) for layer in layers}
         self._barred = {key: left - 1 for key, left in self._barred.items() if left > 1}
+        is_slower = seen is not None and seen.is_slower
         if is_slower and last is not None:
-            for layer in layers:
-                if before[layer] != last.before[layer]:
-                    self._barred[layer, before[layer]] = BARRED_SELECTIONS
-                    self._selected[layer] = last.before[layer]
-        names = list(self.candidates)
-        before_L = np.array([names.index(name) for name in before.values()], np.int64)
-        present_L = np.array([names.index(self.selected(layer)) for layer in layers], np.int64)
+            for layer in last.changes:
+                self._barred[layer, before[layer]] = BARRED_SELECTIONS
+                self._selected[layer] = last.before[layer]
+        before_L = np.array([names.index(name) for name in before.values()])
+        present_L = np.array([names.index(self.selected(layer)) for layer in layers])
         barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
         selected_L = select_by_seconds(seconds_LC, present_L, barred_LC)
         changed = np.flatnonzero(selected_L != before_L)
@@ -224,14 +222,11 @@ class AutoStrategy(MovesOwners[AutoSettings]):
             return np.inf
 
     def _seconds(self, candidate: Strategy, context: LayerContext, history: LoadHistory) -> float:
-        profile = context.profile
-        assert profile is not None
-        moving_s = 0.0
+        profile, moving_s, times = context.costs, 0.0, context.costs.num_micro_batches
         if _moving(candidate):
             old_E, load_E = context.owner_E, history.excerpt(candidate.window).mean_E()
             context = replace(context, owner_E=candidate.reshard_layer(context, load_E))
             moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
-        times = profile.num_micro_batches
         by_exchange = [context]
         if self.travel.exchange == "by_price":
             by_exchange = [with_exchange(context, False), with_exchange(context, True)]
@@ -242,10 +237,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
             past = history.excerpt(candidate.window, without_latest=age + 1)
             planned = candidate.before_gate(context, past)
             plan = candidate.after_gate(context, counts_DE // times, planned, times)
-            ways = [
-                plan_price(plan, counts_DE, priced, num_micro_batches=times, planned=planned).seconds
-                for priced in by_exchange
-            ]
+            ways = (plan_price(plan, counts_DE, priced, planned=planned).seconds for priced in by_exchange)
             seconds.append(min(ways))
         return float(np.mean(seconds)) + moving_s / self.settings.choice_interval
 
@@ -262,14 +254,14 @@ def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray, barred_LC: 
     keeps its present candidate if another one saves less than this fraction of its seconds.
 
     Seconds are infinite where a candidate cannot serve a layer, and a layer must not change to a candidate
-    that is barred. The present and the selected candidates are indices, int64 ``[L]``.
+    that is barred. The present and the selected candidates are indices ``[L]``.
     """
     layers = np.arange(len(seconds_LC))
     allowed_LC = np.where(barred_LC, np.inf, seconds_LC)
     close_LC = allowed_LC <= (1 + LEAST_GAIN) * allowed_LC.min(axis=1, keepdims=True)
     best_L = close_LC.argmax(axis=1)
     saves_L = allowed_LC[layers, best_L] < (1 - LEAST_GAIN) * seconds_LC[layers, present_L]
-    return np.where(saves_L, best_L, present_L).astype(np.int64)
+    return np.where(saves_L, best_L, present_L)
 
 
 def build_auto(settings: AutoSettings) -> AutoStrategy:

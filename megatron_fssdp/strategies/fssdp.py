@@ -1,9 +1,13 @@
 """FSSDP: replicates the experts that had the highest loads in the last iterations (Hecate §4).
 
+Hecate (§4.3) re-shards at a fixed interval, whatever a move costs. Here, owners move only where that pays,
+and are reconsidered at intervals that adapt (ours).
+
 Shape letters: D devices, E experts, L MoE layers.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,10 +27,8 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search, plan_materialization
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.measured_replicas import MeasuredReplicas
-from megatron_fssdp.strategies.paying_owners import ReshardClock, paying_owners
 from megatron_fssdp.strategies.plan_seconds import early_share, exchange_s, fastest, plan_price
-from megatron_fssdp.strategies.strategy import MovesOwners
+from megatron_fssdp.strategies.strategy import MeasuredReplicas, MovesOwners
 
 WINDOW = 5
 """Length of the sliding window of loads, in iterations (Hecate §4.2, w)."""
@@ -37,6 +39,56 @@ RENEWAL = 16
 Slow changes of the loads can make a much better placement possible without making the present one worse. A
 search in 16 iterations finds it, and takes little time then.
 """
+
+
+class _Kept(NamedTuple):
+    """A layer's last placement, used last after ``number`` iterations, and what its search promised.
+
+    ``planned_s`` and ``plain_s`` are the modelled seconds of the layer with and without its replicas, under
+    the forecast, the slots and the costs of the search.
+    """
+
+    placement: ExpertPlacement
+    number: int
+    planned_s: float
+    plain_s: float
+    slots: int
+    profile: LayerProfile
+
+
+class ReshardClock:
+    """Says at which iterations owners are reconsidered, and how long new owners will probably last (ours).
+
+    It is unknown how long the loads will stay as they are. The clock assumes: as long again as the time since
+    owners last moved. Owners are therefore reconsidered at intervals that double while nothing moves, from a
+    shortest one (with fewer iterations the loads are hardly known) to a longest one, and that begin again
+    after a move.
+    """
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest = self._interval = min(shortest, longest)
+        self._longest = longest
+        self._moved_at: int | None = None
+        self._next = self._now = 0
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether owners are reconsidered after so many iterations; the first number asked is the start."""
+        if self._moved_at is None:
+            self._moved_at, self._next = iteration, iteration + self._interval
+        self._now = iteration
+        return iteration >= self._next
+
+    @property
+    def lasting_iterations(self) -> int:
+        """Number of iterations for which new owners will probably last."""
+        return max(self._now - (self._moved_at or 0), self._shortest)
+
+    def reconsidered(self, *, moved: bool) -> None:
+        """Set the next interval, after owners have been reconsidered and an expert moved, or none did."""
+        if moved:
+            self._moved_at = self._now
+        self._interval = self._shortest if moved else min(2 * self._interval, self._longest)
+        self._next = self._now + self._interval
 
 
 class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings]):
@@ -119,20 +171,20 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             return self._plan_of(self._limited(context, counts_DE), context)
         if context.profile is None or not self._is_hecate:
             return plan
-        limits = {"overlap_degree": self.overlap_degree(context), "slots": self.slots(context)}
-        found = calibration_candidates(plan.placement, counts_DE, context.topology, **limits)
+        found = calibration_candidates(plan.placement, counts_DE, context.topology, **self._limits(context))
         plans = [plan, *(self._plan_of(placement, context) for placement in found)]
         times = num_micro_batches
-        return fastest(plans, times * counts_DE, context, num_micro_batches=times, planned=plan)
+        return fastest(plans, times * counts_DE, context, times, planned=plan)
+
+    def _limits(self, context: LayerContext) -> dict[str, int]:
+        return {"overlap_degree": self.overlap_degree(context), "slots": self.slots(context)}
 
     def _limited(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
         """The placement by Alg. 1 or by the lowest device load, within overlap degree and slots."""
-        degree, slots = self.overlap_degree(context), self.slots(context)
-        owner_E, topology = context.owner_E, context.topology
+        owner_E, topology, limits = context.owner_E, context.topology, self._limits(context)
         if self._is_hecate:
-            load_E = load_DE.sum(axis=0)
-            return sparse_materialization(owner_E, load_E, topology, overlap_degree=degree, slots=slots)
-        return plan_materialization(owner_E, load_DE, topology, overlap_degree=degree, slots=slots)
+            return sparse_materialization(owner_E, load_DE.sum(axis=0), topology, **limits)
+        return plan_materialization(owner_E, load_DE, topology, **limits)
 
     def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
         return self.plan_of(placement, context, rematerialize=self.settings.rematerialize)
@@ -150,11 +202,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             return "even"
         known = self._policies.get(context.layer)
         if known is None or known[0] is not plan.placement:
-            assert context.profile is not None
-            times, counts_DE = context.profile.num_micro_batches, history.counts_DE(0)
             exact = replace(plan, dispatch_policy="exact")
             even_s, exact_s = (
-                plan_price(one, counts_DE, context, num_micro_batches=times).seconds for one in (plan, exact)
+                plan_price(one, history.counts_DE(0), context).seconds for one in (plan, exact)
             )
             way: DispatchPolicy = "exact" if exact_s < (1 - LEAST_SAVING) * even_s else "even"
             known = self._policies[context.layer] = plan.placement, way
@@ -162,12 +212,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
 
     def _search(self, context: LayerContext, load_DE: np.ndarray) -> LayerSearch:
         """The search for replicas under loads of an iteration ``[D, E]``; costs are measured."""
-        assert context.profile is not None
         return layer_search(
-            context.owner_E,
-            load_DE,
-            context.topology,
-            context.profile,
+            *(context.owner_E, load_DE, context.topology, context.costs),
             rematerialize=self.settings.rematerialize,
             hides=self.settings.overlap,
         )
@@ -179,7 +225,6 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         search would hardly find a better one. A price takes about a hundredth of the time of a search. Layers
         take turns, so that no iteration has many searches; ``number`` iterations were before this one.
         """
-        assert context.profile is not None
         search, slots, start = self._search(context, load_DE), self.slots(context), None
         kept = self._kept.get(context.layer)
         if (
@@ -198,7 +243,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         placement, seconds = search.best_placement(
             slots=slots, most_replicated=context.num_experts, start=start
         )
-        self._kept[context.layer] = _Kept(placement, number, seconds, search.plain_s, slots, context.profile)
+        self._kept[context.layer] = _Kept(placement, number, seconds, search.plain_s, slots, context.costs)
         return placement
 
     def reshards_at(self, iteration: int) -> bool:
@@ -207,10 +252,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         If modelled seconds decide, intervals adapt to the moves (:class:`ReshardClock`) and are at most
         ``reshard_interval``. Otherwise this is every multiple of ``reshard_interval`` that is not 0.
         """
-        interval = self.settings.reshard_interval
-        if interval and self._goes_by_seconds:
+        if self._goes_by_seconds:
             return self._clock.is_due(iteration)
-        return interval > 0 and iteration > 0 and iteration % interval == 0
+        return iteration > 0 and iteration % self.settings.reshard_interval == 0
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners from the recent loads of all layers together (Hecate §4.3, Alg. 2).
@@ -252,16 +296,65 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         return search.best_placement(slots=self.slots(context), most_replicated=context.num_experts)[1]
 
 
-class _Kept(NamedTuple):
-    """A layer's last placement, used last after ``number`` iterations, and what its search promised.
+def paying_owners(
+    old: OwnerMap,
+    new: OwnerMap,
+    *,
+    layer_s: Callable[[int, np.ndarray], float],
+    moving_s: Callable[[OwnerMap], float],
+    num_iterations: int,
+) -> OwnerMap:
+    """New owners, a part of them, or the present ones: whichever saves most seconds after the move is paid.
 
-    ``planned_s`` and ``plain_s`` are the modelled seconds of the layer with and without its replicas, under
-    the forecast, the slots and the costs of the search.
+    A part is what remains of the new owners if only layers that become faster take part.
+
+    Args:
+        old: The present owner map.
+        new: An owner map to consider.
+        layer_s: Modelled seconds in an iteration of a layer's index with owners ``[E]``.
+        moving_s: Seconds to move experts from ``old`` to an owner map.
+        num_iterations: Number of iterations for which the new owners will last.
     """
+    changed = np.flatnonzero((old.device_LE != new.device_LE).any(axis=1)).tolist()
+    before_s = {layer: layer_s(layer, old.device_LE[layer]) for layer in changed}
+    saved_s = {layer: before_s[layer] - layer_s(layer, new.device_LE[layer]) for layer in changed}
+    part = closed_part(old, new, [layer for layer in changed if saved_s[layer] > 0])
 
-    placement: ExpertPlacement
-    number: int
-    planned_s: float
-    plain_s: float
-    slots: int
-    profile: LayerProfile
+    def net_s(owners: OwnerMap) -> float:
+        total_s = 0.0
+        for layer in np.flatnonzero((owners.device_LE != old.device_LE).any(axis=1)).tolist():
+            owner_E = owners.device_LE[layer]
+            is_new = np.array_equal(owner_E, new.device_LE[layer])
+            total_s += saved_s[layer] if is_new else before_s[layer] - layer_s(layer, owner_E)
+        return num_iterations * total_s - (moving_s(owners) if old.moves_to(owners) else 0.0)
+
+    return max((old, new, part), key=net_s)
+
+
+def closed_part(old: OwnerMap, new: OwnerMap, layers: Collection[int]) -> OwnerMap:
+    """As many moves of some layers as leave every device as many experts as it has.
+
+    Devices have a fixed number of slots for all layers. A set of moves is possible if it consists of circles:
+    from a device to a second one, from there to a third, and so on back to the first.
+    """
+    leaving: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for layer in layers:
+        for expert in np.flatnonzero(old.device_LE[layer] != new.device_LE[layer]).tolist():
+            leaving[int(old.device_LE[layer, expert])].append((layer, expert))
+    device_LE = old.device_LE.copy()
+    for start in sorted(leaving):
+        path: list[tuple[int, int]] = []  # Moves so far, each from the device at which the one before ends.
+        device = start
+        while path or leaving[device]:
+            if not leaving[device]:
+                path.pop()  # No circle goes through this device, so the move that led here is given up.
+                device = int(new.device_LE[path[-1]]) if path else start
+                continue
+            path.append(leaving[device].pop())
+            device = int(new.device_LE[path[-1]])
+            begins = [i for i, place in enumerate(path) if old.device_LE[place] == device]
+            if begins:
+                for place in path[begins[0] :]:
+                    device_LE[place] = new.device_LE[place]
+                del path[begins[0] :]
+    return old.with_owners(device_LE)

@@ -23,8 +23,7 @@ class LayerContext:
 
     Attributes:
         layer: Megatron's layer number, counted from 1 over the whole model.
-        owner_E: Owner of each expert, int64 ``[E]``: the device that keeps its parameters and optimizer
-            state.
+        owner_E: Owner of each expert, int64 ``[E]``: the device with its parameters and optimizer state.
         topology: Nodes of the layer's expert-parallel ranks.
         profile: Measured costs; ``None`` before they are measured.
         resident: Placement of owners and resident replicas; ``None`` if there are no resident replicas.
@@ -52,6 +51,12 @@ class LayerContext:
     def num_devices(self) -> int:
         """Number of ranks in the expert-parallel group, D."""
         return self.topology.num_devices
+
+    @property
+    def costs(self) -> LayerProfile:
+        """The profile, once costs are measured."""
+        assert self.profile is not None
+        return self.profile
 
     @property
     def placement(self) -> ExpertPlacement:
@@ -156,12 +161,8 @@ class LayerPlan:
     def dispatch(
         self, counts_DE: np.ndarray, topology: Topology, num_micro_batches: int = 1
     ) -> TokenDispatch:
-        """All dispatches of some micro-batches together.
-
-        Every micro-batch is assumed to have an equal part of the (token, k) pairs by source and expert,
-        ``[D, E]``.
-        """
+        """All dispatches of equal micro-batches that have these (token, k) pairs together, ``[D, E]``."""
         if self.tokens_ED is None:
             return plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
-        # The quotas belong to one micro-batch, and all micro-batches are assumed to be equal.
+        # The quotas belong to one micro-batch.
         return TokenDispatch(counts_DE, num_micro_batches * self.tokens_ED, topology)

@@ -42,11 +42,10 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
     with mistakes_named(strategy, f"before_gate for layer {context.layer}"):
         plan = strategy.before_gate(context, history)
     _check(strategy, context, plan)
-    exchange = strategy.travel.exchange
-    by_price = exchange == "by_price" and _deduplicates(context, history, plan)
-    return _travelling(
-        plan, in_steps(strategy, context, history, plan), by_price or exchange == "deduplicated"
-    )
+    deduplicated = strategy.travel.exchange == "deduplicated"
+    if strategy.travel.exchange == "by_price":
+        deduplicated = _deduplicates(context, history, plan)
+    return _travelling(plan, in_steps(strategy, context, history, plan), deduplicated)
 
 
 def plan_after_gate(
@@ -69,10 +68,8 @@ def _deduplicates(context: LayerContext, history: LoadHistory, plan: LayerPlan) 
     """Whether the deduplicated exchange saves enough modelled seconds of an iteration."""
     if context.num_devices == 1 or context.profile is None or context.profile.choices is None or not history:
         return False
-    counts_DE, times = _forecast(history), context.profile.num_micro_batches
     megatron_s, deduplicated_s = (
-        plan_price(plan, counts_DE, with_exchange(context, way), num_micro_batches=times).seconds
-        for way in (False, True)
+        plan_price(plan, _forecast(history), with_exchange(context, way)).seconds for way in (False, True)
     )
     return deduplicated_s < (1 - LEAST_GAIN) * megatron_s
 
@@ -87,11 +84,10 @@ def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, pl
     steps = SteppedExchange.of(ring, topology, profile.messages.step_host_s)
     if steps is None:
         return False
-    times, cluster = profile.num_micro_batches, profile.cluster
+    times, links = profile.num_micro_batches, plain_links(profile.cluster)
     dispatch = plan.dispatch(_forecast(history), topology, times)
     tokens = float(dispatch.device_tokens_D.max())
-    experts_s = tokens * profile.flops_per_token / cluster.expert_flops_per_s / times
-    links = plain_links(cluster)
+    experts_s = tokens * profile.flops_per_token / profile.cluster.expert_flops_per_s / times
     return steps.saves(*exchange_times(links, dispatch.busiest, profile.token_bytes, times), experts_s)
 
 

@@ -30,7 +30,7 @@ def plan_price(
     counts_DE: np.ndarray,
     context: LayerContext,
     *,
-    num_micro_batches: int = 1,
+    num_micro_batches: int | None = None,
     planned: LayerPlan | None = None,
 ) -> LayerPrice:
     """Modelled seconds of a layer in an iteration under a plan, divided into their causes.
@@ -39,16 +39,15 @@ def plan_price(
         plan: Plan that is executed.
         counts_DE: (token, k) pairs of an iteration by source and expert, int64 ``[D, E]``.
         context: Data of the layer, with a profile.
-        num_micro_batches: Number of micro-batches in the iteration; each has an equal part of the counts.
+        num_micro_batches: Number of equal micro-batches in the iteration; by default the profile's.
         planned: Plan before the gate, if ``after_gate`` replaced it by ``plan``.
     """
-    profile, topology = context.profile, context.topology
-    assert profile is not None
-    addition, planned = NO_TRANSFER, planned or plan
+    profile, topology, addition, planned = context.costs, context.topology, NO_TRANSFER, planned or plan
     if planned is not plan and not plan.each_micro_batch:
         added = additional_transfer(planned.placement, plan.placement, topology)
         addition = transfer_traffic(added, topology)
-    dispatch, choices = plan.dispatch(counts_DE, topology, num_micro_batches), profile.sent_choices
+    times = num_micro_batches or profile.num_micro_batches
+    dispatch, choices = plan.dispatch(counts_DE, topology, times), profile.sent_choices
     if choices is None:
         pairs = dispatch.busiest
     else:
@@ -67,7 +66,7 @@ def plan_price(
         addition=addition,
         num_choices=choices.top_k if choices else 0,
         counts_s=counts_s,
-        num_micro_batches=num_micro_batches,
+        num_micro_batches=times,
         hides=plan.gather_ahead,
         early=plan.early if plan.is_split else 0.0,
     )
@@ -77,18 +76,15 @@ def fastest(
     plans: Iterable[LayerPlan],
     counts_DE: np.ndarray,
     context: LayerContext,
-    *,
-    num_micro_batches: int = 1,
+    times: int,
     planned: LayerPlan | None = None,
 ) -> LayerPlan:
-    """The plan with the fewest seconds of :func:`plan_price`; of equal ones the first."""
-    times = num_micro_batches
-    return min(
-        plans,
-        key=lambda plan: (
-            plan_price(plan, counts_DE, context, num_micro_batches=times, planned=planned).seconds
-        ),
-    )
+    """The plan with the fewest seconds of :func:`plan_price` in ``times`` micro-batches, or the first one."""
+
+    def seconds(plan: LayerPlan) -> float:
+        return plan_price(plan, counts_DE, context, num_micro_batches=times, planned=planned).seconds
+
+    return min(plans, key=seconds)
 
 
 def with_exchange(context: LayerContext, deduplicated: bool) -> LayerContext:
@@ -116,8 +112,7 @@ def early_share(transfer: TransferPlan, num_pairs: float, context: LayerContext)
     layers, which then has to wait. The layer before is assumed to have as many (token, k) pairs in an
     iteration, ``num_pairs``, spread evenly over the devices. Costs are measured.
     """
-    profile = context.profile
-    assert profile is not None
+    profile = context.costs
     links, traffic = plain_links(profile.cluster), transfer_traffic(transfer, context.topology)
     gather_s = transfer_times(links, traffic, profile.expert_bytes, profile.messages).seconds
     flops = num_pairs * profile.flops_per_token / (context.num_devices * profile.num_micro_batches)

@@ -1,6 +1,6 @@
 """Builds a strategy from its registered name and its settings."""
 
-import importlib
+import pkgutil
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -25,8 +25,7 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
     make: Any = entry.strategy
     try:
         if isinstance(make, str):
-            module, _, attribute = make.partition(":")
-            make = getattr(importlib.import_module(module), attribute)
+            make = pkgutil.resolve_name(make)
         if missing := sorted(getattr(make, "__abstractmethods__", ())):
             raise TypeError(f"{make.__name__} does not implement {', '.join(missing)}")
         strategy = make(settings)

@@ -26,9 +26,9 @@ from megatron_fssdp.config.run.composition import load_run  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
 from megatron_fssdp.planning.memory import FP32_BYTES  # noqa: E402
 from megatron_fssdp.planning.transfer.message_size import num_stages  # noqa: E402
-from megatron_fssdp.simulation.job_loads import generated_loads  # noqa: E402
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run  # noqa: E402
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate  # noqa: E402
+from megatron_fssdp.simulation.workloads import generated_loads  # noqa: E402
 from megatron_fssdp.strategies.layer_plan import LayerPlan  # noqa: E402
 
 MODELS = {

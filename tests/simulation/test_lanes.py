@@ -8,7 +8,7 @@ import pytest
 from megatron_fssdp.planning.cost.link_seconds import LinkTimes
 from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.simulation.lanes import Lanes
-from megatron_fssdp.simulation.layer_record import LayerRecord
+from megatron_fssdp.simulation.layer_record import IterationRecord, LayerRecord
 
 NOBODY = np.zeros(0, np.int32)
 ROWS = LinkTimes(1.0, 0.0)
@@ -27,9 +27,8 @@ SPLIT = replace(LAYER, early=0.4)
 
 def run(*layers: LayerRecord) -> tuple[Lanes, list[tuple[str, str, float, float]]]:
     spans: list[tuple[str, str, float, float]] = []
-    lanes = Lanes(lambda *span: spans.append(span))
-    lanes.run_micro_batch(layers, is_first=True, is_last=True)
-    return lanes, spans
+    record = IterationRecord(layers=list(layers))
+    return Lanes(lambda *span: spans.append(span)).run_iteration(record), spans
 
 
 def test_experts_in_steps_wait_for_replicas() -> None:

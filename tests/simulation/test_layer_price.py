@@ -26,7 +26,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.simulation.lanes import Lanes
 from megatron_fssdp.simulation.layer_record import LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import IterationRecord
+from megatron_fssdp.simulation.replay import LayerDecision, ReplayedIteration
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_seconds import early_share, plan_price
@@ -48,13 +48,7 @@ class Case:
     context: LayerContext
 
     def price(self) -> LayerPrice:
-        return plan_price(
-            self.plan,
-            self.counts_DE,
-            self.context,
-            num_micro_batches=self.job.num_micro_batches,
-            planned=self.planned,
-        )
+        return plan_price(self.plan, self.counts_DE, self.context, planned=self.planned)
 
     def simulated_parts_s(self, num_layers: int) -> dict[str, float]:
         """Seconds of an iteration of so many layers like this one, by what they go on."""
@@ -69,11 +63,10 @@ class Case:
             before_gate_flops_L=self.job.before_gate_flops_L * num_layers,
         )
         prices = LayerPrices(self.cluster, cluster_links(self.cluster), job, topology)
-        layers = [
-            prices.record(layer, self.planned, self.plan, self.counts_DE) for layer in range(num_layers)
-        ]
+        layers = [LayerDecision(self.planned, self.plan, self.counts_DE)] * num_layers
         nobody_P = np.zeros(0, np.int64)
-        return Lanes().run_iteration(IterationRecord(layers, nobody_P, nobody_P), prices).parts_s
+        record = prices.iteration(ReplayedIteration(layers, nobody_P, nobody_P))
+        return Lanes().run_iteration(record).parts_s
 
 
 @st.composite

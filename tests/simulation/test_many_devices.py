@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.simulation.job_loads import generated_loads
 from megatron_fssdp.simulation.simulator import simulate
+from megatron_fssdp.simulation.workloads import generated_loads
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
 PLACING = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]

@@ -9,8 +9,8 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads
 from megatron_fssdp.simulation.moe_job import job_of_run
+from megatron_fssdp.simulation.workloads import fitted_loads, generated_loads
 from tests.simulation.small_jobs import job_of
 
 TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"

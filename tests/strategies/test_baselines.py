@@ -12,8 +12,8 @@ from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.strategies.baselines import SmartmoeStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
-from megatron_fssdp.strategies.papers.smartmoe import SmartmoeStrategy
 
 MEGA = 10**6
 # A token takes a second to compute and next to nothing to send; moving an expert's states takes days.

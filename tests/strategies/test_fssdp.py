@@ -17,9 +17,14 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.fssdp import RENEWAL, FssdpStrategy
+from megatron_fssdp.strategies.fssdp import (
+    RENEWAL,
+    FssdpStrategy,
+    ReshardClock,
+    closed_part,
+    paying_owners,
+)
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.paying_owners import ReshardClock, closed_part, paying_owners
 from megatron_fssdp.strategies.plan_seconds import plan_price
 from tests.support.random_placement import with_replicas
 
@@ -151,7 +156,7 @@ def test_every_micro_batch_pays_for_its_shares() -> None:
     def difference(name: str, counts_DE: np.ndarray, *replicas: tuple[int, int]) -> float:
         """Seconds of a part of the price that exact dispatch has above even dispatch."""
         exact, even = (
-            plan_price(plan_with(*replicas, policy=policy), counts_DE, context, num_micro_batches=times)
+            plan_price(plan_with(*replicas, policy=policy), counts_DE, context)
             for policy in ("exact", "even")
         )
         return float(getattr(exact, name) - getattr(even, name))

@@ -223,15 +223,15 @@ def _shipped(
 STRATEGIES = StrategyRegistry(
     (
         _shipped(NoneSettings, None, "#7F7F7F", is_ranked=False),
-        _shipped(EpSettings, "ep:EpStrategy", "#0072B2"),
+        _shipped(EpSettings, "baselines:EpStrategy", "#0072B2"),
         _shipped(FssdpSettings, "fssdp:FssdpStrategy", "#D55E00", is_candidate=True),
-        _shipped(ProphetSettings, "papers.prophet:ProphetStrategy", "#CC79A7", is_candidate=True),
-        _shipped(FastermoeSettings, "papers.fastermoe:FastermoeStrategy", "#009E73", is_candidate=True),
-        _shipped(QuotaSettings, "quota:QuotaStrategy", "#AA4499", is_candidate=True),
-        _shipped(SmartmoeSettings, "papers.smartmoe:SmartmoeStrategy", "#56B4E9", is_candidate=True),
-        _shipped(FlexmoeSettings, "papers.flexmoe:FlexmoeStrategy", "#E69F00"),
+        _shipped(ProphetSettings, "baselines:ProphetStrategy", "#CC79A7", is_candidate=True),
+        _shipped(FastermoeSettings, "baselines:FastermoeStrategy", "#009E73", is_candidate=True),
+        _shipped(QuotaSettings, "baselines:QuotaStrategy", "#AA4499", is_candidate=True),
+        _shipped(SmartmoeSettings, "baselines:SmartmoeStrategy", "#56B4E9", is_candidate=True),
+        _shipped(FlexmoeSettings, "baselines:FlexmoeStrategy", "#E69F00"),
         # What is Parm's own is how tokens travel, which is the runtime's business; owners stay.
-        _shipped(ParmSettings, "ep:EpStrategy", "#999933", is_ranked=False),
+        _shipped(ParmSettings, "baselines:EpStrategy", "#999933", is_ranked=False),
         _shipped(AutoSettings, "auto:build_auto", "#8C564B", is_ranked=False),
     )
 )

@@ -16,9 +16,8 @@ from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
-from megatron_fssdp.simulation.job_loads import fitted_loads, generated_loads
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.workloads import WORKLOADS
+from megatron_fssdp.simulation.workloads import WORKLOADS, fitted_loads, generated_loads
 
 _GENERATED_ITERATIONS = 20
 

@@ -18,7 +18,7 @@ from megatron_fssdp.config.strategy.strategy_registry import (
 )
 from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.strategies.ep import EpStrategy
+from megatron_fssdp.strategies.baselines import EpStrategy
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 

@@ -98,13 +98,11 @@ def test_training_and_simulator_agree(
     monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", str(MEASURED))
     register_example()
     strategy = build_strategy(*resolve_strategy(name, None, keys))  # type: ignore[arg-type]
-    simulated = replay_strategy(
-        strategy, read_loads(tmp_path).counts_ILDE, TOPOLOGY, PROFILE, lambda *record: record[3:]
-    )
+    simulated = list(replay_strategy(strategy, read_loads(tmp_path).counts_ILDE, TOPOLOGY, PROFILE))
     notes = iter(run.notes[: NUM_ITERATIONS * 2])  # of rank 0
     found: list[tuple[bool, bool]] = []
     for iteration, record in enumerate(simulated):
-        for layer, (plan, counts_DE) in enumerate(record.layers):
+        for layer, (_, plan, counts_DE) in enumerate(record.layers):
             where = f"iteration {iteration}, layer {layer}"
             present_ED = placements.present_ILED[iteration, layer]
             np.testing.assert_array_equal(plan.placement.present_ED, present_ED, where)
@@ -119,7 +117,7 @@ def test_training_and_simulator_agree(
             assert overlaps == (plan.gather_ahead and has_replicas), where
             assert has_group or not overlaps
             found.append((has_replicas, overlaps))
-    moved = [record.num_moved for record in simulated]
+    moved = [len(record.source_P) for record in simulated]
     assert moved == [entry.resharded_experts for entry in metrics]
     # None of this is empty: what a strategy says that it can do, it does.
     assert any(replicas for replicas, _ in found) == (strategy.selects or strategy.may_replicate(1))

@@ -116,9 +116,9 @@ def shadow_and_measure() -> None:
     """Shadow the first experts for any counts, and note the largest number of bytes that replicas had."""
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
-    from megatron_fssdp.strategies.papers import fastermoe as dynamic_shadowing
+    from megatron_fssdp.strategies import baselines
 
-    dynamic_shadowing.select_shadows = lambda *_, most, **__: tuple(range(most))
+    baselines.select_shadows = lambda *_, most, **__: tuple(range(most))
     allocated: list[int] = []
     gc.freeze()  # objects that exist already are not searched
 

@@ -52,16 +52,15 @@ ALL = {
 
 def cheap_links() -> None:
     from megatron_fssdp.runtime.layers import layer_profiling
-    from megatron_fssdp.strategies import auto, fssdp, layer_planning
-    from megatron_fssdp.strategies.papers import flexmoe, prophet
+    from megatron_fssdp.strategies import auto, baselines, fssdp, layer_planning
 
     cost = LinkCost(0.0, 1e-13)
     layer_profiling.measure_links = lambda *_: (cost, cost)
-    fssdp.early_share = prophet.early_share = lambda *_: 0.4
+    fssdp.early_share = baselines.early_share = lambda *_: 0.4
     layer_planning.in_steps = in_turns
     auto.LEAST_SEEN = 0
     auto.AutoStrategy.price = next_in_turn
-    prophet.BALANCE, flexmoe.THRESHOLD = 0.1, 1.01
+    baselines.PROPHET_BALANCE, baselines.FLEXMOE_THRESHOLD = 0.1, 1.01
 
 
 def cheap_links_and_hot_experts() -> None:

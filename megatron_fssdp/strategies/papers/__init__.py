@@ -1,1 +1,0 @@
-"""Strategies that papers describe: FasterMoE, FlexMoE, Pro-Prophet and SmartMoE."""
