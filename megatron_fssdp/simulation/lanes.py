@@ -3,7 +3,7 @@
 * ``compute``: the kernels of a device. For experts, these are the kernels of the slowest device.
 * ``all-to-all``: router counts, dispatch and combine. The model computes nothing at the same time.
 * ``transfer``: spAG, spRS, re-gathering and re-sharding, one after the other.
-* ``host``: what the host does between the counts and the dispatch, while the device waits.
+* ``host``: shared plans before the first pass, and what the host does between the counts and the dispatch.
 
 spAG starts together with the compute before the gate, or after this compute if the plan says so. It ends
 before the dispatch. The runtime waits for it later, before the experts, but the rows use the same links.
@@ -66,6 +66,7 @@ class Lanes:
         """Add a whole iteration; return these lanes."""
         # Everything else waits for a re-shard.
         self._wait("re-sharding", self._transfer("re-sharding", 0.0, record.moving_s))
+        self._run("host", "plans", record.plans_s)
         num, done = record.num_micro_batches, 0
         while done < num:
             before_s = dict(self.parts_s)

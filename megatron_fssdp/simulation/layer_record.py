@@ -120,6 +120,7 @@ class IterationRecord:
         num_micro_batches: Number of micro-batches of the iteration.
         num_moved: Experts that move before the iteration, to a new owner or for a new resident replica.
         moving_s: Seconds of these moves, while everything else waits.
+        plans_s: Seconds in which a rank plans its part of the layers before the first pass.
         behind_s: Seconds of compute behind the last MoE layer in a micro-batch's forward pass.
         gradient_sync_s: Seconds of reducing dense gradients after the last backward pass.
     """
@@ -128,6 +129,7 @@ class IterationRecord:
     num_micro_batches: int = 1
     num_moved: int = 0
     moving_s: float = 0.0
+    plans_s: float = 0.0
     behind_s: float = 0.0
     gradient_sync_s: float = 0.0
 
@@ -136,7 +138,8 @@ class IterationRecord:
 class LayerPrices:
     """Prices layers and iterations on the cluster and for the job of a simulation.
 
-    ``steps`` are those of layers under the smart schedule, and ``host`` is a rank's work for each layer.
+    ``steps`` are those of layers under the smart schedule, and ``host`` is a rank's work for each layer. If
+    ranks divide the planning, ``plans_s`` are a rank's seconds for its part of the layers.
     """
 
     cluster: ClusterDescription
@@ -145,6 +148,7 @@ class LayerPrices:
     topology: Topology
     steps: SteppedExchange | None = None
     host: HostWork = field(default_factory=HostWork)
+    plans_s: float = 0.0
 
     def iteration(self, decided: ReplayedIteration) -> IterationRecord:
         """The record of one iteration."""
@@ -154,6 +158,7 @@ class LayerPrices:
             num_micro_batches=self.job.num_micro_batches,
             num_moved=len(decided.source_P),
             moving_s=self.links.transfer.times(moved, self.job.owned_bytes).seconds,
+            plans_s=self.plans_s,
             behind_s=self.job.after_layers_flops / self.cluster.non_expert_flops_per_s,
             gradient_sync_s=self._gradient_sync_s,
         )

@@ -149,7 +149,11 @@ def simulate(
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
     host = HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
-    prices = LayerPrices(cluster, links, job, topology, steps, host)
+    plans_s = 0.0
+    if strategy.shares_plans and job.num_layers > 1:
+        plans_s = -(-job.num_layers // job.num_devices) * host.before_gate_s
+        host = replace(host, before_gate_s=plans_s / job.num_layers)
+    prices = LayerPrices(cluster, links, job, topology, steps, host, plans_s)
     replayed = replay_strategy(
         *(strategy, counts_ILDE, topology, profile),
         num_micro_batches=job.num_micro_batches,

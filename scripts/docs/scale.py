@@ -155,7 +155,7 @@ def row_of(model: str, num_gpus: int) -> list[object]:
     sizes = [round(one.memory.total_bytes / GIB) for one in (ep, ours)]
     near = min(group_size, NODE_GPUS) - 1
     groups = [stages * copies, group_size - 1, near, near * NCCL_BUFFER_MIB]
-    planning_ms = median_ms("fssdp", job, 16)[0] * job.num_layers
+    planning_ms = median_ms("fssdp", job, 16)[0] * -(-job.num_layers // job.num_devices)
     host = [round(planning_ms), most_replicas, slots_gib, experts.transfer_buffers_bytes / GIB]
     most = [float(one.load_max_over_mean_IL.mean()) for one in (ep, ours)]
     seconds = [*most, ep.mean_s, ours.mean_s, ep.mean_s / ours.mean_s, even[2]]
