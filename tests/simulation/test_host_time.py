@@ -39,6 +39,14 @@ def test_an_iterations_plan_is_hidden_until_the_host_is_the_bottleneck() -> None
     assert slow.parts_s["host"] == pytest.approx(200.0 - without)
 
 
+def test_devices_wait_for_the_part_of_the_plans_that_each_rank_makes() -> None:
+    # Two layers, and two devices that each plan one of them.
+    found = outcome_of("prophet", HostCosts({"prophet": ms(0.3)}))
+    assert found.parts_s["host"] == pytest.approx([0.3] * 2)
+    assert found.iteration_s == pytest.approx(outcome_of("prophet", None).iteration_s + 0.3)
+    assert ("host", "plans") in {span[:2] for span in found.spans(0)}
+
+
 def test_messages_of_transfers_are_posted_by_the_host() -> None:
     keys = {"slots": 1, "overlap_degree": 1, "overlap": False, "reshard_interval": 0}
     found = simulate("fssdp", settings_of("fssdp", **keys), COUNTS_ILDE, cluster_of(), job_of(layers=2))
