@@ -61,7 +61,7 @@ class FinishedStream:
         return event or HostEvent()
 
 
-class HostEvent(torch.cpu.Event):
+class HostEvent:
     """Replaces ``torch.cuda.Event``: it records the time of the host, and nothing waits for it."""
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -70,6 +70,15 @@ class HostEvent(torch.cpu.Event):
     def record(self, *_: object) -> None:
         """Record the current time."""
         self._time_s = time.perf_counter()
+
+    def wait(self, *_: object) -> None:
+        """Return at once."""
+
+    synchronize = wait
+
+    def query(self) -> bool:
+        """Whether the work before the event is done; always true on the CPU."""
+        return True
 
     def elapsed_time(self, end: "HostEvent") -> float:
         """Milliseconds from this event to a later event."""

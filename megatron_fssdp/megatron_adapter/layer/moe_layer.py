@@ -33,15 +33,8 @@ from megatron_fssdp.strategies.layer_plan import LayerContext
 class StrategyMoELayer(MoELayer):
     """An MoE layer whose experts are placed by a strategy.
 
-    It is built from a layer spec like Megatron's own layer, with one more argument, ``session``. Megatron's
-    steps of a forward pass, and what happens at each::
-
-        route       Megatron's gate
-        preprocess  experts become slots, Megatron permutes the tokens
-        dispatch    Megatron sends them; meanwhile, the next layer is planned
-        experts     wait for replicas; Megatron's module computes the slots' experts
-        combine     Megatron sends results back
-        postprocess the next layer's SparseAllGather starts
+    It is built from a layer spec like Megatron's own layer, with one more argument, ``session``. Its public
+    methods are Megatron's steps of a forward pass, in this order; ``combine`` stays Megatron's own.
 
     Raises:
         ConfigurationError: The config has a feature that the strategy does not support.
