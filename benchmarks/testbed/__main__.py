@@ -299,7 +299,7 @@ def _shares_s(size: Any, topology: Any) -> float:
     """Seconds of exact shares on a rank, if all ranks compute theirs at once."""
     import torch
 
-    from megatron_fssdp.megatron_adapter.cpu.cpu_device import CpuDeviceMode
+    from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import CpuDeviceMode
     from megatron_fssdp.runtime.slots.exact_shares import seconds_of_shares
 
     node_D = torch.from_numpy(topology.node_of_device_D.copy())

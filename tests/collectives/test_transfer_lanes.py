@@ -18,7 +18,7 @@ from megatron_fssdp.collectives.transfer_lanes import (
     advance_transfers,
     stream_lane,
 )
-from megatron_fssdp.megatron_adapter.cpu.cpu_device import FinishedStream, HostEvent
+from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import FinishedStream, HostEvent
 
 DEVICE = torch.device("cuda", 0)
 Steps = Generator[None, None, dict[int, Tensor]]

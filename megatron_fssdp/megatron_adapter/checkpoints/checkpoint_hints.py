@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.collectives.failure_place import naming_failures
+from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.loads import LoadHistory
@@ -98,9 +99,7 @@ class LoadHint:
         own, known = self._ranks(), None
         if own[:1] == [dist.get_rank()]:  # All ranks of the group know the same.
             known = {"ranks": own, "layers": {str(n): _plain(one.state()) for n, one in self._histories()}}
-        groups: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(groups, known)
-        return [known for known in groups if known is not None]
+        return [known for known in of_all_ranks(known) if known is not None]
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
         """Continue with the saved loads, if they are those of this run's groups and layers."""
@@ -229,10 +228,7 @@ def _layout(stage: StageOwners | None) -> str:
 
 
 def _of_all_stages(own: Any) -> list[Any]:
-    group = parallel_state.get_pipeline_model_parallel_group()
-    stages: list[Any] = [None] * group.size()
-    dist.all_gather_object(stages, own, group=group)
-    return stages
+    return of_all_ranks(own, parallel_state.get_pipeline_model_parallel_group())
 
 
 def _log(level: int, message: str) -> None:

@@ -15,8 +15,7 @@ is an axis of the stored tensor. Otherwise its number is a part of the key, whic
 
 import re
 from collections.abc import Callable
-from functools import partial
-from types import MethodType
+from functools import cache, partial
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -34,48 +33,34 @@ _OWNER_LAYER = "layer_number_by_fssdp"
 # the first extra state has no number.
 _LOCAL_INDEX = re.compile(r"local_experts\.(\d+)\..*|.*\.(?:weight|bias|_extra_state)(\d*)")
 
-_blocks_wrapped = False
-
 
 def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
     """Make an expert module's sharded state dict follow the owner map.
 
     Call this when the layer of this index in the owner map is built. ``current`` returns the owners at the
-    time of a save or a load. The first call also wraps ``TransformerBlock`` and ``HybridStack``, which
-    changes nothing for other layers.
+    time of a save or a load; without any, Megatron's even distribution applies.
     """
-    global _blocks_wrapped
-
-    def by_owner(self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        return expert_sharded_state_dict(
-            self, layer, self.ep_group.rank(), current(), prefix, sharded_offsets, metadata
-        )
-
-    experts.sharded_state_dict = MethodType(by_owner, experts)
-    if not _blocks_wrapped:
-        _blocks_wrapped = True
-        for block in (TransformerBlock, HybridStack):
-            wrap(block, "sharded_state_dict", _block_state)
+    experts.sharded_state_dict = partial(_state_by_owner, experts, layer, current)
+    _wrap_blocks()
 
 
-def expert_sharded_state_dict(
+@cache  # once in a process; it changes nothing for layers that do not follow an owner map
+def _wrap_blocks() -> None:
+    wrap(TransformerBlock, "sharded_state_dict", _block_state)
+    wrap(HybridStack, "sharded_state_dict", _block_state)
+
+
+def _state_by_owner(
     experts: Any,
     layer: int,
-    device: int,
-    stage: StageOwners | None,
+    current: CurrentOwners,
     prefix: str = "",
     sharded_offsets: Any = (),
-    metadata: dict[str, Any] | None = None,
+    metadata: Any = None,
 ) -> ShardedStateDict:
-    """Return the sharded state dict of an expert module, with every slot named after the expert in it.
-
-    Megatron registered the module, ``SequentialMLP`` or ``TEGroupedMLP``, for the layer of this index in the
-    owner map. Without a ``stage``, its even distribution applies. Other arguments are those of its method.
-
-    Raises:
-        ValueError: Megatron names experts in another way than the tested releases.
-    """
+    """Return the sharded state dict of an expert module, with every slot named after the expert in it."""
     state: ShardedStateDict = type(experts).sharded_state_dict(experts, prefix, sharded_offsets, metadata)
+    stage, device = current(), experts.ep_group.rank()
     if stage is None or stage.owners.is_even:
         return state
     contents, number = stage.contents(device, layer), stage.layer_numbers[layer]
@@ -103,17 +88,17 @@ def expert_sharded_state_dict(
         if found is None:
             continue
         index = int(found[1] or found[2] or 0)
-        registered, content = device * len(contents) + index, contents[index]
+        registered, (layer_number, expert) = device * len(contents) + index, contents[index]
         if is_key:
             stem = f"{prefix}experts."
-            entry.key = f"{stem}{content.expert}.{entry.key.removeprefix(f'{stem}{registered}.')}"
-        moved = partial(move, registered, *content)
+            entry.key = f"{stem}{expert}.{entry.key.removeprefix(f'{stem}{registered}.')}"
+        moved = partial(move, registered, layer_number, expert)
         if isinstance(entry, ShardedTensorFactory):  # It makes several tensors of one, also of its states.
             entry.build_fn = partial(_build_and_move, entry.build_fn, moved)
         else:
             moved(entry)
         if not axes:
-            setattr(entry, _OWNER_LAYER, content.layer_number)
+            setattr(entry, _OWNER_LAYER, layer_number)
     return state
 
 

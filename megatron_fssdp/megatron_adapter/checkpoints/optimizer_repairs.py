@@ -22,23 +22,19 @@ The last two repairs change nothing for other optimizers.
 """
 
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
 
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
-_installed = False
 
-
+@cache  # once in a process
 def install() -> None:
-    """Repair the distributed optimizer. Repeated calls have no further effect."""
-    global _installed
+    """Repair the distributed optimizer."""
     from megatron.core.optimizer import distrib_optimizer
 
-    if _installed:
-        return
-    _installed = True
     distributed = distrib_optimizer.DistributedOptimizer
     wrap(distributed, "sharded_param_state_fully_reshardable", _state_by_right_offsets)
     if not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True):

@@ -1,71 +1,147 @@
-"""Replacements for the few functions of Megatron and of torch's collectives that fail on the CPU."""
+"""What CUDA's devices, streams and events, and a few functions of torch and Megatron, are on the CPU.
 
-import functools
+A function whose first argument is the original one is called around it (:func:`.wrapped`).
+"""
+
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_IDENTITIES = (torch.Tensor.cuda, torch.Tensor.pin_memory)
+_CHANGED = frozenset({*_IDENTITIES, torch.Tensor.to, torch.Tensor.type})
 
 
-def without_device_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.distributed.barrier`` without the argument ``device_ids``, which only NCCL accepts."""
-
-    @functools.wraps(original)
-    def call(*args: Any, device_ids: object = None, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
-    return call
+def _is_accelerator(device: object) -> bool:
+    if isinstance(device, (int, str, torch.device)) and not isinstance(device, bool):
+        return isinstance(device, int) or str(device).startswith("cuda")
+    return False
 
 
-def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``all_gather`` that also accepts tensors of different sizes, like NCCL's.
+class CpuDeviceMode(TorchFunctionMode):
+    """Replaces CUDA device arguments of all torch functions by the CPU while it is active."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not kwargs and func not in _CHANGED:  # Also attributes of tensors come here, so this is frequent.
+            return func(*args)
+        kwargs = dict(kwargs or {})
+        if _is_accelerator(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if func in _IDENTITIES:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_accelerator(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron's optimizers group parameters by this string. They compare it with
+            # 'torch.cuda.FloatTensor' and similar names.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+class FinishedStream:
+    """Replaces ``torch.cuda.Stream``: all work on this stream is done already, so nothing waits."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_stream(self, *_: object) -> None:
+        """Return at once."""
+
+    wait_event = synchronize = wait_stream
+
+    def record_event(self, event: "HostEvent | None" = None) -> "HostEvent":
+        """Return the event, or a new one if none is given. All work before it is done."""
+        return event or HostEvent()
+
+
+class HostEvent:
+    """Replaces ``torch.cuda.Event``: it records the time of the host, and nothing waits for it."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._time_s = 0.0
+
+    def record(self, *_: object) -> None:
+        """Record the current time."""
+        self._time_s = time.perf_counter()
+
+    def wait(self, *_: object) -> None:
+        """Return at once."""
+
+    synchronize = wait
+
+    def query(self) -> bool:
+        """Whether the work before the event is done; always true on the CPU."""
+        return True
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Milliseconds from this event to a later event."""
+        return (end._time_s - self._time_s) * 1e3
+
+
+def inside_the_device_mode(apply: Callable[..., Any], node: Any, *args: Any) -> Any:
+    """Run the Python code of a backward function inside :class:`CpuDeviceMode`.
+
+    Torch removes a function mode while one of its own functions runs, such as ``torch.autograd.backward``.
+    Recomputed forward passes run inside it and need the mode.
+    """
+    if torch._C._len_torch_function_stack():
+        return apply(node, *args)
+    with CpuDeviceMode():
+        return apply(node, *args)
+
+
+def without_device_ids(barrier: Any, *args: Any, device_ids: object = None, **kwargs: Any) -> Any:
+    """Run ``torch.distributed.barrier`` without the argument ``device_ids``, which only NCCL accepts."""
+    return barrier(*args, **kwargs)
+
+
+def uneven_all_gather(
+    all_gather: Callable[..., Any],
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Accept tensors of different sizes, like NCCL.
 
     In Megatron's expert tensor parallelism, every rank has another number of rows. gloo refuses them, but its
     all-to-all does not.
     """
-
-    @functools.wraps(original)
-    def all_gather(
-        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if async_op or _equal_sizes(tensor_list):
-            return original(tensor_list, tensor, group=group, async_op=async_op)
-        sizes = [piece.numel() for piece in tensor_list]
-        copies = tensor.reshape(-1).repeat(len(tensor_list))
-        received = copies.new_empty(sum(sizes))
-        dist.all_to_all_single(received, copies, sizes, [tensor.numel()] * len(sizes), group=group)
-        for piece, values in zip(tensor_list, received.split(sizes), strict=True):
-            piece.copy_(values.view_as(piece))
-        return None
-
-    return all_gather
+    if async_op or _equal_sizes(tensor_list):
+        return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    sizes = [piece.numel() for piece in tensor_list]
+    copies = tensor.reshape(-1).repeat(len(tensor_list))
+    received = copies.new_empty(sum(sizes))
+    dist.all_to_all_single(received, copies, sizes, [tensor.numel()] * len(sizes), group=group)
+    for piece, values in zip(tensor_list, received.split(sizes), strict=True):
+        piece.copy_(values.view_as(piece))
+    return None
 
 
-def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``reduce_scatter`` that also accepts tensors of different sizes, which it adds in rank order.
-
-    Sums of half precision are formed in fp32.
-    """
-
-    @functools.wraps(original)
-    def reduce_scatter(
-        output: torch.Tensor,
-        input_list: list[torch.Tensor],
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        if async_op or op != dist.ReduceOp.SUM or _equal_sizes(input_list):
-            return original(output, input_list, op=op, group=group, async_op=async_op)
-        sizes = [piece.numel() for piece in input_list]
-        parts = output.new_empty(len(sizes), *output.shape)
-        rows = torch.cat([piece.reshape(-1) for piece in input_list])
-        dist.all_to_all_single(parts.view(-1), rows, [output.numel()] * len(sizes), sizes, group=group)
-        output.copy_(parts.sum(dim=0))
-        return None
-
-    return reduce_scatter
+def uneven_reduce_scatter(
+    reduce_scatter: Callable[..., Any],
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Accept tensors of different sizes, and add them in rank order; half precision is added in fp32."""
+    if async_op or op != dist.ReduceOp.SUM or _equal_sizes(input_list):
+        return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+    sizes = [piece.numel() for piece in input_list]
+    parts = output.new_empty(len(sizes), *output.shape)
+    rows = torch.cat([piece.reshape(-1) for piece in input_list])
+    dist.all_to_all_single(parts.view(-1), rows, [output.numel()] * len(sizes), sizes, group=group)
+    output.copy_(parts.sum(dim=0))
+    return None
 
 
 def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
@@ -78,39 +154,31 @@ def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a constructor of torch's norms that accepts sequence parallelism.
+def norm_under_sequence_parallelism(new: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build one of torch's norms also under sequence parallelism.
 
     Megatron refuses it, although only the attribute ``sequence_parallel`` of their parameters is missing, by
     which it sums the gradients over the tensor-parallel ranks.
     """
-
-    def build(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
-        sequence_parallel, config.sequence_parallel = config.sequence_parallel, False
-        try:
-            norm = original(cls, config, hidden_size, eps, **kwargs)
-        finally:
-            config.sequence_parallel = sequence_parallel
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = sequence_parallel
-        return norm
-
-    return build
+    sequence_parallel, config.sequence_parallel = config.sequence_parallel, False
+    try:
+        norm = new(cls, config, *args, **kwargs)
+    finally:
+        config.sequence_parallel = sequence_parallel
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = sequence_parallel
+    return norm
 
 
-def attention_of_other_widths(original: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor of Megatron's attention that accepts the widths of multi-latent attention.
+def attention_of_other_widths(
+    build: Any, attention: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any
+) -> None:
+    """Build Megatron's attention also for the widths of multi-latent attention.
 
     The class computes with any width, but takes that of its result from the config, as for ordinary heads.
     """
-
-    @functools.wraps(original)
-    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        k_channels, v_channels = kwargs.pop("k_channels", None), kwargs.pop("v_channels", None)
-        original(self, config, *args, **kwargs)
-        if v_channels is not None:
-            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
-        if k_channels is not None:
-            self.hidden_size_per_attention_head = k_channels
-
-    return build
+    build(attention, *args, **kwargs)
+    if v_channels is not None:
+        attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
+    if k_channels is not None:
+        attention.hidden_size_per_attention_head = k_channels

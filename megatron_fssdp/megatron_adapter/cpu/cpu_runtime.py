@@ -3,7 +3,7 @@
 Megatron assumes CUDA in many places. On a machine without an accelerator, or if ``MEGATRON_FSSDP_DEVICE=cpu``
 is set, :func:`install` gives these calls a meaning on the CPU.
 
-:class:`CpuDeviceMode` replaces CUDA device arguments of all torch functions by the CPU, and :data:`_PATCHES`
+:class:`.CpuDeviceMode` replaces CUDA device arguments of all torch functions by the CPU, and :data:`_PATCHES`
 lists the attributes that are replaced, each with its reason. ``torch.cuda.is_available()`` stays or becomes
 ``False``, because ``True`` breaks dynamo and ``torch.optim``.
 """
@@ -21,13 +21,8 @@ import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_replacements as replacements
-from megatron_fssdp.megatron_adapter.cpu.cpu_device import (
-    CpuDeviceMode,
-    FinishedStream,
-    HostEvent,
-    inside_the_device_mode,
-)
 from megatron_fssdp.megatron_adapter.support import dataset_helpers
+from megatron_fssdp.megatron_adapter.wrapping import wrapped
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
 
@@ -66,7 +61,7 @@ def install() -> bool:
         # CUDA's work queues and has no effect on the CPU.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # The mode stays active until the process ends.
-        CpuDeviceMode().__enter__()
+        replacements.CpuDeviceMode().__enter__()
         for target, replacements_of in _PATCHES.items():
             owner = resolve_name(target if ":" in target else f"{target}:")
             for name, replacement in replacements_of.items():
@@ -83,6 +78,10 @@ def check_arguments(args: Any) -> None:
             "Megatron's context parallelism uses Transformer Engine's attention, which needs a GPU; use "
             "--tensor-model-parallel-size 2 --sequence-parallel to split sequences, or run on GPUs"
         )
+
+
+def _around(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
+    return functools.partial(wrapped, replacement)
 
 
 def _always(value: Any) -> Callable[[Any], Any]:
@@ -105,9 +104,9 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "current_device": _returning(0),  # Megatron passes it on as a device argument
         "set_device": _returning(None),  # there is no device to set
         "synchronize": _returning(None),  # or to wait for
-        "Stream": _always(FinishedStream),  # dispatcher and optimizer make side streams
-        "Event": _always(HostEvent),  # timers and the ordering of streams use events
-        "current_stream": _returning(FinishedStream()),  # streams wait for each other
+        "Stream": _always(replacements.FinishedStream),  # dispatcher and optimizer make side streams
+        "Event": _always(replacements.HostEvent),  # timers and the ordering of streams use events
+        "current_stream": _returning(replacements.FinishedStream()),  # streams wait for each other
         "stream": _returning(nullcontext()),  # code runs inside side streams
         "memory_stats": _returning(defaultdict(int)),  # --log-memory-to-tensorboard uses it
         "get_device_properties": _returning(_PROPERTIES),  # the checks of parallel sizes read it
@@ -120,11 +119,11 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
     # The combined schedule names the streams that use a tensor.
     "torch:Tensor": {"record_stream": _returning(None)},
     # Recompute runs forward code inside torch.autograd.backward.
-    "torch.autograd.function:BackwardCFunction": {"apply": inside_the_device_mode},
+    "torch.autograd.function:BackwardCFunction": {"apply": _around(replacements.inside_the_device_mode)},
     "torch.distributed": {
-        "barrier": replacements.without_device_ids,  # gloo refuses an argument of NCCL
-        "all_gather": replacements.uneven_all_gather,  # gloo refuses different sizes
-        "reduce_scatter": replacements.uneven_reduce_scatter,  # likewise
+        "barrier": _around(replacements.without_device_ids),  # gloo refuses an argument of NCCL
+        "all_gather": _around(replacements.uneven_all_gather),  # gloo refuses different sizes
+        "reduce_scatter": _around(replacements.uneven_reduce_scatter),  # likewise
     },
     "megatron.core.datasets.utils": {"compile_helpers": dataset_helpers.compilation_if_needed},
     "megatron.core.tensor_parallel.random": {
@@ -140,10 +139,11 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "maybe_move_tensor_to_cpu": _always(replacements.move_to_host),  # it expects CUDA tensors
     },
     "megatron.core.transformer.torch_norm:WrappedTorchNorm": {
-        "__new__": replacements.norm_under_sequence_parallelism,  # it refuses sequence parallelism
+        # It refuses sequence parallelism.
+        "__new__": _around(replacements.norm_under_sequence_parallelism),
     },
     "megatron.core.transformer.dot_product_attention:DotProductAttention": {
-        "__init__": replacements.attention_of_other_widths,  # for multi-latent attention
+        "__init__": _around(replacements.attention_of_other_widths),  # for multi-latent attention
     },
     "megatron.training.training": {
         # pretrain() does not pass allow_no_cuda on.

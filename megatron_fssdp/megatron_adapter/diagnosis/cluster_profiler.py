@@ -212,7 +212,6 @@ def _measure_links(
 def _sources(
     device: torch.device, repetitions: int, shape: LayerShape, has_intra: bool, has_inter: bool
 ) -> dict[str, str]:
-    """Say where the description's figures come from."""
     on_gpu = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} CPU ranks"
     measured = (
@@ -229,7 +228,6 @@ def _sources(
 
 
 def _lowest(value: float, device: torch.device) -> float:
-    """Return the lowest of all ranks' values."""
     lowest = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
     return float(lowest)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from megatron_fssdp.config.quiet_output import quiet_output
 from megatron_fssdp.megatron_adapter.diagnosis import packages
-from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import check_folder
 from megatron_fssdp.megatron_adapter.diagnosis.devices import (
     Gpus,
     check_devices,
+    check_folder,
     look_at_gpus,
     shown_variables,
 )

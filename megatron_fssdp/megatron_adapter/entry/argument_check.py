@@ -27,8 +27,11 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
-from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy, StrategySession
-from megatron_fssdp.megatron_adapter.layer.transfer_group import nccl_options
+from megatron_fssdp.megatron_adapter.layer.strategy_session import (
+    RequestedStrategy,
+    StrategySession,
+    nccl_options,
+)
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.limits import replace_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes

@@ -26,8 +26,8 @@ from megatron_fssdp.megatron_adapter.entry.argument_check import (
 )
 from megatron_fssdp.megatron_adapter.entry.launcher import report_uncaught
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
-from megatron_fssdp.megatron_adapter.support import dataset_helpers
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
+from megatron_fssdp.megatron_adapter.support.dataset_helpers import compilation_if_needed
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
@@ -66,11 +66,13 @@ def register(by_launcher: bool = False) -> None:
     on_cpu = cpu_runtime.install()
     check_seams(for_training=True)
     optimizer_repairs.install()
-    if not on_cpu:
-        dataset_helpers.install()
     _registered_by = "launcher" if by_launcher else "script"
 
+    from megatron.core.datasets import utils
     from megatron.training import arguments, global_vars, training
+
+    if not on_cpu:
+        utils.compile_helpers = compilation_if_needed(utils.compile_helpers)
 
     # parse_args builds the parser by calling this function of its module.
     def add_megatron_arguments(add_arguments: Any, parser: Any) -> Any:

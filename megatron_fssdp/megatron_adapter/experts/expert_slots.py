@@ -6,7 +6,7 @@ Shape letters: L MoE layers of the stage, E experts of a layer, D devices of the
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
@@ -15,13 +15,6 @@ from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-
-
-class SlotContent(NamedTuple):
-    """The expert that a slot holds: Megatron's number of its layer, from 1, and its number, from 0."""
-
-    layer_number: int
-    expert: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,18 +29,20 @@ class StageOwners:
     layer_numbers: tuple[int, ...]  # Megatron's global ones, from 1; multi-token prediction comes last
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layer_numbers", tuple(int(number) for number in self.layer_numbers))
         if not len(self.layer_numbers) == len(set(self.layer_numbers)) == self.owners.num_layers:
             raise ValueError(
                 f"layer numbers: got {self.layer_numbers}, wanted {self.owners.num_layers} different "
                 "numbers, one for each layer of the owner map"
             )
 
-    def contents(self, device: int, layer: int) -> tuple[SlotContent, ...]:
-        """Return the experts in the slots that Megatron registered for a device and a layer of the map."""
+    def contents(self, device: int, layer: int) -> list[tuple[int, int]]:
+        """Return Megatron's layer number and the number of the expert in each slot of a device.
+
+        The slots are those that Megatron registered for this layer of the map.
+        """
         local = self.owners.num_experts // self.owners.num_devices
         held = (self.owners.expert_in(device, layer * local + index) for index in range(local))
-        return tuple(SlotContent(self.layer_numbers[index], expert) for index, expert in held)
+        return [(self.layer_numbers[index], expert) for index, expert in held]
 
     def as_lists(self) -> dict[str, Any]:
         """Return plain lists of numbers for a checkpoint; :meth:`from_lists` is the inverse."""
@@ -56,7 +51,7 @@ class StageOwners:
     @classmethod
     def from_lists(cls, lists: Mapping[str, Any]) -> "StageOwners":
         """Rebuild the stage's owners from the result of :meth:`as_lists`."""
-        return cls(OwnerMap.from_lists(lists), tuple(lists["layer_numbers"]))
+        return cls(OwnerMap.from_lists(lists), tuple(map(int, lists["layer_numbers"])))
 
 
 class ExpertSlots:
@@ -71,18 +66,14 @@ class ExpertSlots:
         device 0 holds   | 0.0 | 0.1 | 0.2 | 1.3 |   three experts of layer 0
         device 1 holds   | 1.0 | 0.3 | 1.2 | 1.1 |   one expert of layer 0
 
-    Attributes:
-        layers: Every layer of the owner map.
-        resharding: Moves the contents of the slots; ``None`` unless the strategy moves owners.
-        has_residents: Whether resident replicas exist, which are copies of what the slots hold.
-        loading: Indexes of layers whose weights Megatron's own ``load_state_dict`` will fill next, by the
-            names of a checkpoint that followed the owner map.
     """
 
     def __init__(self) -> None:
-        self.layers: list[SlotLayer] = []
-        self.resharding: ExpertResharding | None = None
-        self.has_residents = False
+        self.layers: list[SlotLayer] = []  # all layers of the owner map
+        self.resharding: ExpertResharding | None = None  # set if the strategy moves owners
+        self.has_residents = False  # resident replicas, which are copies of what the slots hold
+        # Indexes of layers whose weights Megatron's own load_state_dict will fill next, by the names of a
+        # checkpoint that followed the owner map.
         self.loading: set[int] = set()
         self._experts: list[SlotExperts] = []
         self._owners: OwnerMap | None = None

@@ -21,6 +21,7 @@ A gather of replicas comes before these modules run, so :func:`await_parameters`
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import megatron.core.utils
@@ -35,7 +36,6 @@ _SLOT = "slot_of_fssdp"
 _waiting: list[tuple[Any, Callable[[], object]]] = []
 _finishing: list[Any] = []  # A reduction that starts when these groups finish must not wait.
 _accumulating: set[torch.cuda.Stream] = set()  # Streams on which DDP adds gradients of experts.
-_installed = False
 
 
 @dataclass
@@ -103,13 +103,11 @@ def start_waiting(group: Any = None) -> bool:
     return bool(ready)
 
 
+@cache  # once in a process
 def _install() -> None:
-    global _installed
-    if not _installed:
-        _installed = True
-        wrap(DistributedDataParallel, "_make_backward_post_hook", _note_stream)
-        wrap(_ParamAndGradBucketGroup, "start_grad_sync", _start_when_home)
-        wrap(_ParamAndGradBucketGroup, "finish_grad_sync", _finish_when_home)
+    wrap(DistributedDataParallel, "_make_backward_post_hook", _note_stream)
+    wrap(_ParamAndGradBucketGroup, "start_grad_sync", _start_when_home)
+    wrap(_ParamAndGradBucketGroup, "finish_grad_sync", _finish_when_home)
 
 
 def _note_stream(make: Any, ddp: Any, parameter: torch.nn.Parameter) -> Any:

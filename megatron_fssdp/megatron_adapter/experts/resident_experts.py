@@ -33,15 +33,7 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 class ResidentExperts:
     """Resident slots of a pipeline stage: replicas of experts with gradients and optimizer states.
 
-    Args:
-        owned: The stage's layers and the experts that this rank owns.
-        slots: Number of resident slots that a device has for each layer.
-        model_chunks: Model chunks of this rank, wrapped in Megatron's DDP.
-        optimizer: Megatron's, after it has loaded a checkpoint; from now on, ``step`` also steps replicas.
-        expert_data_parallel: Group of the ranks that hold the same experts.
-
-    Attributes:
-        parameters: The Parameters of each resident slot of this rank, layer by layer.
+    ``step`` of Megatron's optimizer, which has loaded a checkpoint before, also steps the replicas.
 
     Raises:
         ConfigurationError: Experts are not trained, the optimizer is layer-wise, or an optimizer keeps a
@@ -51,10 +43,10 @@ class ResidentExperts:
     def __init__(
         self,
         owned: ExpertSlots,
-        slots: int,
-        model_chunks: Sequence[Any],
+        slots: int,  # that a device has for each layer, beside the owned ones
+        model_chunks: Sequence[Any],  # of this rank, wrapped in Megatron's DDP
         optimizer: Any,
-        expert_data_parallel: dist.ProcessGroup,
+        expert_data_parallel: dist.ProcessGroup,  # ranks that hold the same experts
     ) -> None:
         if is_layer_wise(optimizer):
             # It cannot be built for replicas, because it expects parameters that are not of experts.
@@ -73,6 +65,7 @@ class ResidentExperts:
                 "--moe-strategy"
             )
         self._token_factor: float | torch.Tensor | None = None
+        # Of each resident slot of this rank, layer by layer.
         self.parameters = [_like(template) for template in templates for _ in range(slots)]
         first = model_chunks[0]
         self._ddp = DistributedDataParallel(

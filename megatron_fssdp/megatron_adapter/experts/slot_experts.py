@@ -52,18 +52,15 @@ def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
 class SlotExperts:
     """The forward pass of Megatron's expert module for the experts in the slots of this device.
 
-    Attributes:
-        module: Megatron's expert module, which stays as it is: ``SequentialMLP``, or ``TEGroupedMLP`` with
-            one weight tensor for each expert.
-        parameters: Parameters of each local expert, as Megatron registered them.
+    The module is ``SequentialMLP``, or ``TEGroupedMLP`` with one weight tensor for each expert.
 
     Raises:
         ConfigurationError: The module stores its weights in another way.
     """
 
     def __init__(self, module: Any, num_experts: int) -> None:
-        self.module = module
-        self.parameters = expert_parameters(module, num_experts)
+        self.module = module  # It stays as it is.
+        self.parameters = expert_parameters(module, num_experts)  # as Megatron registered them
         self._structure = _structure_of(module)
         self._bodies: dict[int, Any] = {}  # Of grouped experts, by number of slots.
         self._mlps: dict[int, Any] = {}  # Modules of sequential experts by their first Parameter.
@@ -79,13 +76,10 @@ class SlotExperts:
             self._mlps = {**other._mlps, **self._mlps}
 
     def bind(self, parameters_U: Sequence[ExpertParameters | None], *, for_iteration: bool) -> None:
-        """Compute with these Parameters from now on.
+        """Compute with the Parameters of each slot of this device from now on; ``None`` for an empty slot.
 
-        Args:
-            parameters_U: Parameters of each slot of this device; ``None`` for an empty slot.
-            for_iteration: Whether the slots keep their contents for an iteration, so that weights may be
-                quantized once in it.
-
+        ``for_iteration`` says that slots keep their contents for an iteration, so that weights may be
+        quantized once in it.
         """
         if hasattr(self.module, "local_experts"):
             self._bind_sequential(parameters_U)

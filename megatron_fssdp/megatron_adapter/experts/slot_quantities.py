@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
+from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.experts.slot_states import (
     ParameterState,
     parameter_states,
@@ -36,24 +37,15 @@ PARAMETERS = "parameters"
 
 @dataclass(frozen=True, eq=False)
 class PartedQuantity:
-    """One quantity of all slots of a device, for example Adam's first moment: a ``SlotQuantity``.
+    """One quantity of all slots of a device, for example Adam's first moment: a ``SlotQuantity``."""
 
-    Attributes:
-        name: Name of the quantity in messages.
-        num_elements: Number of elements of one slot, with its Parameters one after another.
-        dtype: Data type of all elements.
-        device: Torch device that holds the elements.
-        parts_W: For each slot, the parts that this rank holds: the first element's position in the slot,
-            and a flat view of the elements.
-        part_group: Group of the ranks that hold the parts of a slot, with every element on exactly one of
-            them. ``None`` if this rank holds all elements.
-    """
-
-    name: str
-    num_elements: int
+    name: str  # in messages
+    num_elements: int  # of one slot, with its Parameters one after another
     dtype: torch.dtype
     device: torch.device
+    # The parts of each slot that this rank holds: position of the first element in the slot, flat elements.
     parts_W: Sequence[Sequence[tuple[int, Tensor]]]
+    # Ranks that hold the parts, with every element on exactly one of them; None if this rank holds all.
     part_group: dist.ProcessGroup | None
 
     def read(self, slots: Sequence[int], start: int, out_WQ: Tensor) -> None:
@@ -118,7 +110,7 @@ def slot_quantities(
         (f"{name} of parameter {at}", value) for at, state in states for name, value in state.facts.items()
     }
     ranges: Ranges = tuple((s.start, s.stop, s.parameter.numel()) for _, s in states if s.is_trained)
-    copies: list[tuple[Facts, Ranges]] = _gathered((facts, ranges), expert_data_parallel)
+    copies: list[tuple[Facts, Ranges]] = of_all_ranks((facts, ranges), expert_data_parallel)
     facts = Facts().union(*(found for found, _ in copies))
     sharing = sharing_group(slots, optimizer, expert_data_parallel)
     are_parts = False
@@ -129,16 +121,10 @@ def slot_quantities(
         are_parts = any(last - first < size for of in of_members for first, last, size in of)
         if are_parts:
             facts |= {("problem", problem) for problem in _problems_of_parts(of_members)}
-    facts = Facts().union(*_gathered(facts, expert_parallel))
+    facts = Facts().union(*of_all_ranks(facts, expert_parallel))
     if (problem := _conflict(facts)) is not None:
         raise ConfigurationError(problem)
     return _quantities(states_WO, facts, sharing if are_parts else None) if states_WO else []
-
-
-def _gathered(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
-    return gathered
 
 
 def _problems_of_parts(copies: Sequence[Ranges]) -> Iterator[str]:

@@ -28,10 +28,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
-MASTERS = "master parameters"
-
-_PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True)
 class ParameterState:
@@ -42,14 +38,10 @@ class ParameterState:
 
     parameter: Tensor  # all elements, as a flat view
     facts: Mapping[str, Any]  # what must be equal for all experts, by name
+    is_trained: bool = True  # by an optimizer, maybe that of another rank
     start: int = 0
     stop: int = 0
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # flat
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether an optimizer trains it, maybe that of another rank."""
-        return not self.facts["frozen"]
 
 
 class _Entry(NamedTuple):
@@ -140,17 +132,18 @@ def _entries(optimizer: Any) -> Iterator[tuple[Parameter, _Entry | None]]:
 def _state_of(
     parameter: Parameter, entries: Mapping[Parameter, _Entry | None], optimizers: list[str]
 ) -> ParameterState:
-    if parameter.dtype not in _PARAMETER_DTYPES or not parameter.is_contiguous():
+    is_float = parameter.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not is_float or not parameter.is_contiguous():
         raise ConfigurationError(
             f"re-sharding: got an expert's parameter of data type {parameter.dtype} that is "
             f"{'' if parameter.is_contiguous() else 'not '}contiguous, wanted a contiguous one of "
             f"float32, bfloat16 or float16; {KEEP_OWNERS}"
         )
     flat = parameter.data.view(-1)
-    facts = {"shape": tuple(parameter.shape), "data type": parameter.dtype}
-    facts["frozen"] = not parameter.requires_grad
-    if facts["frozen"]:
-        return ParameterState(flat, facts)
+    is_trained = parameter.requires_grad
+    facts = {"shape": tuple(parameter.shape), "data type": parameter.dtype, "frozen": not is_trained}
+    if not is_trained:
+        return ParameterState(flat, facts, is_trained)
     if parameter not in entries:
         raise ConfigurationError(
             f"re-sharding: got an expert's parameter that is in none of the optimizers {optimizers}, "
@@ -176,7 +169,7 @@ def _state_of(
             facts[f"state {key}"] = _as_text(value)
     part, master = flat[entry.start : entry.stop], entry.key.data
     if master.data_ptr() != part.data_ptr():
-        tensors[MASTERS] = master
+        tensors["master parameters"] = master
     facts["names of tensors"] = tuple(sorted(tensors))
     for name, tensor in tensors.items():
         got, wanted = (tensor.shape, tensor.dtype, tensor.device), (master.shape, torch.float32, part.device)
@@ -186,7 +179,7 @@ def _state_of(
                 f"--optimizer adam or sgd with states in fp32, or {KEEP_OWNERS}"
             )
     tensors = {name: tensor.view(-1) for name, tensor in tensors.items()}
-    return ParameterState(flat, facts, entry.start, entry.stop, tensors)
+    return ParameterState(flat, facts, is_trained, entry.start, entry.stop, tensors)
 
 
 def _as_text(value: Any) -> str:

@@ -8,18 +8,15 @@ start at 1 again, and Megatron 0.19 does not tell an MoE layer that it belongs t
 import inspect
 import sys
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
-_SPEC_MODULE = "megatron.core.models.hybrid.hybrid_layer_specs"
-
 # Number of layers of multi-token prediction before the pattern that is being built.
 _before: ContextVar[int | None] = ContextVar("layers of multi-token prediction before", default=None)
-_wrapped = False
 
 
 def numbers_before() -> int | None:
@@ -40,25 +37,25 @@ def with_layer(mlp: Any, layer: Any) -> Any:
 
 def install(layer: Any) -> None:
     """Build ``layer`` instead of ``MoELayer`` in hybrid models, and number layers of their prediction."""
-    global _wrapped
-    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-
     # If the module is imported later, its spec looks up the strategy's layer itself.
-    if (module := sys.modules.get(_SPEC_MODULE)) is not None:
+    if (module := sys.modules.get("megatron.core.models.hybrid.hybrid_layer_specs")) is not None:
         submodules = module.hybrid_stack_spec.submodules.moe_layer.submodules
         submodules.mlp = with_layer(submodules.mlp, layer)
-    if _wrapped:
-        return
-    _wrapped = True
-    signature = inspect.signature(MultiTokenPredictionLayer.__init__)
+    _number_predicted_layers()
 
-    def build(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        pattern = given.get("mtp_layer_pattern") or ""
-        token = _before.set((given.get("layer_number", 1) - 1) * len(pattern))
-        try:
-            stock(self, *args, **kwargs)
-        finally:
-            _before.reset(token)
 
-    wrap(MultiTokenPredictionLayer, "__init__", build)
+@cache  # once in a process
+def _number_predicted_layers() -> None:
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    wrap(MultiTokenPredictionLayer, "__init__", _build_prediction)
+
+
+def _build_prediction(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(stock).bind(self, *args, **kwargs).arguments
+    pattern = given.get("mtp_layer_pattern") or ""
+    token = _before.set((given.get("layer_number", 1) - 1) * len(pattern))
+    try:
+        stock(self, *args, **kwargs)
+    finally:
+        _before.reset(token)

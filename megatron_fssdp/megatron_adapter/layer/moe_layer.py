@@ -33,15 +33,8 @@ from megatron_fssdp.strategies.layer_plan import LayerContext
 class StrategyMoELayer(MoELayer):
     """An MoE layer whose experts are placed by a strategy.
 
-    It is built from a layer spec like Megatron's own layer, with one more argument, ``session``. Megatron's
-    steps of a forward pass, and what happens at each::
-
-        route       Megatron's gate
-        preprocess  experts become slots, Megatron permutes the tokens
-        dispatch    Megatron sends them; meanwhile, the next layer is planned
-        experts     wait for replicas; Megatron's module computes the slots' experts
-        combine     Megatron sends results back
-        postprocess the next layer's SparseAllGather starts
+    It is built from a layer spec like Megatron's own layer, with one more argument, ``session``. Its public
+    methods are Megatron's steps of a forward pass, in this order; ``combine`` stays Megatron's own.
 
     Raises:
         ConfigurationError: The config has a feature that the strategy does not support.
@@ -92,8 +85,7 @@ class StrategyMoELayer(MoELayer):
         gradient_sync.take_over(chain.from_iterable(local), self.slot_layer, session.runtime.finish_gradients)
         settings = session.settings
         if isinstance(settings, FasterMoEKeys) and settings.leaving_share is not None:
-            owners = lambda: self.slot_layer.context.owner_E  # noqa: E731
-            gate = TopologyAwareTopK(owners, groups.device, groups.topology, settings.leaving_share)
+            gate = TopologyAwareTopK(owner_E, groups.device, groups.topology, settings.leaving_share)
             install_gate(self.router, gate)
         self._session = session
         self._checked_in: int | None = None  # The iteration in which the experts' module was last looked at.
@@ -101,7 +93,6 @@ class StrategyMoELayer(MoELayer):
         self.experts.forward = self._compute
         self.experts.backward_dw = self._backward_dw
         self._dispatchers = SlotDispatchers(self, session, groups, pg_collection)
-        self._divides_tokens = self._dispatchers.divides_tokens
         # Layers of multi-token prediction keep their owners, because their checkpoint keys have another form.
         self._index: int | None = None
         if self._later_layers_before is None:
@@ -151,7 +142,7 @@ class StrategyMoELayer(MoELayer):
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Run the gate, on this rank's part of the tokens where tensor-parallel ranks have the same ones."""
-        if not self._divides_tokens or is_graph_capturing():
+        if not self._dispatchers.divides_tokens or is_graph_capturing():
             return super().route(hidden_states, padding_mask)
         return self._dispatchers.route(hidden_states, padding_mask)
 
@@ -165,7 +156,7 @@ class StrategyMoELayer(MoELayer):
         else:
             layer.mark(hidden_states, "dispatch", "other")
             layer.prepare(routing_map, training=self.training)
-        if self._divides_tokens:
+        if self._dispatchers.divides_tokens:
             hidden_states = self._dispatchers.own_tokens(hidden_states)
         if routing_map is not None:  # Otherwise, a CUDA graph has done this and what Megatron's method does.
             routing_map, probs = layer.remap(routing_map, probs)

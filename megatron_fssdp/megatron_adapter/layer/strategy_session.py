@@ -1,12 +1,20 @@
-"""The requested strategy and the runtime that the layers of a model share."""
+"""The requested strategy, and the runtime and process groups that the layers of a model share.
 
+SparseAllGather and SparseReduceScatter have a process group of their own. On GPUs it has options of NCCL.
+"""
+
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.config.loading import load_yaml
 from megatron_fssdp.config.strategy.strategy_settings import (
     PlacementSettings,
     StrategySettings,
@@ -14,31 +22,25 @@ from megatron_fssdp.config.strategy.strategy_settings import (
 )
 from megatron_fssdp.dispatchers.parm import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
-from megatron_fssdp.megatron_adapter.layer.transfer_group import (
-    DEFAULT_OPTIONS,
-    connect_ranks,
-    create_transfer_group,
-    has_one_queue,
-)
 from megatron_fssdp.megatron_adapter.support.limits import Facts, check_limits
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
 
+SHORT_NAME = "fssdp"
+"""Name of the group in Megatron's file of NCCL options (``--nccl-communicator-config-path``)."""
+
+# Transfers run beside compute, and Megatron's documentation recommends streams of high priority for this:
+# their kernels are scheduled before those of the compute. All other options are NCCL's defaults.
+DEFAULT_OPTIONS = {"is_high_priority_stream": True}
+
 
 class StrategySession:
     """One strategy for one model, with its settings and the runtime that all layers share.
 
     Layer specs carry it to the layers. The time-out and the NCCL options are those of the process groups that
-    the session creates (:mod:`.transfer_group`). The strategy ``none`` has no session.
-
-    Attributes:
-        strategy: The strategy.
-        runtime: The layers' runtime.
-        slots: The stage's experts in slots of this rank.
-        selectors: Selectors of Parm's schedules, by the name of the layers' group.
-        numbers_of_slots: Numbers of slots for which dispatchers were built.
+    the session creates. The strategy ``none`` has no session.
     """
 
     def __init__(
@@ -53,9 +55,9 @@ class StrategySession:
         self.strategy = build_strategy(strategy_name, settings)
         is_recorded = settings.record_dir is not None
         self.runtime = MoERuntime(self.strategy, measure=is_recorded, check_plans=checks_plans())
-        self.slots = ExpertSlots()
-        self.selectors: dict[str, ScheduleSelector] = {}
-        self.numbers_of_slots: set[int] = set()
+        self.slots = ExpertSlots()  # of this rank, with the stage's experts
+        self.selectors: dict[str, ScheduleSelector] = {}  # of Parm, by the name of the layers' group
+        self.numbers_of_slots: set[int] = set()  # for which dispatchers were built
         self._groups: dict[str, ExpertGroups] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
@@ -95,8 +97,6 @@ class StrategySession:
             everyone if peers is not None else None,
             one_queue=has_one_queue(expert_parallel),
         )
-        if transfers is not None:
-            connect_ranks(transfers)
         return groups
 
     def least_slots(self, config: Any) -> int:
@@ -115,3 +115,46 @@ class RequestedStrategy:
     name: str
     settings: StrategySettings
     session: StrategySession | None
+
+
+def nccl_options(args: Any) -> dict[str, Any]:
+    """Return the transfer group's NCCL options, with those of the file that Megatron's arguments name."""
+    path = args.nccl_communicator_config_path
+    return DEFAULT_OPTIONS | ((load_yaml(path).get(SHORT_NAME) if path else None) or {})
+
+
+def create_transfer_group(
+    expert_parallel: dist.ProcessGroup, timeout: timedelta | None, options: dict[str, Any]
+) -> dist.ProcessGroup:
+    """Create a second process group of the expert-parallel ranks, and connect them; collective over them.
+
+    Megatron's function creates it, because Megatron may change the time-outs of all groups that it has
+    created. Without a time-out, the group has torch's default.
+
+    Where the default group is bound to a device, torch would split the default group's communicator, and all
+    ranks of the training would have to take part. So it counts as unbound while the group is created, and
+    NCCL makes a communicator of its own.
+    """
+    everyone: Any = dist.group.WORLD
+    on_nccl = dist.get_backend(expert_parallel) == "nccl"
+    nccl = parallel_state.get_nccl_options(SHORT_NAME, {SHORT_NAME: options}) if on_nccl else None
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    try:
+        group: dist.ProcessGroup = parallel_state.create_group(
+            dist.get_process_group_ranks(expert_parallel),
+            timeout=timeout,
+            pg_options=nccl,
+            use_local_synchronization=True,
+            group_desc="FSSDP_TRANSFER_GROUP",
+        )
+    finally:
+        everyone.bound_device_id = bound
+    if on_nccl:
+        # NCCL would open each connection when the first message needs it, in the middle of the training.
+        connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))
+    return group
+
+
+def has_one_queue(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of a group are CUDA devices that run all kernels in the order of their issue."""
+    return dist.get_backend(group) == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

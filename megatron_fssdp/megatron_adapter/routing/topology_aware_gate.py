@@ -7,7 +7,6 @@ biases therefore stay Megatron's own.
 Shape letters: T tokens, E experts, K choices per token.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ class TopologyAwareTopK:
     Scores that are logits are compared after a softmax, because those of different tokens are not comparable.
     """
 
-    owner_E: Callable[[], np.ndarray]  # returns the current owner of every expert, int64 [E]
+    owner_E: np.ndarray  # of every expert, int64 [E]; strategies with this gate move no owners
     device: int  # this rank in its expert-parallel group
     topology: Topology  # nodes of that group
     leaving_share: float  # of this rank's tokens, 0 to 1, that may leave the node
@@ -40,7 +39,7 @@ class TopologyAwareTopK:
         It gives the scores by which it selects, ``[T, E]``, and the number of experts per token, K.
         """
         node_D = np.asarray(self.topology.node_of_device)
-        is_near_E = torch.from_numpy(node_D[self.owner_E()] == node_D[self.device]).to(scores.device)
+        is_near_E = torch.from_numpy(node_D[self.owner_E] == node_D[self.device]).to(scores.device)
         fit = scores.detach().float()
         if self.scores_are_logits:
             fit = torch.softmax(fit, dim=-1)
@@ -57,7 +56,7 @@ def install_gate(router: Any, gate: TopologyAwareTopK) -> None:
     """
     config = router.config
     node_D = np.asarray(gate.topology.node_of_device)
-    per_node = np.bincount(node_D[gate.owner_E()], minlength=gate.topology.num_nodes)
+    per_node = np.bincount(node_D[gate.owner_E], minlength=gate.topology.num_nodes)
     if per_node.min() < config.moe_router_topk:
         raise ConfigurationError(
             f"router: got topology_aware with {per_node.min()} experts in a node, wanted at least "
@@ -83,29 +82,20 @@ def select_experts(
     Args:
         fit_TE: How well every expert fits every token, ``[T, E]``; comparable between tokens.
         top_k: Number of experts that a token selects, K, at least 1.
-        is_near_E: Whether an expert's owner is in this rank's node, bool ``[E]``.
+        is_near_E: Whether an expert's owner is in this rank's node, bool ``[E]``; at least K are.
         most_leaving: Most tokens that may leave the node.
 
     Returns:
         Experts of each token in the order of selection, int64 ``[T, K]``.
-
-    Raises:
-        ValueError: This rank's node has fewer than K experts.
     """
-    num_near = int(is_near_E.sum())
-    if num_near < top_k:
-        raise ValueError(
-            f"the topology-aware gate has {num_near} experts in this rank's node, wanted at least the "
-            f"{top_k} that a token selects; use more experts, larger nodes, or router=stock"
-        )
     is_taken_TE = torch.zeros_like(fit_TE, dtype=torch.bool)
     selections = []
     for _ in range(top_k):
         open_TE = fit_TE.masked_fill(is_taken_TE, _lowest(fit_TE))
-        best_T = _best_experts(open_TE, 1)[:, 0]
+        best_T = _best_expert(open_TE)
         leaves_T = ~is_near_E[best_T]
         stays_T = leaves_T & ~_highest_leaving(open_TE, best_T, leaves_T, most_leaving)
-        near_T = _best_experts(open_TE.masked_fill(~is_near_E, _lowest(fit_TE)), 1)[:, 0]
+        near_T = _best_expert(open_TE.masked_fill(~is_near_E, _lowest(fit_TE)))
         selected_T = torch.where(stays_T, near_T, best_T)
         is_taken_TE[torch.arange(len(selected_T), device=selected_T.device), selected_T] = True
         selections.append(selected_T)
@@ -123,10 +113,9 @@ def _highest_leaving(
     return goes_T & leaves_T
 
 
-def _best_experts(fit_TE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The K best experts of each token, the best first, int64 ``[T, K]``."""
-    # The sort is stable, because argmax and topk do not define which of equal values they return.
-    return torch.sort(fit_TE, dim=1, descending=True, stable=True).indices[:, :top_k]
+def _best_expert(fit_TE: torch.Tensor) -> torch.Tensor:
+    # The sort is stable, because argmax does not define which of equal values it returns.
+    return torch.sort(fit_TE, dim=1, descending=True, stable=True).indices[:, 0]
 
 
 def _lowest(fit_TE: torch.Tensor) -> float:

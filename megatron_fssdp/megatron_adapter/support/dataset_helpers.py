@@ -8,20 +8,13 @@ import sys
 from collections.abc import Callable
 
 
-def install() -> None:
-    """Let Megatron compile its dataset helpers only where nobody has done so.
+def compilation_if_needed(original: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that does nothing if there are compiled helpers; otherwise the original.
 
     Every training asks rank 0 to run ``make``. The megatron-core wheel contains the compiled helpers, but no
     Makefile, so that trainings of an installed Megatron would end there. A checkout has only a Makefile,
     which needs pybind11 and a compiler. The helpers of the wheel work with it, too.
     """
-    from megatron.core.datasets import utils
-
-    utils.compile_helpers = compilation_if_needed(utils.compile_helpers)
-
-
-def compilation_if_needed(original: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that does nothing if there are compiled helpers; otherwise the original."""
     name = "megatron.core.datasets.helpers_cpp"
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

@@ -29,9 +29,7 @@ _DELAYING = "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-
 class Facts(dict[str, Any]):
     """Values of Megatron's settings by name, ``None`` where one does not exist, and what follows from them.
 
-    Args:
-        settings: Parsed arguments, or a ``TransformerConfig``.
-        strategy: Strategy of the model, if the question is about both.
+    The settings are parsed arguments or a ``TransformerConfig``. A strategy adds facts about both.
     """
 
     def __init__(self, settings: Any, strategy: Strategy | None = None) -> None:
@@ -61,14 +59,8 @@ class Facts(dict[str, Any]):
             chosen = self["moe_flex_dispatcher_backend"] or "deepep"
             self["flex"] = "deepep" if self["moe_enable_deepep"] else chosen
         self["needs_fixed_slots"] = self["captures_preprocess"] or self["flex"] == "ncclep"
-        if strategy is not None:
-            self._add_those_of(strategy)
-
-    def __missing__(self, name: str) -> Any:
-        # Names of environment variables are in capitals.
-        return getattr(self._settings, name, os.environ.get(name) if name.isupper() else None)
-
-    def _add_those_of(self, strategy: Strategy) -> None:
+        if strategy is None:
+            return
         own: Any = strategy.settings
         self |= {"strategy": strategy, "travel": strategy.travel, "gate": own.uses_gate}
         self["moves"] = strategy.moves_owners
@@ -83,6 +75,10 @@ class Facts(dict[str, Any]):
         reshards = hasattr(own, "slots") and getattr(own, "reshard_interval", None)
         is_fixed = has_slots or not strategy.may_replicate(1)
         self["fixed_slots"] = is_fixed and not strategy.selects and not reshards
+
+    def __missing__(self, name: str) -> Any:
+        # Names of environment variables are in capitals.
+        return getattr(self._settings, name, os.environ.get(name) if name.isupper() else None)
 
 
 class Limit(NamedTuple):
@@ -108,11 +104,9 @@ def _limits(text: str) -> tuple[Limit, ...]:
 EVERY = _limits(
     """
     biases of experts under expert tensor parallelism
-      | parts > 1 and add_bias_linear
-      | add --disable-bias-linear, or --expert-tensor-parallel-size 1
+      | parts > 1 and add_bias_linear | add --disable-bias-linear, or --expert-tensor-parallel-size 1
     biases of experts under sequence parallelism
-      | sequence_parallel and tensor_ranks > 1 and add_bias_linear
-      | add --disable-bias-linear
+      | sequence_parallel and tensor_ranks > 1 and add_bias_linear | add --disable-bias-linear
     parameters in fp8 or fp4
       | fp8_param or fp8_param_gather or fp4_param or fp4_param_gather
       | weights travel to replicas in bf16, fp16 or fp32, and Transformer Engine quantizes them there:
@@ -122,8 +116,7 @@ EVERY = _limits(
       | its scales come from earlier iterations, and a device computes other experts in each of them: use
         --fp8-recipe tensorwise, blockwise or mxfp8
     fp8 or fp4 without grouped experts
-      | (fp8 or fp4) and not moe_grouped_gemm
-      | add --moe-grouped-gemm
+      | (fp8 or fp4) and not moe_grouped_gemm | add --moe-grouped-gemm
     CUDA graphs of an iteration, a layer or an MoE layer, and --cuda-graph-impl local
       | cuda_graph_impl in ("full_iteration", "local") or enable_cuda_graph
         or graphs and (not captured or "moe" in captured)
@@ -140,16 +133,14 @@ EVERY = _limits(
       | use_megatron_fsdp or use_torch_fsdp2
       | use Megatron's DDP: remove --use-megatron-fsdp and --use-torch-fsdp2
     expert weight rematerialization over GTP
-      | weight_shards > 1
-      | remove --expert-tensor-parallel-num-weight-shards
+      | weight_shards > 1 | remove --expert-tensor-parallel-num-weight-shards
     grouped products of CUTLASS (NVTE_USE_CUTLASS_GROUPED_GEMM) with --grad-reduce-in-bf16
       | NVTE_USE_CUTLASS_GROUPED_GEMM == "1" and grad_reduce_in_bf16
       | they take one data type for the gradients of all experts, and those of replicas are in fp32: unset the
         variable, or remove --grad-reduce-in-bf16
     paged stashing | moe_paged_stash | remove --moe-paged-stash
     the inference-optimized implementation
-      | transformer_impl == "inference_optimized"
-      | use --transformer-impl local or transformer_engine
+      | transformer_impl == "inference_optimized" | use --transformer-impl local or transformer_engine
     """
 )
 """What every strategy but ``none`` refuses."""

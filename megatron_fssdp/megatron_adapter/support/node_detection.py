@@ -6,6 +6,7 @@ import socket
 import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.planning.placement.topology import Topology
 
 
@@ -30,9 +31,7 @@ def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Top
         rank = dist.get_rank()
         # The ranks of a node are consecutive, so its first rank names it.
         own = f"node of rank {rank - int(os.environ.get('LOCAL_RANK', rank % local_world_size))}"
-    nodes: list[str] = [""] * len(ranks)
-    dist.all_gather_object(nodes, own, group=group)
-    return Topology.from_labels(nodes)
+    return Topology.from_labels(of_all_ranks(own, group))
 
 
 def check_declared_nodes(declared_nodes: int, world_size: int) -> None:

@@ -127,7 +127,6 @@ class BalanceReport:
 
 
 def _plain_D(context: LayerContext, counts_DE: np.ndarray) -> np.ndarray:
-    """Loads of the devices under Megatron's owners."""
     owner_E = even_owners(context.num_experts, context.num_devices)
     return np.bincount(owner_E, weights=counts_DE.sum(axis=0), minlength=context.num_devices)
 

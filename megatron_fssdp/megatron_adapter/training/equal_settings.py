@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import (
     CHECK_VARIABLE,
@@ -19,6 +17,7 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     checks_plans,
     profile_iterations,
 )
+from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.planning.compiled_form import source_digest
 from megatron_fssdp.strategies.auto import AutoStrategy
@@ -44,13 +43,6 @@ def refused_together() -> Iterator[None]:
     first = next((message for message in messages if message is not None), None)
     if first is not None:
         raise reason or ConfigurationError(first)
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks of the training on each of them. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def check_equal_settings(requested: RequestedStrategy, args: Any, *, to_boards: bool) -> None:

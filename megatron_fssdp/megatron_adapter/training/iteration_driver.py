@@ -53,13 +53,6 @@ class IterationDriver:
     :meth:`end`, after the optimizer step, collects what each layer did. The replicas' sums of gradients are
     reset wherever Megatron resets those of its model chunks.
 
-    Attributes:
-        runtime: Runtime of the model's MoE layers.
-        held: How many replicas exist at the same time on this rank.
-        reshard: What was moved before the running iteration, if anything was.
-        selection: What ``auto`` selected before the running iteration, if it reconsidered.
-        balance: What the log says about the loads; ``None`` on ranks that do not log for their stage.
-
     Raises:
         ConfigurationError: Owners shall move or replicas be resident, and slots cannot be exchanged.
     """
@@ -70,6 +63,7 @@ class IterationDriver:
         self._session, self._optimizer, self._args = session, optimizer, args
         self.runtime = session.runtime
         self.held = held_replicas(session, model, args)
+        # What was moved, and what auto selected, before the running iteration.
         self.reshard: ReshardReport | None = None
         self.selection: SelectionReport | None = None
         self._iterations_to_measure = self._measured_replicas_bytes = 0
@@ -169,7 +163,6 @@ class IterationDriver:
             )
 
     def _replicas_bytes(self, loads: Sequence[LayerLoad]) -> int:
-        """Bytes that an iteration's replicas took on this rank."""
         first = self.runtime.layers[0]
         layout, device = first.experts.layout(), first.groups.device
         return held_replicas_bytes(

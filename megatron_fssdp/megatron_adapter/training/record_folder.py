@@ -1,17 +1,44 @@
-"""Which folder gets the records of a run, so that no run replaces those of another one."""
+"""Describes a run in the folder of its records, so that no run replaces those of another one."""
 
 import logging
+import os
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from megatron.training.global_vars import get_args
+
+from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.config.run.megatron_arguments import run_config_from_arguments
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
+from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.records.metrics_file import METRICS_FILE
-from megatron_fssdp.records.run_settings import SETTINGS_FILE
+from megatron_fssdp.records.run_settings import SETTINGS_FILE, write_recorded_settings
 
 logger = logging.getLogger(__name__)
+
+
+def describe_run(asked: Path, model: Iterable[torch.nn.Module], requested: RequestedStrategy) -> Path:
+    """Write ``config.yaml`` from Megatron's arguments, and return the folder that also gets the records."""
+    is_bert = any(type(module).__name__ == "BertModel" for chunk in model for module in chunk.modules())
+    settings = requested.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
+    strategy = {"name": requested.name, "settings": settings}
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    where = ranks_per_node, not torch.cuda.is_available()
+    run: RunConfig | None = None
+    try:
+        run = run_config_from_arguments(get_args(), "bert" if is_bert else "gpt", *where, strategy)
+    except ConfigurationError as error:
+        logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
+    folder = record_folder(asked, run, resumes=get_args().iteration > 0)
+    run_lock.hold(folder, "record_dir")
+    write_recorded_settings(folder, run, strategy)
+    return folder
 
 
 def record_folder(asked: Path, run: RunConfig | None, *, resumes: bool) -> Path:

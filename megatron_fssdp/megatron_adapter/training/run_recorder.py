@@ -1,8 +1,15 @@
-"""Collects the loss, loads and times of an iteration from all ranks, for a run's files and for boards."""
+"""Collects the loss, loads and times of an iteration from all ranks, for a run's files and for boards.
+
+The boards are Megatron's, TensorBoard and Weights & Biases. It opens both on its last global rank, if the
+user requests them.
+
+Shape letters: D devices, E experts, L layers, N nodes.
+"""
 
 import atexit
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,12 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.training.global_vars import get_args
+from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training.training import num_floating_point_operations
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
 from megatron_fssdp.megatron_adapter.training.stage_records import RankRecord, by_stage, gathered
-from megatron_fssdp.megatron_adapter.training.training_boards import write_to_boards
 from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.records.loads import LoadsWriter
 from megatron_fssdp.records.metrics import (
@@ -40,16 +46,11 @@ _EQUAL_FIELDS = (
 
 
 class RunRecorder:
-    """Writes a run's records while Megatron trains: to files, and to the boards that Megatron has open.
+    """Writes a run's records while Megatron trains: files in ``record_dir``, if there is one, and boards.
 
     The devices of all expert-data-parallel ranks are put side by side, so D counts all devices of a pipeline
     stage. Expert-tensor-parallel peers count as one device, because they have the same loads. Seconds of
     transfers and of re-shards are those of device 0 of every expert-parallel group.
-
-    Args:
-        record_dir: Folder of the run's files; ``None`` writes no files.
-        strategy: Name of the run's strategy.
-        to_boards: Whether to write to the boards at Megatron's log interval.
     """
 
     def __init__(self, record_dir: Path | None, strategy: str, to_boards: bool) -> None:
@@ -119,7 +120,7 @@ class RunRecorder:
             self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
             self._write(metrics, all_loads)
         if self._to_boards and is_logged:
-            write_to_boards(metrics, all_loads)
+            _write_to_boards(metrics, all_loads)
 
     def _write(self, metrics: IterationMetrics, loads: list[LayerLoad]) -> None:
         if self._metrics is None or self.record_dir is None:
@@ -150,6 +151,12 @@ class RunRecorder:
         for writer in (self._metrics, *(self._arrays or ())):
             if writer is not None:
                 writer.close()
+
+
+def boards_are_asked_for() -> bool:
+    """Whether the command line requests a board from Megatron; equal on all ranks."""
+    args = get_args()
+    return bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", ""))
 
 
 def _is_logged() -> bool:
@@ -200,3 +207,40 @@ def _selection(stage: int, report: SelectionReport) -> SelectionMetrics:
     if seen is not None:
         gain = SeenGain(seen.predicted_s, seen.before.median_s, seen.after.median_s, seen.is_slower)
     return SelectionMetrics(stage, report.changes, report.saving_s, median_s, gain)
+
+
+def _write_to_boards(metrics: IterationMetrics | None, loads: Sequence[LayerLoad]) -> None:
+    """Send an iteration's metrics and loads from global rank 0, which alone has them, to the last rank.
+
+    The last rank writes them: ``fssdp/KEY`` for a figure of the iteration, ``fssdp KEY/layer N`` for one of a
+    layer, and the load of each expert as a histogram. All ranks call this function.
+    """
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    entry: list[Any] = [metrics and (metrics, [load.counts_DE.sum(axis=0) for load in loads])]
+    if last > 0 and rank == 0:
+        dist.send_object_list(entry, dst=last)
+    elif last > 0 and rank == last:
+        dist.recv_object_list(entry, src=0)
+    if rank != last or entry[0] is None:
+        return
+    metrics, load_of_layer_E = entry[0]
+    step, scalars, histograms = metrics.iteration, _scalars(metrics, "fssdp/", ""), {}
+    for layer, load_E in zip(metrics.layers, load_of_layer_E, strict=True):
+        scalars |= _scalars(layer, "fssdp ", f"/layer {layer.layer}")
+        histograms[f"fssdp tokens of an expert/layer {layer.layer}"] = load_E
+    if (tensorboard := get_tensorboard_writer()) is not None:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, step)
+        for name, load_E in histograms.items():
+            tensorboard.add_histogram(name, load_E, step)
+    if (wandb := get_wandb_writer()) is not None:
+        wandb.log({**scalars, **{name: wandb.Histogram(load_E) for name, load_E in histograms.items()}}, step)
+
+
+def _scalars(record: IterationMetrics | LayerMetrics, prefix: str, suffix: str) -> dict[str, float]:
+    """Return the record's numbers by their names on a board."""
+    return {
+        f"{prefix}{key}{suffix}": float(value)
+        for key, value in asdict(record).items()
+        if isinstance(value, int | float) and key not in ("iteration", "layer")
+    }

@@ -20,7 +20,6 @@ from megatron_fssdp.strategies.selection_report import SelectionReport
 
 
 def _peak_bytes() -> int:
-    """Return the peak memory of this rank: of its GPU, or of its process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB.

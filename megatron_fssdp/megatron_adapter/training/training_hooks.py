@@ -2,14 +2,12 @@
 
 import inspect
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial, wraps
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,44 +17,33 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import log_single_rank
 from megatron.training.global_vars import get_args
 
-from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run.megatron_arguments import run_config_from_arguments
-from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
-from megatron_fssdp.megatron_adapter.training.equal_settings import (
-    check_equal_settings,
-    of_all_ranks,
-    refused_together,
-)
+from megatron_fssdp.megatron_adapter.training.equal_settings import check_equal_settings, refused_together
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
-from megatron_fssdp.megatron_adapter.training.record_folder import record_folder
-from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder
+from megatron_fssdp.megatron_adapter.training.record_folder import describe_run
+from megatron_fssdp.megatron_adapter.training.run_recorder import RunRecorder, boards_are_asked_for
 from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite, reporting_stop
-from megatron_fssdp.megatron_adapter.training.training_boards import boards_are_asked_for
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.records.metrics import Evaluation
 from megatron_fssdp.records.metrics_file import append_evaluation
-from megatron_fssdp.records.run_settings import write_recorded_settings
 
 logger = logging.getLogger(__name__)
-
-
-WRAPPED = (
-    *("setup_model_and_optimizer", "train", "train_step", "get_forward_backward_func"),
-    *("evaluate", "evaluate_and_print_results"),
-)
-"""Functions of ``megatron.training.training`` that are replaced by the methods of these names."""
 
 
 def wrap_training(training: Any, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
     """Wrap the training loop of ``megatron.training.training``, for the strategy of the command line."""
     hooks = TrainingHooks(requested_strategy)
-    for name in WRAPPED:
-        wrap(training, name, getattr(hooks, name))
+    wrap(training, "setup_model_and_optimizer", hooks.setup_model_and_optimizer)
+    wrap(training, "train", hooks.train)
+    wrap(training, "train_step", hooks.train_step)
+    wrap(training, "get_forward_backward_func", hooks.get_forward_backward_func)
+    wrap(training, "evaluate", hooks.evaluate)
+    wrap(training, "evaluate_and_print_results", hooks.evaluate_and_print_results)
 
 
 class TrainingHooks:
@@ -92,7 +79,7 @@ class TrainingHooks:
         if record_dir is not None or to_boards:
             with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
                 if record_dir is not None and dist.get_rank() == 0:
-                    record_dir = _describe_run(record_dir, model, requested)
+                    record_dir = describe_run(record_dir, model, requested)
                 self._recorder = RunRecorder(record_dir, requested.name, to_boards)
         return built
 
@@ -193,24 +180,6 @@ def _names_of_sets(data: str) -> Iterator[str]:
             yield data
         else:
             yield f"{data} {args.validation_set_names[number] if args.validation_set_names else number}"
-
-
-def _describe_run(asked: Path, model: list[torch.nn.Module], requested: RequestedStrategy) -> Path:
-    """Write ``config.yaml`` from Megatron's arguments, and return the folder that also gets the records."""
-    is_bert = any(type(module).__name__ == "BertModel" for chunk in model for module in chunk.modules())
-    settings = requested.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
-    strategy = {"name": requested.name, "settings": settings}
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    where = ranks_per_node, not torch.cuda.is_available()
-    run: RunConfig | None = None
-    try:
-        run = run_config_from_arguments(get_args(), "bert" if is_bert else "gpt", *where, strategy)
-    except ConfigurationError as error:
-        logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
-    folder = record_folder(asked, run, resumes=get_args().iteration > 0)
-    run_lock.hold(folder, "record_dir")
-    write_recorded_settings(folder, run, strategy)
-    return folder
 
 
 def _report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:

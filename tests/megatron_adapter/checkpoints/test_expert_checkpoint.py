@@ -86,9 +86,9 @@ def _entries_on_rank(
 def _fill(modules: dict[int, Any], stage: StageOwners, device: int) -> None:
     """Values that identify layer, expert, parameter and element."""
     for layer, number in enumerate(stage.layer_numbers):
-        for index, held in enumerate(stage.contents(device, layer)):
+        for index, (held_of, expert) in enumerate(stage.contents(device, layer)):
             for position, parameter in enumerate(_slot_parameters(modules[number], index)):
-                base = 1000 * (position + 10 * (held.expert + EXPERTS * held.layer_number))
+                base = 1000 * (position + 10 * (expert + EXPERTS * held_of))
                 base += 1e6 * modules[number].tp_group.rank()
                 parameter.data.copy_(base + torch.arange(parameter.numel()).view_as(parameter))
 

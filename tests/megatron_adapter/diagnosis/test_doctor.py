@@ -11,9 +11,8 @@ import torch
 
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, BrokenStrategy
-from megatron_fssdp.megatron_adapter.diagnosis import checkpoint_folder, packages
-from megatron_fssdp.megatron_adapter.diagnosis.checkpoint_folder import check_folder
-from megatron_fssdp.megatron_adapter.diagnosis.devices import look_at_gpus
+from megatron_fssdp.megatron_adapter.diagnosis import devices, packages
+from megatron_fssdp.megatron_adapter.diagnosis.devices import check_folder, look_at_gpus
 from megatron_fssdp.megatron_adapter.diagnosis.examination import examine_machine
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding
 from megatron_fssdp.megatron_adapter.diagnosis.packages import InstalledPackage, look_for
@@ -96,7 +95,7 @@ def test_the_report_has_all_checks_in_order(monkeypatch: pytest.MonkeyPatch, tmp
     assert ",".join(examine(monkeypatch, "")) == f"{names},variables"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
-    monkeypatch.setattr(checkpoint_folder, "LEAST_FREE_BYTES", 0)
+    monkeypatch.setattr(devices, "LEAST_FREE_BYTES", 0)
     findings = examine(monkeypatch, "gpus=8 te=2.5.0 nproc_per_node=8", ("--checkpoints", tmp_path))
     assert ",".join(findings) == f"{names},ranks,variables,checkpoint folder"
     assert {finding.verdict for finding in findings.values()} == {"ok"}
@@ -169,13 +168,13 @@ def test_plain_kernels_are_a_note_with_the_next_step(monkeypatch: pytest.MonkeyP
 def test_a_folder_is_checked_by_writing_and_left_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_folder, "LEAST_FREE_BYTES", 0)
+    monkeypatch.setattr(devices, "LEAST_FREE_BYTES", 0)
     assert ": writable, " in check_folder(tmp_path, "--checkpoints").found
     missing = check_folder(tmp_path / "a" / "b", "--checkpoints")
     assert missing.verdict == "ok"
     assert "can be created" in missing.found
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(checkpoint_folder, "LEAST_FREE_BYTES", 1 << 60)
+    monkeypatch.setattr(devices, "LEAST_FREE_BYTES", 1 << 60)
     assert check_folder(tmp_path, "--checkpoints").verdict == "note"
 
 
@@ -190,7 +189,7 @@ def test_a_folder_that_cannot_be_written_is_a_problem(
     paths = dict.fromkeys((tmp_path / "file", tmp_path / "file" / "below", tmp_path / "dangling"), "")
     for path, words in {**paths, tmp_path: "No space left"}.items():
         if words:
-            monkeypatch.setattr(checkpoint_folder.os, "fsync", fill)
+            monkeypatch.setattr(devices.os, "fsync", fill)
         finding = check_folder(path, "--checkpoints")
         assert finding.verdict == "problem"
         assert f"cannot be written ({words}" in finding.found

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.megatron_adapter.layer.launch_hooks import _hook
-from megatron_fssdp.megatron_adapter.layer.transfer_group import (
+from megatron_fssdp.megatron_adapter.layer.strategy_session import (
     DEFAULT_OPTIONS,
     create_transfer_group,
     has_one_queue,

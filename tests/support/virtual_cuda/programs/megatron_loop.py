@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import (
-    norm_under_sequence_parallelism,
-)
+from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import norm_under_sequence_parallelism
+from megatron_fssdp.megatron_adapter.wrapping import wrapped
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
 from tests.support.virtual_cuda.posing.patches import Patches
 from tests.support.virtual_cuda.session import virtual_cuda
@@ -38,15 +37,10 @@ def _writing_states(original: Any) -> Callable[..., Any]:
     return lambda new_state, *_, **__: torch.default_generator.set_state(new_state)
 
 
-def _inside_the_device_modes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs in a thread of its own; modes are active only in the thread that entered them."""
-
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _modes_of_main_thread[-1]:
-            return original(*args, **kwargs)
-
-    return run
+def _inside_the_device_modes(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run in a thread of its own; modes are active only in the thread that entered them."""
+    with _modes_of_main_thread[-1]:
+        return original(*args, **kwargs)
 
 
 def _on_the_stream_of_its_node(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,10 +78,14 @@ REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "megatron.core.tensor_parallel.random:_get_cuda_rng_state": _reading_states,
     "megatron.core.tensor_parallel.random:_set_cuda_rng_state": _writing_states,
     # Megatron refuses torch's norms under sequence parallelism; others need Transformer Engine or Apex.
-    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": norm_under_sequence_parallelism,
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": functools.partial(
+        wrapped, norm_under_sequence_parallelism
+    ),
     f"{_DDP}._make_backward_post_hook": _on_the_stream_of_its_node,
     # The data loader's thread for page-locked memory.
-    "torch.utils.data._utils.pin_memory:_pin_memory_loop": _inside_the_device_modes,
+    "torch.utils.data._utils.pin_memory:_pin_memory_loop": functools.partial(
+        wrapped, _inside_the_device_modes
+    ),
 }
 """From ``module:attribute`` to the function that makes its replacement from the original."""
 
