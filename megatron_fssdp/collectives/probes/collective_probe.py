@@ -6,7 +6,6 @@ bandwidths of all collectives are comparable.
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -14,16 +13,6 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.collectives.probes.link_probe import pass_on
 from megatron_fssdp.planning.cost.cost_model import LinkFit
-
-COLLECTIVES: Final = (
-    "point_to_point",
-    "row_exchange",
-    "all_to_all",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "broadcast",
-)
 
 _WORD_BYTES = 4
 
@@ -40,12 +29,12 @@ def measure_collective(
 ) -> LinkFit:
     """Measure the cost of one collective while all groups run it at the same time.
 
-    All ranks of ``everyone`` call it. A rank's time is the median of its repetitions after a warm-up call,
-    which includes the time to connect. The result, alpha (seconds) and beta (seconds per byte), uses the
-    longest time of all ranks and is equal on all of them.
+    All ranks of ``everyone`` call it. The result, alpha (seconds) and beta (seconds per byte), uses the
+    longest :func:`median_s` of all ranks and is equal on all of them.
 
     Args:
-        name: One of :data:`COLLECTIVES`.
+        name: ``point_to_point``, ``row_exchange``, ``all_to_all``, ``all_gather``, ``reduce_scatter``,
+            ``all_reduce`` or ``broadcast``.
         group: Process group of this rank, with at least two ranks. ``None`` if this rank only waits.
         everyone: Process group of all ranks that measure.
         device: Device of the messages' tensors.
@@ -71,7 +60,10 @@ def measure_collective(
 def median_s(
     call: Callable[[], object], everyone: dist.ProcessGroup, device: torch.device, num_repetitions: int
 ) -> float:
-    """Median seconds of a call after a warm-up; before each, all ranks of ``everyone`` meet at a barrier."""
+    """Median seconds of a call; before each, all ranks of ``everyone`` meet at a barrier.
+
+    A first call, which includes the time to connect, does not count.
+    """
     seconds = []
     for _ in range(1 + num_repetitions):
         dist.barrier(group=everyone)
@@ -80,7 +72,7 @@ def median_s(
 
 
 def _prepare(
-    name: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device, num_near: int = 0
+    name: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device, num_near: int
 ) -> tuple[Callable[[], object], int]:
     """The collective as a function, and the bytes that the busiest device sends in one call, in whole words.
 
@@ -116,4 +108,4 @@ def _prepare(
         return lambda: dist.all_gather_into_tensor(whole, part, group=group), sent_bytes
     if name == "reduce_scatter":
         return lambda: dist.reduce_scatter_tensor(part, whole, group=group), sent_bytes
-    raise ValueError(f"collective {name!r}: wanted one of {', '.join(COLLECTIVES)}")
+    raise ValueError(f"collective {name!r} is not known")

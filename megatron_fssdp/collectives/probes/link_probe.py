@@ -33,10 +33,8 @@ def measure_links(
 
     All ranks of the group call it. During a measurement, all links of a class are busy at the same time, in a
     ring, as they are in a dispatch. If the group has no link of one class, that class gets the cost of the
-    other one. A group of one rank gets zero latency and the lowest beta. If a disturbed machine shows no
-    difference between small and large messages, it is measured again. After the last attempt, all the time of
-    the largest message counts as the cost of its bytes. Messages of ``most_bytes`` are measured as well where
-    they are fast enough.
+    other one. A group of one rank gets zero latency and the lowest beta. Messages of ``most_bytes`` are
+    measured as well where they are fast enough.
 
     Returns:
         Cost of an intra-node link and of an inter-node link, equal on all ranks.

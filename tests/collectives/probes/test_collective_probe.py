@@ -1,11 +1,14 @@
 """Costs of collectives, measured with real messages and fitted to planted times."""
 
+from typing import get_args
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.probes import collective_probe
-from megatron_fssdp.collectives.probes.collective_probe import COLLECTIVES, measure_collective
+from megatron_fssdp.collectives.probes.collective_probe import measure_collective
+from megatron_fssdp.config.cluster_description import CollectiveName
 from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkFit
 from megatron_fssdp.testing import run_ranks
 
@@ -22,7 +25,7 @@ def pairs(rank: int) -> dist.ProcessGroup:
 def measure_all(rank: int, world_size: int) -> list[LinkFit]:
     """All collectives in pairs and in the whole world, and one among ranks 0 and 1 while the others wait."""
     of_pairs = pairs(rank)
-    groups = [(group, name) for group in (of_pairs, dist.group.WORLD) for name in COLLECTIVES]
+    groups = [(group, name) for group in (of_pairs, dist.group.WORLD) for name in get_args(CollectiveName)]
     groups.append((of_pairs if rank < 2 else None, "point_to_point"))
     return [
         measure_collective(name, group, dist.group.WORLD, CPU, message_bytes=SIZES, num_repetitions=3)
@@ -46,7 +49,7 @@ def measure_given_times(rank: int, world_size: int) -> LinkFit:
     original = collective_probe._prepare
 
     def prepare(name, num_bytes, group, device, num_near):
-        call, sent_bytes = original(name, num_bytes, group, device)
+        call, sent_bytes = original(name, num_bytes, group, device, num_near)
 
         def noted():
             sent.append(sent_bytes)
@@ -56,9 +59,8 @@ def measure_given_times(rank: int, world_size: int) -> LinkFit:
 
     def given_s(call, device):
         call()
-        outlier_s = (
-            5.0 if len(sent) % 6 in (1, 3) else 0.0
-        )  # the first call connects, and the third one is slow
+        # The first call connects, and the third one is slow.
+        outlier_s = 5.0 if len(sent) % 6 in (1, 3) else 0.0
         return (rank + 1) * (1e-3 + 1e-9 * sent[-1]) + outlier_s
 
     collective_probe._prepare, collective_probe.elapsed_s = prepare, given_s
