@@ -79,7 +79,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}, "sweep": {"", "strategy", "run"}},
     "strategies": {"": set(), "papers": {""}},
-    "collectives": {"": set(), "sparse": {""}, "probes": {""}},
+    "collectives": {"": set(), "sparse": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},
     "runtime": {
         "": set(),

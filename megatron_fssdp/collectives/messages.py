@@ -85,14 +85,12 @@ def wait_for(works: Iterable[dist.Work]) -> None:
 
 
 def connect_pairs(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Send one element between every two ranks of a group; a second call for a group does nothing.
+    """Send one element between every two ranks of a group, and return the seconds that it took.
 
     NCCL opens the connection of two ranks when their first message is sent. In a training, this would be the
     moment in which a plan first moves an expert between them. Every rank of the group must make the first
-    call, which also creates the group's communicator. The host waits until all connections are open.
-
-    Returns:
-        Seconds that it took.
+    call, which also creates the group's communicator; further calls do nothing. The host waits until all
+    connections are open.
     """
     if group in _connected_groups:
         return 0.0

@@ -226,13 +226,9 @@ class StreamLane:
     ) -> StreamTransfer:
         """Begin a transfer, to run after all work that is on the current stream now.
 
-        Args:
-            steps: The transfer.
-            timer: Its timer.
-            num_batches: Number of its batches, equal on all ranks.
-            at_once: Most batches to issue at one point; ``None`` issues everything now.
-            touched: Tensors of the caller that the transfer reads or writes, results included. They must
-                belong to the stream that waits for the transfer.
+        All ranks have equally many batches. At most ``at_once`` of them are issued at one point; ``None``
+        issues everything now. The caller's ``touched`` tensors, which the transfer reads or writes, results
+        included, must belong to the stream that waits for the transfer.
         """
         transfer = StreamTransfer(self, steps, timer, num_batches, at_once or num_batches, touched)
         self._open.append(transfer)

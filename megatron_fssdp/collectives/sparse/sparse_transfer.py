@@ -87,9 +87,8 @@ class SparseTransfer:
         plan: Edges along which each expert travels.
         num_elements: Number of elements of one expert's flat tensor.
         dtype: Data type of gathered experts. Gradients can have another one.
-        device: Device of all tensors.
-        messages: How an expert is divided into messages; ``None`` moves it in one piece. On each device, a
-            reduction needs ``messages.buffered_bytes`` for each child.
+        messages: How an expert is divided into messages. On each device, a reduction needs
+            ``messages.buffered_bytes`` for each child.
         one_queue: Whether the CUDA device runs the kernels of all streams in the order of their issue
             (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A transfer then issues its batches at several points of the
             program (``transfer_lanes.py``), as many at each point as the plan has hops on its longest path.
@@ -110,7 +109,7 @@ class SparseTransfer:
         num_elements: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        messages: MessageRule | None = None,
+        messages: MessageRule,
         one_queue: bool = False,
         journal: list[TransferTimer] | None = None,
         what: str = "experts",
@@ -235,8 +234,6 @@ class SparseTransfer:
         return results
 
     def _chunk_elements(self, dtype: torch.dtype, num_stages: int) -> int:
-        if self.messages is None:
-            return max(1, self.num_elements)
         message_bytes = self.messages.message_bytes(self.num_elements * dtype.itemsize, num_stages)
         return max(1, message_bytes // dtype.itemsize)
 

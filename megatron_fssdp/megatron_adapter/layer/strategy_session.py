@@ -12,7 +12,7 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     StrategySettings,
     checks_plans,
 )
-from megatron_fssdp.dispatchers.parm import ScheduleSelector
+from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.layer.transfer_group import (
     DEFAULT_OPTIONS,
