@@ -78,7 +78,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "papers": {"", "placement", "transfer", "dispatch", "cost"},
     },
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}, "sweep": {"", "strategy", "run"}},
-    "collectives": {"": set(), "sparse": {""}, "probes": {""}},
+    "collectives": {"": set(), "sparse": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},
     "runtime": {
         "": set(),

@@ -18,7 +18,7 @@ from torch.nn import functional
 from benchmarks.testbed.pacing import paced, paced_experts
 from benchmarks.testbed.stack_inputs import IterationInput, Pace, StackSize
 from megatron_fssdp.collectives.gathered_counts import gather_counts
-from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters, ExpertWeights, ParametersByExpert
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 
@@ -189,14 +189,14 @@ class LayerStack:
             only_with_rows: Whether experts without rows get no gradients, as in a step of several.
         """
         used = [
-            (ExpertWeights.from_tensors(one), num_rows)
+            (one, num_rows)
             for one, num_rows in zip(parameters_U, rows_P.tolist(), strict=True)
             if one is not None and (num_rows or not only_with_rows)
         ]
         experts, num_rows_P = [weights for weights, _ in used], [num_rows for _, num_rows in used]
         if self.pace is None:
             return feed_forward(rows, probs, num_rows_P, experts)
-        tensors = [tensor for expert in experts for tensor in expert.tensors()]
+        tensors = [tensor for expert in experts for tensor in expert]
         seconds = len(rows) * self.size.flops_per_token / self.pace.expert_flops_per_s
         return paced_experts(rows, probs, tensors, seconds)
 
@@ -228,7 +228,7 @@ class LayerStack:
 
 
 def feed_forward(
-    rows: torch.Tensor, probs: torch.Tensor, num_rows_P: Sequence[int], experts_P: Sequence[ExpertWeights]
+    rows: torch.Tensor, probs: torch.Tensor, num_rows_P: Sequence[int], experts_P: Sequence[ExpertParameters]
 ) -> torch.Tensor:
     """Compute the experts of a device on their rows, also those without rows.
 
@@ -245,7 +245,7 @@ def feed_forward(
     parts = zip(rows.split(num_rows_P), probs.unsqueeze(-1).split(num_rows_P), experts_P, strict=True)
     return torch.cat(
         [
-            functional.linear(functional.gelu(functional.linear(x, one.fc1)) * prob, one.fc2)
-            for x, prob, one in parts
+            functional.linear(functional.gelu(functional.linear(x, fc1)) * prob, fc2)
+            for x, prob, (fc1, fc2) in parts
         ]
     )

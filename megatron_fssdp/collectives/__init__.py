@@ -1,5 +1,1 @@
-"""Communication of the plugin.
-
-SparseAllGather and SparseReduceScatter move experts and their gradients. Other collectives exchange rows of
-tokens or the contents of expert slots. A check compares the plans of the ranks.
-"""
+"""Communicates along a plan: experts, gradients, rows of tokens, contents of slots, and measurements."""

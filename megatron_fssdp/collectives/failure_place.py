@@ -6,12 +6,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def naming_failures(place: str) -> Iterator[None]:
-    """Add a note with ``place`` to every exception that is raised inside the context.
+    """Add a note with ``place``, such as "SparseAllGather of layer 3", to errors inside the context.
 
-    Without the note, an error such as a lost connection does not show which operation it interrupted.
-
-    Args:
-        place: The operation that runs inside the context, for example "SparseAllGather of layer 3".
+    An error such as a lost connection does not show by itself which operation it interrupted.
     """
     try:
         yield

@@ -25,11 +25,9 @@ class Posting(NamedTuple):
 
 
 def post(messages: Sequence[Posting], group: dist.ProcessGroup, *, in_batch: bool) -> list[dist.Work]:
-    """Start messages together, and return a work handle for each of them.
-
-    NCCL needs the sends and receives of a step in one batch, because it matches them by their order. Gloo has
-    no batches, and single messages cost the host less time.
-    """
+    """Start messages together, and return a work handle for each of them."""
+    # NCCL needs the sends and receives of a step in one batch, because it matches them by their order. Gloo
+    # has no batches, and single messages cost the host less time.
     if not in_batch:
         started = [
             dist.irecv(tensor, group=group, tag=tag, group_src=peer)
@@ -50,9 +48,8 @@ def start_exchange(
 ) -> tuple[list[dist.Work], list[dist.Work]]:
     """Start messages as one batch, and copy this rank's own.
 
-    Messages of two ranks are matched by their order. Empty ones, which NCCL refuses, are left out. Exchanges
-    that run at the same time need different tags. Each message is the other rank in the group and a
-    contiguous tensor to send or to fill.
+    Each message is the other rank in the group and a contiguous tensor to send or to fill. Messages of two
+    ranks are matched by their order. Exchanges that run at the same time need different tags.
 
     Returns:
         Operations to wait for before the received tensors are read, and the rest, each of them once. NCCL has
@@ -66,7 +63,7 @@ def start_exchange(
         Posting(is_receive, x, rank, tag)
         for is_receive, some in ((True, received), (False, sent))
         for rank, x in some
-        if rank != own and x.numel()
+        if rank != own and x.numel()  # NCCL refuses empty ones.
     ]
     works = _batch(messages, group)
     num_received = sum(one.is_receive for one in messages)
@@ -88,14 +85,12 @@ def wait_for(works: Iterable[dist.Work]) -> None:
 
 
 def connect_pairs(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Send one element between every two ranks of a group; a second call for a group does nothing.
+    """Send one element between every two ranks of a group, and return the seconds that it took.
 
     NCCL opens the connection of two ranks when their first message is sent. In a training, this would be the
     moment in which a plan first moves an expert between them. Every rank of the group must make the first
-    call, which also creates the group's communicator. The host waits until all connections are open.
-
-    Returns:
-        Seconds that it took.
+    call, which also creates the group's communicator; further calls do nothing. The host waits until all
+    connections are open.
     """
     if group in _connected_groups:
         return 0.0

@@ -88,14 +88,14 @@ class PendingTransfer:
 
 
 class ThreadTransfer(PendingTransfer):
-    """A transfer on a :class:`ThreadLane`. Its ``wait`` raises the errors of the transfer."""
+    """A transfer on a :class:`ThreadLane`."""
 
     def __init__(self, timer: TransferTimer) -> None:
         super().__init__(timer)
         self.future: Future[Results] = Future()
 
     def wait(self) -> Results:
-        """Block until the transfer is complete."""
+        """Block until the transfer is complete, and raise its errors."""
         begin = now(is_cuda=False)
         results = self.future.result()
         self.timer.waits.append((begin, now(is_cuda=False)))
@@ -168,7 +168,7 @@ class StreamTransfer(PendingTransfer):
         self._ready = self._submitted_on.record_event()
 
     def issue(self) -> None:
-        """Issue the batches of one point. The end of the transfer is left to the wait.
+        """Issue the batches of one point, without the end of the transfer.
 
         The end waits for the last batch on the transfer's stream. In the one queue of the device, this would
         hold up everything behind it.
@@ -226,13 +226,9 @@ class StreamLane:
     ) -> StreamTransfer:
         """Begin a transfer, to run after all work that is on the current stream now.
 
-        Args:
-            steps: The transfer.
-            timer: Its timer.
-            num_batches: Number of its batches, equal on all ranks.
-            at_once: Most batches to issue at one point; ``None`` issues everything now.
-            touched: Tensors of the caller that the transfer reads or writes, results included. They must
-                belong to the stream that waits for the transfer.
+        All ranks have equally many batches. At most ``at_once`` of them are issued at one point; ``None``
+        issues everything now. The caller's ``touched`` tensors, which the transfer reads or writes, results
+        included, must belong to the stream that waits for the transfer.
         """
         transfer = StreamTransfer(self, steps, timer, num_batches, at_once or num_batches, touched)
         self._open.append(transfer)

@@ -41,7 +41,6 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, pad_routing_map
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
@@ -54,18 +53,13 @@ from megatron_fssdp.planning.placement.topology import Topology
 class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Sends each token once to each node, and there once to each device that has one of its slots.
 
+    No CUDA graph can contain its preprocessing, in which the host waits.
+    The positional arguments are Megatron's, over slots: ``config.num_moe_experts`` is D * U.
+
     Args:
-        num_local_experts: Number of slots of this device, U.
-        local_expert_indices: Numbers of these slots.
-        config: Megatron's ``TransformerConfig``; its ``num_moe_experts`` is D * U.
-        pg_collection: Process groups of the layer.
         topology: Nodes of the expert-parallel ranks.
         most_choices: Largest number of slots to which a token goes, K. Default: the router's top-k. A routing
             map that is padded to the capacity needs the number of experts.
-
-    Raises:
-        ValueError: The topology does not fit the expert-parallel group, or a CUDA graph would contain
-            the host's wait.
     """
 
     def __init__(
@@ -79,16 +73,6 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
         most_choices: int | None = None,
     ) -> None:
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
-        if topology.num_devices != self.ep_size:
-            raise ValueError(
-                f"the topology has {topology.num_devices} devices: wanted {self.ep_size}, the ranks of the "
-                "expert-parallel group"
-            )
-        if self.cuda_dtoh_point != "before_permutation_1":
-            raise ValueError(
-                f"a CUDA graph of {CudaGraphModule.moe_preprocess.name} cannot contain the deduplicated "
-                "exchange, for which the host waits; leave it out of --cuda-graph-modules"
-            )
         self.cuda_sync_point = "before_ep_alltoall"
         pads = config.moe_router_padding_for_quantization  # A padded map has any number of slots for a token.
         most_choices = self.num_experts if pads else most_choices or config.moe_router_topk
@@ -96,10 +80,11 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._topology = topology
         device_W = np.arange(self.ep_size).repeat(num_local_experts)
         node_W = topology.node_of_device_D[device_W]
-        relay_N = TwoHops(topology, _NONE, _NONE).relay_DN[self.ep_rank]
+        none = np.empty((0, 0), np.int64)
+        self._relay_DN = TwoHops(topology, none, none).relay_DN
         is_near_W = node_W == topology.node_of_device[self.ep_rank]
         ranks_W = {
-            "relay": relay_N[node_W],
+            "relay": self._relay_DN[self.ep_rank][node_W],
             "device": device_W,
             "near": np.where(is_near_W, device_W, self.ep_size),
         }
@@ -237,7 +222,7 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     def _read(self, numbers: Tensor) -> None:
         """Compute the sizes of all messages from the numbers of all ranks, ``[D * X * (2D + W + 1)]``."""
-        me, num_devices, topology = self.ep_rank, self.ep_size, self._topology
+        me, num_devices = self.ep_rank, self.ep_size
         table_XD = numbers.cpu().numpy().reshape(num_devices, self.tp_size, -1).swapaxes(0, 1)
         own_D = table_XD[self.tp_rank]
         if own_D[me, -1]:
@@ -245,9 +230,8 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 f"tokens go to {own_D[me, -1]} more slots than their rows have room for: wanted at most "
                 f"{self._num_choices} slots for a token; build the dispatcher with a larger most_choices"
             )
-        relay_DN = TwoHops(topology, _NONE, _NONE).relay_DN
-        tokens_DN = np.take_along_axis(own_D[:, :num_devices], relay_DN, axis=1)
-        hops = TwoHops(topology, tokens_DN, own_D[:, num_devices : 2 * num_devices])
+        tokens_DN = np.take_along_axis(own_D[:, :num_devices], self._relay_DN, axis=1)
+        hops = TwoHops(self._topology, tokens_DN, own_D[:, num_devices : 2 * num_devices])
         splits = [hops.first_hop(me)] * self._has_first_hop + [hops.second_hop(me)] * self._has_second_hop
         self._splits = [(sends.tolist(), receives.tolist()) for sends, receives in splits]
         self._rows_X = table_XD[:, :, num_devices + me].sum(axis=1).tolist()
@@ -271,9 +255,6 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return received
 
 
-_NONE = np.empty((0, 0), np.int64)
-
-
 def _tokens_by_destination(hit_TD: Tensor) -> Tensor:
     """Tokens that go to each rank, by rank and then token, int64; on CUDA, other numbers follow."""
     goes = hit_TD.t().reshape(-1)
@@ -289,13 +270,9 @@ class _Copies:
     """Copies of tokens, and the sums of what comes back for them; each is the other's backward pass.
 
     Sums are formed in fp32 or better. torch would sum rows of bf16 in bf16.
-
-    Attributes:
-        token_A: Token of each copy, int64 ``[A]``. A token has none, one or several.
-        num_tokens: Number of tokens, T.
     """
 
-    token_A: Tensor
+    token_A: Tensor  # of each copy, int64; a token has none, one or several
     num_tokens: int
 
     def spread(self, tokens: Tensor) -> Tensor:

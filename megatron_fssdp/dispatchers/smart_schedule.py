@@ -62,24 +62,18 @@ Experts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """The forward pass of Megatron's expert module: from rows ``[R, M]`` by slot, the number of rows of each slot
 (int64 ``[U]`` on the host) and the rows' probabilities ``[R]`` to results ``[R, M]`` and a bias of None."""
 
-Compute = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
-"""From the number of a step and its rows, in the order of senders, to result tensors with as many rows."""
-
 _ROWS_TAG, _RESULTS_TAG = 1 << 17, (1 << 17) + 1  # Other exchanges over the same group use small tags.
 
 
 class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all dispatcher, with dispatch, experts and combine in steps over a ring of groups.
 
-    Args:
-        num_local_experts: Number of slots of this device, U.
-        local_expert_indices: Numbers of these slots.
-        config: Megatron's ``TransformerConfig``; its ``num_moe_experts`` is D * U.
-        pg_collection: Process groups of the layer.
-        ring: Groups of the expert-parallel ranks, seen from this rank.
+    Experts must be whole, and their weight gradients must not be delayed: Megatron can delay those of one run
+    of the experts only. The positional arguments are Megatron's, over slots: ``config.num_moe_experts`` is
+    D * U.
 
-    Raises:
-        ValueError: Experts are divided among tensor-parallel ranks, or weight gradients are delayed.
+    Args:
+        ring: Groups of the expert-parallel ranks, seen from this rank.
     """
 
     def __init__(
@@ -92,17 +86,6 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         ring: GroupRing,
     ) -> None:
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
-        if self.tp_size > 1:
-            raise ValueError(
-                f"the smart schedule needs whole experts: got expert tensor parallelism over {self.tp_size} "
-                "ranks, wanted 1; set --expert-tensor-parallel-size 1"
-            )
-        if config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad:
-            raise ValueError(
-                "the smart schedule runs the experts several times in a forward pass, and Megatron can delay "
-                "the weight gradients of one run only; unset --delay-wgrad-compute and "
-                "--overlap-dispatch-backward-with-experts-wgrad"
-            )
         self.ring = ring
         self._counts_DU = torch.empty(0)
 
@@ -142,9 +125,8 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         probs: Tensor,
         experts: Experts,
         *,
-        own_last: bool = False,
         await_weights: Callable[[], object] | None = None,
-        in_transfer: Sequence[int] | None = None,
+        in_transfer: Sequence[int] = (),
     ) -> Tensor:
         """Dispatch the rows, compute the experts and bring the results back, in steps.
 
@@ -156,27 +138,26 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
             probs: Probabilities of these rows, ``[A]``.
             experts: Forward pass of Megatron's expert module with U slots. It is called once for each step,
                 with the rows of the step, also if there are none.
-            own_last: Whether the rows of the rank's own group come last, as they should while replicas are in
-                transfer: most rows for replicas come from the device itself. All ranks need the same value.
-            await_weights: Function that waits for replicas' weights that are still in transfer. The backward
-                pass calls it before its first step.
-            in_transfer: Slots of this device, counted from 0, whose weights are in transfer. The forward pass
-                calls ``await_weights`` before each step with rows for one of them and before the last step;
-                earlier steps compute in the meantime (FasterMoE §4.2, Fig. 7). ``experts`` must then not use
-                the weights of slots without rows; a forward pass that quantizes all weights (fp8) does.
-                Default: it calls ``await_weights`` before every step.
+            await_weights: Function that waits for replicas' weights, ``None`` if there are no transfers; all
+                ranks agree in this. The forward pass calls it before each step with rows for replicas, and
+                before the last step, which is then that of the own group: most rows for replicas come from
+                the device itself. Earlier steps compute in the meantime (FasterMoE §4.2, Fig. 7). The
+                backward pass calls it before its first step.
+            in_transfer: Slots of these replicas, counted from 0. ``experts`` must not use the weights of
+                slots without rows; a forward pass that quantizes all weights (fp8) does.
 
         Returns:
             Results of the rows that this rank sent, ``[A, M]``.
         """
         one_pass = _Pass(
-            replace(self.ring, own_last=own_last),
+            replace(self.ring, own_last=await_weights is not None),
             self._counts_DU,
             [int(number) for number in (self.input_splits if self.ep_size > 1 else [len(rows)])],
             experts,
-            await_weights or _nothing,
+            await_weights or (lambda: None),
             in_transfer,
-            # The ranks are those of the expert-parallel group. The gather of counts has connected them.
+            # The ranks are those of the expert-parallel group. NCCL needs a group that has run a collective
+            # before, here the gather of counts: a rank without messages takes no part in a step.
             self.tp_ep_group,
         )
         # The graph needs this node also if only the experts' Parameters require a gradient.
@@ -193,10 +174,6 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_states
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -208,8 +185,6 @@ class _Pass:
     Attributes:
         counts_DU: Rows for each of this device's slots from each source, int64 ``[D, U]`` on the host.
         send_D: Number of rows that this rank sends to each rank, ``[D]``.
-        in_transfer: Slots whose weights are in transfer; ``None`` if any slot's may be.
-        group: Process group of the expert-parallel ranks.
     """
 
     ring: GroupRing
@@ -217,12 +192,8 @@ class _Pass:
     send_D: list[int]
     experts: Experts
     await_weights: Callable[[], object]
-    in_transfer: Sequence[int] | None
+    in_transfer: Sequence[int]
     group: dist.ProcessGroup
-
-    def exchange(self, outgoing: list[Tensor], results: list[Tensor], compute: Any) -> None:
-        receive_D, rows = self.counts_DU.sum(dim=1).tolist(), [x.contiguous() for x in outgoing]
-        exchange_in_steps(rows, results, self.send_D, receive_D, compute, self.ring, self.group)
 
     def counts_of(self, step: int) -> Tensor:
         """Rows of a step by sender and slot, int64 ``[senders, U]``."""
@@ -230,13 +201,9 @@ class _Pass:
         return self.counts_DU[senders.start : senders.stop]
 
     def needs_weights(self, step: int) -> bool:
-        """Whether the forward pass waits for weights before a step.
-
-        The last step always waits, so that all weights are complete after the forward pass.
-        """
-        if self.in_transfer is None or step == self.ring.num_steps - 1:
-            return True
-        return bool(self.counts_of(step)[:, list(self.in_transfer)].any())
+        """Whether the forward pass waits for weights before a step; after the last one all are complete."""
+        is_last = step == self.ring.num_steps - 1
+        return is_last or bool(self.counts_of(step)[:, list(self.in_transfer)].any())
 
     def of_step(self, step: int, rows: Tensor, probs: Tensor) -> Tensor:
         """The experts' results for the rows ``[R, M]`` of one step, in their order: by source, then slot."""
@@ -251,6 +218,63 @@ class _Pass:
         if not is_sorted:
             results, _ = sort_chunks_by_idxs(results, counts.t().reshape(-1), by_slot.argsort())
         return results.to(rows.dtype)
+
+    def exchange(
+        self,
+        outgoing: Sequence[Tensor],
+        results: Sequence[Tensor],
+        compute: Callable[[int, Sequence[Tensor]], Sequence[Tensor]],
+    ) -> None:
+        """Send this rank's rows, compute on received rows, and receive the results of this rank's rows.
+
+        The host does not wait for a CUDA device.
+
+        Args:
+            outgoing: Tensors whose rows travel together, ``[A, ...]`` each, by destination.
+            results: Contiguous tensors to fill with the results of these rows, ``[A, ...]`` each, in this
+                order.
+            compute: Function from the number of a step and its rows, in the order of senders, to result
+                tensors with as many rows.
+        """
+        ring, receive_D = self.ring, self.counts_DU.sum(dim=1).tolist()
+        outgoing = [x.contiguous() for x in outgoing]
+        sent_D, returned_D = (
+            list(zip(*(tensor.split(self.send_D) for tensor in tensors), strict=True))
+            for tensors in (outgoing, results)
+        )
+
+        def to_receivers(step: int, parts_D: Sequence[Sequence[Tensor]]) -> list[tuple[int, Tensor]]:
+            return [(peer, part) for peer in ring.receivers(step) for part in parts_D[peer]]
+
+        def to_senders(step: int, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+            peers = ring.senders(step)
+            sizes = [receive_D[peer] for peer in peers]
+            parts = zip(peers, *(tensor.split(sizes) for tensor in tensors), strict=True)
+            return [(peer, part) for peer, *of_peer in parts for part in of_peer]
+
+        def send_rows(step: int) -> tuple[list[Tensor], list[dist.Work], list[dist.Work]]:
+            num_rows = sum(receive_D[peer] for peer in ring.senders(step))
+            buffers = [tensor.new_empty(num_rows, *tensor.shape[1:]) for tensor in outgoing]
+            arrive, leave = start_exchange(
+                to_receivers(step, sent_D), to_senders(step, buffers), self.group, _ROWS_TAG
+            )
+            return buffers, arrive, leave
+
+        under_way: list[dist.Work] = []
+        kept: list[Sequence[Tensor]] = []  # Messages read this memory until the end.
+        coming = send_rows(0)
+        for step in range(ring.num_steps):
+            buffers, arrive, leave = coming
+            if step + 1 < ring.num_steps:
+                coming = send_rows(step + 1)
+            wait_for(arrive)
+            computed = compute(step, buffers)
+            kept.append(computed)
+            back = start_exchange(
+                to_senders(step, computed), to_receivers(step, returned_D), self.group, _RESULTS_TAG
+            )
+            under_way += [*leave, *back[0], *back[1]]
+        wait_for(under_way)
 
 
 class _StepwiseExperts(torch.autograd.Function):
@@ -306,64 +330,3 @@ class _StepwiseExperts(torch.autograd.Function):
         ]
         one_pass.exchange([gradient], [x for x in back if x is not None], compute)
         return None, None, *back
-
-
-def exchange_in_steps(
-    outgoing: Sequence[Tensor],
-    results: Sequence[Tensor],
-    send_D: Sequence[int],
-    receive_D: Sequence[int],
-    compute: Compute,
-    ring: GroupRing,
-    group: dist.ProcessGroup,
-) -> None:
-    """Send this rank's rows, compute on received rows, and receive the results of this rank's rows.
-
-    Every rank of the group must call it, with the same ring and the same numbers of tensors. The host does
-    not wait for a CUDA device.
-
-    Args:
-        outgoing: Contiguous tensors whose rows travel together, ``[A, ...]`` each, by destination.
-        results: Contiguous tensors to fill with the results of these rows, ``[A, ...]`` each, in this order.
-        send_D: Number of rows that this rank sends to each rank, ``[D]``.
-        receive_D: Number of rows that it receives from each rank, ``[D]``.
-        compute: Function that computes the results of a step's rows, called once in each step.
-        ring: Groups of ranks and the order in which this rank exchanges with them.
-        group: Process group of all ranks of the ring. NCCL needs a group that has run a collective before,
-            because a rank without messages takes no part in a step.
-    """
-    sent_D, returned_D = (
-        list(zip(*(tensor.split(list(send_D)) for tensor in tensors), strict=True))
-        for tensors in (outgoing, results)
-    )
-
-    def to_receivers(step: int, parts_D: Sequence[Sequence[Tensor]]) -> list[tuple[int, Tensor]]:
-        return [(peer, part) for peer in ring.receivers(step) for part in parts_D[peer]]
-
-    def to_senders(step: int, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        peers = ring.senders(step)
-        sizes = [receive_D[peer] for peer in peers]
-        parts = zip(peers, *(tensor.split(sizes) for tensor in tensors), strict=True)
-        return [(peer, part) for peer, *of_peer in parts for part in of_peer]
-
-    def send_rows(step: int) -> tuple[list[Tensor], list[dist.Work], list[dist.Work]]:
-        num_rows = sum(receive_D[peer] for peer in ring.senders(step))
-        buffers = [tensor.new_empty(num_rows, *tensor.shape[1:]) for tensor in outgoing]
-        arrive, leave = start_exchange(
-            to_receivers(step, sent_D), to_senders(step, buffers), group, _ROWS_TAG
-        )
-        return buffers, arrive, leave
-
-    under_way: list[dist.Work] = []
-    kept: list[Sequence[Tensor]] = []  # Messages read this memory until the end.
-    coming = send_rows(0)
-    for step in range(ring.num_steps):
-        buffers, arrive, leave = coming
-        if step + 1 < ring.num_steps:
-            coming = send_rows(step + 1)
-        wait_for(arrive)
-        computed = compute(step, buffers)
-        kept.append(computed)
-        back = start_exchange(to_senders(step, computed), to_receivers(step, returned_D), group, _RESULTS_TAG)
-        under_way += [*leave, *back[0], *back[1]]
-    wait_for(under_way)

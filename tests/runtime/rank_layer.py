@@ -88,8 +88,8 @@ class RankLayer:
 
     def shard(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's part of an expert's fc1 and fc2."""
-        peers, peer = self.case.peers, self.groups.peer
-        return [tensor.chunk(peers, dim=i)[peer] for i, tensor in enumerate(tensors)]
+        peers = self.case.peers
+        return [tensor.chunk(peers, dim=i)[dist.get_rank() % peers] for i, tensor in enumerate(tensors)]
 
     def _layout(self) -> ExpertLayout:
         return ExpertLayout.of([tensor.to(self.case.dtype) for tensor in self.shard(self.weights[0])])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fssdp.collectives.sparse.wavefront import steps_of
+from megatron_fssdp.collectives.sparse.sparse_transfer import steps_of
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, num_stages

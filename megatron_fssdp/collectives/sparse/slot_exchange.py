@@ -11,6 +11,7 @@ memory, however long the cycles of the permutation are::
 Shape letters: Q elements of a piece, W slots.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,8 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.planning.placement.owner_map import SlotMove
-
-DEFAULT_BUFFER_BYTES = 64 * 2**20
 
 
 class SlotQuantity(Protocol):
@@ -59,7 +58,7 @@ def exchange_slots(
     moves: Sequence[SlotMove],
     quantities: Sequence[SlotQuantity],
     *,
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    buffer_bytes: int = 64 * 2**20,
     are_copies: bool = False,
 ) -> None:
     """Move or copy the contents of slots to other slots of the group's devices.
@@ -71,10 +70,9 @@ def exchange_slots(
         group: Process group of the ranks; device ``d`` of the moves is group rank ``d``.
         moves: Moves of which every slot is a source once and a destination once. With ``are_copies``, a slot
             is a destination once, or a source any number of times.
-        quantities: Quantities that each slot has; the exchange reads and writes them by their methods.
-        buffer_bytes: Largest total size in bytes of the outgoing and the incoming buffer on any device. The
-            exchange handles one quantity at a time. Memory that a quantity's ``read`` or the communication
-            library needs is not included.
+        quantities: Quantities that each slot has. They are exchanged one at a time.
+        buffer_bytes: Largest total size in bytes of the outgoing and the incoming buffer on any device,
+            without memory that a quantity's ``read`` or the communication library needs.
         are_copies: Whether sources keep their contents.
 
     Raises:
@@ -95,13 +93,10 @@ def exchange_slots(
     # Both sides list the slots that travel between two devices by destination slot.
     leaving = sorted((m for m in moves if m.source_device == device), key=lambda m: (m.device, m.slot))
     coming = sorted((m for m in moves if m.device == device), key=lambda m: (m.source_device, m.slot))
-    peers = range(num_devices)
-    sends_D = [sum(move.device == peer for move in leaving) for peer in peers]
-    receives_D = [sum(move.source_device == peer for move in coming) for peer in peers]
-    most_slots = max(
-        max(sum(move.device == peer for move in moves), sum(move.source_device == peer for move in moves))
-        for peer in peers
-    )
+    sends = Counter(move.device for move in leaving)
+    receives = Counter(move.source_device for move in coming)
+    sends_D, receives_D = ([of[peer] for peer in range(num_devices)] for of in (sends, receives))
+    most_slots = max(Counter(device for device, _ in slots).most_common(1)[0][1] for slots in (left, filled))
     pieces = [_piece_elements(quantity, most_slots, buffer_bytes) for quantity in quantities]
     for quantity, piece in zip(quantities, pieces, strict=True):
         kind: Any = {"dtype": quantity.dtype, "device": quantity.device}

@@ -4,10 +4,23 @@ One class runs both directions and all plans: the star of the paper's reference 
 broadcast and one reduce for each expert among its holders), and two-level plans in which experts travel in
 chunks. They use point-to-point messages, because a process group for each set of holders would have to be
 created again for every plan.
+
+In step ``t``, an edge of depth ``k`` carries chunk ``t - k`` of its expert. A device therefore passes a chunk
+on in the step after its arrival, and all levels of a tree work at the same time. For three chunks and the
+tree 0 → 4 → {5, 6}::
+
+    step                       0        1        2        3
+    edge 0 → 4   (depth 0)     chunk 0  chunk 1  chunk 2
+    edge 4 → 5   (depth 1)              chunk 0  chunk 1  chunk 2
+    edge 4 → 6   (depth 1)              chunk 0  chunk 1  chunk 2
+
+The reduction is the mirror image: the edges carry chunks in the opposite direction, and in a plan of depth
+``K`` an edge of depth ``k`` carries chunk ``t - (K - k)``.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +29,6 @@ from torch import Tensor
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.messages import Posting, connect_pairs, post, wait_for
 from megatron_fssdp.collectives.sparse.transfer_cargo import GatherCargo, ReductionCargo
-from megatron_fssdp.collectives.sparse.wavefront import num_steps, steps_of
 from megatron_fssdp.collectives.transfer_lanes import (
     PendingTransfer,
     Results,
@@ -29,8 +41,39 @@ from megatron_fssdp.planning.transfer.message_size import MessageRule, num_stage
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 
-def _nothing() -> None:
-    """Do nothing."""
+class Message(NamedTuple):
+    """One chunk of one expert that a device sends to or receives from a peer, a rank of the group."""
+
+    peer: int
+    expert: int
+    chunk: int
+
+
+class Step(NamedTuple):
+    """Messages that a device posts together; any two devices list their common messages in the same order."""
+
+    sends: list[Message]
+    receives: list[Message]
+
+
+def num_steps(plan: TransferPlan, num_chunks: int) -> int:
+    """Number of steps of a transfer, equal on all devices; some can be empty on a device."""
+    return num_chunks + plan.max_depth if num_chunks else 0
+
+
+def steps_of(plan: TransferPlan, device: int, num_chunks: int, *, is_gather: bool) -> list[Step]:
+    """The steps of a device in SparseAllGather, or in SparseReduceScatter."""
+    steps = [Step([], []) for _ in range(num_steps(plan, num_chunks))]
+    incoming, outgoing = plan.edges_of(device)
+    for edges, is_source in ((outgoing, True), (incoming, False)):
+        for edge in edges:
+            peer = edge.destination if is_source else edge.source
+            delay = edge.depth if is_gather else plan.max_depth - edge.depth
+            for chunk in range(num_chunks):
+                step = steps[delay + chunk]
+                messages = step.sends if is_source == is_gather else step.receives
+                messages.append(Message(peer, edge.expert, chunk))
+    return steps
 
 
 class SparseTransfer:
@@ -39,18 +82,13 @@ class SparseTransfer:
     Every rank of the group must make the same calls in the same order, even if it has nothing to send.
     Between the start of a transfer and its wait, nothing else must use the group.
 
-    Experts travel in chunks, and a device passes a chunk on as soon as it has arrived (``wavefront.py``).
-    SparseReduceScatter uses the same edges in the opposite direction, beginning with the deepest ones. Each
-    device on the path adds its own part of a chunk before it passes the sum on.
-
     Args:
         group: Process group of the expert-parallel ranks; device numbers of the plan are ranks in it.
         plan: Edges along which each expert travels.
         num_elements: Number of elements of one expert's flat tensor.
         dtype: Data type of gathered experts. Gradients can have another one.
-        device: Device of all tensors.
-        messages: How an expert is divided into messages; ``None`` moves it in one piece. On each device, a
-            reduction needs ``messages.buffered_bytes`` for each child.
+        messages: How an expert is divided into messages. On each device, a reduction needs
+            ``messages.buffered_bytes`` for each child.
         one_queue: Whether the CUDA device runs the kernels of all streams in the order of their issue
             (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A transfer then issues its batches at several points of the
             program (``transfer_lanes.py``), as many at each point as the plan has hops on its longest path.
@@ -71,7 +109,7 @@ class SparseTransfer:
         num_elements: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        messages: MessageRule | None = None,
+        messages: MessageRule,
         one_queue: bool = False,
         journal: list[TransferTimer] | None = None,
         what: str = "experts",
@@ -92,7 +130,7 @@ class SparseTransfer:
         owned: Mapping[int, Tensor],
         *,
         out: Mapping[int, Tensor] | None = None,
-        fill: Callable[[], object] = _nothing,
+        fill: Callable[[], object] = lambda: None,
     ) -> PendingTransfer:
         """Start SparseAllGather. Its ``wait()`` returns this rank's replicas, flat tensors by expert.
 
@@ -116,24 +154,21 @@ class SparseTransfer:
     ) -> PendingTransfer:
         """Start SparseReduceScatter. Its ``wait()`` returns the sums of :attr:`shared_experts` by expert.
 
-        A device on the path adds the received parts to its own part. The order of a sum is the device's own
-        part first, then the others in the order of the plan. Parts in bf16 and fp16 are added in fp32, and
-        the sum is rounded when it is passed on. Parts in fp32 avoid this rounding and need twice the bytes.
+        A device on the path adds the received parts to its own part (:class:`ReductionCargo`). Parts in fp32
+        avoid the rounding of sums that are passed on, and need twice the bytes.
 
         Args:
-            partial: Flat tensors ``[num_elements]`` of :attr:`received_experts`, of one dtype on all ranks.
-                Add those of :attr:`shared_experts` if the sums include the owner's own part. The caller must
-                not write to the tensors before the wait.
-            dtype: Data type of the parts; ``None`` takes it from ``partial``. Owners without parts of their
-                own need it if it differs from the transfer's ``dtype``.
+            partial: Flat tensors ``[num_elements]`` of :attr:`received_experts`. Add those of
+                :attr:`shared_experts` if the sums include the owner's own part. The caller must not write to
+                the tensors before the wait.
+            dtype: Data type of the parts, equal on all ranks; by default that of the experts.
             out: Flat tensors to fill with the sums, of any dtype; ``None`` allocates them.
         """
-        if dtype is None:
-            dtype = next((tensor.dtype for tensor in partial.values()), self.dtype)
+        dtype = dtype or self.dtype
         sums = self._new(self.shared_experts, dtype) if out is None else dict(out)
         chunk_elements = self._chunk_elements(dtype, num_stages(self.plan.max_depth + 1, adds=True))
         cargo = ReductionCargo(partial, sums, chunk_elements, dtype)
-        return self._start(cargo, chunk_elements, dtype, sums, partial.values(), _nothing)
+        return self._start(cargo, chunk_elements, dtype, sums, partial.values(), lambda: None)
 
     def _start(
         self,
@@ -146,10 +181,9 @@ class SparseTransfer:
     ) -> PendingTransfer:
         # The results are allocated by the callers and not on the lane, so that their memory belongs to the
         # stream that waits for them.
-        is_gather = not isinstance(cargo, ReductionCargo)
         num_chunks = -(-self.num_elements // chunk_elements)
         is_idle = not num_chunks or not (self.received_experts or self.shared_experts)
-        timer = TransferTimer(is_gather, self.plan.total_bytes(self.num_elements * dtype.itemsize))
+        timer = TransferTimer(cargo.is_gather, self.plan.total_bytes(self.num_elements * dtype.itemsize))
         if self._journal is not None:
             self._journal.append(timer)
         # With one queue, ranks without messages must issue the transfers of the lane in the same order.
@@ -167,10 +201,10 @@ class SparseTransfer:
         self, cargo: GatherCargo, num_chunks: int, results: Results, fill: Callable[[], object]
     ) -> Steps:
         """Post the steps in order, and wait only for what the next messages to pass on need."""
-        is_gather = not isinstance(cargo, ReductionCargo)
-        with naming_failures(f"{'SparseAllGather' if is_gather else 'SparseReduceScatter'} of {self._what}"):
+        operation = "SparseAllGather" if cargo.is_gather else "SparseReduceScatter"
+        with naming_failures(f"{operation} of {self._what}"):
             fill()
-            steps = steps_of(self.plan, self.rank, num_chunks, is_gather=is_gather)
+            steps = steps_of(self.plan, self.rank, num_chunks, is_gather=cargo.is_gather)
             # Steps by which a receive is posted early, and for which a send can stay open. Gloo's sender
             # waits for the receiver, so early receives hide a round trip for each message.
             lookahead = 0 if self._on_cuda else 4
@@ -178,10 +212,10 @@ class SparseTransfer:
             for t in range(-lookahead, len(steps) + 1):
                 receives = steps[t + lookahead].receives if t + lookahead < len(steps) else []
                 sends = steps[t].sends if 0 <= t < len(steps) else []
-                buffers = [cargo.receive_buffer(message) for message in receives]
-                tensors = [*buffers, *map(cargo.outgoing, sends)]
+                buffers = [cargo.receive_buffer(expert, chunk) for _, expert, chunk in receives]
+                tensors = [*buffers, *(cargo.outgoing(expert, chunk) for _, expert, chunk in sends)]
                 postings = [
-                    Posting(n < len(receives), tensor, one.peer, 2 * one.expert + (not is_gather))
+                    Posting(n < len(receives), tensor, one.peer, 2 * one.expert + (not cargo.is_gather))
                     for n, (one, tensor) in enumerate(zip([*receives, *sends], tensors, strict=True))
                 ]
                 works = post(postings, self.group, in_batch=self._on_cuda)
@@ -200,8 +234,6 @@ class SparseTransfer:
         return results
 
     def _chunk_elements(self, dtype: torch.dtype, num_stages: int) -> int:
-        if self.messages is None:
-            return max(1, self.num_elements)
         message_bytes = self.messages.message_bytes(self.num_elements * dtype.itemsize, num_stages)
         return max(1, message_bytes // dtype.itemsize)
 

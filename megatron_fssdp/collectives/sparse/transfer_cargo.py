@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.messages import wait_for
-from megatron_fssdp.collectives.sparse.wavefront import Message
 
 
 class GatherCargo:
@@ -22,22 +21,24 @@ class GatherCargo:
         inbox: By (expert, chunk), the messages that have been posted: the buffer to fill and its work handle.
     """
 
+    is_gather = True
+
     def __init__(self, storage: Mapping[int, Tensor], chunk_elements: int) -> None:
         self._storage, self._chunk_elements = storage, chunk_elements
         self.inbox: defaultdict[tuple[int, int], list[tuple[Tensor, dist.Work]]] = defaultdict(list)
 
-    def receive_buffer(self, message: Message) -> Tensor:
-        """Tensor for a message that will arrive: the chunk's place in the expert's flat tensor."""
-        return self._chunk(self._storage, message.expert, message.chunk)
+    def receive_buffer(self, expert: int, chunk: int) -> Tensor:
+        """Tensor for a chunk that will arrive: its place in the expert's flat tensor."""
+        return self._chunk(self._storage, expert, chunk)
 
     def settle(self, expert: int, chunk: int) -> None:
         """Wait for the messages of a chunk and process them; a second call does nothing."""
         wait_for(work for _, work in self.inbox.pop((expert, chunk), ()))
 
-    def outgoing(self, message: Message) -> Tensor:
-        """Tensor to send for a message: the chunk, after it has arrived."""
-        self.settle(message.expert, message.chunk)
-        return self._chunk(self._storage, message.expert, message.chunk)
+    def outgoing(self, expert: int, chunk: int) -> Tensor:
+        """Tensor to send: the chunk, after it has arrived."""
+        self.settle(expert, chunk)
+        return self._chunk(self._storage, expert, chunk)
 
     def _chunk(self, flats: Mapping[int, Tensor], expert: int, chunk: int) -> Tensor:
         return flats[expert][chunk * self._chunk_elements : (chunk + 1) * self._chunk_elements]
@@ -58,6 +59,8 @@ class ReductionCargo(GatherCargo):
         dtype: Data type of the parts.
     """
 
+    is_gather = False
+
     def __init__(
         self,
         partial: Mapping[int, Tensor],
@@ -69,10 +72,10 @@ class ReductionCargo(GatherCargo):
         self._results, self._dtype = results, dtype
         self._sums: dict[tuple[int, int], Tensor] = {}
 
-    def receive_buffer(self, message: Message) -> Tensor:
+    def receive_buffer(self, expert: int, chunk: int) -> Tensor:
         """New tensor with the size of the chunk and the dtype of the parts."""
-        flats = self._results if message.expert in self._results else self._storage
-        return torch.empty_like(self._chunk(flats, message.expert, message.chunk), dtype=self._dtype)
+        flats = self._results if expert in self._results else self._storage
+        return torch.empty_like(self._chunk(flats, expert, chunk), dtype=self._dtype)
 
     def settle(self, expert: int, chunk: int) -> None:
         """Wait for the children's parts of a chunk, add them and free the memory in which they arrived."""
@@ -90,10 +93,10 @@ class ReductionCargo(GatherCargo):
         else:
             self._sums[expert, chunk] = total.to(self._dtype)
 
-    def outgoing(self, message: Message) -> Tensor:
+    def outgoing(self, expert: int, chunk: int) -> Tensor:
         """Sum of the chunk over this device and all devices whose parts arrive through it."""
-        own = super().outgoing(message)
-        return self._sums.pop((message.expert, message.chunk), own)
+        own = super().outgoing(expert, chunk)
+        return self._sums.pop((expert, chunk), own)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

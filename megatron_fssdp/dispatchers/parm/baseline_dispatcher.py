@@ -4,6 +4,8 @@ ESP-AllGather, EP-AlltoAll, experts, ESP-AllReduce, EP-AlltoAll, ESP-Split (Parm
 to compare with; the automatic choice does not consider it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megatron_fssdp.dispatchers.parm.dual_collectives import (
-    contiguous_gradient,
-    gather_rows,
-    scale_gradient,
-    split_rows,
-)
+from megatron_fssdp.dispatchers.parm.dual_collectives import call_with_dual, gather_rows
 from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 
 
@@ -40,7 +37,7 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
         super().__init__(num_local_experts, local_expert_indices, config, whole)
         # Experts sum the gradients of all copies of a token. The gradient is divided by the number of copies
         # where it enters the backward pass, and multiplied again where it leaves it.
-        self._copies = self._groups.n_mp if self._groups.are_equal else 1
+        self._copies = self._groups.tensor_parallel.size() if self._groups.are_equal else 1
         self._sizes: list[int] = []
         self._own_shape = torch.Size()
 
@@ -48,7 +45,9 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
         """ESP-AllGather of tokens, probabilities and routing map; then Megatron's phase on all of them."""
         self._own_shape = hidden_states.shape
         hidden = hidden_states.view(-1, hidden_states.shape[-1])
-        hidden, probs = (scale_gradient(x, self._copies) for x in (hidden, probs))
+        hidden, probs = (
+            _changing_gradient(x, partial(torch.mul, other=self._copies)) for x in (hidden, probs)
+        )
         group = self._groups.parts
         if group.size() > 1:
             self._sizes = [len(hidden)] * group.size()
@@ -57,10 +56,11 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
                 self._sizes = gather_rows(own, [1] * group.size(), group).tolist()
             hidden, probs = (
                 # NCCL takes contiguous rows, and Megatron's backward pass passes on what it gets.
-                contiguous_gradient(
+                _changing_gradient(
                     gather_from_sequence_parallel_region(
                         x.contiguous(), group=group, output_split_sizes=self._sizes
-                    )
+                    ),
+                    Tensor.contiguous,
                 )
                 for x in (hidden, probs)
             )
@@ -70,7 +70,7 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Megatron's phase for whole experts, then ESP-AllReduce of the parts' results."""
         rows: Tensor = super().combine_preprocess(hidden_states)
-        if self._groups.num_parts == 1:
+        if self._groups.parts.size() == 1:
             return rows
         summed = rows.to(self.probs.dtype, copy=True)  # Megatron's all-reduce writes into its argument.
         total: Tensor = reduce_from_tensor_model_parallel_region(summed, group=self._groups.parts)
@@ -79,6 +79,17 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Megatron's last phase, then ESP-Split: results of this rank's own tokens."""
         output: Tensor = super().combine_postprocess(hidden_states)
-        if self._groups.num_parts > 1:
-            output = split_rows(output, self._sizes, self._groups.parts)
-        return scale_gradient(output, 1 / self._copies).view(self._own_shape)
+        if self._groups.parts.size() > 1:
+            group, sizes = self._groups.parts, self._sizes
+            (output,) = call_with_dual(
+                lambda rows: (rows.split(sizes)[group.rank()],),
+                lambda own: (gather_rows(own, sizes, group),),
+                output,
+            )
+        output = _changing_gradient(output, partial(torch.mul, other=1 / self._copies))
+        return output.view(self._own_shape)
+
+
+def _changing_gradient(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``x``; the backward pass changes its gradient."""
+    return call_with_dual(lambda x: (x.view_as(x),), lambda gradient: (change(gradient),), x)[0]

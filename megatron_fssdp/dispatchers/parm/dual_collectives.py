@@ -33,25 +33,8 @@ def call_with_dual(there: OnRows, back: OnRows, *tensors: Tensor) -> tuple[Tenso
     return results
 
 
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return ``x``; the backward pass multiplies its gradient by ``factor``."""
-    return call_with_dual(lambda x: (x.view_as(x),), lambda gradient: (gradient * factor,), x)[0]
-
-
-def contiguous_gradient(x: Tensor) -> Tensor:
-    """Return ``x``; the backward pass makes its gradient contiguous."""
-    return call_with_dual(lambda x: (x.view_as(x),), lambda gradient: (gradient.contiguous(),), x)[0]
-
-
 def gather_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
     """The rows of all ranks, ``sizes[rank]`` of each, in rank order: ``[sum(sizes), ...]``; no autograd."""
     gathered = x.new_empty(sum(sizes), *x.shape[1:])
     dist.all_gather(list(gathered.split(sizes)), x.contiguous(), group=group)
     return gathered
-
-
-def split_rows(x: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of ``[sum(sizes), ...]``, which all ranks have; the backward pass gathers them."""
-    return call_with_dual(
-        lambda x: (x.split(sizes)[group.rank()],), lambda own: (gather_rows(own, sizes, group),), x
-    )[0]

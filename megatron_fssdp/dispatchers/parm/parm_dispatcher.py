@@ -13,11 +13,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 from torch.func import functional_call
 
-from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.dispatchers.parm.baseline_dispatcher import BaselineDispatcher
+from megatron_fssdp.dispatchers.parm.direct_dispatchers import S1Dispatcher, S2Dispatcher
 from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
-from megatron_fssdp.dispatchers.parm.s1_dispatcher import S1Dispatcher
-from megatron_fssdp.dispatchers.parm.s2_dispatcher import S2Dispatcher
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.planning.cost.tensor_schedules import Schedule
 
@@ -39,7 +37,8 @@ class ParmDispatcher(MoETokenDispatcher):
 
     The caller may replace routing map and probabilities after the route, under ``s2`` alike on all
     tensor-parallel ranks. The host waits at one place in a forward pass, as in Megatron's dispatcher, but for
-    ``baseline`` with varying sequence lengths and the first pass under ``auto``, which measures costs.
+    ``baseline`` with varying sequence lengths and the first pass under ``auto``, which measures costs. The
+    schedule is selected before the first phase and the gate of divided tokens. No CUDA graph can hold them.
 
     The positional arguments are those of Megatron's dispatchers, over slots: ``config.num_moe_experts`` is
     the number of slots of all devices.
@@ -48,12 +47,8 @@ class ParmDispatcher(MoETokenDispatcher):
         selector: Selects the schedules; layers with the same groups share it.
 
     Attributes:
-        schedule: Name of the schedule of the present forward pass, or of the last one.
-        predicted_s: Modelled seconds of a forward pass's collectives, for each candidate that was compared.
+        decision: The selector's decision for the present forward pass, or for the last one.
         owners_only: Whether no expert of the layer is in several slots; the caller keeps it up to date.
-
-    Raises:
-        ConfigurationError: A CUDA graph would hold the first phase, or the gate of divided tokens.
     """
 
     def __init__(
@@ -68,33 +63,21 @@ class ParmDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         self.owners_only = True
         self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
-        self.schedule, self.predicted_s = "", dict[str, float]()
+        self.decision: Any = None
         self._arguments = num_local_experts, local_expert_indices, config, pg_collection
         self._selector, self._groups = selector, ParmGroups.of(config, pg_collection)
         self._dispatchers: dict[Schedule, Any] = {}
         self._current: Any = None
         self._whole: Any = None
         self._is_divided = self._adds_shared = False
-        graphs = [str(getattr(part, "name", part)) for part in config.cuda_graph_modules or ()]
-        refused = ["moe_preprocess", "moe_router"] if self._groups.are_equal else ["moe_preprocess"]
-        if config.cuda_graph_impl != "none" and (held := set(graphs).intersection(refused)):
-            raise ConfigurationError(
-                f"schedules of Parm: got a CUDA graph of {', '.join(sorted(held))}, wanted none, because the "
-                "schedule is selected before it; change --cuda-graph-modules"
-            )
 
     def begin(self, hidden_states: Tensor) -> bool:
         """Select the schedule of the forward pass that begins.
 
-        Args:
-            hidden_states: Hidden states of the layer, ``[sequence, batch, M]``, before any division.
-
-        Returns:
-            Whether this rank must dispatch its own part of the tokens instead of all of them.
+        Takes the layer's hidden states ``[sequence, batch, M]`` before any division. Returns whether this
+        rank must dispatch its own part of the tokens instead of all of them.
         """
-        decision = self._selector.of(hidden_states, owners_only=self.owners_only)
-        self.schedule = decision.schedule
-        self.predicted_s = {str(name): seconds for name, seconds in decision.predicted_s.items()}
+        self.decision = decision = self._selector.of(hidden_states, owners_only=self.owners_only)
         self._is_divided = self._groups.are_equal and decision.schedule in ("s1", "megatron")
         # With different tokens on all ranks, s2 is s1.
         schedule = "s1" if decision.schedule == "s2" and not self._groups.are_equal else decision.schedule
@@ -115,14 +98,15 @@ class ParmDispatcher(MoETokenDispatcher):
         if self._whole is None:
             self.begin(hidden_states)
         whole, self._whole = self._whole, None
-        num_tokens, parts = whole.shape[:-1].numel(), self._groups.n_mp if self._is_divided else 1
+        num_tokens, schedule = whole.shape[:-1].numel(), self.decision.schedule
+        parts = self._groups.tensor_parallel.size() if self._is_divided else 1
         if len(routing_map) * parts != num_tokens:
             raise RuntimeError(
-                f"schedule {self.schedule}: got {len(routing_map)} of {num_tokens} tokens, wanted one part "
+                f"schedule {schedule}: got {len(routing_map)} of {num_tokens} tokens, wanted one part "
                 f"of {parts}; route with DividedGate, and dispatch the tokens that it returns"
             )
         # Shared experts compute with all of the layer's own tokens, which are not always those to dispatch.
-        is_apart = self._is_divided or self.schedule == "baseline"
+        is_apart = self._is_divided or schedule == "baseline"
         self._adds_shared = is_apart and self.shared_experts is not None
         if self._adds_shared:
             self.shared_experts.pre_forward_comm(whole)
@@ -192,10 +176,8 @@ class DividedGate:
         ``preprocess`` then goes on with the first one in place of the hidden states that it is given. Shared
         experts compute with all tokens.
 
-        Args:
-            dispatcher: Dispatcher of the pass.
-            hidden: Hidden states ``[sequence, batch, M]``, equal on all tensor-parallel ranks.
-            padding_mask: Padding mask of the tokens, bool ``[sequence, batch]``.
+        Hidden states ``[sequence, batch, M]`` and the mask of padding tokens, bool ``[sequence, batch]``, are
+        equal on all tensor-parallel ranks.
 
         Returns:
             Tokens to dispatch ``[sequence, batch, M]``, their probabilities ``[T, E]`` and their routing map,

@@ -13,10 +13,10 @@ class ParmGroups:
     """Process groups of one MoE layer, seen from one rank.
 
     Attributes:
-        devices: Expert-parallel group, with one rank for each device (EP).
-        parts: Expert-tensor-parallel group: the ranks that share each expert of a device (ESP).
+        devices: Expert-parallel group, with one rank for each of D devices (EP).
+        parts: Expert-tensor-parallel group: the X ranks that share each expert of a device (ESP).
         all_parts: All parts of all devices (EP&ESP); part x of device d is rank ``d * X + x``.
-        tensor_parallel: Tensor-parallel group (MP).
+        tensor_parallel: Tensor-parallel group of Y ranks (MP).
         are_equal: Whether the tensor-parallel ranks are several and have the same tokens, which is so without
             sequence parallelism.
     """
@@ -35,21 +35,6 @@ class ParmGroups:
         return cls(pg.ep, pg.expt_tp, pg.tp_ep, pg.tp, are_equal)
 
     @property
-    def num_devices(self) -> int:
-        """Number of devices, D."""
-        return self.devices.size()
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts of each expert, X."""
-        return self.parts.size()
-
-    @property
-    def n_mp(self) -> int:
-        """Number of tensor-parallel ranks, Y."""
-        return self.tensor_parallel.size()
-
-    @property
     def by_name(self) -> dict[Group, dist.ProcessGroup]:
         """The groups of several ranks by the names of Parm's cost model; ``mp`` only if tokens are equal."""
         named: dict[Group, dist.ProcessGroup] = {"ep": self.devices, "esp": self.parts}
@@ -60,6 +45,6 @@ class ParmGroups:
 
     def devices_of_peers(self) -> list[int]:
         """Device number of each tensor-parallel rank, ``[Y]``; collective over these ranks."""
-        device_Y: list[int] = [0] * self.n_mp
+        device_Y = [0] * self.tensor_parallel.size()
         dist.all_gather_object(device_Y, self.devices.rank(), group=self.tensor_parallel)
         return device_Y

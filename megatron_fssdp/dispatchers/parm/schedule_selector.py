@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fssdp.collectives.probes.collective_probe import median_s
+from megatron_fssdp.collectives.link_probes import median_s
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.dispatchers.parm.dual_collectives import gather_rows
 from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
@@ -37,12 +37,9 @@ _Calls = dict[tuple[Kind, Group], tuple[int, Callable[[], object]]]
 
 @dataclass(frozen=True)
 class Decision:
-    """The schedule of a forward pass, and the reason for it.
+    """The schedule of a forward pass, and the modelled seconds of each candidate that was compared.
 
-    Attributes:
-        schedule: Order of the collectives.
-        simultaneous: Whether schedule ``s2`` passes results on slice by slice (Parm's SAA).
-        predicted_s: Modelled seconds of a forward pass's collectives, for each candidate that was compared.
+    ``simultaneous`` says whether schedule ``s2`` passes results on slice by slice (Parm's SAA).
     """
 
     schedule: Schedule
@@ -54,13 +51,11 @@ class Decision:
 class ScheduleSelector:
     """Selects the schedule for all layers of a model with the same process groups.
 
-    All ranks of a pipeline stage make the same selection.
+    All ranks of a pipeline stage (``everyone``, Megatron's ``tp_dp_cp``) make the same selection.
 
     Attributes:
         setting: Name of a schedule, or ``auto``.
         config: Megatron's ``TransformerConfig`` as the user wrote it.
-        groups: Process groups of the layers.
-        everyone: Process group of all ranks of the pipeline stage, which decide together (``tp_dp_cp``).
     """
 
     setting: str
@@ -90,7 +85,7 @@ class ScheduleSelector:
         decision = (
             alike[0] if alike and self.config.variable_seq_lengths else self._decide(hidden, owners_only)
         )
-        length, n_mp = hidden.shape[0], self.groups.n_mp
+        length, n_mp = hidden.shape[0], self.groups.tensor_parallel.size()
         if self.groups.are_equal and decision.schedule in ("s1", "megatron") and length % n_mp:
             raise ConfigurationError(
                 f"schedule {decision.schedule}: got sequences of {length} tokens, wanted a multiple of the "
@@ -111,9 +106,9 @@ class ScheduleSelector:
         if owners_only and groups.are_equal and not self.config.moe_router_padding_for_quantization:
             # If tensor-parallel ranks have different tokens, s2 equals s1.
             candidates.append("s2")
-        if groups.num_parts > 1:
+        if groups.parts.size() > 1:
             candidates.append("megatron")  # With whole experts, megatron equals s1.
-        if hidden.shape[0] % groups.n_mp and "s2" in candidates:
+        if hidden.shape[0] % groups.tensor_parallel.size() and "s2" in candidates:
             candidates = ["s2"]  # The others divide the sequence.
         predicted: dict[Schedule, float] = {}
         if len(candidates) > 1:
@@ -122,7 +117,7 @@ class ScheduleSelector:
             predicted = predicted_seconds(layer, self._costs, tuple(candidates))
         best = best_schedule(predicted) if predicted else candidates[0]
         decision = Decision(best, simultaneous, predicted)
-        if self.everyone.rank() == 0 and (groups.are_equal or groups.num_parts > 1):
+        if self.everyone.rank() == 0 and (groups.are_equal or groups.parts.size() > 1):
             why = ", ".join(f"{name} {1e3 * s:.3f} ms" for name, s in predicted.items())
             logger.info(
                 f"[fssdp] schedule {best} for {layer.num_tokens:,.0f} tokens and {layer.num_rows:,.0f} rows "
@@ -133,7 +128,7 @@ class ScheduleSelector:
     def _layer(self, hidden: Tensor) -> ScheduledLayer:
         config, groups = self.config, self.groups
         # Tokens are counted for a whole tensor-parallel group.
-        num_tokens = hidden.shape[:-1].numel() * (1 if groups.are_equal else groups.n_mp)
+        num_tokens = hidden.shape[:-1].numel() * (1 if groups.are_equal else groups.tensor_parallel.size())
         share = 1.0
         if config.moe_expert_capacity_factor is not None:
             factor = float(config.moe_expert_capacity_factor)
@@ -142,9 +137,9 @@ class ScheduleSelector:
             num_tokens=num_tokens,
             hidden_size=hidden.shape[-1],
             num_rows=config.moe_router_topk * share * num_tokens,
-            n_mp=groups.n_mp,
-            n_esp=groups.num_parts,
-            n_ep=groups.num_devices,
+            n_mp=groups.tensor_parallel.size(),
+            n_esp=groups.parts.size(),
+            n_ep=groups.devices.size(),
             element_bytes=hidden.element_size(),
             is_split=not groups.are_equal,
         )
@@ -153,22 +148,12 @@ class ScheduleSelector:
 def measured_costs(
     layer: ScheduledLayer, like: Tensor, groups: ParmGroups, everyone: dist.ProcessGroup, simultaneous: bool
 ) -> ScheduleCosts:
-    """Measure alpha and beta of each collective; all ranks of ``everyone`` call it at once.
+    """Measure alpha and beta of each collective whose groups exist, on all ranks of ``everyone`` at once.
 
-    A rank's time is the median of its repetitions after a warm-up call, which includes the time to connect.
-    The result uses the longest time of all ranks.
-
-    Args:
-        layer: Sizes of the layer, which give the number of rows to exchange.
-        like: Example tensor ``[..., M]``; the measured rows have its width, dtype and device.
-        groups: Process groups of the layer.
-        everyone: Process group of all ranks that must take the same decision from these costs.
-        simultaneous: Whether S2 passes results on slice by slice (SAA).
-
-    Returns:
-        Costs of the collectives whose groups exist, by Parm's message size: bytes of the whole tensor.
+    The measured rows have width, dtype and device of ``like``, ``[..., M]``, and the longest :func:`median_s`
+    of all ranks counts. Costs are those of Parm's message size: bytes of the whole tensor.
     """
-    most = layer.num_rows / layer.n_mp / groups.num_devices
+    most = layer.num_rows / layer.n_mp / groups.devices.size()
     sizes = [max(1, round(most * share)) for share in _SHARES]
     calls = [_calls(size, like, groups, simultaneous=simultaneous) for size in sizes]
     own_s = [
@@ -190,7 +175,7 @@ def measured_costs(
 
 def _calls(per_device: int, like: Tensor, groups: ParmGroups, *, simultaneous: bool) -> _Calls:
     """Each collective with this number of rows for each device: bytes of the whole tensor, and the call."""
-    num_devices, num_ranks = groups.num_devices, groups.all_parts.size()
+    num_devices, num_ranks = groups.devices.size(), groups.all_parts.size()
     own = like.new_zeros(per_device * num_devices, like.shape[-1])
     found: _Calls = {}
     for name, group in groups.by_name.items():

@@ -37,7 +37,6 @@ class SharedRoute:
     It works without autograd. Every rank of both groups must call each method, even without rows.
 
     Attributes:
-        groups: Process groups of the layer; ``groups.tensor_parallel`` have divided their common rows.
         device_Y: Device number of each tensor-parallel rank, ``[Y]``.
         send_YD: Number of rows that each tensor-parallel rank sends to each device, ``[Y, D]``. Every part of
             the device receives all of them.
@@ -61,11 +60,11 @@ class SharedRoute:
 
     @property
     def _sent_S(self) -> list[int]:
-        return [number for number in self.send_YD[self.rank] for _ in range(self.groups.num_parts)]
+        return [number for number in self.send_YD[self.rank] for _ in range(self.groups.parts.size())]
 
     def send(self, rows: Tensor) -> Tensor:
         """Send this rank's rows, by device, to all parts of the devices; returns ``[R, ...]`` by source."""
-        num_parts = self.groups.num_parts
+        num_parts = self.groups.parts.size()
         if num_parts > 1:
             pieces = rows.split(self.send_YD[self.rank])
             rows = torch.cat([piece for piece in pieces for _ in range(num_parts)])
@@ -79,21 +78,21 @@ class SharedRoute:
         tensor ``[sum(rows_Y), ...]`` each, by tensor-parallel rank, in the order in which it sent the rows.
         ``simultaneous`` passes results on slice by slice (SAA) instead of after all have arrived (AAS).
         """
-        if simultaneous and self.groups.num_devices > 1:
+        if simultaneous and self.groups.devices.size() > 1:
             return self._collect_slices(rows)
         return [gather_rows(self._own_sums(x), self.rows_Y, self.groups.tensor_parallel) for x in rows]
 
     def _own_sums(self, rows: Tensor) -> Tensor:
         """Results for this rank's own rows, summed over the parts."""
         partial: Tensor = all_to_all(self.groups.all_parts, rows, self._sent_S, self.receive_S)
-        if self.groups.num_parts == 1:
+        if self.groups.parts.size() == 1:
             return partial
-        pieces, num_parts = partial.split(self._sent_S), self.groups.num_parts
+        pieces, num_parts = partial.split(self._sent_S), self.groups.parts.size()
         devices = range(0, len(pieces), num_parts)
         return torch.cat([torch.stack(pieces[first : first + num_parts]).sum(dim=0) for first in devices])
 
     def _collect_slices(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        groups, num_parts, num_steps = self.groups, self.groups.num_parts, self.groups.num_devices
+        groups, num_parts, num_steps = self.groups, self.groups.parts.size(), self.groups.devices.size()
         own, device = self.rank, groups.devices.rank()
         outgoing = [x.contiguous().split(self.receive_S) for x in rows]
         sums = [x.new_empty(sum(self.rows_Y), *x.shape[1:]) for x in rows]

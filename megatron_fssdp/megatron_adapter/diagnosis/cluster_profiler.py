@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.probes.collective_probe import measure_collective
+from megatron_fssdp.collectives.link_probes import measure_collective
 from megatron_fssdp.config.cluster_description import (
     ClusterDescription,
     CollectiveName,

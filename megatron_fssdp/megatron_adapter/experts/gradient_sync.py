@@ -157,7 +157,8 @@ def _is_home(group: Any) -> bool:
     enough.
     """
     return all(
-        slot.layer.is_home and _chunk(slot.layer) is _chunk(slot.registered_in) for slot in _slots(group)
+        slot.layer.gradients.is_home and _chunk(slot.layer) is _chunk(slot.registered_in)
+        for slot in _slots(group)
     )
 
 

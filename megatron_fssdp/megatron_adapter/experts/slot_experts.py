@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters, ExpertWeights
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
 
 _LINEARS = ("linear_fc1", "linear_fc2")
 _blanks: dict[tuple[ExpertLayout, torch.device, tuple[bool, ...]], ExpertParameters] = {}
 
 
 def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
-    """Return the Parameters of each local expert of a module, in the order of ``ExpertWeights``.
+    """Return the Parameters of each local expert of a module, in the order of ``ExpertParameters``.
 
     Raises:
         ConfigurationError: The module is neither ``SequentialMLP`` nor ``TEGroupedMLP``.
@@ -214,9 +214,8 @@ def _unbound(linear: Any) -> Any:
 
 def _bind(linears: Sequence[Any], parameters: ExpertParameters, index: str) -> None:
     """Give two linear layers the weights of an expert; grouped ones have the slot's number in their names."""
-    weights = ExpertWeights.from_tensors(parameters)
-    biases = (weights.fc1_bias, weights.fc2_bias)
-    for linear, weight, bias in zip(linears, (weights.fc1, weights.fc2), biases, strict=True):
+    fc1, fc2, *biases = parameters
+    for linear, weight, bias in zip(linears, (fc1, fc2), biases or (None, None), strict=True):
         linear._parameters[f"weight{index}"] = weight
         if bias is not None or not index:
             linear._parameters[f"bias{index}"] = bias

@@ -8,7 +8,9 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
-from megatron_fssdp.dispatchers.parm import DividedGate, ParmDispatcher, ParmGroups, ScheduleSelector
+from megatron_fssdp.dispatchers.parm.parm_dispatcher import DividedGate, ParmDispatcher
+from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
+from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.support.limits import Facts, check_slots
@@ -81,9 +83,9 @@ class SlotDispatchers:
         self._whole_tokens = hidden_states
         self._begun = dispatcher = self._layer.token_dispatcher
         self._own_tokens, *routed = self._gate.route(dispatcher, hidden_states, padding_mask)
-        load, schedule = slot_layer.load, dispatcher.schedule
-        load.schedule, load.schedule_predicted_s = schedule, dispatcher.predicted_s
-        sees_all = schedule in ("s2", "baseline")
+        load, decision = slot_layer.load, dispatcher.decision
+        load.schedule, load.schedule_predicted_s = decision.schedule, dict(decision.predicted_s)
+        sees_all = decision.schedule in ("s2", "baseline")
         slot_layer.counts.num_counting = self._pg_collection.tp.size() if sees_all else 1
         return tuple(routed)
 

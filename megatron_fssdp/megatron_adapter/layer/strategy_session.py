@@ -20,7 +20,7 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     StrategySettings,
     checks_plans,
 )
-from megatron_fssdp.dispatchers.parm import ScheduleSelector
+from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.support.limits import Facts, check_limits
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology

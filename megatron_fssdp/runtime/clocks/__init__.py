@@ -1,1 +1,1 @@
-"""Which iteration it is, moments on a device, stopwatches of layers, and the times of passes."""
+"""Stopwatches of layers, and the times of passes."""

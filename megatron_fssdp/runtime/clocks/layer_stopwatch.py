@@ -10,8 +10,7 @@ import torch
 from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
-_Span = tuple[Moment, Moment]
-"""Begin and end of one interval of compute."""
+_Span = tuple[Moment, Moment]  # begin and end
 
 
 @dataclass(eq=False)
@@ -21,12 +20,9 @@ class LayerStopwatch:
     A recomputed forward pass is a part of the backward pass and is not counted. The first iteration with
     measurements is cold: kernels are loaded or compiled, memory is allocated and communicators connect. It
     counts only until another iteration is measured.
-
-    Attributes:
-        num_rows: Number of rows in all counted forward passes of the experts.
     """
 
-    num_rows: int = 0
+    num_rows: int = 0  # in all counted forward passes of the experts
     _before: list[_Span] = field(default_factory=list)
     _experts: list[_Span] = field(default_factory=list)
     _num_over: int = 0  # iterations with measurements that have ended

@@ -97,10 +97,8 @@ class PassTimer:
     def enter(self, total: PassSeconds | None, part: Part | None, is_cuda: bool | None = None) -> None:
         """Mark that a part begins now, and that the part before it ends.
 
-        Args:
-            total: Seconds to which the part is added; ``None`` for what is outside of all parts.
-            part: The part; ``None`` for what is outside of all parts.
-            is_cuda: Whether it runs on a CUDA device; ``None`` if it runs where the last part ran.
+        Its seconds are added to ``total``. Both are ``None`` for what is outside of all parts. ``is_cuda`` is
+        ``None`` if it runs on the device of the last part.
         """
         if is_cuda is not None:
             self._is_cuda = is_cuda
@@ -115,7 +113,7 @@ class PassTimer:
     ) -> None:
         """Mark a border between two parts of a layer, in this pass and in the backward pass to come.
 
-        A forward pass that is recomputed counts as a part of the backward pass.
+        The timer must be running. A forward pass that is recomputed counts as a part of the backward pass.
 
         Args:
             seconds: Seconds of the layer's forward and of its backward passes.
@@ -123,8 +121,6 @@ class PassTimer:
             forward: Part that begins now; ``None`` if the layer ends here.
             backward: Part that begins there in the backward pass; ``None`` if the layer ends there.
         """
-        if not self.is_running:
-            return
 
         def enter_backward(gradient: torch.Tensor) -> None:
             if self.is_running:

@@ -1,1 +1,1 @@
-"""Expert compute: the layout of weights, activations, grouped GEMMs and a measurement of their speed."""
+"""The layout of an expert's weights, and a measurement of how fast a device computes."""

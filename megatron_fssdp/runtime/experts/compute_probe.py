@@ -14,32 +14,22 @@ from torch.nn import functional
 from megatron_fssdp.collectives.device_clock import elapsed_s
 
 PASSES = 3
-"""Flops of both passes as a multiple of the forward pass's flops.
-
-The backward pass computes gradients of inputs and gradients of weights (FasterMoE, Eq. 7).
-"""
+"""Flops of both passes in those of the forward one: gradients of inputs and weights (FasterMoE, Eq. 7)."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of the transformer layer to measure.
-
-    Attributes:
-        num_experts: Number of experts on one device, G; ``num_rows`` is the number of rows of all of them.
-        gated: Whether the activation is gated, so that ``fc1`` is ``[2F, M]``.
-        num_samples: Number of samples in a micro-batch, of ``seq_length`` tokens each.
-        dtype: Data type of weights and activations.
-    """
+    """Sizes of the transformer layer to measure."""
 
     model_dim: int
     ffn_dim: int
-    num_experts: int
-    num_rows: int
-    gated: bool
+    num_experts: int  # on one device
+    num_rows: int  # of all these experts
+    gated: bool  # Then fc1 is [2F, M].
     num_heads: int
     seq_length: int
-    num_samples: int
-    dtype: torch.dtype
+    num_samples: int  # in a micro-batch
+    dtype: torch.dtype  # of weights and activations
 
     @property
     def expert_flops(self) -> float:
@@ -52,6 +42,10 @@ class LayerShape:
         tokens = self.num_samples * self.seq_length
         return tokens * self.model_dim * (8.0 * self.model_dim + 4.0 * self.seq_length)
 
+    def drawn(self, *size: int, device: torch.device, scale: float = 0.02) -> torch.Tensor:
+        """A tensor of random numbers that requires a gradient."""
+        return (torch.randn(*size, device=device) * scale).to(self.dtype).requires_grad_()
+
 
 def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions: int) -> float:
     """Measure the flop/s of a device in expert compute over both passes; the median of some runs counts.
@@ -59,15 +53,10 @@ def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions:
     One expert is computed after the other, as by Megatron's ``SequentialMLP``. All experts have equally many
     rows, to within one.
     """
-
-    def drawn(*size: int, scale: float = 0.02) -> torch.Tensor:
-        return (torch.randn(*size, device=device) * scale).to(shape.dtype).requires_grad_()
-
-    x = drawn(shape.num_rows, shape.model_dim, scale=1)
-    fc1_G = [
-        drawn(shape.ffn_dim * (2 if shape.gated else 1), shape.model_dim) for _ in range(shape.num_experts)
-    ]
-    fc2_G = [drawn(shape.model_dim, shape.ffn_dim) for _ in range(shape.num_experts)]
+    x = shape.drawn(shape.num_rows, shape.model_dim, device=device, scale=1)
+    fc1_size, experts = (shape.ffn_dim * (2 if shape.gated else 1), shape.model_dim), range(shape.num_experts)
+    fc1_G = [shape.drawn(*fc1_size, device=device) for _ in experts]
+    fc2_G = [shape.drawn(shape.model_dim, shape.ffn_dim, device=device) for _ in experts]
     upstream = torch.ones_like(x)
 
     def expert(rows: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor) -> torch.Tensor:
@@ -90,14 +79,8 @@ def attention_flops_per_s(shape: LayerShape, device: torch.device, num_repetitio
 
     Attention consists of projections and scaled dot products, without a mask.
     """
-    sample = (shape.num_samples, shape.seq_length, shape.model_dim)
-    x = torch.randn(sample, device=device).to(shape.dtype).requires_grad_()
-    into, out = (
-        (torch.randn(size * shape.model_dim, shape.model_dim, device=device) * 0.02)
-        .to(shape.dtype)
-        .requires_grad_()
-        for size in (3, 1)
-    )
+    x = shape.drawn(shape.num_samples, shape.seq_length, shape.model_dim, device=device, scale=1)
+    into, out = (shape.drawn(n * shape.model_dim, shape.model_dim, device=device) for n in (3, 1))
     upstream = torch.ones_like(x)
 
     def both_passes() -> None:

@@ -10,52 +10,19 @@ from functools import cached_property
 import torch
 
 ExpertParameters = Sequence[torch.nn.Parameter]
-"""The Parameters of one expert, in the order of :class:`ExpertWeights`."""
+"""The Parameters of one expert: the weights of both matrices, and with ``--add-bias-linear`` their biases.
+
+They are ``[F, M]``, ``[M, F]``, ``[F]`` and ``[M]``. If gated, the first matrix and its bias have 2F rows,
+with the gate's half first.
+"""
 
 ParametersByExpert = Mapping[int, ExpertParameters]
 """The Parameters of several experts of a layer, by expert."""
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
-    """The tensors of one expert.
-
-    Attributes:
-        fc1: Weights of the first matrix, ``[F, M]``, or ``[2F, M]`` with the gate's half first if gated.
-        fc2: Weights of the second matrix, ``[M, F]``.
-        fc1_bias: Bias of the first matrix, ``[F]`` or ``[2F]``; ``None`` without ``--add-bias-linear``.
-        fc2_bias: Bias of the second matrix, ``[M]``; ``None`` without ``--add-bias-linear``.
-    """
-
-    fc1: torch.Tensor
-    fc2: torch.Tensor
-    fc1_bias: torch.Tensor | None = None
-    fc2_bias: torch.Tensor | None = None
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors in the order of :class:`ExpertLayout`."""
-        return tuple(t for t in (self.fc1, self.fc2, self.fc1_bias, self.fc2_bias) if t is not None)
-
-    @staticmethod
-    def from_tensors(tensors: Sequence[torch.Tensor]) -> "ExpertWeights":
-        """The inverse of :meth:`tensors`; takes the two weights, then both biases or none.
-
-        Raises:
-            ValueError: There are neither 2 nor 4 tensors.
-        """
-        if len(tensors) not in (2, 4):
-            raise ValueError(f"expert tensors: got {len(tensors)}, wanted 2 (weights) or 4 (with biases)")
-        return ExpertWeights(*tensors)
-
-
-@dataclass(frozen=True)
 class ExpertLayout:
-    """Shapes and data type of one expert's tensors, equal for all experts of a layer.
-
-    Attributes:
-        shapes: Shape of each tensor, in the order of :meth:`ExpertWeights.tensors`.
-        dtype: Data type of all tensors.
-    """
+    """Shapes, in the order of :data:`ExpertParameters`, and data type of each expert's tensors in a layer."""
 
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
@@ -104,8 +71,7 @@ class ExpertLayout:
 class LocalExperts:
     """The Parameters of the experts of one layer on this rank.
 
-    The Parameters of an expert have the order of :class:`ExpertWeights`. Megatron registered those of owned
-    experts; this class only refers to them.
+    Megatron registered those of owned experts; this class only refers to them.
 
     Attributes:
         what: Name of the layer in error messages.

@@ -64,15 +64,5 @@ class ExpertGroups:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices: ranks of the expert-parallel group."""
+        """Number of devices."""
         return self.topology.num_devices
-
-    @property
-    def peer(self) -> int:
-        """Number of this rank among its expert-tensor-parallel peers, and of its part of each expert."""
-        return 0 if self.expert_tensor_parallel is None else self.expert_tensor_parallel.rank()
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts of each expert: ranks that share an expert."""
-        return 1 if self.expert_tensor_parallel is None else self.expert_tensor_parallel.size()

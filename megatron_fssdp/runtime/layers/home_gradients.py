@@ -53,15 +53,10 @@ class HomeGradients:
         self._resident_sums: Iterator[None] | None = None
 
     def own_of(self, counts_DE: np.ndarray) -> SlotPass | None:
-        """The pass of the first micro-batch with these counts whose backward pass has yet to recompute it.
-
-        Args:
-            counts_DE: Counts of a micro-batch, int64 ``[D, E]``.
-        """
+        """The pass of the first micro-batch with these counts whose backward pass has yet to recompute it."""
         for own in self.own:
-            if own.is_over or own.is_recomputed or own.counts_DE is None:
-                continue
-            if np.array_equal(own.counts_DE, counts_DE):
+            known_DE = None if own.is_over or own.is_recomputed else own.counts_DE
+            if known_DE is not None and np.array_equal(known_DE, counts_DE):
                 return own
         return None
 
@@ -77,10 +72,8 @@ class HomeGradients:
     def dispatch_is_over(self, one: SlotPass) -> None:
         """Mark that the dispatch of a pass has run backward."""
         self._over.append(one)
-        if self.delays_weight_gradients:
-            self._go_on()
-        else:
-            self.weight_gradients_computed()
+        self._num_computed += not self.delays_weight_gradients
+        self._go_on()
 
     def weight_gradients_computed(self) -> None:
         """Mark that the weight gradients of one more backward pass are computed."""
@@ -90,10 +83,8 @@ class HomeGradients:
     def settle(self, *, with_iteration: bool = True) -> None:
         """Wait for the gradients on their way home, at a moment when other compute has hidden them.
 
-        For resident replicas, this does one step of their all-reduce.
-
-        Args:
-            with_iteration: Whether to wait for those of the iteration's replicas, too.
+        For resident replicas, this does one step of their all-reduce. Those of the iteration's replicas are
+        awaited only ``with_iteration``.
         """
         self._end_those_over()
         shared = self._layer.shared if with_iteration else None
@@ -203,10 +194,7 @@ def sum_over_holders(
     sums, and the last one waits for that and writes the sums into the gradients. The caller lets other work
     hide what is running. All ranks of the group take the same steps in the same order.
 
-    Args:
-        transfer: Transfer of all elements of an expert, in the data type of the sums.
-        layout: Shapes of one expert's tensors.
-        parameters: Parameters of the experts that are present on this device.
+    The transfer is one of all elements of an expert, in the data type of the sums.
     """
     held = {}
     for expert in (*transfer.received_experts, *transfer.shared_experts):
@@ -215,7 +203,7 @@ def sum_over_holders(
             for parameter in parameters[expert]
         ]
         held[expert] = layout.pack(gradients).to(transfer.dtype)
-    reduction = transfer.start_reduce_scatter(held, dtype=transfer.dtype)
+    reduction = transfer.start_reduce_scatter(held)
     yield
     sums = reduction.wait()
     gathered = transfer.start_all_gather(sums)

@@ -28,20 +28,16 @@ class LayerLoad:
             int64 ``[N]``.
         by_devices_D: Tokens whose experts have these owners on 1, 2, … D devices, int64 ``[D]``.
         num_replicas: Number of replicas in the plan that has most of them; micro-batches may have own plans.
-        spag_bytes: Bytes that SparseAllGather moved between devices.
-        sprs_bytes: Bytes that SparseReduceScatter moved between devices.
+        spag_bytes, sprs_bytes: Bytes that SparseAllGather and SparseReduceScatter moved between devices.
         cross_node_tokens: Number of pairs that were dispatched to another node.
-        spag_s: Seconds that SparseAllGather took on this rank.
-        spag_exposed_s: The part of ``spag_s`` for which this rank's compute had to wait.
-        sprs_s: Seconds that SparseReduceScatter took on this rank.
-        sprs_exposed_s: The part of ``sprs_s`` for which this rank's compute had to wait.
+        spag_s, sprs_s: Seconds that they took on this rank.
+        spag_exposed_s, sprs_exposed_s: The part of these for which this rank's compute had to wait.
         placements: Placement of the last plan. A report of several expert-parallel groups has one placement
             for each group.
         schedule: Order of collectives in the last forward pass (Parm); ``None`` if it was not recorded.
         schedule_predicted_s: Modelled seconds of every schedule in the comparison that selected ``schedule``.
         strategy: The strategy that ``auto`` selected for the layer; ``None`` under other strategies.
-        forward: Seconds of the forward passes on this rank.
-        backward: Seconds of the backward passes on this rank.
+        forward, backward: Seconds of the forward and of the backward passes on this rank.
     """
 
     layer: int

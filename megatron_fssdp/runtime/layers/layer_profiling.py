@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.probes.link_probe import measure_links
+from megatron_fssdp.collectives.link_probes import measure_links
 from megatron_fssdp.planning.cost.cost_model import ClusterCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -46,7 +46,7 @@ def profile_layers(
         num_micro_batches: Number of micro-batches in an iteration.
         held: For how many layers, and how long, replicas exist at the same time.
         device: Device of the tensors for collectives.
-        choices: What is known about the experts of the tokens, if anything is.
+        choices: What is known about the experts of the tokens.
         deduplicated: Whether all tokens travel by the deduplicated exchange.
     """
     first = layers[0]

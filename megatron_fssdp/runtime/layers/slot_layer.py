@@ -84,11 +84,6 @@ class SlotLayer(PlannedLayer):
         self._is_counted = self._is_final = self._asks_after_gate = False
         self._is_alone = context.num_devices == 1
 
-    @property
-    def is_home(self) -> bool:
-        """Whether no gradient of a replica is missing at its owner."""
-        return self.gradients.is_home
-
     def renumber(self, layer: int) -> None:
         """Set the layer number, which the model assigns after it has built its layers."""
         self.context = replace(self.context, layer=layer)
@@ -168,11 +163,8 @@ class SlotLayer(PlannedLayer):
         """Provide the slots of the coming forward pass, before its routing is remapped.
 
         Transfers that may not run beside the dispatch end here. Only strategies that plan each micro-batch,
-        and loops that mark no iterations, need the counts here; then the host waits for them once.
-
-        Args:
-            routing_map: Experts that each token selected, bool ``[T, E]``; ``None`` if a CUDA graph made it.
-            training: Whether the model trains; evaluations are not counted.
+        and loops that mark no iterations, need the counts of the routing map, bool ``[T, E]``; then the host
+        waits for them once. The map is ``None`` if a CUDA graph made it. Evaluations are not counted.
         """
         self._is_counted = training and not in_backward()
         if self.stopwatch is not None:
@@ -206,10 +198,7 @@ class SlotLayer(PlannedLayer):
         return slot_map, probs
 
     def enter_dispatch(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Mark where the backward pass has the experts' gradients: at the rows before they are dispatched.
-
-        The pass goes on with the result.
-        """
+        """Mark where the backward pass has the experts' gradients; the pass goes on with the result."""
         one = self._in_use
         if one.is_shared and not self._has_late_gradients(one):
             return hidden
@@ -234,7 +223,9 @@ class SlotLayer(PlannedLayer):
         """
         one, following = self._in_use, self.following
         if following is not None and self.strategy.splits and self.clock.driven and not in_backward():
-            following._gather_first_part()
+            following._await_parameters()
+            if following._transfers is not None:
+                following._transfers.gather_first_part()
         if one.transfers is not None:
             one.transfers.begin_use(backward=False)
             one.transfers.await_weights()
@@ -250,11 +241,8 @@ class SlotLayer(PlannedLayer):
     ) -> torch.Tensor:
         """Dispatch, compute and combine in the steps of the smart schedule (FasterMoE §4.2).
 
-        Args:
-            rows: Rows in the order of sending, ``[A, M]``; the results have the same shape and order.
-            probs: Probabilities of these rows, ``[A]``.
-            experts: Forward pass of the slots' experts.
-            run: The dispatcher's method that runs the steps.
+        Rows ``[A, M]`` and their probabilities ``[A]`` are in the order of sending, as the results are.
+        ``run`` is the dispatcher's method that runs the steps with the forward pass of the slots' experts.
         """
         one, transfers = self._in_use, self._in_use.transfers
         if transfers is None:
@@ -262,16 +250,8 @@ class SlotLayer(PlannedLayer):
                 return self.leave_experts(run(rows, probs, experts))
         transfers.begin_use(backward=False)
         expert_U, owned = one.slots.expert_DU[self.groups.device].tolist(), self.experts.parameters
-        # Most rows for replicas come from the device itself. While replicas are in transfer, the device
-        # therefore computes the rows from other groups first.
-        results = run(
-            rows,
-            probs,
-            experts,
-            own_last=True,
-            await_weights=transfers.await_weights,
-            in_transfer=[u for u, expert in enumerate(expert_U) if expert >= 0 and expert not in owned],
-        )
+        replicas = [u for u, expert in enumerate(expert_U) if expert >= 0 and expert not in owned]
+        results = run(rows, probs, experts, await_weights=transfers.await_weights, in_transfer=replicas)
         return self.leave_experts(results)
 
     def leave_experts(self, rows: torch.Tensor) -> torch.Tensor:
@@ -325,10 +305,9 @@ class SlotLayer(PlannedLayer):
 
     def _prefetch_before(self) -> None:
         """Gather the weights of the layer before again, beside the compute between the layers."""
-        before = None if self.before is None or self.is_first else self.before.shared
-        gathers = before is not None and before.holds_each_pass and before.plan.gather_ahead
-        if gathers and before is not None and before.transfers is not None:
-            before.transfers.prefetch(backward=True)
+        before = None if self.before is None or self.is_first else self.before._transfers
+        if before is not None and before.plan.rematerialize and before.plan.gather_ahead:
+            before.prefetch(backward=True)
 
     def _has_late_gradients(self, one: SlotPass) -> bool:
         """Whether gradients of owned experts can be incomplete after their backward pass.
@@ -340,23 +319,15 @@ class SlotLayer(PlannedLayer):
         in_steps = one.plan.in_steps and not self._is_alone
         return one.has_gradients or in_steps or self.strategy.may_replicate(self.context.layer)
 
-    def _gather_first_part(self) -> None:
-        self._await_parameters()
-        if self._transfers is not None:
-            self._transfers.gather_first_part()
-
     # Begin and end.
 
     def end_iteration(self) -> LayerLoad:
-        """Close the iteration: add its counts to the history, and drop its plan and its replicas.
-
-        Returns:
-            Loads, bytes and times of the iteration.
+        """Close the iteration: add its counts to the history, drop its plan and replicas, return its load.
 
         Raises:
             RuntimeError: Some gradients have not reached the owners, so the optimizer would miss them.
         """
-        if not self.is_home:
+        if not self.gradients.is_home:
             raise RuntimeError(
                 f"{self.experts.what}: the iteration ended before all replicas' gradients reached their "
                 "owners; call MoERuntime.finish_gradients() before reading gradients"

@@ -23,8 +23,7 @@ class SlotPass:
     """What the forward passes under one plan share, and their backward passes with them.
 
     Attributes:
-        plan: The plan.
-        digest: Its digest.
+        digest: Digest of the plan.
         slots: Expert in each slot.
         parameters_U: Parameters of each slot of this device; ``None`` for an empty slot.
         table_EJ: Share table of this device on the device (``remap.by_number``). ``None`` if slots are
@@ -65,15 +64,10 @@ class SlotPass:
 def source_table(
     plan: LayerPlan, slots: SlotTable, topology: Topology, device: int, counts_DE: np.ndarray | None
 ) -> np.ndarray:
-    """The share table of one source device under a plan, int64 ``[J, E]``.
+    """The share table of one source device under a plan's dispatch, int64 ``[J, E]``.
 
-    Args:
-        plan: The plan, whose dispatch the table follows.
-        slots: Slots of the plan's placement.
-        topology: Nodes of the devices.
-        device: Number of the source device.
-        counts_DE: Counts for which the dispatch is planned if it depends on counts: forecasts, or those of a
-            micro-batch; integers ``[D, E]``. ``None`` without any: nearest holders first.
+    A dispatch that depends on counts is planned for ``counts_DE``, integers: forecasts, or those of a
+    micro-batch. ``None`` without any: nearest holders first.
     """
     placement = plan.placement
     if plan.dispatch_policy == "owner":

@@ -18,19 +18,14 @@ LATEST = 200
 class StrategySelector:
     """Asks ``auto`` at its interval to select strategies, and records how long iterations took since.
 
-    Args:
-        strategy: The strategy ``auto``, which prices and selects.
-        groups: Process groups whose ranks must select the same strategies: first the expert-parallel group,
-            then those of ranks that share experts or owners.
-        device: Device of the tensors for collectives.
+    Ranks of the groups must select the same strategies: first the expert-parallel group, then those of ranks
+    that share experts or owners. ``device`` has the tensors for collectives.
     """
 
     def __init__(
         self, strategy: AutoStrategy, groups: Sequence[dist.ProcessGroup], device: torch.device
     ) -> None:
-        self._strategy = strategy
-        self._groups = groups
-        self._device = device
+        self._strategy, self._groups, self._device = strategy, groups, device
         self._seconds: deque[float] = deque(maxlen=LATEST)
 
     def note(self, seconds: float) -> None:
@@ -49,12 +44,12 @@ class StrategySelector:
             return None
         # The ranks of a group have the same loads, so each rank prices only a part of the layers.
         group = self._groups[0]
-        own = range(group.rank(), len(executors), group.size())
+        own = slice(group.rank(), None, group.size())
         prices = self._strategy.price(
-            [executors[layer].context for layer in own], [executors[layer].history for layer in own]
+            [one.context for one in executors[own]], [one.history for one in executors[own]]
         )
         seconds_LC = np.zeros((len(executors), prices.shape[1]))
-        seconds_LC[list(own)] = prices
+        seconds_LC[own] = prices
         # The first iteration after a change is left out: it allocates memory and fills caches.
         spread = IterationSpread.of(list(self._seconds)[1:])
         measured = [0.0, 0.0, 0.0] if spread is None else [spread.low_s, spread.median_s, spread.high_s]

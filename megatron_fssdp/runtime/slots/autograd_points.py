@@ -8,15 +8,9 @@ import torch
 def call_in_backward(call: Callable[[], object], tensor: torch.Tensor) -> torch.Tensor:
     """Call ``call()`` once in the backward pass, when the gradient of a tensor is complete.
 
-    Without gradients (evaluation, the first pass of activation recomputation) nothing happens.
-
-    Args:
-        call: Function without arguments.
-        tensor: Any tensor of the pass.
-
-    Returns:
-        The tensor that the pass must go on with. It requires a gradient even if ``tensor`` does not, as above
-        frozen layers, so that the backward pass reaches this point.
+    The pass must go on with the result. It requires a gradient even if ``tensor`` does not, as above frozen
+    layers, so that the backward pass reaches this point. Without gradients (evaluation, the first pass of
+    activation recomputation) nothing happens.
     """
     if not torch.is_grad_enabled():
         return tensor

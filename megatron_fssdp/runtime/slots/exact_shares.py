@@ -133,13 +133,7 @@ class Holders:
 
 
 def seconds_of_shares(slot_ED: Any, node_D: Any, device: torch.device | None = None) -> float:
-    """Measure how long a device takes to compute exact shares, for prices; of several runs, the fastest.
-
-    Args:
-        slot_ED: A slot of each expert on each device, int64 ``[E, D]`` on the host.
-        node_D: Node of each device, int64 ``[D]`` on the host.
-        device: The device; the CPU by default.
-    """
+    """Seconds in which a device computes exact shares of a plan (:meth:`Holders.of`)."""
     holders = Holders.of(slot_ED, node_D, 0, device)
     counts_DE = torch.ones_like(holders.present, dtype=torch.int64)
     return min(elapsed_s(lambda: exact_ends_ED(counts_DE, holders), counts_DE.device) for _ in range(_RUNS))
@@ -160,12 +154,7 @@ def remap_exactly(
 
 
 def exact_ends_ED(counts_DE: Tensor, holders: Holders) -> Tensor:
-    """Where each device's interval of this source's tokens of each expert ends, int64 ``[E, D]``.
-
-    Args:
-        counts_DE: Tokens of every source for every expert, int64 ``[D, E]``.
-        holders: The plan, seen from this source.
-    """
+    """Where each device's interval of this source's tokens of each expert ends, int64 ``[E, D]``."""
     counts, num_experts = counts_DE.double(), counts_DE.shape[1]
     share = counts / holders.num_chosen
     whole_share = share.floor()

@@ -28,10 +28,6 @@ class ReplicaSlots:
 
     Replicas always have gradients, because only its owner knows whether an expert is frozen, and it then
     drops them.
-
-    Args:
-        layout: Shapes of one expert's tensors.
-        device: Device of all tensors.
     """
 
     def __init__(self, layout: ExpertLayout, device: torch.device) -> None:
@@ -42,11 +38,7 @@ class ReplicaSlots:
         self._slot_of: dict[int, int] = {}
 
     def hold(self, experts: Iterable[int]) -> None:
-        """Set which experts the slots hold. An expert that stays keeps its slot and its contents.
-
-        Args:
-            experts: The experts that have a replica on this device.
-        """
+        """Set which experts the slots hold. An expert that stays keeps its slot and its contents."""
         wanted = sorted(experts)
         for expert in [expert for expert in self._slot_of if expert not in wanted]:
             self._weights[self._slot_of.pop(expert)].give_back()

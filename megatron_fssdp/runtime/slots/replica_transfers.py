@@ -25,18 +25,13 @@ from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
-BindTransfer = Callable[[TransferPlan, int, torch.dtype], SparseTransfer]
-"""Function of a transfer plan, a number of elements and a data type; binds the plan to the layer's group."""
-
 
 class ReplicaTransfers:
     """Weights and gradients of the replicas of one plan. All ranks of the group make the same calls in order.
 
     Args:
-        plan: Plan of an iteration or of one micro-batch.
-        slots: Replica slots that hold the plan's experts.
-        experts: Experts that have Parameters on this rank.
-        bind: Function that binds a transfer plan to the layer's process group.
+        plan: Plan of an iteration or of one micro-batch, whose experts the slots hold.
+        bind: Function that binds a transfer plan, for so many elements of each expert, to the layer's group.
         splits: Whether a part of the weights travels beside the experts of the layer before.
         waiting: Function that returns a context manager, which is entered around waits for transfers.
     """
@@ -46,7 +41,7 @@ class ReplicaTransfers:
         plan: LayerPlan,
         slots: ReplicaSlots,
         experts: LocalExperts,
-        bind: BindTransfer,
+        bind: Callable[[TransferPlan, int, torch.dtype], SparseTransfer],
         *,
         splits: bool = False,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -55,9 +50,11 @@ class ReplicaTransfers:
         self._experts, self._bind, self._splits, self._waiting = experts, bind, splits, waiting
         self._each_pass = plan.rematerialize
         self._bound: dict[int, SparseTransfer] = {}
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._prefetched = {False: False, True: False}
-        self._num_users = 0
-        self._num_gathered = 0
+        self._num_users = self._num_gathered = 0
         self._sent: Mapping[int, torch.Tensor] = {}
         self._gathering: list[PendingTransfer] = []
         self._reducing: PendingTransfer | None = None
@@ -92,9 +89,10 @@ class ReplicaTransfers:
 
     def gather_first_part(self) -> None:
         """If transfers are split, start the part that runs beside the experts of the layer before."""
-        part = _part(self.plan.early, self.slots.layout.numel) if self._splits else 0
-        if part and not self._num_gathered:
-            self._gather(part)
+        if self._splits and not self._num_gathered:
+            numel = self.slots.layout.numel  # At least one element is left for the other part.
+            if part := min(round(self.plan.early * numel), numel - 1):
+                self._gather(part)
 
     def gather(self) -> None:
         """Start to gather all weights whose transfer has not been started."""
@@ -208,18 +206,9 @@ class ReplicaTransfers:
             pending.wait()
         if self._reducing is not None:
             self._reducing.wait()
-        self._gathering.clear()
-        self._reducing = None
-        self._home, self._sent = {}, {}
-        self._num_gathered = self._num_users = 0
-        self._prefetched = {False: False, True: False}
+        self._begin_anew()
         self.slots.close_weights()
         self.slots.close_sums()
-
-
-def _part(share: float, numel: int) -> int:
-    """Number of elements in a share of an expert; at least one element is left for the other part."""
-    return min(round(share * numel), numel - 1)
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -229,11 +218,7 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def add_to_owners(gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
-    """Add raw gradients to ``main_grad``, or to ``grad`` without Megatron's DDP.
-
-    Args:
-        gradients: Parameters of owned experts, each with its gradient, of the same shape.
-    """
+    """Add raw gradients of owned experts to ``main_grad``, or to ``grad`` without Megatron's DDP."""
     so_far, added = [], []
     for parameter, gradient in gradients:
         if not parameter.requires_grad:

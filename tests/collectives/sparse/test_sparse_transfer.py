@@ -12,7 +12,6 @@ from megatron_fssdp.testing import run_ranks
 from tests.support.random_placement import plain_transfer, random_placement
 
 RULES = (
-    None,
     *(FixedMessages(num_bytes) for num_bytes in (1, 16, 64, 10_000)),
     PipelinedMessages(16, fewest=2, most=5),
 )
@@ -106,7 +105,11 @@ def test_transfers_work_in_subgroups_whose_ranks_differ_from_the_worlds():
 def add_small_to_large(rank, world_size):
     placement = ExpertPlacement(np.array([0]), np.ones((1, world_size), dtype=bool))
     transfer = SparseTransfer(
-        dist.group.WORLD, plain_transfer(placement), num_elements=3, dtype=torch.bfloat16
+        dist.group.WORLD,
+        plain_transfer(placement),
+        num_elements=3,
+        dtype=torch.bfloat16,
+        messages=FixedMessages(16),
     )
     part = torch.full((3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     into = {0: torch.empty(3, dtype=torch.float64)} if rank == 0 else {}

@@ -13,6 +13,7 @@ from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
 
 from ..training_run import (
     EP2,
+    EP4,
     GPT,
     INTERLEAVED,
     PP2,
@@ -26,6 +27,7 @@ from ..training_run import (
     train_on_rank,
     without_variables,
 )
+from .parity.test_strategy_parity import cheap_links
 
 WORLD_SIZE, LIMIT_S = 4, 400.0
 # The server imports Megatron without the patches for CPU ranks.
@@ -214,6 +216,14 @@ def test_training_by_measured_costs_has_no_findings(case: str, text_data: Path) 
     chosen = flags(f"{case.split()[0]} FSSDP_PROFILE_ITERATIONS=2")
     arguments = f"{MEASURED[case]} {OVERLAP} --train-iters 5 {chosen}"
     assert_same_without_findings(arguments, text_data, tolerance=ROUNDING)
+
+
+def test_sums_of_resident_replicas_wait_for_the_gradients_of_ddp(text_data: Path) -> None:
+    """DDP adds gradients on a stream of its own, and the sums over the holders of an expert read them."""
+    chosen = flags("flexmoe placement_interval=2 window=2 FSSDP_PROFILE_ITERATIONS=1")
+    runs = train_virtually(f"{EP4} --num-layers 2 {chosen}", text_data, before=cheap_links)
+    assert any("[fssdp] resident replicas: " in message for message in runs[0].training.messages)
+    assert_clean(runs)
 
 
 @pytest.mark.slow

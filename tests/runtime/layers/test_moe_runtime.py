@@ -73,9 +73,9 @@ def are_late(rank: int, world_size: int) -> list[bool]:
             run = CaseRun(CASE)
         run.runtime.begin_iteration(1)
         run.forward(run.draw())[0].sum().backward()
-        late.append(not run.layers[0].slots.is_home)
+        late.append(not run.layers[0].slots.gradients.is_home)
         run.runtime.finish_gradients()
-        assert run.layers[0].slots.is_home
+        assert run.layers[0].slots.gradients.is_home
     return late
 
 

@@ -1,24 +1,73 @@
-"""Schedule ``s2``: tensor-parallel ranks with the same tokens divide the rows after the gate.
+"""Schedules ``s1`` and ``s2``: ranks send rows to all parts of an expert at once, EP&ESP-AlltoAll.
 
-All Y ranks run the gate on all their common tokens. The n-th row of slot w goes to rank (n + w) mod Y, which
-sends it to all parts of the slot's device (EP&ESP-AlltoAll). The results go to all Y ranks (MP-AllGather),
-simultaneously with the second all-to-all (SAA; Parm, §III-B, Fig. 3c, §III-D).
+Expert tensor parallelism divides each expert into X parts on X ranks. Megatron runs an all-to-all among the
+ranks of one part and then a gather among the parts. Here every rank sends one copy of a row to each part
+(Parm's local dump), and adds the partial results that come back (local combine; §III-C, Fig. 4c and d).
 
-Shape letters: D devices, M model dimension, R rows that a rank receives, T tokens, W slots, Y tensor-parallel
-ranks.
+``s1`` is Megatron's own dispatcher with other numbers: the D * X ranks of all parts take the place of D
+devices, and a slot of a device counts as X slots, one on each part. Local dump and combine then are
+Megatron's permutations.
+
+Under ``s2``, tensor-parallel ranks with the same tokens divide the rows after the gate. All Y ranks run the
+gate on all their common tokens. The n-th row of slot w goes to rank (n + w) mod Y, which sends it to all
+parts of the slot's device. The results go to all Y ranks (MP-AllGather), simultaneously with the second
+all-to-all (SAA; Parm, §III-B, Fig. 3c, §III-D).
+
+Shape letters: D devices, M model dimension, R rows that a rank receives, T tokens, W slots, X
+expert-tensor-parallel peers, Y tensor-parallel ranks.
 """
 
 from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.dispatchers.parm.dual_collectives import OnRows, call_with_dual
 from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
-from megatron_fssdp.dispatchers.parm.s1_dispatcher import S1Dispatcher
 from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute
+
+
+class S1Dispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's dispatcher over the ranks of all parts. With whole experts it equals Megatron's.
+
+    The host waits where it does there. The arguments are those of Megatron's dispatchers, over slots.
+    """
+
+    def __init__(
+        self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any
+    ) -> None:
+        self._num_devices, self._num_parts = pg_collection.ep.size(), pg_collection.expt_tp.size()
+        ranks = pg_collection.tp_ep
+        wide = copy(config)
+        wide.num_moe_experts = config.num_moe_experts * self._num_parts
+        wide.moe_router_topk = config.moe_router_topk * self._num_parts
+        first = ranks.rank() * num_local_experts
+        groups = SimpleNamespace(ep=ranks, expt_tp=None, tp_ep=ranks)
+        super().__init__(num_local_experts, list(range(first, first + num_local_experts)), wide, groups)
+
+    def for_all_parts(self, x: Tensor) -> Tensor:
+        """Repeat the columns ``[T, W]`` of each device's slots for all X parts of the device."""
+        if self._num_parts == 1:
+            return x
+        by_device = x.view(len(x), self._num_devices, 1, -1)
+        return by_device.expand(-1, -1, self._num_parts, -1).reshape(len(x), -1)
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """Megatron's phase for ``[T, M]`` tokens and ``[T, W]`` slots, each on all parts of its device."""
+        return super().dispatch_preprocess(
+            hidden_states, self.for_all_parts(routing_map), self.for_all_parts(probs)
+        )
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """Megatron's last phase; it adds the parts of a result in the data type of the probabilities."""
+        rows = permutated_local_input_tokens
+        # The fused kernel adds in fp32 by itself.
+        is_wide = self._num_parts > 1 and not self.config.moe_permute_fusion
+        output: Tensor = super().combine_postprocess(rows.to(self.probs.dtype) if is_wide else rows)
+        return output.to(rows.dtype)
 
 
 class S2Dispatcher(S1Dispatcher):
@@ -29,20 +78,15 @@ class S2Dispatcher(S1Dispatcher):
     the all-to-all, as in Megatron's dispatcher. The arguments are those of Megatron's dispatchers, over
     slots. Building the object is collective over the tensor-parallel ranks.
 
+    Routing maps must not be padded for quantized experts, because a rank's share of them is no multiple.
+
     Attributes:
         simultaneous: Whether to pass results on slice by slice (SAA) or after all of them have arrived.
-
-    Raises:
-        ConfigurationError: The config pads routing maps for quantized experts, whose shares are no multiples.
     """
 
     def __init__(
         self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any
     ) -> None:
-        if config.moe_router_padding_for_quantization:
-            raise ConfigurationError(
-                "schedule s2: got moe_router_padding_for_quantization, wanted it off; change one of the two"
-            )
         dropping = copy(config)
         dropping.moe_pad_expert_input_to_capacity = False  # A rank's share of an expert's rows varies.
         super().__init__(num_local_experts, local_expert_indices, dropping, pg_collection)

@@ -1,0 +1,197 @@
+"""Measures the cost of messages between devices, and of torch's collectives, inside and between nodes."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.device_clock import elapsed_s
+from megatron_fssdp.collectives.messages import exchange
+from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, LinkFit, fit_link_cost
+from megatron_fssdp.planning.placement.topology import Topology
+
+_WORD_BYTES = 4
+_MESSAGE_BYTES = (1 << 16, 1 << 19, 1 << 22)
+_LONGEST_S = 0.05
+"""Seconds of a message that is worth a measurement of its own.
+
+Experts can have hundreds of MiB, and a fast link reaches its full speed only there. Where the size takes
+longer, the smaller messages have reached it already.
+"""
+_REPETITIONS = 4
+_MOST_ROUNDS = 8
+"""Limit of the repetitions of a round in which the fit finds no cost for bytes.
+
+Other processes on the same cores can delay the small messages of a round as much as the large ones. The
+shortest times of all rounds count, so each further round can only come closer to an undisturbed one.
+"""
+
+
+def measure_links(
+    group: dist.ProcessGroup, topology: Topology, device: torch.device, most_bytes: int = 0
+) -> tuple[LinkCost, LinkCost]:
+    """Measure the cost of one direction of a link inside a node, and of a node's NIC.
+
+    All ranks of the group call it. During a measurement, all links of a class are busy at the same time, in a
+    ring, as they are in a dispatch. If the group has no link of one class, that class gets the cost of the
+    other one. A group of one rank gets zero latency and the lowest beta. Messages of ``most_bytes`` are
+    measured as well where they are fast enough.
+
+    Returns:
+        Cost of an intra-node link and of an inter-node link, equal on all ranks.
+    """
+    rings = (
+        [list(devices) for devices in topology.devices_by_node if len(devices) > 1],
+        [[devices[0] for devices in topology.devices_by_node]] if topology.num_nodes > 1 else [],
+    )
+    measured = [_measure(group, ring, device, most_bytes) if ring else None for ring in rings]
+    intra = measured[0] or measured[1] or LinkCost(0.0, LEAST_BETA_S_PER_BYTE)
+    return intra, measured[1] or intra
+
+
+def _measure(
+    group: dist.ProcessGroup, rings: Sequence[Sequence[int]], device: torch.device, most_bytes: int
+) -> LinkCost:
+    ring = next((ring for ring in rings if group.rank() in ring), ())
+    fastest = [float("inf")] * len(_MESSAGE_BYTES)
+    for _ in range(_MOST_ROUNDS):
+        fastest = [*map(min, fastest, _fastest_exchanges_s(group, ring, device, _MESSAGE_BYTES))]
+        seconds = _slowest(fastest, group, device)
+        cost = fit_link_cost(_MESSAGE_BYTES, seconds)
+        if cost.beta_s_per_byte > LEAST_BETA_S_PER_BYTE:
+            break
+    else:
+        # A planner must not believe that bytes are free. The whole time of the largest message is a limit.
+        return LinkCost(0.0, seconds[-1] / _MESSAGE_BYTES[-1])
+    if most_bytes <= _MESSAGE_BYTES[-1] or cost.time_s(most_bytes) > _LONGEST_S:
+        return cost
+    seconds += _slowest(_fastest_exchanges_s(group, ring, device, [most_bytes]), group, device)
+    return fit_link_cost((*_MESSAGE_BYTES, most_bytes), seconds)
+
+
+def _fastest_exchanges_s(
+    group: dist.ProcessGroup, ring: Sequence[int], device: torch.device, sizes: Sequence[int]
+) -> list[float]:
+    """Shortest measured seconds of an exchange of each size; zeros if this rank is in no ring."""
+    if not ring:
+        return [0.0] * len(sizes)
+    # The first exchange includes the time to connect.
+    return [min([_exchange_s(group, ring, size, device) for _ in range(_REPETITIONS)][1:]) for size in sizes]
+
+
+def _slowest(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Highest seconds of all ranks, equal on all: the slowest link of a class determines its cost."""
+    highest = torch.tensor(seconds, dtype=torch.float64).to(device)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return [*highest.tolist()]
+
+
+def _exchange_s(group: dist.ProcessGroup, ring: Sequence[int], num_bytes: int, device: torch.device) -> float:
+    outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    incoming = torch.empty_like(outgoing)
+    return elapsed_s(lambda: pass_on(group, ring, outgoing, incoming), device)
+
+
+def pass_on(
+    group: dist.ProcessGroup, ring: Sequence[int], outgoing: torch.Tensor, incoming: torch.Tensor
+) -> None:
+    """Send a tensor to the next rank of a ring, and fill one from the rank before; all of them call it."""
+    position = ring.index(group.rank())
+    ahead, behind = ring[(position + 1) % len(ring)], ring[position - 1]
+    exchange([(ahead, outgoing)], [(behind, incoming)], group)
+
+
+def measure_collective(
+    name: str,
+    group: dist.ProcessGroup | None,
+    everyone: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    message_bytes: Sequence[int],
+    num_repetitions: int,
+    num_near: int = 0,
+) -> LinkFit:
+    """Measure the cost of one collective while all groups run it at the same time.
+
+    All ranks of ``everyone`` call it. The result, alpha (seconds) and beta (seconds per byte), uses the
+    longest :func:`median_s` of all ranks and is equal on all of them.
+
+    Args:
+        name: ``point_to_point``, ``row_exchange``, ``all_to_all``, ``all_gather``, ``reduce_scatter``,
+            ``all_reduce`` or ``broadcast``.
+        group: Process group of this rank, with at least two ranks. ``None`` if this rank only waits.
+        everyone: Process group of all ranks that measure.
+        device: Device of the messages' tensors.
+        message_bytes: Message sizes to measure: bytes that the busiest device sends. With this definition,
+            the bandwidths of all collectives are comparable.
+        num_repetitions: Number of measured calls for each size.
+        num_near: Number of other ranks of the group in a device's own node, for collectives in which all
+            ranks exchange with all. Bytes that the device sends to these ranks are not counted.
+    """
+    calls: list[tuple[Callable[[], object], int]] = [
+        _prepare(name, num_bytes, group, device, num_near) if group is not None else (lambda: None, 0)
+        for num_bytes in message_bytes
+    ]
+    measured = [
+        (sent_bytes, median_s(call, everyone, device, num_repetitions) * (group is not None))
+        for call, sent_bytes in calls
+    ]
+    most = torch.tensor(measured, dtype=torch.float64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=everyone)
+    sent, seconds = most.T.tolist()
+    return LinkFit.of(sent, seconds)
+
+
+def median_s(
+    call: Callable[[], object], everyone: dist.ProcessGroup, device: torch.device, num_repetitions: int
+) -> float:
+    """Median seconds of a call; before each, all ranks of ``everyone`` meet at a barrier.
+
+    A first call, which includes the time to connect, does not count.
+    """
+    seconds = []
+    for _ in range(1 + num_repetitions):
+        dist.barrier(group=everyone)
+        seconds.append(elapsed_s(call, device))
+    return statistics.median(seconds[1:])
+
+
+def _prepare(
+    name: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device, num_near: int
+) -> tuple[Callable[[], object], int]:
+    """The collective as a function, and the bytes that the busiest device sends in one call, in whole words.
+
+    In all-gather, reduce-scatter and all-to-all, a device sends ``D - 1`` of ``D`` parts. In all-reduce, it
+    sends twice as much (reduce-scatter and all-gather). In a broadcast, every device except the last passes
+    the whole message on.
+    """
+    size = group.size()
+
+    def words(number: float) -> torch.Tensor:
+        return torch.zeros(max(1, round(number / _WORD_BYTES)), device=device)
+
+    if name == "point_to_point":
+        outgoing = words(num_bytes)
+        incoming = torch.empty_like(outgoing)
+        return lambda: pass_on(group, range(size), outgoing, incoming), outgoing.nbytes
+    if name == "broadcast":
+        message = words(num_bytes)
+        return lambda: dist.broadcast(message, group=group, group_src=0), message.nbytes
+    if name == "all_reduce":
+        message = words(num_bytes * size / (2 * (size - 1)))
+        sent_bytes = round(message.nbytes * 2 * (size - 1) / size)
+        return lambda: dist.all_reduce(message, group=group), sent_bytes
+    num_counted = size - 1 - num_near
+    part = words(num_bytes / num_counted)
+    whole = part.repeat(size)
+    sent_bytes = part.nbytes * num_counted
+    if name in ("row_exchange", "all_to_all"):
+        splits = [part.numel()] * size if name == "row_exchange" else None
+        received = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(received, whole, splits, splits, group=group), sent_bytes
+    if name == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group), sent_bytes
+    if name == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole, group=group), sent_bytes
+    raise ValueError(f"collective {name!r} is not known")
