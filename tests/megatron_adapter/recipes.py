@@ -230,7 +230,7 @@ def _refusal(recipe: Recipe) -> str | None:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_fssdp.config.errors import ConfigurationError
-    from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+    from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
     from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
     from megatron_fssdp.megatron_adapter.support.limits import EVERY, Facts, check_limits, is_met
     from megatron_fssdp.strategies.registry import build_strategy

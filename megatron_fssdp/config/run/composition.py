@@ -11,18 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import (
-    Problem,
-    checked,
     closest,
     describe_value,
     load_yaml,
     merged,
-    one_line,
     parse_override,
+    validate,
 )
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
@@ -31,8 +29,7 @@ from megatron_fssdp.config.shipped_files import shipped_run, shipped_runs
 INCLUDE_KEY = "include"
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """The keys and values of one file, without those of files that it includes, or of one option.
 
     ``name`` is the file's path or the option as typed. Error messages about the values start with it.
@@ -57,7 +54,7 @@ class Composition:
     @property
     def data(self) -> dict[str, Any]:
         """The combined keys and values of all layers."""
-        return combined(self.layers)
+        return reduce(lay_over, (layer.data for layer in self.layers), {})
 
     def under(self, layers: Iterable[Layer]) -> "Composition":
         """Return these layers with more of them on top."""
@@ -71,17 +68,14 @@ class Composition:
                 option that gives the wrong value. If values contradict each other, it names the options that
                 give one of them, or else the files.
         """
-        result = checked(RunConfig, self.data)
-        if isinstance(result, RunConfig):
-            return result
-        raise ConfigurationError(one_line([(self._source(problem), problem.text) for problem in result]))
+        return validate(RunConfig, self.data, self._source)
 
-    def _source(self, problem: Problem) -> str:
+    def _source(self, path: tuple[str, ...], text: str) -> str:
         for layer in reversed(self.layers):
-            if problem.path and _holds(layer.data, problem.path):
+            if path and _holds(layer.data, path):
                 return layer.name
         options = (layer for layer in self.layers if layer.name.startswith("-"))
-        words = set(re.findall(r"\w+", problem.text))
+        words = set(re.findall(r"\w+", text))
         causes = [one.name for one in options if words.intersection(_names_in(one.data))]
         return " ".join(causes) or ", ".join(self.names)
 
@@ -132,11 +126,6 @@ def words_layer(words: Sequence[str], below: Mapping[str, Any]) -> Layer:
         homes += [section for section in SECTIONS if _holds(below, (section, key))]
         data.setdefault((*homes, megatron_options.section_of(key))[0], {})[key] = value
     return Layer(name, data)
-
-
-def combined(layers: Iterable[Layer]) -> dict[str, Any]:
-    """Return the keys and values of all layers, of which later ones win."""
-    return reduce(lay_over, (layer.data for layer in layers), {})
 
 
 def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """All settings of one training run, as one YAML file holds them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from megatron_fssdp.config.loading import Problems, Settings
 from megatron_fssdp.config.run import megatron_options, rules
 from megatron_fssdp.config.run.sections import (
     DataSettings,
@@ -13,8 +14,7 @@ from megatron_fssdp.config.run.sections import (
     Section,
     TrainingArguments,
 )
-from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
-from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
+from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 
 SECTIONS: Mapping[str, type[Section]] = {
     "model": ModelArguments,
@@ -24,10 +24,8 @@ SECTIONS: Mapping[str, type[Section]] = {
 """Sections with arguments of Megatron, and the models of their keys."""
 
 
-class StrategySection(BaseModel):
+class StrategySection(Settings):
     """The MoE load-balancing strategy of a run and the strategy's own settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(default="none", description="Name of the strategy.")
     settings: dict[str, Any] = Field(
@@ -36,18 +34,14 @@ class StrategySection(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.resolve()
+        strategy_settings(self.name, self.settings, "strategy.settings")
         return self
 
-    def resolve(self) -> StrategySettings:
-        """Return the settings as an instance of the strategy's own settings model."""
-        return strategy_settings(self.name, self.settings, "strategy.settings")
 
-
-class RunConfig(BaseModel):
+class RunConfig(Settings):
     """Settings of a training run: model, data, parallelism, training and strategy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", title="megatron-fssdp training run")
+    model_config = ConfigDict(title="megatron-fssdp training run")
 
     model: ModelArguments = Field(description="Architecture of the model.")
     data: DataSettings = Field(default_factory=DataSettings, description="Training data and tokenizer.")
@@ -59,29 +53,36 @@ class RunConfig(BaseModel):
         default_factory=StrategySection, description="MoE load-balancing strategy."
     )
 
-    @staticmethod
-    def key_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield path and problem of every key of a run that no section declares and Megatron refuses."""
+    @classmethod
+    def key_problems(cls, data: Mapping[str, Any]) -> Problems:
+        """Return what is wrong with keys that no section declares; Megatron's parser judges their values."""
         homes = {key: section for section, model in SECTIONS.items() for key in model.model_fields}
+        problems: Problems = {}
         for section, model in SECTIONS.items():
             values = data.get(section)
             for key, value in values.items() if isinstance(values, Mapping) else ():
                 if key in model.model_fields:
                     continue
                 if (home := homes.setdefault(key, section)) != section:
-                    problem = f"unknown key '{key}'; it is under {home}"
-                elif key not in megatron_options.options():
-                    declared = list(model.model_fields)
-                    problem = megatron_options.unknown_option(key, declared, model.own_keys())
+                    text = f"unknown key '{key}'; it is under {home}"
+                elif key in megatron_options.options():
+                    text = megatron_options.problem(key, value)
                 else:
-                    problem = megatron_options.problem(key, value)
-                if problem:
-                    yield (section, key), problem
+                    text = megatron_options.unknown_option(key, list(model.model_fields), model.own_keys())
+                if text:
+                    problems[section, key] = text
+        return problems
 
     def megatron_values(self) -> dict[str, Any]:
         """Return the arguments of Megatron that this run gives, by name. None: without a value."""
-        sections = (self.model, self.parallelism, self.training)
-        return {key: value for section in sections for key, value in section.megatron_values().items()}
+        return {
+            name: value
+            for section in (self.model, self.parallelism, self.training)
+            for name, value in section
+            if name in section.model_fields_set
+            and name not in section.own_keys()
+            and (value is not None or name not in type(section).model_fields)
+        }
 
     @property
     def vocab_size(self) -> int:

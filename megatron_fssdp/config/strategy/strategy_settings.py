@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import Settings
 
 KEEP_OWNERS = "set reshard_interval=0 (under auto smartmoe=false)"
 """Advice in error messages for setups in which owners cannot be moved."""
@@ -87,10 +88,10 @@ def key(
     )
 
 
-class StrategySettings(BaseModel):
+class StrategySettings(Settings):
     """Keys of every strategy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(validate_default=True)
 
     record_dir: Path | None = key(
         None, "Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records."

@@ -2,8 +2,7 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import checks_plans, profile_iterations
 
 
