@@ -291,7 +291,7 @@ def variant_of(text: str) -> Any:
     overrides = [one for one in given.split(";") if one]
     if name == "fssdp":
         overrides = [f"{key}={value}" for key, value in FSSDP_DEFAULTS.items()] + overrides
-    _, settings = resolve_strategy(name, overrides=overrides)
+    settings = resolve_strategy(name, overrides=overrides)
     return Variant(text, name, settings if isinstance(settings, PlacementSettings) else None)
 
 

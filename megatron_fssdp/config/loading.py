@@ -7,6 +7,7 @@ import difflib
 import json
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +20,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.yaml_text import parse_yaml
 
 _MAX_ERRORS_SHOWN = 4
-
 
 Problems = dict[tuple[str, ...], str]
 """What is wrong in a mapping, by the path of the key."""
@@ -102,9 +102,7 @@ def merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validate[ModelT: Settings](
-    model_cls: type[ModelT],
-    data: Mapping[str, Any],
-    source: str | Callable[[tuple[str, ...], str], str],
+    model_cls: type[ModelT], data: Mapping[str, Any], source: str | Callable[[tuple[str, ...], str], str]
 ) -> ModelT:
     """Build a settings model from plain values, without converting types.
 
@@ -133,8 +131,9 @@ def validate[ModelT: Settings](
         f"{name}: {'; '.join(text for _, text in group)}"
         for name, group in groupby(texts[:_MAX_ERRORS_SHOWN], key=lambda one: one[0])
     ]
-    hidden = len(texts) - len(texts[:_MAX_ERRORS_SHOWN])
-    raise ConfigurationError("; ".join([*shown, *([f"and {hidden} more"] if hidden else [])]))
+    if len(texts) > _MAX_ERRORS_SHOWN:
+        shown.append(f"and {len(texts) - _MAX_ERRORS_SHOWN} more")
+    raise ConfigurationError("; ".join(shown))
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
@@ -188,8 +187,7 @@ def _key_path(details: ErrorDetails, data: Any) -> tuple[str, ...]:
     """Return the user's keys in an error's location, which also has pydantic's names of alternatives."""
     path: list[str] = []
     for part in details["loc"]:
-        is_item = isinstance(data, list) and isinstance(part, int) and part < len(data)
-        if is_item or (isinstance(data, Mapping) and part in data):
+        with suppress(LookupError, TypeError):
             data = data[part]
             path.append(str(part))
     if details["type"] == "missing":
@@ -200,9 +198,8 @@ def _key_path(details: ErrorDetails, data: Any) -> tuple[str, ...]:
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel]:
     """Return the model that holds the keys at a path."""
     for part in path:
-        if field := model.model_fields.get(
-            part
-        ):  # there is none for an item of a list, or a key of a mapping
+        # Items of a list and keys of a mapping have no field.
+        if field := model.model_fields.get(part):
             model = next(_models_in(field.annotation), model)
     return model
 

@@ -239,7 +239,8 @@ def _refusal(recipe: Recipe) -> str | None:
     # Scripts of other packages (ModelOpt, Flextron) have flags of their own.
     chosen = flags(f"{STRATEGY} {recipe.settings}").split()
     args, _ = parser.parse_known_args([*words_of(recipe.flags), *chosen])
-    name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
+    name = args.moe_strategy
+    settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
     try:
         check_limits(name, build_strategy(name, settings), args)
     except ConfigurationError as error:  # The first refusal would hide the others.

@@ -23,7 +23,7 @@ from megatron_fssdp.config.loading import (
     validate,
 )
 from megatron_fssdp.config.run import megatron_options
-from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
+from megatron_fssdp.config.run.run_config import HOMES, SECTIONS, RunConfig
 from megatron_fssdp.config.shipped_files import shipped_run, shipped_runs
 
 INCLUDE_KEY = "include"
@@ -41,11 +41,9 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Composition:
-    """Layers of settings.
+    """Layers of settings: all files with those that they include, then options. Higher, later layers win.
 
-    Attributes:
-        names: The files as the user gave them.
-        layers: These, all files that they include, and options, from bottom to top. Higher layers win.
+    ``names`` are the files as the user gave them.
     """
 
     names: tuple[str, ...]
@@ -110,7 +108,7 @@ def set_layers(overrides: Iterable[str]) -> list[Layer]:
 def words_layer(words: Sequence[str], below: Mapping[str, Any]) -> Layer:
     """Return the layer of ``-- WORDS``: arguments in Megatron's own form, which are settings like all others.
 
-    An argument that the layers ``below`` have stays in its section.
+    An argument that ``below`` has stays in its section there.
 
     Raises:
         ConfigurationError: Megatron's parser refuses a word.
@@ -122,9 +120,9 @@ def words_layer(words: Sequence[str], below: Mapping[str, Any]) -> Layer:
         raise ConfigurationError(f"{name}: {error}") from None
     data: dict[str, dict[str, Any]] = {}
     for key, value in given.items():
-        homes = [section for section, model in SECTIONS.items() if key in model.model_fields]
-        homes += [section for section in SECTIONS if _holds(below, (section, key))]
-        data.setdefault((*homes, megatron_options.section_of(key))[0], {})[key] = value
+        given_in = (section for section in SECTIONS if _holds(below, (section, key)))
+        home = HOMES.get(key) or next(given_in, megatron_options.section_of(key))
+        data.setdefault(home, {})[key] = value
     return Layer(name, data)
 
 

@@ -46,10 +46,7 @@ def section_of(name: str) -> str:
 
 
 def unknown_option(name: str, declared: Sequence[str], own: Sequence[str]) -> str:
-    """Return the message for a key that is no option, but maybe one of ``declared``.
-
-    ``own`` are those of them that are not arguments of Megatron.
-    """
+    """Return the message for a key that is no option; some declared ones, ``own``, are none either."""
     flag = f"--{name.replace('_', '-')}"
     given = [dest for dest, action in options().items() if flag in action.option_strings]
     near = (*given, closest(name, declared) or closest(name, list(options())))[0]
@@ -96,8 +93,7 @@ def parsed(given: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigurationError: Megatron's parser refuses the words.
     """
-    # Every default is replaced, so that only what was given is found.
-    absent = argparse.Namespace(**dict.fromkeys(options(), ...))
+    absent = argparse.Namespace(**dict.fromkeys(options(), ...))  # in the place of every default
     try:
         known, unknown = megatron_parser().parse_known_args(list(given), absent)
     except argparse.ArgumentError as error:
@@ -139,7 +135,7 @@ def schema() -> dict[str, Any]:
 def description(name: str) -> str:
     """Return Megatron's help text of an option, and for a flag that switches something off its name."""
     action = options()[name]
-    text = " ".join((action.help or "").split()) or "Megatron's argument."
+    text = " ".join((action.help or "Megatron's argument.").split())
     return f"false is {action.option_strings[0]}: {text}" if action.const is False else text
 
 
@@ -218,13 +214,10 @@ def _read_actions() -> list[argparse.Action]:
     for action in parser._actions:
         action.title = str(getattr(action, "container").title)  # type: ignore[attr-defined]  # noqa: B009
         del action.container  # type: ignore[attr-defined]
-        function: Any = action.type
-        if any(isinstance(choice, enum.Enum) for choice in action.choices or ()) or "<locals>" in getattr(
-            function, "__qualname__", ""
-        ):
-            action.type = str
-        elif inspect.isfunction(function):
-            action.type = Converter(function.__module__, function.__qualname__)
+        if "<locals>" in getattr(action.type, "__qualname__", ""):
+            action.type = str  # this function makes items of an enumeration, for which their names stand
+        elif inspect.isfunction(action.type):
+            action.type = Converter(action.type.__module__, action.type.__qualname__)
         if action.choices is not None:
             action.choices = [one.name if isinstance(one, enum.Enum) else one for one in action.choices]
         if isinstance(action.default, enum.Enum):

@@ -99,9 +99,9 @@ def load_sweep(file: Path) -> SweepConfig:
         ConfigurationError: The file cannot be read, or its settings are invalid.
     """
     sweep = validate(SweepConfig, load_yaml(file), str(file))
-    beside = [file.parent / name for name in sweep.run]
-    names = [str(path) if path.exists() else name for path, name in zip(beside, sweep.run, strict=True)]
-    return sweep.model_copy(update={"run": tuple(names)})
+    beside = ((name, file.parent / name) for name in sweep.run)
+    run = tuple(str(path) if path.exists() else name for name, path in beside)
+    return sweep.model_copy(update={"run": run})
 
 
 def sweep_schema() -> dict[str, Any]:

@@ -27,29 +27,21 @@ def profile_iterations() -> int:
 
     Times of the first one, which is cold, count only if it is the only one. Three are enough on all machines
     that were tried; ``FSSDP_PROFILE_ITERATIONS`` gives another number to tests.
-
-    Raises:
-        ConfigurationError: The variable is no whole number of at least 1.
     """
     return _number_in(PROFILE_VARIABLE, "3", r"0*[1-9][0-9]*", "a whole number of at least 1")
 
 
 def checks_plans() -> bool:
-    """Whether ranks compare a hash of every plan before it is used: ``FSSDP_CHECK_PLANS=1``, for debugging.
-
-    Raises:
-        ConfigurationError: The variable is neither 0 nor 1.
-    """
+    """Whether ranks compare a hash of every plan before use, for debugging: ``FSSDP_CHECK_PLANS=1``."""
     return _number_in(CHECK_VARIABLE, "0", "[01]", "0 or 1") == 1
 
 
 def _number_in(variable: str, default: str, pattern: str, wanted: str) -> int:
-    given = os.environ.get(variable, default)
-    if not re.fullmatch(pattern, given):
-        raise ConfigurationError(
-            f"{variable}: got '{given}', wanted {wanted}; change the environment variable or unset it"
-        )
-    return int(given)
+    if re.fullmatch(pattern, given := os.environ.get(variable, default)):
+        return int(given)
+    raise ConfigurationError(
+        f"{variable}: got '{given}', wanted {wanted}; change the environment variable or unset it"
+    )
 
 
 CollectiveOrder = Literal["auto", "baseline", "megatron", "s1", "s2"]

@@ -169,7 +169,8 @@ def requested_by(args: Any) -> RequestedStrategy:
     Raises:
         ConfigurationError: A setting is wrong, or the strategy does not support the model or an argument.
     """
-    name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
+    name = args.moe_strategy
+    settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
     if not isinstance(settings, PlacementSettings):
         return RequestedStrategy(name, settings, None)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)

@@ -96,7 +96,7 @@ def test_training_and_simulator_agree(
 
     monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", str(MEASURED))
     register_example()
-    strategy = build_strategy(*resolve_strategy(name, None, keys))  # type: ignore[arg-type]
+    strategy = build_strategy(name, resolve_strategy(name, None, keys))  # type: ignore[arg-type]
     simulated = replay_strategy(
         strategy, read_loads(tmp_path).counts_ILDE, TOPOLOGY, PROFILE, lambda *record: record[3:]
     )

@@ -110,7 +110,8 @@ def _elements(job: Job) -> int:
     args = parse_args(add_strategy_arguments)
     args.world_size = job.num_ranks
     validate_args(args)
-    name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
+    name = args.moe_strategy
+    settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
     assert name == job.strategy
     if name != "none":
         check_limits(name, build_strategy(name, settings), args)
