@@ -106,8 +106,7 @@ def validate[ModelT: Settings](
 ) -> ModelT:
     """Build a settings model from plain values, without converting types.
 
-    ``source`` is the file or option that the values come from, or finds it for the path of a key and what is
-    wrong there.
+    ``source`` is the file or option that the values come from, or finds it for a key's path and its problem.
 
     Raises:
         ConfigurationError: The values are invalid. One line has the source, and for each problem the path of

@@ -1,8 +1,6 @@
-"""Combines a run's settings from several YAML files and options of the command line.
+"""Combines a run's settings from YAML files, the files that these ``include``, and options of a command.
 
-A file lists the files that it builds on under the key ``include``. The command line also accepts several
-files, for example a model, a cluster and a strategy, and options. All of them are layers on each other: for
-each key, the value of the topmost layer wins.
+All of them are layers on each other: for each key, the value of the topmost layer wins.
 """
 
 import os
@@ -14,14 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import (
-    closest,
-    describe_value,
-    load_yaml,
-    merged,
-    parse_override,
-    validate,
-)
+from megatron_fssdp.config.loading import closest, describe_value, load_yaml, merged, parse_override, validate
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.run.run_config import HOMES, SECTIONS, RunConfig
 from megatron_fssdp.config.shipped_files import shipped_run, shipped_runs
@@ -63,8 +54,8 @@ class Composition:
 
         Raises:
             ConfigurationError: The settings are invalid. One line names every problem, after the file or
-                option that gives the wrong value. If values contradict each other, it names the options that
-                give one of them, or else the files.
+                option that gives the wrong value. For values that contradict each other, these are the
+                options that give one of them, or else the files.
         """
         return validate(RunConfig, self.data, self._source)
 
@@ -81,8 +72,8 @@ class Composition:
 def compose(files: Iterable[Path | str]) -> Composition:
     """Read settings files, of which later ones win, and all files that they include.
 
-    A path in ``include`` is relative to the folder of the file that includes it. If no file exists at a path,
-    the path is the name of a file that comes with the package (``shipped_files.shipped_run``).
+    A path in ``include`` is relative to the folder of its file. Where no file exists, it is the name of one
+    that comes with the package (``shipped_files.shipped_run``).
 
     Raises:
         ConfigurationError: A file cannot be read, or includes itself directly or through others.
@@ -127,11 +118,7 @@ def words_layer(words: Sequence[str], below: Mapping[str, Any]) -> Layer:
 
 
 def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Layer one mapping on another (:func:`.merged`).
-
-    If ``high`` names another strategy than ``low``, the strategy settings of ``low`` are dropped, because
-    settings belong to their strategy.
-    """
+    """Layer one mapping on another (:func:`.merged`); another strategy's name drops the settings below it."""
     section, below = high.get("strategy"), low.get("strategy")
     if isinstance(section, Mapping) and isinstance(below, Mapping):
         name_below = below.get("name", "none")

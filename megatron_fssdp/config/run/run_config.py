@@ -13,20 +13,13 @@ from typing import Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from megatron_fssdp.config.loading import Problems, Settings
-from megatron_fssdp.config.run import megatron_options
-from megatron_fssdp.config.run.sections import (
-    DataSettings,
-    ModelArguments,
-    ParallelismArguments,
-    Section,
-    TrainingArguments,
-)
+from megatron_fssdp.config.run import megatron_options, sections
 from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 
-SECTIONS: Mapping[str, type[Section]] = {
-    "model": ModelArguments,
-    "parallelism": ParallelismArguments,
-    "training": TrainingArguments,
+SECTIONS: Mapping[str, type[sections.Section]] = {
+    "model": sections.ModelArguments,
+    "parallelism": sections.ParallelismArguments,
+    "training": sections.TrainingArguments,
 }
 """Sections with arguments of Megatron, and the models of their keys."""
 
@@ -72,12 +65,14 @@ class RunConfig(Settings):
 
     model_config = ConfigDict(title="megatron-fssdp training run")
 
-    model: ModelArguments = Field(description="Architecture of the model.")
-    data: DataSettings = Field(default_factory=DataSettings, description="Training data and tokenizer.")
-    parallelism: ParallelismArguments = Field(
-        default_factory=ParallelismArguments, description="Number of ranks and parallel sizes."
+    model: sections.ModelArguments = Field(description="Architecture of the model.")
+    data: sections.DataSettings = Field(
+        default_factory=sections.DataSettings, description="Training data and tokenizer."
     )
-    training: TrainingArguments = Field(description="Batch sizes, optimizer, precision and outputs.")
+    parallelism: sections.ParallelismArguments = Field(
+        default_factory=sections.ParallelismArguments, description="Number of ranks and parallel sizes."
+    )
+    training: sections.TrainingArguments = Field(description="Batch sizes, optimizer, precision and outputs.")
     strategy: StrategySection = Field(
         default_factory=StrategySection, description="MoE load-balancing strategy."
     )
@@ -125,14 +120,13 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        sections = {section: getattr(self, section) for section in SECTIONS}
-        values = {name: value for section in sections.values() for name, value in section}
+        given = [(part, *item) for part in SECTIONS for item in getattr(self, part)]
+        values = {name: value for _, name, value in given}
         texts = chain(_sizes(self, values), _model(self.model, values), _training(self))
         if text := next(texts, ""):
             shown = {
-                name: f"{key}.{name} {value if isinstance(value, str) else json.dumps(value, default=str)}"
-                for key, section in sections.items()
-                for name, value in section
+                name: f"{part}.{name} {value if isinstance(value, str) else json.dumps(value, default=str)}"
+                for part, name, value in given
             }
             raise ValueError(text.format_map({**shown, "strategy": f"strategy '{self.strategy.name}'"}))
         return self
@@ -175,7 +169,7 @@ def _sizes(run: RunConfig, values: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _model(model: ModelArguments, values: Mapping[str, Any]) -> Iterator[str]:
+def _model(model: sections.ModelArguments, values: Mapping[str, Any]) -> Iterator[str]:
     layers = model.moe_layer_freq
     if isinstance(layers, int) and layers < 1:
         yield f"model.moe_layer_freq: got {layers}, wanted 1 or more"

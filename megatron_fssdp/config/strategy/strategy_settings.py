@@ -135,11 +135,7 @@ class PlacementSettings(StrategySettings):
         return self
 
     def check_num_experts(self, num_experts: int) -> None:
-        """Refuse settings that do not fit the number of routed experts of a layer.
-
-        Raises:
-            ConfigurationError: The value of a key is larger than the number of experts.
-        """
+        """Raise a ConfigurationError if a key counts more experts than a layer has."""
         for key in self.counts_of_experts:
             value = getattr(self, key)
             if value is not None and value > num_experts:
