@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.result_file import write_result
-from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.cluster_description import load_cluster
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs

@@ -25,8 +25,7 @@ import numpy as np
 
 from benchmarks.testbed.__main__ import counts_of, parser, variant_of
 from benchmarks.testbed.stack_inputs import StackSize
-from megatron_fssdp.config.cluster_description import ClusterDescription, LinkDescription
-from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.cluster_description import ClusterDescription, LinkDescription, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.simulation.moe_job import MoeJob

@@ -77,7 +77,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "cost": {"", "placement", "transfer", "dispatch"},
         "papers": {"", "placement", "transfer", "dispatch", "cost"},
     },
-    "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}, "sweep": {"", "strategy", "run"}},
+    "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}},
     "collectives": {"": set(), "sparse": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},
     "runtime": {

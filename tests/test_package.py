@@ -90,7 +90,7 @@ def test_an_unpacked_wheel_finds_its_configs_from_any_folder(
     code = (
         "import megatron_fssdp.config.shipped_files as files;"
         "from megatron_fssdp.config.run.composition import load_run;"
-        "from megatron_fssdp.config.cluster_files import load_cluster;"
+        "from megatron_fssdp.config.cluster_description import load_cluster;"
         "assert files.__file__.startswith(SITE), files.__file__;"
         "assert str(files.shipped_folder()).startswith(SITE);"
         "load_cluster('hecate-a'); import sys;"

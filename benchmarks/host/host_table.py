@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.host.drifting_jobs import drifting_loads, job_of, names
 from benchmarks.result_file import write_result
-from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.cluster_description import load_cluster
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.planning.cost import host_seconds

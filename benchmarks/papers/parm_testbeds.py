@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.cluster_description import load_cluster
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.tensor_schedules import Group, Kind, ScheduleCosts
 

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.papers.setting import PROFILED, Setting
-from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 from megatron_fssdp.planning.papers.prophet_planner import ProphetModel
 from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.layer_plan import LayerPlan

@@ -9,11 +9,10 @@ from functools import cache
 import numpy as np
 
 from benchmarks.papers.systems import described_systems
-from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.loading import validate
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate

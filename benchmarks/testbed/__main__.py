@@ -128,7 +128,7 @@ def _run_profile(options: argparse.Namespace, nodes: Any) -> None:
     """Measure the links between the nodes as ``megatron-fssdp profile`` does. Compute has the stated pace."""
     from benchmarks.testbed.link_profile import profile_nodes
     from benchmarks.testbed.nodes.processes import run_on_nodes
-    from megatron_fssdp.config.cluster_files import cluster_yaml
+    from megatron_fssdp.config.cluster_description import cluster_yaml
 
     name = f"testbed, {options.rate}"
     cluster = run_on_nodes(
@@ -159,7 +159,7 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         nominal_cluster,
         third_of_balanced_iteration_s,
     )
-    from megatron_fssdp.config.cluster_files import load_cluster
+    from megatron_fssdp.config.cluster_description import load_cluster
     from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
     from megatron_fssdp.planning.cost.layer_profile import LayerProfile
     from megatron_fssdp.planning.cost.link_seconds import cluster_cost
@@ -284,14 +284,14 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
 
 def variant_of(text: str) -> Any:
     from benchmarks.testbed.measurement import Variant
-    from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+    from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
     from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 
     name, _, given = text.partition(":")
     overrides = [one for one in given.split(";") if one]
     if name == "fssdp":
         overrides = [f"{key}={value}" for key, value in FSSDP_DEFAULTS.items()] + overrides
-    _, settings = resolve_strategy(name, overrides=overrides)
+    settings = resolve_strategy(name, overrides=overrides)
     return Variant(text, name, settings if isinstance(settings, PlacementSettings) else None)
 
 

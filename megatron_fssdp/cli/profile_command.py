@@ -54,7 +54,7 @@ def profile_command(
 
     The command measures the ranks that torchrun started. With --nproc it starts ranks on this machine.
     """
-    from megatron_fssdp.config.cluster_files import cluster_yaml
+    from megatron_fssdp.config.cluster_description import cluster_yaml
     from megatron_fssdp.config.run.composition import load_run
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings, profile_cluster
 

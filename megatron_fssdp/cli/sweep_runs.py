@@ -13,8 +13,7 @@ from rich.console import Console
 from megatron_fssdp.cli.analysis.what_if import what_if
 from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.sweep.planned_runs import PlannedRun, planned_runs
-from megatron_fssdp.config.sweep.sweep_config import load_sweep
+from megatron_fssdp.config.run.sweep import PlannedRun, load_sweep, planned_runs
 from megatron_fssdp.config.written_files import refuse_non_folder, written_file
 from megatron_fssdp.launch.failure_report import failure_reason
 from megatron_fssdp.launch.rank_processes import exit_code_after

@@ -5,9 +5,15 @@ profile`` measures a cluster and writes its description. Descriptions can also b
 in ``configs/clusters/`` state the source of every figure.
 """
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import Settings, load_yaml, unknown_name, validate
+from megatron_fssdp.config.shipped_files import known_clusters
+from megatron_fssdp.config.yaml_text import format_yaml
 
 CollectiveName = Literal[
     "point_to_point", "row_exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast"
@@ -15,10 +21,8 @@ CollectiveName = Literal[
 LinkClass = Literal["intra_node", "inter_node"]
 
 
-class LinkDescription(BaseModel):
+class LinkDescription(Settings):
     """Cost of a link: a transfer takes ``alpha_s + bytes / bandwidth_bytes_per_s`` (Parm, §V, Eq. 12)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     alpha_s: float = Field(ge=0, description="Seconds to start a transfer of any size.")
     bandwidth_bytes_per_s: float = Field(gt=0, description="Bytes per second in one direction.")
@@ -35,10 +39,8 @@ class FittedLink(LinkDescription):
     )
 
 
-class ClusterDescription(BaseModel):
+class ClusterDescription(Settings):
     """Numbers of a cluster that has equal nodes with equal devices."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(description="Name of the cluster in reports.")
     num_nodes: int = Field(ge=1, description="Number of nodes (machines).")
@@ -73,3 +75,28 @@ class ClusterDescription(BaseModel):
     def num_devices(self) -> int:
         """Number of devices of the whole cluster."""
         return self.num_nodes * self.devices_per_node
+
+
+def load_cluster(path_or_name: Path | str) -> ClusterDescription:
+    """Read a cluster description from a YAML file, or by a name in ``configs/clusters``.
+
+    A name is looked up in the working folder, then among the descriptions that come with the package.
+
+    Raises:
+        ConfigurationError: No such file or name exists, or the file is not a valid cluster description.
+    """
+    path = Path(path_or_name)
+    if not (path.is_file() or path.suffix in (".yaml", ".yml") or len(path.parts) != 1):
+        known = known_clusters()
+        if path.name not in known:
+            message = unknown_name("cluster", path.name, known)
+            raise ConfigurationError(f"{message}; or give the path of a YAML file")
+        path = known[path.name]
+    return validate(ClusterDescription, load_yaml(path), str(path))
+
+
+def cluster_yaml(description: ClusterDescription, comment: str = "") -> str:
+    """Return a description as YAML text that :func:`load_cluster` reads, below the lines of a comment."""
+    header = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+    data = description.model_dump(mode="json", exclude_none=True)
+    return header + format_yaml(data, width=100)

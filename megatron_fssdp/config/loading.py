@@ -6,13 +6,14 @@ Every mistake of a user gives a :class:`ConfigurationError` with a one-line mess
 import difflib
 import json
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -20,12 +21,19 @@ from megatron_fssdp.config.yaml_text import parse_yaml
 
 _MAX_ERRORS_SHOWN = 4
 
+Problems = dict[tuple[str, ...], str]
+"""What is wrong in a mapping, by the path of the key."""
 
-class Problem(NamedTuple):
-    """What is wrong in a mapping: the path of the key, and one line that names it."""
 
-    path: tuple[str, ...]
-    text: str
+class Settings(BaseModel):
+    """Settings that never change and refuse keys that they do not declare."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def key_problems(cls, data: Mapping[str, Any]) -> Problems:
+        """Return what is wrong with keys that pydantic cannot judge."""
+        return {}
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:
@@ -54,11 +62,7 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 def apply_overrides(
     data: Mapping[str, Any], overrides: Iterable[str], asked_by: str = "override"
 ) -> dict[str, Any]:
-    """Return a mapping with ``key=value`` overrides merged into it, of which later ones win.
-
-    Raises:
-        ConfigurationError: A text is not ``key=value`` (see :func:`parse_override`).
-    """
+    """Return a mapping with ``key=value`` overrides merged into it as :func:`parse_override` reads them."""
     return reduce(merged, (parse_override(text, asked_by) for text in overrides), dict(data))
 
 
@@ -92,49 +96,43 @@ def merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
         below = low.get(key)
         if not isinstance(below, Mapping):
             result[key] = value
-        elif isinstance(value, Mapping):
-            result[key] = merged(below, value)
         elif value is not None:
-            result[key] = value
+            result[key] = merged(below, value) if isinstance(value, Mapping) else value
     return result
 
 
-def validate[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any], source: str) -> ModelT:
-    """Build a settings model from plain values of a file or option ``source``, without converting types.
+def validate[ModelT: Settings](
+    model_cls: type[ModelT], data: Mapping[str, Any], source: str | Callable[[tuple[str, ...], str], str]
+) -> ModelT:
+    """Build a settings model from plain values, without converting types.
+
+    ``source`` is the file or option that the values come from, or finds it for a key's path and its problem.
 
     Raises:
         ConfigurationError: The values are invalid. One line has the source, and for each problem the path of
-            the key, the value that was got, and what is wanted.
+            the key, the value that was got, and what is wanted. Of many problems, the last ones are counted.
     """
-    result = checked(model_cls, data)
-    if isinstance(result, list):
-        raise ConfigurationError(one_line([(source, problem.text) for problem in result]))
-    return result
-
-
-def checked[ModelT: BaseModel](model_cls: type[ModelT], data: Mapping[str, Any]) -> ModelT | list[Problem]:
-    """Build a settings model as :func:`validate` does, or return its problems.
-
-    A model can have ``key_problems``, which yields path and problem of keys that it does not declare.
-    """
-    find = getattr(model_cls, "key_problems", lambda _: ())
-    problems = [_problem(path, text) for path, text in find(data)]
+    problems = model_cls.key_problems(data)
     try:
         # JSON mode is strict about types ("4" is not a number), but still reads paths from strings.
         result = model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
+        if not problems:
+            return result
     except ValidationError as error:
-        return problems + _problems(model_cls, data, error.errors(include_url=False))
-    return problems or result
-
-
-def one_line(problems: Sequence[tuple[str, str]]) -> str:
-    """Join pairs of source and problem into one line. Of many problems, the last ones are only counted."""
+        problems |= _problems(model_cls, data, error.errors(include_url=False))
+    texts = []
+    for path, text in problems.items():
+        # A text about an unknown key, or about several keys, names them itself.
+        key = ".".join(path[:-1] if text.startswith("unknown key") else path)
+        text = text if not key or text.startswith(key) else f"{key}: {text}"
+        texts.append((source if isinstance(source, str) else source(path, text), text))
     shown = [
-        f"{source}: {'; '.join(text for _, text in group)}"
-        for source, group in groupby(problems[:_MAX_ERRORS_SHOWN], key=lambda one: one[0])
+        f"{name}: {'; '.join(text for _, text in group)}"
+        for name, group in groupby(texts[:_MAX_ERRORS_SHOWN], key=lambda one: one[0])
     ]
-    hidden = len(problems) - _MAX_ERRORS_SHOWN
-    return "; ".join([*shown, *([f"and {hidden} more"] if hidden > 0 else [])])
+    if len(texts) > _MAX_ERRORS_SHOWN:
+        shown.append(f"and {len(texts) - _MAX_ERRORS_SHOWN} more")
+    raise ConfigurationError("; ".join(shown))
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
@@ -157,18 +155,12 @@ def describe_value(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _problem(path: Sequence[str], text: str) -> Problem:
-    """Return a problem whose text names the key. A text about an unknown key names it itself."""
-    key = ".".join(path[:-1] if text.startswith("unknown key") else path)
-    return Problem(tuple(path), text if not key or text.startswith(key) else f"{key}: {text}")
-
-
 def _problems(
     model_cls: type[BaseModel], data: Mapping[str, Any], errors: Sequence[ErrorDetails]
-) -> list[Problem]:
+) -> Problems:
     """Turn pydantic's errors into one problem for each key; a union has an error for each alternative."""
     paths = [_key_path(details, data) for details in errors]
-    found: dict[tuple[str, ...], str] = {}
+    found: Problems = {}
     for path, details in zip(paths, errors, strict=True):
         cause = details.get("ctx", {}).get("error")
         if details["type"] == "extra_forbidden":
@@ -182,7 +174,7 @@ def _problems(
                 f"{found[path]} or" if path in found else f"got {describe_value(details['input'])}, wanted"
             )
             found[path] = f"{before} {_wanted(details['msg'])}"
-    return [_problem(path, text) for path, text in found.items()]
+    return found
 
 
 def _wanted(message: str) -> str:
@@ -194,8 +186,7 @@ def _key_path(details: ErrorDetails, data: Any) -> tuple[str, ...]:
     """Return the user's keys in an error's location, which also has pydantic's names of alternatives."""
     path: list[str] = []
     for part in details["loc"]:
-        is_item = isinstance(data, list) and isinstance(part, int) and part < len(data)
-        if is_item or (isinstance(data, Mapping) and part in data):
+        with suppress(LookupError, TypeError):
             data = data[part]
             path.append(str(part))
     if details["type"] == "missing":
@@ -206,13 +197,14 @@ def _key_path(details: ErrorDetails, data: Any) -> tuple[str, ...]:
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel]:
     """Return the model that holds the keys at a path."""
     for part in path:
-        field = model.model_fields.get(part)  # there is none for an item of a list, or a key of a mapping
-        model = (field and _model_in(field.annotation)) or model
+        # Items of a list and keys of a mapping have no field.
+        if field := model.model_fields.get(part):
+            model = next(_models_in(field.annotation), model)
     return model
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    inner = (_model_in(one) for one in typing.get_args(annotation))
-    return next((found for found in inner if found), None)
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _models_in(inner)

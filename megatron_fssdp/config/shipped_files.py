@@ -6,7 +6,6 @@ _PACKAGE = Path(__file__).parents[1]
 _FOLDER = Path("configs")
 _CLUSTERS = "clusters"
 _SUFFIX = ".yaml"
-_SCRIPTS = _PACKAGE / "pretraining"
 
 
 def shipped_folder() -> Path:
@@ -37,7 +36,7 @@ def shipped_scripts() -> dict[str, Path]:
 
     A printed command has the name, because the path is different on every machine.
     """
-    return {path.stem: path for path in sorted(_SCRIPTS.glob("pretrain_*.py"))}
+    return {path.stem: path for path in sorted(_PACKAGE.glob("pretraining/pretrain_*.py"))}
 
 
 def known_clusters() -> dict[str, Path]:

@@ -11,9 +11,11 @@ import yaml
 
 from megatron_fssdp.config.errors import ConfigurationError
 
-_MOST_INTEGER_BITS = 63
-
-_WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
+_WORDS = {
+    spelling: value
+    for word, value in {"": None, "~": None, "null": None, "true": True, "false": False}.items()
+    for spelling in (word, word.title(), word.upper())
+}
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _DEFAULT_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
@@ -23,8 +25,8 @@ def parse_yaml(text: str, source: str) -> Any:
     """Read YAML text into plain Python values.
 
     Raises:
-        ConfigurationError: The text is invalid. The message has one line with ``source``, the name of the
-            file or option that the text comes from, the position and the reason.
+        ConfigurationError: The text is invalid. One line has ``source``, where the text comes from, the
+            position and the reason.
     """
     try:
         node = _Loader(text).get_single_node()
@@ -90,14 +92,14 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     text: str = node.value
     if node.style is not None:  # quoted, or a block
         return text
-    if text in _WORDS or (text.lower() in _WORDS and text in (text.title(), text.upper())):
-        return _WORDS[text.lower()]
+    if text in _WORDS:
+        return _WORDS[text]
     if not _NUMBER.fullmatch(text):
         return text
     number = int(text) if _WHOLE.fullmatch(text) else float(text)
     if not math.isfinite(number):
         raise _refusal(node, f"{node.value} is not a finite number; write a finite one")
-    if isinstance(number, int) and number.bit_length() > _MOST_INTEGER_BITS:
+    if isinstance(number, int) and number.bit_length() > 63:
         raise _refusal(node, "whole number of more than 64 bits; write a smaller one")
     return number
 

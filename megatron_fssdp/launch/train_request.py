@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.loading import load_yaml, parse_override
-from megatron_fssdp.config.run.composition import (
-    Composition,
-    Layer,
-    combined,
-    compose,
-    set_layers,
-    words_layer,
-)
+from megatron_fssdp.config.run.composition import Composition, Layer, compose, set_layers, words_layer
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.launch.run_folder import RunFolder
 
@@ -44,7 +37,7 @@ class TrainRequest:
 
     def changed_settings(self) -> dict[str, Any]:
         """The settings that options changed in the files, also earlier options of a resumed run."""
-        changed = combined(self._options)
+        changed = Composition((), tuple(self._options)).data
         if "strategy" in changed:  # as a whole: options may have dropped settings of the files
             changed["strategy"] = self._files.under(self._options).data["strategy"]
         return changed

@@ -20,8 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.host.host_table import median_ms  # noqa: E402
 from benchmarks.result_file import write_result  # noqa: E402
-from megatron_fssdp.config.cluster_description import ClusterDescription  # noqa: E402
-from megatron_fssdp.config.cluster_files import load_cluster  # noqa: E402
+from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster  # noqa: E402
 from megatron_fssdp.config.run.composition import load_run  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
 from megatron_fssdp.planning.memory import FP32_BYTES  # noqa: E402

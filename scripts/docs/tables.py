@@ -22,8 +22,8 @@ from settings_pages import kind_of_field, shown_default  # noqa: E402
 from megatron_fssdp.config.cluster_description import ClusterDescription  # noqa: E402
 from megatron_fssdp.config.run.megatron_options import description  # noqa: E402
 from megatron_fssdp.config.run.run_config import RunConfig  # noqa: E402
+from megatron_fssdp.config.run.sweep import SweepConfig  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
-from megatron_fssdp.config.sweep.sweep_config import SweepConfig  # noqa: E402
 from megatron_fssdp.megatron_adapter.support import capabilities, limits  # noqa: E402
 
 DOCS = ROOT / "docs"

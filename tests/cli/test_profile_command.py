@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.cli import app
-from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.cluster_description import load_cluster
 
 SMALL = ("--least-bytes", "1024", "--most-bytes", "4096", "--repetitions", "1")
 

@@ -1,21 +1,18 @@
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, ConfigDict
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
+from megatron_fssdp.config.loading import Settings, apply_overrides, load_yaml, validate
 
 
-class Inner(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Inner(Settings):
     size: int = 1
     rate: float = 0.5
     folder: Path | None = None
 
 
-class Outer(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Outer(Settings):
     inner: Inner = Inner()
     names: tuple[str, ...] = ()
     every: int | tuple[int, ...] = 1

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.run.composition import compose, load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
 from megatron_fssdp.config.run.run_config import RunConfig

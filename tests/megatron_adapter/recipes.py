@@ -230,7 +230,7 @@ def _refusal(recipe: Recipe) -> str | None:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_fssdp.config.errors import ConfigurationError
-    from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+    from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
     from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
     from megatron_fssdp.megatron_adapter.support.limits import EVERY, Facts, check_limits, is_met
     from megatron_fssdp.strategies.registry import build_strategy
@@ -239,7 +239,8 @@ def _refusal(recipe: Recipe) -> str | None:
     # Scripts of other packages (ModelOpt, Flextron) have flags of their own.
     chosen = flags(f"{STRATEGY} {recipe.settings}").split()
     args, _ = parser.parse_known_args([*words_of(recipe.flags), *chosen])
-    name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
+    name = args.moe_strategy
+    settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
     try:
         check_limits(name, build_strategy(name, settings), args)
     except ConfigurationError as error:  # The first refusal would hide the others.

@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
 from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, strategy_settings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory

@@ -127,7 +127,7 @@ def simulate_command(
         settings_of,
     )
     from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
-    from megatron_fssdp.config.cluster_files import cluster_yaml
+    from megatron_fssdp.config.cluster_description import cluster_yaml
     from megatron_fssdp.config.run.composition import load_run
     from megatron_fssdp.config.written_files import refuse_foreign, written_whole
     from megatron_fssdp.report.simulations.simulated_loads import loads_for_job

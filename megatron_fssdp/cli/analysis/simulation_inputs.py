@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.config.cluster_files import load_cluster
+from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.run_settings import SETTINGS_FILE
 from megatron_fssdp.report.simulations.simulated_loads import unknown_loads

@@ -8,8 +8,7 @@ from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
-from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES, strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.run_settings import run_config_of
 from megatron_fssdp.report.simulations.simulated_loads import loads_for_job

@@ -1,8 +1,6 @@
-"""Combines a run's settings from several YAML files and options of the command line.
+"""Combines a run's settings from YAML files, the files that these ``include``, and options of a command.
 
-A file lists the files that it builds on under the key ``include``. The command line also accepts several
-files, for example a model, a cluster and a strategy, and options. All of them are layers on each other: for
-each key, the value of the topmost layer wins.
+All of them are layers on each other: for each key, the value of the topmost layer wins.
 """
 
 import os
@@ -11,28 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import (
-    Problem,
-    checked,
-    closest,
-    describe_value,
-    load_yaml,
-    merged,
-    one_line,
-    parse_override,
-)
+from megatron_fssdp.config.loading import closest, describe_value, load_yaml, merged, parse_override, validate
 from megatron_fssdp.config.run import megatron_options
-from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
+from megatron_fssdp.config.run.run_config import HOMES, SECTIONS, RunConfig
 from megatron_fssdp.config.shipped_files import shipped_run, shipped_runs
 
 INCLUDE_KEY = "include"
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """The keys and values of one file, without those of files that it includes, or of one option.
 
     ``name`` is the file's path or the option as typed. Error messages about the values start with it.
@@ -44,11 +32,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Composition:
-    """Layers of settings.
+    """Layers of settings: all files with those that they include, then options. Higher, later layers win.
 
-    Attributes:
-        names: The files as the user gave them.
-        layers: These, all files that they include, and options, from bottom to top. Higher layers win.
+    ``names`` are the files as the user gave them.
     """
 
     names: tuple[str, ...]
@@ -57,7 +43,7 @@ class Composition:
     @property
     def data(self) -> dict[str, Any]:
         """The combined keys and values of all layers."""
-        return combined(self.layers)
+        return reduce(lay_over, (layer.data for layer in self.layers), {})
 
     def under(self, layers: Iterable[Layer]) -> "Composition":
         """Return these layers with more of them on top."""
@@ -68,20 +54,17 @@ class Composition:
 
         Raises:
             ConfigurationError: The settings are invalid. One line names every problem, after the file or
-                option that gives the wrong value. If values contradict each other, it names the options that
-                give one of them, or else the files.
+                option that gives the wrong value. For values that contradict each other, these are the
+                options that give one of them, or else the files.
         """
-        result = checked(RunConfig, self.data)
-        if isinstance(result, RunConfig):
-            return result
-        raise ConfigurationError(one_line([(self._source(problem), problem.text) for problem in result]))
+        return validate(RunConfig, self.data, self._source)
 
-    def _source(self, problem: Problem) -> str:
+    def _source(self, path: tuple[str, ...], text: str) -> str:
         for layer in reversed(self.layers):
-            if problem.path and _holds(layer.data, problem.path):
+            if path and _holds(layer.data, path):
                 return layer.name
         options = (layer for layer in self.layers if layer.name.startswith("-"))
-        words = set(re.findall(r"\w+", problem.text))
+        words = set(re.findall(r"\w+", text))
         causes = [one.name for one in options if words.intersection(_names_in(one.data))]
         return " ".join(causes) or ", ".join(self.names)
 
@@ -89,8 +72,8 @@ class Composition:
 def compose(files: Iterable[Path | str]) -> Composition:
     """Read settings files, of which later ones win, and all files that they include.
 
-    A path in ``include`` is relative to the folder of the file that includes it. If no file exists at a path,
-    the path is the name of a file that comes with the package (``shipped_files.shipped_run``).
+    A path in ``include`` is relative to the folder of its file. Where no file exists, it is the name of one
+    that comes with the package (``shipped_files.shipped_run``).
 
     Raises:
         ConfigurationError: A file cannot be read, or includes itself directly or through others.
@@ -116,7 +99,7 @@ def set_layers(overrides: Iterable[str]) -> list[Layer]:
 def words_layer(words: Sequence[str], below: Mapping[str, Any]) -> Layer:
     """Return the layer of ``-- WORDS``: arguments in Megatron's own form, which are settings like all others.
 
-    An argument that the layers ``below`` have stays in its section.
+    An argument that ``below`` has stays in its section there.
 
     Raises:
         ConfigurationError: Megatron's parser refuses a word.
@@ -128,23 +111,14 @@ def words_layer(words: Sequence[str], below: Mapping[str, Any]) -> Layer:
         raise ConfigurationError(f"{name}: {error}") from None
     data: dict[str, dict[str, Any]] = {}
     for key, value in given.items():
-        homes = [section for section, model in SECTIONS.items() if key in model.model_fields]
-        homes += [section for section in SECTIONS if _holds(below, (section, key))]
-        data.setdefault((*homes, megatron_options.section_of(key))[0], {})[key] = value
+        given_in = (section for section in SECTIONS if _holds(below, (section, key)))
+        home = HOMES.get(key) or next(given_in, megatron_options.section_of(key))
+        data.setdefault(home, {})[key] = value
     return Layer(name, data)
 
 
-def combined(layers: Iterable[Layer]) -> dict[str, Any]:
-    """Return the keys and values of all layers, of which later ones win."""
-    return reduce(lay_over, (layer.data for layer in layers), {})
-
-
 def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Layer one mapping on another (:func:`.merged`).
-
-    If ``high`` names another strategy than ``low``, the strategy settings of ``low`` are dropped, because
-    settings belong to their strategy.
-    """
+    """Layer one mapping on another (:func:`.merged`); another strategy's name drops the settings below it."""
     section, below = high.get("strategy"), low.get("strategy")
     if isinstance(section, Mapping) and isinstance(below, Mapping):
         name_below = below.get("name", "none")

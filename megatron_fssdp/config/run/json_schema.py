@@ -22,12 +22,11 @@ _INCLUDE = {
 def run_config_schema() -> dict[str, Any]:
     """Return the JSON Schema of one YAML file of a run, with all arguments of the installed Megatron.
 
-    ``strategy.name`` decides the schema of ``strategy.settings``. A file can be a part of a run, so no key of
-    a run is required.
+    ``strategy.name`` decides the schema of ``strategy.settings``.
     """
     schema = RunConfig.model_json_schema()
     schema["properties"] = {INCLUDE_KEY: _INCLUDE, **schema["properties"]}
-    del schema["required"]
+    del schema["required"]  # a file can be a part of a run
     definitions = schema["$defs"]
     definitions[_OPTIONS] = megatron_options.schema()
     described = definitions[_OPTIONS]["properties"]

@@ -9,11 +9,13 @@ from typing import Any, Literal
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import validate
 from megatron_fssdp.config.run import megatron_options
-from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
+from megatron_fssdp.config.run.run_config import HOMES, SECTIONS, RunConfig
 from megatron_fssdp.config.run.sections import TrainingArguments
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
-_NO_GPU_KERNELS = dict.fromkeys(("gradient_accumulation_fusion", "masked_softmax_fusion"), False) | {
+_NO_GPU_KERNELS = {
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
     "no_persist_layer_norm": True,
     "apply_rope_fusion": False,
 }
@@ -72,17 +74,16 @@ def megatron_arguments(
         ConfigurationError: The data has too few documents for its split, or Megatron lacks an argument.
     """
     values = {
-        **_outputs(config, out_dir),
-        **_derived(config, installation),
+        **_derived(config, installation, out_dir),
         **({} if data is None else _data_values(config, data)),
         **config.megatron_values(),
         **_required(config, out_dir, resume),
     }
-    return [*megatron_options.words(values), *strategy_arguments(config, out_dir)]
+    return [*megatron_options.words(values), *_strategy_words(config, out_dir)]
 
 
-def strategy_arguments(config: RunConfig, out_dir: Path) -> list[str]:
-    """Return the strategy's flags. Records go to the output folder unless the settings name another one."""
+def _strategy_words(config: RunConfig, out_dir: Path) -> list[str]:
+    """Records go to the output folder unless the settings name another one."""
     settings = {"record_dir": str(out_dir), **config.strategy.settings}
     declared = config.parallelism.declared_nodes
     if declared is not None and "nodes" in STRATEGIES[config.strategy.name].settings.model_fields:
@@ -114,10 +115,9 @@ def run_config_from_arguments(
     data: dict[str, Any] = {section: {} for section in SECTIONS}
     for name, action in megatron_options.options().items():
         value = megatron_options.plain(getattr(args, name, None))
-        home = next((section for section, model in SECTIONS.items() if name in model.model_fields), "")
         is_plain = isinstance(value, str | int | float | list)
-        if is_plain and (home or value != megatron_options.plain(action.default)):
-            data[home or megatron_options.section_of(name)][name] = value
+        if is_plain and (name in HOMES or value != megatron_options.plain(action.default)):
+            data[HOMES.get(name) or megatron_options.section_of(name)][name] = value
     warm_up, last = data["training"].get("lr_warmup_iters", 0), (args.train_iters or 1) - 1
     num_nodes = max(args.world_size // ranks_per_node, 1)
     data["model"]["family"] = family
@@ -132,10 +132,19 @@ def run_config_from_arguments(
     return validate(RunConfig, {**data, "strategy": dict(strategy)}, "Megatron's arguments")
 
 
-def _derived(config: RunConfig, installation: Installation) -> dict[str, Any]:
-    """Return what follows from other settings and from the machine."""
+def _derived(config: RunConfig, installation: Installation, out_dir: Path) -> dict[str, Any]:
+    """Return what follows from other settings, from the machine and from the folder."""
     model, training = config.model, config.training
-    values: dict[str, Any] = {
+    values: dict[str, Any] = {"override_opt_param_scheduler": True}
+    if training.save_checkpoints:
+        values |= {"save_interval": training.train_iters, "ckpt_format": "torch_dist"}
+        # Megatron's default stores optimizer states by their position, and re-sharding changes positions.
+        values["dist_ckpt_optim_fully_reshardable"] = config.parallelism.use_distributed_optimizer
+    if training.profile:
+        values["use_pytorch_profiler"] = True
+    if training.tensorboard or training.profile:
+        values["tensorboard_dir"] = out_dir / "tensorboard"
+    values |= {
         "max_position_embeddings": model.seq_length,
         "micro_batch_size": training.micro_batch_size,
         "global_batch_size": config.global_batch_size,
@@ -160,17 +169,14 @@ def _derived(config: RunConfig, installation: Installation) -> dict[str, Any]:
 
 
 def _data_values(config: RunConfig, data: TokenizedData) -> dict[str, Any]:
-    """Return what describes tokenized data; text never contains the id that ends a document.
-
-    BERT's script also needs the vocabulary itself, because it masks whole words.
-    """
     return {
         "data_path": data.prefix,
         "data_cache_path": data.cache_dir,
         "split": _split(config, data),
-        "tokenizer_type": "NullTokenizer",
+        "tokenizer_type": "NullTokenizer",  # text never contains the id that ends a document
         "vocab_size": data.vocab_size,
         "null_tokenizer_eod_id": data.eod_id,
+        # BERT's script needs the vocabulary itself, because it masks whole words.
         "tokenizer_model": data.prefix.parent if config.model.family == "bert" else None,
     }
 
@@ -190,20 +196,6 @@ def _split(config: RunConfig, data: TokenizedData) -> str:
                 f"{name} data; give it a larger share, or build the data from more files"
             )
     return config.data.split
-
-
-def _outputs(config: RunConfig, out_dir: Path) -> dict[str, Any]:
-    training = config.training
-    values: dict[str, Any] = {"override_opt_param_scheduler": True}
-    if training.save_checkpoints:
-        values |= {"save_interval": training.train_iters, "ckpt_format": "torch_dist"}
-        # Megatron's default stores optimizer states by their position, and re-sharding changes positions.
-        values["dist_ckpt_optim_fully_reshardable"] = config.parallelism.use_distributed_optimizer
-    if training.profile:
-        values["use_pytorch_profiler"] = True
-    if training.tensorboard or training.profile:
-        values["tensorboard_dir"] = out_dir / "tensorboard"
-    return values
 
 
 def _required(config: RunConfig, out_dir: Path, resume: bool) -> dict[str, Any]:

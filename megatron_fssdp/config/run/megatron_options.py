@@ -1,15 +1,32 @@
-"""Megatron-LM's own options by the names of its parsed arguments: what exists, which values, which words."""
+"""Megatron-LM's own options by the names of its parsed arguments: what exists, which values, which words.
+
+Importing Megatron's parser takes seconds. So its options are kept in a file of the user's cache folder. The
+file's name is a digest of the sizes and times of Megatron's files and of the versions that its options depend
+on: whatever is installed or edited makes another file.
+"""
 
 import argparse
 import enum
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import pickle
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import closest, describe_value
-from megatron_fssdp.config.run.megatron_parser import megatron_parser
+from megatron_fssdp.config.quiet_output import quiet_output
 
+_PACKAGES = ("megatron-fssdp", "megatron-core", "torch", "transformer-engine", "nvidia-modelopt")
 _SCHEMA_TYPES: Mapping[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
 _MODEL_GROUPS = ("transformer", "network size", "moe", "mla", "regularization", "experimental_attention")
 
@@ -29,10 +46,7 @@ def section_of(name: str) -> str:
 
 
 def unknown_option(name: str, declared: Sequence[str], own: Sequence[str]) -> str:
-    """Return the message for a key that is no option, but maybe one of ``declared``.
-
-    ``own`` are those of them that are not arguments of Megatron.
-    """
+    """Return the message for a key that is no option; some declared ones, ``own``, are none either."""
     flag = f"--{name.replace('_', '-')}"
     given = [dest for dest, action in options().items() if flag in action.option_strings]
     near = (*given, closest(name, declared) or closest(name, list(options())))[0]
@@ -79,12 +93,11 @@ def parsed(given: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigurationError: Megatron's parser refuses the words.
     """
-    # Every default is replaced, so that only what was given is found.
-    absent = argparse.Namespace(**dict.fromkeys(options(), ...))
+    absent = argparse.Namespace(**dict.fromkeys(options(), ...))  # in the place of every default
     try:
         known, unknown = megatron_parser().parse_known_args(list(given), absent)
-    except ConfigurationError:
-        raise
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(str(error)) from None
     except Exception as error:  # Megatron's own converters raise many kinds of errors
         raise ConfigurationError(f"Megatron refuses a value: {error or type(error).__name__}") from None
     if unknown:
@@ -122,7 +135,7 @@ def schema() -> dict[str, Any]:
 def description(name: str) -> str:
     """Return Megatron's help text of an option, and for a flag that switches something off its name."""
     action = options()[name]
-    text = " ".join((action.help or "").split()) or "Megatron's argument."
+    text = " ".join((action.help or "Megatron's argument.").split())
     return f"false is {action.option_strings[0]}: {text}" if action.const is False else text
 
 
@@ -151,3 +164,77 @@ def _text(action: argparse.Action, item: Any) -> str:
         text = ",".join(map(str, item))
         return text if getattr(action.type, "name", "") == "tuple_type" else f"[{text}]"
     return "" if item is False else str(item)  # argparse takes every other text for true
+
+
+@dataclass(frozen=True)
+class Converter:
+    """One of Megatron's own functions that convert a word; it is imported when a word is converted."""
+
+    module: str
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name  # for argparse's messages
+
+    def __call__(self, text: str) -> Any:  # noqa: D102
+        with quiet_output():
+            return getattr(importlib.import_module(self.module), self.name)(text)
+
+
+@cache
+def megatron_parser() -> argparse.ArgumentParser:
+    """Return a parser with Megatron's options, without those of a registered plugin.
+
+    Names stand for the items of enumerations. Every action has the ``title`` of its group.
+    """
+    kept = _cache_file()
+    actions: list[argparse.Action] | None = None
+    with suppress(Exception):  # it is missing or damaged
+        actions = pickle.loads(kept.read_bytes())
+    if actions is None:
+        actions = _read_actions()
+        with suppress(OSError):  # a cache that cannot be written only costs time
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            partial = kept.with_suffix(f".{os.getpid()}")
+            partial.write_bytes(pickle.dumps(actions))
+            os.replace(partial, kept)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for action in actions:
+        parser._add_action(action)
+    return parser
+
+
+def _read_actions() -> list[argparse.Action]:
+    """Ask Megatron for its options, in a form that can be written to a file."""
+    with quiet_output():
+        from megatron.training import arguments
+
+        parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+        inspect.unwrap(arguments.add_megatron_arguments)(parser)
+    for action in parser._actions:
+        action.title = str(getattr(action, "container").title)  # type: ignore[attr-defined]  # noqa: B009
+        del action.container  # type: ignore[attr-defined]
+        if "<locals>" in getattr(action.type, "__qualname__", ""):
+            action.type = str  # this function makes items of an enumeration, for which their names stand
+        elif inspect.isfunction(action.type):
+            action.type = Converter(action.type.__module__, action.type.__qualname__)
+        if action.choices is not None:
+            action.choices = [one.name if isinstance(one, enum.Enum) else one for one in action.choices]
+        if isinstance(action.default, enum.Enum):
+            action.default = action.default.name
+    return parser._actions
+
+
+def _cache_file() -> Path:
+    """Return where the options of exactly this Megatron are kept."""
+    digest = hashlib.blake2b(sys.version.encode(), digest_size=12)
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            digest.update(f"{package} {importlib.metadata.version(package)}".encode())
+    spec = importlib.util.find_spec("megatron")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for path in sorted(Path(folder).rglob("*.py")):
+            state = path.stat()
+            digest.update(f"{path} {state.st_size} {state.st_mtime_ns}".encode())
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "megatron-fssdp" / f"arguments-{digest.hexdigest()}.pickle"

@@ -8,7 +8,9 @@ those that this package computes with. Any other argument of Megatron can stand 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+
+from megatron_fssdp.config.loading import Settings
 
 _Size = Annotated[int, Field(ge=1)]
 _Positions = Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"]
@@ -19,25 +21,15 @@ def _own(default: Any, description: str, **limits: Any) -> Any:
     return Field(default=default, description=description, **limits)
 
 
-class Section(BaseModel):
+class Section(Settings):
     """Keys of one section. Keys that are not declared are arguments of Megatron as well."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     @classmethod
     def own_keys(cls) -> tuple[str, ...]:
         """Return the keys that are not arguments of Megatron."""
         return tuple(name for name, field in cls.model_fields.items() if field.description)
-
-    def megatron_values(self) -> dict[str, Any]:
-        """Return the arguments of Megatron that were given, by name. None: to be left out."""
-        given = self.model_fields_set.difference(self.own_keys())
-        declared = type(self).model_fields
-        return {
-            name: value
-            for name, value in self
-            if name in given and (value is not None or name not in declared)
-        }
 
 
 class ModelArguments(Section):
@@ -159,10 +151,8 @@ class ParallelismArguments(Section):
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
 
-class DataSettings(BaseModel):
+class DataSettings(Settings):
     """Training data and tokenizer."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path | None = _own(
         None,

@@ -9,27 +9,18 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pydantic import Field, create_model
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.shipped_settings import (
-    AutoSettings,
-    EpSettings,
-    FastermoeSettings,
-    FlexmoeSettings,
-    FssdpSettings,
-    NoneSettings,
-    ParmSettings,
-    ProphetSettings,
-    QuotaSettings,
-    SmartmoeSettings,
-)
+from megatron_fssdp.config.loading import apply_overrides, load_yaml, unknown_name, validate
+from megatron_fssdp.config.strategy import shipped_settings as shipped
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 
 logger = logging.getLogger(__name__)
@@ -63,8 +54,7 @@ class RegisteredStrategy:
     package: str = SHIPPED
 
 
-@dataclass(frozen=True)
-class BrokenStrategy:
+class BrokenStrategy(NamedTuple):
     """A strategy that an installed package announces by this name and that could not be registered."""
 
     name: str
@@ -81,32 +71,29 @@ class BrokenStrategy:
 class StrategyRegistry(Mapping[str, RegisteredStrategy]):
     """Strategies by name, in the order of all lists; installed packages are loaded when first needed."""
 
-    def __init__(self, shipped: tuple[RegisteredStrategy, ...], group: str = ENTRY_POINTS) -> None:
+    def __init__(self, entries: Iterable[RegisteredStrategy], group: str = ENTRY_POINTS) -> None:
         self._group = group
-        self._entries = {entry.name: entry for entry in shipped}
+        self._entries = {entry.name: entry for entry in entries}
         self._broken: dict[str, BrokenStrategy] = {}
         self._is_loaded = False
         self._loading: str | None = None
 
     def __getitem__(self, name: str) -> RegisteredStrategy:
-        self._load_installed()
-        entry = self._entries[name]
-        if not issubclass(entry.settings, AutoSettings):
+        entry = self._with_installed()[name]
+        if not issubclass(entry.settings, shipped.AutoSettings):
             return entry
         return _automatic(entry, tuple(one for one in self._entries.values() if one.is_candidate))
 
     def __iter__(self) -> Iterator[str]:
-        self._load_installed()
-        return iter(self._entries)
+        return iter(self._with_installed())
 
     def __len__(self) -> int:
-        self._load_installed()
-        return len(self._entries)
+        return len(self._with_installed())
 
     @property
     def broken(self) -> Mapping[str, BrokenStrategy]:
         """Strategies of installed packages that could not be registered, by name."""
-        self._load_installed()
+        self._with_installed()
         return self._broken
 
     def add(self, entry: RegisteredStrategy) -> None:
@@ -138,9 +125,9 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         """Forget a strategy that a script has registered."""
         del self._entries[name]
 
-    def _load_installed(self) -> None:
+    def _with_installed(self) -> dict[str, RegisteredStrategy]:
         if self._is_loaded:
-            return
+            return self._entries
         self._is_loaded = True  # first, because what is loaded may look here
         for point in sorted(entry_points(group=self._group), key=lambda one: (one.name, _package(one))):
             self._loading = _package(point)
@@ -156,6 +143,7 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
                     logger.warning(f"[fssdp] {broken}. Other strategies are not affected")
             finally:
                 self._loading = None
+        return self._entries
 
 
 def register_strategy(
@@ -203,8 +191,10 @@ def _automatic(entry: RegisteredStrategy, candidates: tuple[RegisteredStrategy, 
         one.name: (bool | one.settings, Field(default=True, description=f"Candidate: {one.summary}. {also}"))
         for one in candidates
     }
-    model = create_model("AutoSettings", __base__=AutoSettings, __module__=AutoSettings.__module__, **keys)
-    model.__doc__ = AutoSettings.__doc__
+    base = shipped.AutoSettings
+    model = create_model(
+        base.__name__, __base__=base, __module__=base.__module__, __doc__=base.__doc__, **keys
+    )
     model.candidate_settings = {one.name: one.settings for one in candidates}
     return replace(entry, settings=model)
 
@@ -222,16 +212,50 @@ def _shipped(
 # ground. Where `auto` finds candidates equal it takes the first one, so what moves least comes first.
 STRATEGIES = StrategyRegistry(
     (
-        _shipped(NoneSettings, None, "#7F7F7F", is_ranked=False),
-        _shipped(EpSettings, "baselines:EpStrategy", "#0072B2"),
-        _shipped(FssdpSettings, "fssdp:FssdpStrategy", "#D55E00", is_candidate=True),
-        _shipped(ProphetSettings, "baselines:ProphetStrategy", "#CC79A7", is_candidate=True),
-        _shipped(FastermoeSettings, "baselines:FastermoeStrategy", "#009E73", is_candidate=True),
-        _shipped(QuotaSettings, "baselines:QuotaStrategy", "#AA4499", is_candidate=True),
-        _shipped(SmartmoeSettings, "baselines:SmartmoeStrategy", "#56B4E9", is_candidate=True),
-        _shipped(FlexmoeSettings, "baselines:FlexmoeStrategy", "#E69F00"),
+        _shipped(shipped.NoneSettings, None, "#7F7F7F", is_ranked=False),
+        _shipped(shipped.EpSettings, "baselines:EpStrategy", "#0072B2"),
+        _shipped(shipped.FssdpSettings, "fssdp:FssdpStrategy", "#D55E00", is_candidate=True),
+        _shipped(shipped.ProphetSettings, "baselines:ProphetStrategy", "#CC79A7", is_candidate=True),
+        _shipped(shipped.FastermoeSettings, "baselines:FastermoeStrategy", "#009E73", is_candidate=True),
+        _shipped(shipped.QuotaSettings, "baselines:QuotaStrategy", "#AA4499", is_candidate=True),
+        _shipped(shipped.SmartmoeSettings, "baselines:SmartmoeStrategy", "#56B4E9", is_candidate=True),
+        _shipped(shipped.FlexmoeSettings, "baselines:FlexmoeStrategy", "#E69F00"),
         # What is Parm's own is how tokens travel, which is the runtime's business; owners stay.
-        _shipped(ParmSettings, "baselines:EpStrategy", "#999933", is_ranked=False),
-        _shipped(AutoSettings, "auto:build_auto", "#8C564B", is_ranked=False),
+        _shipped(shipped.ParmSettings, "baselines:EpStrategy", "#999933", is_ranked=False),
+        _shipped(shipped.AutoSettings, "auto:build_auto", "#8C564B", is_ranked=False),
     )
 )
+
+
+def resolve_strategy(
+    name: str, config_path: Path | str | None = None, overrides: Sequence[str] = ()
+) -> StrategySettings:
+    """Return a strategy's settings: the keys of a YAML file, then ``key=value`` overrides.
+
+    Raises:
+        ConfigurationError: The strategy or a key is unknown, a value has the wrong type, or settings exclude
+            each other.
+    """
+    data = {} if config_path is None else load_yaml(config_path)
+    sources = [] if config_path is None else [str(config_path)]
+    if overrides:
+        data = apply_overrides(data, overrides, "--moe-strategy-set")
+        sources.append("--moe-strategy-set")
+    return strategy_settings(name, data, " + ".join(sources) or "defaults")
+
+
+def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategySettings:
+    """Validate a strategy's keys, which a file or option ``source`` gives; errors are the same."""
+    if name not in STRATEGIES:
+        broken = STRATEGIES.broken.get(name)
+        raise ConfigurationError(str(broken) if broken else unknown_name("MoE strategy", name, STRATEGIES))
+    entry = STRATEGIES[name]
+    for key in data:
+        owners = [other for other, one in STRATEGIES.items() if key in one.settings.model_fields]
+        if owners and name not in owners:
+            reason = "" if entry.strategy else ", which runs Megatron's own dispatcher and plans nothing"
+            raise ConfigurationError(
+                f"{source}: key '{key}' has no meaning under strategy '{name}'{reason}; it belongs to "
+                f"{', '.join(owners)}; remove the key, or select another strategy with --moe-strategy"
+            )
+    return validate(entry.settings, data, f"{source} (strategy {name})")

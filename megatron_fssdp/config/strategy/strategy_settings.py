@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import Settings
 
 KEEP_OWNERS = "set reshard_interval=0 (under auto smartmoe=false)"
 """Advice in error messages for setups in which owners cannot be moved."""
@@ -26,29 +27,21 @@ def profile_iterations() -> int:
 
     Times of the first one, which is cold, count only if it is the only one. Three are enough on all machines
     that were tried; ``FSSDP_PROFILE_ITERATIONS`` gives another number to tests.
-
-    Raises:
-        ConfigurationError: The variable is no whole number of at least 1.
     """
     return _number_in(PROFILE_VARIABLE, "3", r"0*[1-9][0-9]*", "a whole number of at least 1")
 
 
 def checks_plans() -> bool:
-    """Whether ranks compare a hash of every plan before it is used: ``FSSDP_CHECK_PLANS=1``, for debugging.
-
-    Raises:
-        ConfigurationError: The variable is neither 0 nor 1.
-    """
+    """Whether ranks compare a hash of every plan before use, for debugging: ``FSSDP_CHECK_PLANS=1``."""
     return _number_in(CHECK_VARIABLE, "0", "[01]", "0 or 1") == 1
 
 
 def _number_in(variable: str, default: str, pattern: str, wanted: str) -> int:
-    given = os.environ.get(variable, default)
-    if not re.fullmatch(pattern, given):
-        raise ConfigurationError(
-            f"{variable}: got '{given}', wanted {wanted}; change the environment variable or unset it"
-        )
-    return int(given)
+    if re.fullmatch(pattern, given := os.environ.get(variable, default)):
+        return int(given)
+    raise ConfigurationError(
+        f"{variable}: got '{given}', wanted {wanted}; change the environment variable or unset it"
+    )
 
 
 CollectiveOrder = Literal["auto", "baseline", "megatron", "s1", "s2"]
@@ -87,10 +80,10 @@ def key(
     )
 
 
-class StrategySettings(BaseModel):
+class StrategySettings(Settings):
     """Keys of every strategy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(validate_default=True)
 
     record_dir: Path | None = key(
         None, "Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records."
@@ -142,11 +135,7 @@ class PlacementSettings(StrategySettings):
         return self
 
     def check_num_experts(self, num_experts: int) -> None:
-        """Refuse settings that do not fit the number of routed experts of a layer.
-
-        Raises:
-            ConfigurationError: The value of a key is larger than the number of experts.
-        """
+        """Raise a ConfigurationError if a key counts more experts than a layer has."""
         for key in self.counts_of_experts:
             value = getattr(self, key)
             if value is not None and value > num_experts:

@@ -23,8 +23,7 @@ from megatron_fssdp.config.loading import closest
 from megatron_fssdp.config.quiet_output import quiet_output
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.run.megatron_arguments import ON_CPU
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.layer.strategy_session import (
@@ -173,7 +172,8 @@ def requested_by(args: Any) -> RequestedStrategy:
     Raises:
         ConfigurationError: A setting is wrong, or the strategy does not support the model or an argument.
     """
-    name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
+    name = args.moe_strategy
+    settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
     if not isinstance(settings, PlacementSettings):
         return RequestedStrategy(name, settings, None)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)

@@ -21,7 +21,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.registration import requested_strategy

@@ -15,8 +15,8 @@ from megatron_fssdp.config.strategy.strategy_registry import (
     STRATEGIES,
     RegisteredStrategy,
     StrategyRegistry,
+    strategy_settings,
 )
-from megatron_fssdp.config.strategy.strategy_selection import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.strategies.baselines import EpStrategy
 from megatron_fssdp.strategies.registry import build_strategy
@@ -133,7 +133,7 @@ def test_a_broken_package_is_named_once_and_breaks_nothing_else(
 ) -> None:
     write_package(tmp_path, "brittle", strategy, body)
     write_package(tmp_path, "sound", "sound", REGISTER.format(name="sound"))
-    code = f"{LIST}\nfrom megatron_fssdp.config.strategy.strategy_selection import resolve_strategy\n"
+    code = f"{LIST}\nfrom megatron_fssdp.config.strategy.strategy_registry import resolve_strategy\n"
     code += "resolve_strategy('fssdp'); resolve_strategy('sound')\n"
     code += f"try:\n    resolve_strategy('{strategy}')\nexcept ValueError as error:\n    print(error)"
     done = run_python(tmp_path, code)

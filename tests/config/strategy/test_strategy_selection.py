@@ -2,17 +2,16 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import checks_plans, profile_iterations
 
 
 def test_every_strategy_has_defaults_and_overrides_take_precedence_over_the_file(tmp_path):
     for name, entry in STRATEGIES.items():
-        assert resolve_strategy(name) == (name, entry.settings())
+        assert resolve_strategy(name) == entry.settings()
     path = tmp_path / "strategy.yaml"
     path.write_text("slots: 2\noverlap_degree: 3\nrecord_dir: records\n")
-    _, settings = resolve_strategy("fssdp", path, ["overlap_degree=7", "nodes=2"])
+    settings = resolve_strategy("fssdp", path, ["overlap_degree=7", "nodes=2"])
     assert settings == FssdpSettings(slots=2, overlap_degree=7, nodes=2, record_dir="records")
     with pytest.raises(ConfigurationError, match="no such file"):
         resolve_strategy("fssdp", tmp_path / "none.yaml")
@@ -58,7 +57,7 @@ def test_bad_settings_name_key_and_reason(name, overrides, words):
 
 def test_auto_selects_schedules_unless_tokens_travel_once():
     for exchange, schedule in (("megatron", "auto"), ("deduplicated", "megatron"), ("by_price", "megatron")):
-        _, settings = resolve_strategy("auto", overrides=[f"exchange={exchange}"])
+        settings = resolve_strategy("auto", overrides=[f"exchange={exchange}"])
         assert settings.travel.schedule == schedule
 
 

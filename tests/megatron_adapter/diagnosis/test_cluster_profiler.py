@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
+from megatron_fssdp.config.cluster_description import ClusterDescription, cluster_yaml, load_cluster
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.diagnosis import cluster_profiler

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.topology import Topology
@@ -97,7 +96,7 @@ def test_training_and_simulator_agree(
 
     monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", str(MEASURED))
     register_example()
-    strategy = build_strategy(*resolve_strategy(name, None, keys))  # type: ignore[arg-type]
+    strategy = build_strategy(name, resolve_strategy(name, None, keys))  # type: ignore[arg-type]
     simulated = list(replay_strategy(strategy, read_loads(tmp_path).counts_ILDE, TOPOLOGY, PROFILE))
     notes = iter(run.notes[: NUM_ITERATIONS * 2])  # of rank 0
     found: list[tuple[bool, bool]] = []

@@ -101,7 +101,7 @@ def _elements(job: Job) -> int:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
-    from megatron_fssdp.config.strategy.strategy_selection import resolve_strategy
+    from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
     from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
     from megatron_fssdp.megatron_adapter.support.limits import check_limits
     from megatron_fssdp.strategies.registry import build_strategy
@@ -110,7 +110,8 @@ def _elements(job: Job) -> int:
     args = parse_args(add_strategy_arguments)
     args.world_size = job.num_ranks
     validate_args(args)
-    name, settings = resolve_strategy(args.moe_strategy, args.moe_strategy_config, args.moe_strategy_set)
+    name = args.moe_strategy
+    settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
     assert name == job.strategy
     if name != "none":
         check_limits(name, build_strategy(name, settings), args)

@@ -1,11 +1,17 @@
-"""The YAML of a sweep: strategies × settings × seeds × repetitions of one run."""
+"""The YAML of a sweep: strategies × settings × seeds × repetitions of one run, and the runs that it plans."""
 
+import itertools
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from megatron_fssdp.config.loading import load_yaml, validate
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import Settings, load_yaml, validate
 from megatron_fssdp.config.run.json_schema import choose_strategy_settings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
@@ -17,14 +23,15 @@ _OWN_KEYS = {
 }
 """Settings that a sweep gives in another place, by their dotted key."""
 
+_MOST_CHARACTERS = 40
+"""Length of a value in a folder's name. Together they stay far below the 255 bytes of common file systems."""
+
 _Key = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
 _Values = Annotated[tuple[Any, ...], Field(min_length=1)]
 
 
-class SweptStrategy(BaseModel):
+class SweptStrategy(Settings):
     """A strategy of a sweep, with settings of its own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(description="Name of the strategy.")
     settings: dict[str, Any] = Field(
@@ -37,10 +44,10 @@ class SweptStrategy(BaseModel):
     )
 
 
-class SweepConfig(BaseModel):
+class SweepConfig(Settings):
     """A sweep: every strategy with every combination of settings, every seed and every repetition."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", title="megatron-fssdp sweep")
+    model_config = ConfigDict(title="megatron-fssdp sweep")
 
     run: tuple[str, ...] = Field(
         min_length=1,
@@ -84,11 +91,6 @@ class SweepConfig(BaseModel):
             raise ValueError(f"vary.{both[0]}: is under settings, too; remove it from one of them")
         return self
 
-    @property
-    def swept_strategies(self) -> tuple[SweptStrategy, ...]:
-        """All entries of ``strategies`` in the long form."""
-        return tuple(SweptStrategy(name=one) if isinstance(one, str) else one for one in self.strategies)
-
 
 def load_sweep(file: Path) -> SweepConfig:
     """Read the YAML of a sweep. Files of the run that lie beside it get the sweep's folder in their paths.
@@ -97,9 +99,9 @@ def load_sweep(file: Path) -> SweepConfig:
         ConfigurationError: The file cannot be read, or its settings are invalid.
     """
     sweep = validate(SweepConfig, load_yaml(file), str(file))
-    beside = [file.parent / name for name in sweep.run]
-    names = [str(path) if path.exists() else name for path, name in zip(beside, sweep.run, strict=True)]
-    return sweep.model_copy(update={"run": tuple(names)})
+    beside = ((name, file.parent / name) for name in sweep.run)
+    run = tuple(str(path) if path.exists() else name for name, path in beside)
+    return sweep.model_copy(update={"run": run})
 
 
 def sweep_schema() -> dict[str, Any]:
@@ -110,3 +112,79 @@ def sweep_schema() -> dict[str, Any]:
         if choice.get("type") == "string":
             choice["enum"] = list(STRATEGIES)
     return schema
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a sweep: its strategy, and ``key=value`` overrides of the strategy's and the run's settings.
+
+    The name of its ``folder`` stays the same if the sweep grows. Runs of a ``group`` differ only in seed and
+    repetition (from 1).
+    """
+
+    folder: str
+    group: str
+    strategy: str
+    strategy_overrides: tuple[str, ...]
+    overrides: tuple[str, ...]
+    seed: int
+    repetition: int
+
+
+def planned_runs(sweep: SweepConfig) -> list[PlannedRun]:
+    """Return all runs of a sweep, in the order in which they are run.
+
+    All strategies take turns: a machine that becomes slower during the sweep slows all of them, and an
+    interrupted sweep has runs of every strategy.
+
+    Raises:
+        ConfigurationError: Two runs would have the same folder.
+    """
+    common = tuple(map(_override, sweep.settings, sweep.settings.values()))
+    runs = [
+        _run(strategy, dict(zip(sweep.vary, values, strict=True)), common, seed, repetition)
+        for repetition in range(1, sweep.repetitions + 1)
+        for seed in sweep.seeds
+        for values in itertools.product(*sweep.vary.values())
+        for strategy in sweep.strategies
+    ]
+    folder, count = Counter(run.folder for run in runs).most_common(1)[0]
+    if count > 1:
+        raise ConfigurationError(
+            f"{count} runs have the same folder {folder}; remove what is listed twice under strategies, vary "
+            "or seeds, or give a strategy another label"
+        )
+    return runs
+
+
+def _run(
+    strategy: str | SweptStrategy, varied: dict[str, Any], common: tuple[str, ...], seed: int, repetition: int
+) -> PlannedRun:
+    if isinstance(strategy, str):
+        strategy = SweptStrategy(name=strategy)
+    label = strategy.label or strategy.name
+    last_parts = [key.rpartition(".")[2] for key in varied]  # keys with the same last part keep all parts
+    words = [
+        f"{last if last_parts.count(last) == 1 else key}={_plain(value)}"
+        for last, (key, value) in zip(last_parts, varied.items(), strict=True)
+    ]
+    parts = [label, *(word[:_MOST_CHARACTERS] for word in words), f"seed{seed}"]
+    parts += [f"repetition{repetition}"] if repetition > 1 else []
+    return PlannedRun(
+        folder=re.sub(r"[^\w.+=-]", "_", "-".join(parts)),
+        group=" ".join([label, *words]),
+        strategy=strategy.name,
+        strategy_overrides=tuple(map(_override, strategy.settings, strategy.settings.values())),
+        overrides=(*common, *map(_override, varied, varied.values()), f"training.seed={seed}"),
+        seed=seed,
+        repetition=repetition,
+    )
+
+
+def _override(key: str, value: Any) -> str:
+    """Return ``key=value`` as options take it: they read the value as YAML, and JSON is YAML."""
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.config.run import megatron_parser as parser
+from megatron_fssdp.config.run import megatron_options as parser
 
 
 def options() -> dict[str, tuple[object, ...]]:

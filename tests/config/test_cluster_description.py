@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
-from megatron_fssdp.config.cluster_files import cluster_yaml, load_cluster
+from megatron_fssdp.config.cluster_description import (
+    ClusterDescription,
+    FittedLink,
+    LinkDescription,
+    cluster_yaml,
+    load_cluster,
+)
 from megatron_fssdp.config.errors import ConfigurationError
 
 EXAMPLE = ClusterDescription(

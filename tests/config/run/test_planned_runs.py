@@ -7,8 +7,7 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.sweep.planned_runs import planned_runs
-from megatron_fssdp.config.sweep.sweep_config import SweepConfig, load_sweep
+from megatron_fssdp.config.run.sweep import SweepConfig, load_sweep, planned_runs
 
 ROOT = Path(__file__).parents[3]
 

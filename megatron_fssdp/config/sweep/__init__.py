@@ -1,1 +1,0 @@
-"""Sweeps: one YAML that describes many runs."""
