@@ -1,7 +1,5 @@
 """Files of JSON lines that grow with a run: a killed run loses at most the line that it was writing."""
 
-import os
-from io import FileIO
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -13,53 +11,25 @@ from megatron_fssdp.config.json_records import parse_record
 from megatron_fssdp.config.written_files import cannot_write
 
 
-class JsonLinesWriter:
-    """Appends lines to a file, each completely and without delay. A half-written last line is cut first.
+def append_lines(path: Path, *records: Any) -> None:
+    """Add dataclasses to a file, each as one line. A half-written last line is cut first.
 
-    Args:
-        path: File to append to. It is created with its folder if it does not exist.
+    The file is created with its folder if it does not exist. Numbers that JSON does not have (NaN, infinity)
+    become null.
 
     Raises:
-        ConfigurationError: The file cannot be written.
+        ConfigurationError: The file cannot be written, for example because the disk is full.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
-                os.truncate(path, content.rfind(b"\n") + 1)
-            self._file = FileIO(path, "ab")
-        except OSError as error:
-            raise cannot_write(path, "record_dir", error) from None
-
-    def append(self, record: Any) -> None:
-        """Write a dataclass as one line. Numbers that JSON does not have (NaN, infinity) become null.
-
-        Raises:
-            ConfigurationError: The file cannot be written, for example because the disk is full. The file is
-                unchanged.
-        """
-        line = to_json(record, inf_nan_mode="null") + b"\n"
-        try:
-            write_at_end(self._file, self._file.seek(0, os.SEEK_END), line)
-        except OSError as error:
-            raise cannot_write(self._path, "record_dir", error) from None
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def write_at_end(file: FileIO, end: int, content: bytes) -> None:
-    """Write all bytes at the end of a file. If that raises an OSError, the file is cut to its old length."""
-    left = memoryview(content)
     try:
-        while left:
-            left = left[file.write(left) :]
-    except OSError:
-        file.truncate(end)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            if end := file.tell():
+                file.seek(end - 1)
+                if file.read() != b"\n":
+                    file.truncate(path.read_bytes().rfind(b"\n") + 1)
+            file.writelines(to_json(record, inf_nan_mode="null") + b"\n" for record in records)
+    except OSError as error:
+        raise cannot_write(path, "record_dir", error) from None
 
 
 def read_json_lines[RecordT](path: Path, record_cls: type[RecordT]) -> list[RecordT]:

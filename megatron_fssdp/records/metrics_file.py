@@ -5,34 +5,34 @@ repetition counts.
 """
 
 import os
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_fssdp.config.json_records import parse_record
-from megatron_fssdp.records.json_lines import JsonLinesWriter, read_json_lines
+from megatron_fssdp.records.json_lines import append_lines, read_json_lines
 from megatron_fssdp.records.metrics import Evaluation, IterationMetrics
 
 METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
 
 
-class MetricsWriter(JsonLinesWriter):
+class MetricsWriter:
     """Appends one :class:`IterationMetrics` for each iteration. A resumed run continues the file.
 
     The first iteration that is appended drops its own lines and those of later iterations, so that each
-    iteration has one line.
+    iteration has one line. A ConfigurationError says, also at once, that the file cannot be written.
     """
 
     def __init__(self, record_dir: Path | str) -> None:
-        super().__init__(Path(record_dir) / METRICS_FILE)
-        self._has_begun = False
+        self._path, self._has_begun = Path(record_dir) / METRICS_FILE, False
+        append_lines(self._path)
 
     def append(self, record: IterationMetrics) -> None:
-        """Write an iteration as one line, or raise a ConfigurationError if the file cannot be written."""
+        """Write an iteration as one line."""
         if not self._has_begun:
             with suppress(OSError):  # read_metrics ignores what is repeated, so the run goes on
                 _drop_from(self._path, record.iteration)
         self._has_begun = True
-        super().append(record)
+        append_lines(self._path, record)
 
 
 def _drop_from(path: Path, iteration: int) -> None:
@@ -96,8 +96,7 @@ class MetricsTail:
 
 def append_evaluation(record_dir: Path, evaluation: Evaluation) -> None:
     """Add an evaluation to the file of a run, or raise a ConfigurationError if it cannot be written."""
-    with closing(JsonLinesWriter(record_dir / EVALUATIONS_FILE)) as lines:
-        lines.append(evaluation)
+    append_lines(record_dir / EVALUATIONS_FILE, evaluation)
 
 
 def read_evaluations(record_dir: Path) -> tuple[Evaluation, ...]:

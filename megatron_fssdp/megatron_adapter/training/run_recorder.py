@@ -1,6 +1,5 @@
 """Collects the loss, loads and times of an iteration from all ranks, for a run's files and for boards."""
 
-import atexit
 import math
 from collections import Counter
 from dataclasses import asdict
@@ -61,8 +60,6 @@ class RunRecorder:
         self._arrays: tuple[LoadsWriter, PlacementsWriter] | None = None
         if record_dir is not None and dist.get_rank() == 0:
             self._metrics = MetricsWriter(record_dir)
-        # Megatron may leave its training loop by sys.exit, so files are closed at exit.
-        atexit.register(self.close)
 
     @property
     def wants_iteration(self) -> bool:
@@ -144,12 +141,6 @@ class RunRecorder:
             ep_tokens_LD=np.stack([load.owner_D for load in loads]),
             tokens_LD=np.stack([load.device_D for load in loads]),
         )
-
-    def close(self) -> None:
-        """Close the files."""
-        for writer in (self._metrics, *(self._arrays or ())):
-            if writer is not None:
-                writer.close()
 
 
 def _is_logged() -> bool:
