@@ -9,13 +9,11 @@ import pytest
 from megatron_fssdp.records import RecordedRun, load
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
 from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsWriter
-from megatron_fssdp.records.run_log import STOP_MARK
+from megatron_fssdp.records.recorded_run import STOP_MARK
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings.headline import headline_of
-from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
-from megatron_fssdp.report.trainings.run_page import run_page
+from megatron_fssdp.report.trainings.measures import comparison_table, mean_parts_s, measures_of, time_parts
+from megatron_fssdp.report.trainings.run_page import headline_of, run_page
 from megatron_fssdp.report.trainings.shown_run import parts_of, progress_of, shown_runs
-from megatron_fssdp.report.trainings.time_parts import mean_parts_s, time_parts
 
 from .made_runs import write_made_run
 

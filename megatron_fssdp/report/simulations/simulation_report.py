@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table as TerminalTable
 
+from megatron_fssdp.report.colours import column_name
 from megatron_fssdp.report.tables import Table, terminal_table
 from megatron_fssdp.report.units import format_memory, format_seconds
 from megatron_fssdp.simulation.break_even import BreakEven
@@ -64,10 +65,9 @@ class SimulationReport:
 
     @property
     def warm_up(self) -> int:
-        """Number of first iterations that no mean of the ranking contains.
+        """Number of first iterations that no mean of the ranking contains, so that all are of the same loads.
 
-        This is the longest warm-up of the strategies, so that all of them are compared on the same loads.
-        Strategies that do not get beyond their warm-up do not count.
+        This is the longest warm-up of the strategies that get beyond theirs.
         """
         return max((row.outcome.warm_up for row in self.rows if self.is_settled(row)), default=0)
 
@@ -107,10 +107,7 @@ class SimulationReport:
 
     @property
     def table(self) -> Table:
-        """The ranking: one row for each strategy, from best to worst.
-
-        The break-even columns are left out if nothing was searched.
-        """
+        """The ranking, from best to worst. If no break-even was searched, its columns are left out."""
         searched = any(row.tokens is not None or row.bandwidth is not None for row in self.rows)
         count = len(_RANKING) if searched else len(_RANKING) - 2
         return Table(_RANKING[:count], tuple(self._cells(row)[:count] for row in self.ranked))
@@ -169,7 +166,7 @@ def ranking_data(report: SimulationReport) -> dict[str, Any]:
 
 def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
     outcome, memory, seconds = row.outcome, row.outcome.memory, report.steady_s(row.outcome)
-    found = {"tokens_per_rank": row.tokens, "bandwidth_bytes_per_s": row.bandwidth}
+    break_even = {"tokens_per_rank": row.tokens, "bandwidth_bytes_per_s": row.bandwidth}
     return {
         "strategy": row.label,
         "changed_settings": row.changed,
@@ -192,7 +189,7 @@ def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
         },
         **{
             f"break_even_{key}": one and {"pays_now": one.pays_now, "at": one.value, "factor": one.factor}
-            for key, one in found.items()
+            for key, one in break_even.items()
         },
     }
 
@@ -205,12 +202,9 @@ def write_report(report: SimulationReport, folder: Path) -> None:
         writer = csv.writer(file)
         for number, row in enumerate(report.ranked):
             outcome = row.outcome
-            parts = {
-                part.replace(" ", "_").replace("-", "_"): found_I for part, found_I in outcome.parts_s.items()
-            }
             columns = {
                 "iteration_s": outcome.iteration_s,
-                **{f"{part}_s": seconds_I for part, seconds_I in parts.items()},
+                **{column_name(part): seconds_I for part, seconds_I in outcome.parts_s.items()},
                 "load_max_over_mean": outcome.load_max_over_mean_IL.mean(axis=1),
                 **{name: outcome.of_layers(found).sum(axis=1) for name, found in _COUNTS.items()},
                 "resharded_experts": outcome.moved_I,

@@ -44,13 +44,12 @@ def group_table(groups: Sequence[ShownRun]) -> Table:
     for group in groups:
         cells = []
         for key, (_, form) in FIGURES.items():
-            spread = spread_of(group, key)
             if key == "tokens_per_s" and obstacle:
                 cells.append("not comparable")
-            elif spread is None:
-                cells.append("–")
-            else:
+            elif spread := spread_of(group, key):
                 cells.append(spread.text(form) if len(group.repeats) > 1 else f"{spread.median:{form}}")
+            else:
+                cells.append("–")
         difference = None if group is groups[0] else loss_difference(group, groups[0])
         last = "–" if difference is None else f"{difference:.1e}"
         rows.append((group.name, str(len(group.repeats)), *cells, last))
@@ -78,13 +77,9 @@ def sweep_page(
     unfinished: Sequence[str] = (),
     what_if: SimulationReport | None = None,
 ) -> Page:
-    """Return the page of a sweep.
+    """Return the page of a sweep, whose groups are compared with the first.
 
-    Args:
-        title: Name of the sweep.
-        groups: Groups with their finished runs. All are compared with the first.
-        unfinished: Names of runs that failed or are not finished.
-        what_if: Results of a simulation of the runs' loads, or None.
+    ``unfinished`` are the names of runs that failed or are not finished.
     """
     details, obstacle = groups[:MOST_DETAILED], not_comparable(groups)
     page = run_page(details, what_if, with_losses=not loss_obstacle([one.run.settings for one in details]))
