@@ -43,17 +43,11 @@ def build_data(
     rebuild: bool = False,
     on_progress: OnProgress = lambda phase, done, total: None,
 ) -> tuple[DataManifest, bool]:
-    """Tokenize a corpus into Megatron's indexed data.
+    """Tokenize a corpus into Megatron's indexed data, beside the tokenizer and the manifest.
 
-    Args:
-        corpus: Documents to tokenize.
-        out_dir: Folder for ``text.bin``, ``text.idx``, the tokenizer and the manifest.
-        tokenizer: A tokenizer that exists, or one of ``TRAINED_KINDS``. ``bpe`` trains byte-level byte-pair
-            encoding on the corpus. ``bytes`` needs no training. ``wordpiece`` splits the texts into sentences
-            and trains BERT's tokenizer on them.
-        vocab_size: Vocabulary size of a trained tokenizer, special tokens included.
-        rebuild: Whether to replace existing data.
-        on_progress: Called while the work goes on.
+    ``tokenizer`` exists, or is one of ``TRAINED_KINDS``. ``bpe`` trains byte-level byte-pair encoding on the
+    corpus. ``bytes`` needs no training. ``wordpiece`` splits the texts into sentences and trains BERT's
+    tokenizer on them. ``vocab_size`` counts special tokens, too. ``rebuild`` replaces existing data.
 
     Returns:
         The manifest of the data, and whether anything was built. Data that is up to date is not built again.

@@ -24,9 +24,7 @@ MIN_VOCAB_SIZE = 257
 MAX_WORD = 100
 """Trained tokenizers cut longer words: the time to learn from a word grows with its square."""
 
-_PATIENCE_S = 4.0
-"""Time for the Hugging Face hub to answer."""
-
+_PATIENCE_S = 4.0  # for the Hugging Face hub to answer
 _PIECE_CHARS = 50_000  # so does the time to encode a text
 _EOD = "<|endoftext|>"
 _USUAL_ENDS = (_EOD, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]")
@@ -43,20 +41,13 @@ class TextTokenizer:
         files: Texts of the files from which the tokenizer can be loaded again, by file name.
 
     Raises:
-        ConfigurationError: ``json_text`` is no valid ``tokenizer.json``, or it does not have ``eod_token``.
+        ConfigurationError: The tokenizer does not have ``eod_token``.
     """
 
-    def __init__(self, kind: str, json_text: str, eod_token: str) -> None:
-        from tokenizers import Tokenizer
-
-        try:
-            self._library = Tokenizer.from_str(json_text)
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigurationError(
-                f"{TOKENIZER_FILE}: is no tokenizer ({error}); use another one"
-            ) from None
-        self._library.encode_special_tokens = True
-        self.ids: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+    def __init__(self, kind: str, library: Any, eod_token: str) -> None:
+        self._library, json_text = library, library.to_str()
+        library.encode_special_tokens = True
+        self.ids: dict[str, int] = library.get_vocab(with_added_tokens=True)
         if eod_token not in self.ids:
             raise ConfigurationError(
                 f"--eod-token {eod_token}: the tokenizer does not have this token; name one of its own"
@@ -90,15 +81,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
     library.train_from_iterator((piece for text in texts for piece in _pieces_of(text)), trainer)
     library.add_special_tokens([AddedToken(_EOD, special=True)])
-    return TextTokenizer("bytes" if vocab_size == MIN_VOCAB_SIZE else "bpe", library.to_str(), _EOD)
+    return TextTokenizer("bytes" if vocab_size == MIN_VOCAB_SIZE else "bpe", library, _EOD)
 
 
 def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
     """Load a tokenizer in Hugging Face's format.
 
-    Args:
-        name: A file ``tokenizer.json``, a folder that has it, or a name on the Hugging Face hub.
-        eod_token: Token that ends a document. Default: a usual one that the tokenizer has.
+    ``name`` is a file ``tokenizer.json``, a folder that has it, or a name on the Hugging Face hub. By
+    default, a usual token of the tokenizer ends a document.
 
     Raises:
         ConfigurationError: The tokenizer does not exist, is damaged or cannot be downloaded, or no token that
@@ -122,7 +112,7 @@ def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
         raise ConfigurationError(
             f"--tokenizer {name}: it does not say which token ends a document; name it with --eod-token"
         )
-    return TextTokenizer("huggingface", library.to_str(), end)
+    return TextTokenizer("huggingface", library, end)
 
 
 def _from_hub(name: str) -> Path:

@@ -103,10 +103,8 @@ def read_arrays(
 ) -> dict[str, NDArray[Any]]:
     """Read arrays of a file of rows, without pickle, also while the file grows.
 
-    Args:
-        path: Path of the ``.npy`` file.
-        num_dimensions: Number of dimensions of each array that is read, with iterations and layers.
-        optional: Names of arrays that can be missing.
+    ``num_dimensions`` has the arrays that are read, with their numbers of dimensions. Those that are
+    ``optional`` can be missing.
 
     Returns:
         The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. The numbers in

@@ -3,7 +3,7 @@
 Shape letters: I iterations, L MoE layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,60 +65,51 @@ def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> T
     return Table(("", *(one.name for one in runs)), tuple(rows))
 
 
-def measures_of(run: RecordedRun) -> list[Measure]:
-    """Return the figures of one run. What it did not record is left out."""
-    found: list[Measure] = []
-
-    def add(key: str, label: str, value: Any, text: str) -> None:
-        found.append(Measure(key, label, value, text))
-
+def measures_of(run: RecordedRun) -> Iterator[Measure]:
+    """Yield the figures of one run. What it did not record is left out."""
     iterations = progress_of(run).replace(" iterations", "")
-    add("iterations", "iterations", len(run.metrics), iterations)
+    yield Measure("iterations", "iterations", len(run.metrics), iterations)
     for which, loss in (("first", float(run.losses[0])), ("last", float(run.losses[-1]))):
-        add(f"{which}_loss", f"loss: {which}", loss, f"{loss:.4f}")
+        yield Measure(f"{which}_loss", f"loss: {which}", loss, f"{loss:.4f}")
     for data in ("validation", "test"):
-        if last := [one for one in run.evaluations if one.data.startswith(data)][-1:]:
-            text = f"{last[0].loss:.4f} ({last[0].iteration:,})"
-            add(f"{data}_loss", f"loss: {data} (after iteration)", last[0].loss, text)
+        of_data = (one for one in reversed(run.evaluations) if one.data.startswith(data))
+        if last := next(of_data, None):
+            text = f"{last.loss:.4f} ({last.iteration:,})"
+            yield Measure(f"{data}_loss", f"loss: {data} (after iteration)", last.loss, text)
     if run.layers:
-        found += _loads(run)
+        yield from _loads(run)
     speed = Spread.of(run.arrays["tokens_per_s_I"])
-    add("tokens_per_s", "tokens/s: median (quartiles)", speed.median, speed.text(",.0f"))
+    yield Measure("tokens_per_s", "tokens/s: median (quartiles)", speed.median, speed.text(",.0f"))
     session, flops_I, seconds_I = run.session, run.arrays["flops_I"], run.arrays["iteration_s_I"]
     known_I = (flops_I > 0) & (seconds_I > 0)
     if session is not None and session.devices and known_I.any():
         rate = float(np.median(flops_I[known_I] / seconds_I[known_I])) / session.devices
-        shared = f" ({session.shared_cores})" if session.shared_cores else ""
-        add("flops_per_s_per_device", "compute of a device: median", rate, f"{format_flops(rate)}{shared}")
+        text = format_flops(rate) + (f" ({session.shared_cores})" if session.shared_cores else "")
+        yield Measure("flops_per_s_per_device", "compute of a device: median", rate, text)
     for part, seconds in mean_parts_s(run).items() if has_layer_parts(run) else ():
         if seconds:
-            add(
-                column_name(part),
-                f"ms of an iteration: {TIME_PARTS[part].name}",
-                seconds,
-                f"{1e3 * seconds:.4g}",
-            )
+            label = f"ms of an iteration: {TIME_PARTS[part].name}"
+            yield Measure(column_name(part), label, seconds, f"{1e3 * seconds:.4g}")
 
     def total(name: str) -> float:
         return float(run.arrays[name].sum())
 
     for key, words in (("spag", "weights (spAG)"), ("sprs", "gradients (spRS)")):
         moved = total(f"{key}_bytes_IL")
-        add(f"{key}_bytes", f"bytes moved: {words}", moved, format_bytes(moved))
+        yield Measure(f"{key}_bytes", f"bytes moved: {words}", moved, format_bytes(moved))
         if busy_s := total(f"{key}_s_IL"):
             hidden = 1 - total(f"{key}_exposed_s_IL") / busy_s
-            add(f"{key}_hidden_share", f"hidden under compute: {words}", hidden, f"{hidden:.0%}")
+            yield Measure(f"{key}_hidden_share", f"hidden under compute: {words}", hidden, f"{hidden:.0%}")
     if crossed := int(total("cross_node_tokens_IL")):
         label = "tokens sent to other nodes (also declared ones)"
-        add("cross_node_tokens", label, crossed, f"{crossed:,}")
+        yield Measure("cross_node_tokens", label, crossed, f"{crossed:,}")
     if times := int((run.arrays["resharded_experts_I"] > 0).sum()):
         experts, moved = total("resharded_experts_I"), total("reshard_bytes_I")
         text = f"{times}: {experts:,.0f} experts, {format_bytes(moved)}, {total('reshard_s_I'):.2f} s"
-        add("reshards", "re-shards: moved experts, bytes, seconds", times, text)
-    return found
+        yield Measure("reshards", "re-shards: moved experts, bytes, seconds", times, text)
 
 
-def _loads(run: RecordedRun) -> list[Measure]:
+def _loads(run: RecordedRun) -> Iterator[Measure]:
     load_IL, plain_IL = run.load_IL, run.arrays["ep_load_max_over_mean_IL"]
     replicas, most = replicas_of(run)
     figures = [
@@ -133,9 +124,10 @@ def _loads(run: RecordedRun) -> list[Measure]:
     ):
         if np.isfinite(values_IL := run.arrays[f"{key}_IL"]).any():
             figures.append((key, label, np.nanmedian(values_IL), ".2f"))
-    found = [Measure(key, label, float(value), f"{value:{form}}") for key, label, value, form in figures]
+    for key, label, value, form in figures:
+        yield Measure(key, label, float(value), f"{value:{form}}")
     text = f"{replicas:.1f}" if most is None else f"{replicas:.1f} of {most:,} possible"
-    return [*found, Measure("replicas_per_layer", "replicas per layer", replicas, text)]
+    yield Measure("replicas_per_layer", "replicas per layer", replicas, text)
 
 
 def replicas_of(run: RecordedRun) -> tuple[float, int | None]:
