@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,21 @@ def test_missing_and_impossible_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="record_dir"):
         MetricsWriter(tmp_path / "file" / "run")
+
+
+def test_a_full_disk_costs_only_the_line_that_does_not_fit(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.append(record(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 50, limits[1]))
+    try:
+        with pytest.raises(ConfigurationError, match="cannot be written"):
+            writer.append(record(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_metrics(tmp_path) == [record(1)]
+    writer.append(record(2))
+    assert read_metrics(tmp_path) == [record(1), record(2)]
 
 
 def test_a_resumed_run_leaves_one_line_for_each_iteration_and_tails_see_the_new_ones(tmp_path: Path) -> None:

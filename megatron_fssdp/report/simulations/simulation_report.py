@@ -22,12 +22,8 @@ from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 RANKING_FILE, ITERATIONS_FILE = "ranking.json", "iterations.csv"
 
-_RANKING = (
-    *("strategy", "ms of an iteration", "warm-up", "× ep", "% of even ep", "load max/mean", "peak memory"),
-    *("host ms", "pays from", "pays up to"),
-)
 _FIRST = 7
-"""Number of columns that fit into 80 characters."""
+"""Number of columns of the ranking that fit into 80 characters."""
 
 _WHOLE = ("strategy", "warm-up")
 """Columns whose cells stay on one line; the headings of the others are wrapped first."""
@@ -109,8 +105,14 @@ class SimulationReport:
     def table(self) -> Table:
         """The ranking, from best to worst. If no break-even was searched, its columns are left out."""
         searched = any(row.tokens is not None or row.bandwidth is not None for row in self.rows)
-        count = len(_RANKING) if searched else len(_RANKING) - 2
-        return Table(_RANKING[:count], tuple(self._cells(row)[:count] for row in self.ranked))
+        rows = []
+        for row in self.ranked:
+            cells = self._cells(row)
+            if searched:
+                cells["pays from"] = _break_even(row.tokens, "{:,.0f} tokens")
+                cells["pays up to"] = _break_even(row.bandwidth, "{:.3g} Gb/s", 8e-9)
+            rows.append(cells)
+        return Table(tuple(rows[0]), tuple(tuple(cells.values()) for cells in rows))
 
     def terminal_tables(self) -> Sequence[TerminalTable]:
         """Return the ranking in two tables of at most 80 columns."""
@@ -120,28 +122,20 @@ class SimulationReport:
             terminal_table(table.columns(0, *range(_FIRST, len(table.header))), whole=_WHOLE),
         )
 
-    def _cells(self, row: RankedStrategy) -> tuple[str, ...]:
-        outcome = row.outcome
+    def _cells(self, row: RankedStrategy) -> dict[str, str]:
+        outcome, count = row.outcome, row.outcome.warm_up
         seconds, memory = self.steady_s(outcome), format_memory(outcome.memory.total_bytes)
-        return (
-            f"{row.label} *" if row.changed else row.label,  # a note explains the star
-            f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}",
-            self.warm_up_text(row),
-            f"{self.plain_s / seconds:.2f}",
-            f"{100 * self.even_ep_s / seconds:.0f}",
-            f"{self.steady(outcome.load_max_over_mean_IL):.2f}",
-            f"{memory}, too much" if outcome.memory.runs_out else memory,
-            f"{1e3 * outcome.host_s:.3g}",
-            _break_even(row.tokens, "{:,.0f} tokens"),
-            _break_even(row.bandwidth, "{:.3g} Gb/s", 8e-9),
-        )
-
-    def warm_up_text(self, row: RankedStrategy) -> str:
-        """Return the number of a strategy's warm-up iterations and their mean time as text."""
-        count = row.outcome.warm_up
-        if not self.is_settled(row):
-            return f"all {count}"
-        return f"{count} × {format_seconds(row.outcome.iteration_s[:count].mean())}" if count else "–"
+        warm_up = f"{count} × {format_seconds(outcome.iteration_s[:count].mean())}" if count else "–"
+        return {
+            "strategy": f"{row.label} *" if row.changed else row.label,  # a note explains the star
+            "ms of an iteration": f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}",
+            "warm-up": warm_up if self.is_settled(row) else f"all {count}",
+            "× ep": f"{self.plain_s / seconds:.2f}",
+            "% of even ep": f"{100 * self.even_ep_s / seconds:.0f}",
+            "load max/mean": f"{self.steady(outcome.load_max_over_mean_IL):.2f}",
+            "peak memory": f"{memory}, too much" if outcome.memory.runs_out else memory,
+            "host ms": f"{1e3 * outcome.host_s:.3g}",
+        }
 
 
 def _break_even(found: BreakEven | None, form: str, unit: float = 1.0) -> str:

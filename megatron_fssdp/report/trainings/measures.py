@@ -31,9 +31,9 @@ class Measure(NamedTuple):
 class Spread(NamedTuple):
     """Lower quartile, median and upper quartile of a figure, interpolated linearly."""
 
-    low: float
+    lower_quartile: float
     median: float
-    high: float
+    upper_quartile: float
 
     @classmethod
     def of(cls, values: Any) -> "Spread":

@@ -229,7 +229,7 @@ def headline_of(
         clauses = [f"{first.name}: {progress_of(run)}", *_clauses(run)]
         clauses.append(f"loss {run.losses[0]:.4f} → {run.losses[-1]:.4f}")
         if not reason:
-            quartiles = f"{speed.low:,.0f} to {speed.high:,.0f}"
+            quartiles = f"{speed.lower_quartile:,.0f} to {speed.upper_quartile:,.0f}"
             clauses.append(f"median {speed.median:,.0f} tokens/s (quartiles {quartiles})")
         if peaks := peak_memory(run)[0]:
             clauses.append(f"peak memory of a rank {format_memory(max(peaks))}")
@@ -238,10 +238,8 @@ def headline_of(
         clauses = [_against(first, one, most, with_speed=not reason) for one in runs[1:]]
         differences = [largest_difference(first.run, one.run) for one in runs[1:]] if with_losses else []
         if known := [one for one in differences if one is not None and np.isfinite(one)]:
-            largest = max(known)
-            clauses.append(
-                f"losses differ by at most {largest:.1e}" if largest else "losses are exactly equal"
-            )
+            differ = f"losses differ by at most {max(known):.1e}"
+            clauses.append(differ if max(known) else "losses are exactly equal")
     clauses += [reason] if reason else []
     if what_if is not None:
         names = {one.run.strategy for one in runs}
@@ -263,7 +261,7 @@ def _against(first: ShownRun, one: ShownRun, most: int | None, *, with_speed: bo
     words = f"{one.name} {speed.median / plain.median:.2f} × {first.name}"
     if 1 in (len(first.run.metrics), len(one.run.metrics)):
         words += " (a single iteration, which also allocates, says little)"
-    elif speed.low <= plain.high and plain.low <= speed.high:
+    elif max(speed.lower_quartile, plain.lower_quartile) <= min(speed.upper_quartile, plain.upper_quartile):
         words += " (no clear difference: the quartiles overlap)"
     return "; ".join([words, *clauses])
 
@@ -279,13 +277,11 @@ def _clauses(run: RecordedRun) -> list[str]:
     if replicas:
         parts_s = mean_parts_s(run)
         whole_s = max(sum(parts_s.values()), 1e-12)
-        weights, gradients = (
-            (format_seconds(parts_s[part]), f"{parts_s[part] / whole_s:.1%}") for part in (WEIGHTS, GRADIENTS)
-        )
-        clauses.append(
-            f"an iteration waits {weights[0]} for weights (spAG, {weights[1]}) and {gradients[0]} for "
-            f"gradients (spRS, {gradients[1]})"
-        )
+        waits = [
+            f"{format_seconds(parts_s[part])} for {kind}, {parts_s[part] / whole_s:.1%})"
+            for part, kind in ((WEIGHTS, "weights (spAG"), (GRADIENTS, "gradients (spRS"))
+        ]
+        clauses.append(f"an iteration waits {' and '.join(waits)}")
         possible = "" if most is None else f" of {most:,} possible"
         clauses.append(f"{replicas:.3g} replicas a layer{possible}")
         if most is not None and np.all(run.arrays["num_replicas_IL"] == most):

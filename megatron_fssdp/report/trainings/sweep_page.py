@@ -59,14 +59,12 @@ def group_table(groups: Sequence[ShownRun]) -> Table:
 
 def group_records(groups: Sequence[ShownRun]) -> list[dict[str, Any]]:
     """Return the figures of groups as plain values for JSON. Losses are compared with the first group's."""
-    names = ("lower_quartile", "median", "upper_quartile")
     records = []
     for group in groups:
         record: dict[str, Any] = {"name": group.name, "runs": len(group.repeats)}
         for key in FIGURES:
             spread = spread_of(group, key)
-            values = {"runs": repeated_values(group, key)}
-            record[key] = None if spread is None else dict(zip(names, spread, strict=True)) | values
+            record[key] = spread and spread._asdict() | {"runs": repeated_values(group, key)}
         records.append({**record, "loss_difference": loss_difference(group, groups[0])})
     return records
 
