@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         {"numpy", "rich", "jinja2", "markupsafe", "plotly"},
     ),
     # Text to Megatron's indexed files, written by Megatron's own writer: knows no model, no strategy.
-    "data": ({"config"}, {"numpy", "tokenizers", "megatron"}),
+    "data": ({"config"}, {"numpy", "tokenizers", "huggingface_hub", "megatron"}),
     # For tests of all layers, users' too: ranks, and Megatron's parallel state.
     "testing": (set(), {"torch", "megatron"}),
     "megatron_adapter": (

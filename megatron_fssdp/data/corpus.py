@@ -21,25 +21,21 @@ _TESTS = ("test", "tests", "idle_test", "idlelib_test")
 
 
 class Document(NamedTuple):
-    """One document: its text, whether it is Python source, and the bytes that it takes in its file."""
+    """One document of a corpus."""
 
     text: str
     is_python: bool
-    num_bytes: int
+    num_bytes: int  # in its file
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text documents in a fixed order. A text file is one document, and so is each line of a JSON-lines file.
+    """Documents in a fixed order. A text file is one document, and so is each line of a JSON-lines file."""
 
-    Messages have the ``name``. Files were looked for in the ``folders``. ``json_key`` is the key of the text
-    in the lines of files with a suffix of ``JSON_SUFFIXES``.
-    """
-
-    name: str
+    name: str  # in messages
     files: tuple[Path, ...]
-    folders: tuple[Path, ...] = ()
-    json_key: str = TEXT_KEY
+    folders: tuple[Path, ...] = ()  # in which files were looked for
+    json_key: str = TEXT_KEY  # key of the text in the lines of files with a suffix of JSON_SUFFIXES
 
     def __post_init__(self) -> None:
         if not self.num_bytes:
@@ -90,8 +86,7 @@ def corpus_from_paths(paths: Iterable[Path], json_key: str = TEXT_KEY) -> Corpus
     Raises:
         ConfigurationError: A path does not exist, or the files contain no text.
     """
-    paths = list(paths)
-    found: dict[Path, Path] = {}
+    paths, found = list(paths), dict[Path, Path]()
     for path in paths:
         if not path.exists():
             raise ConfigurationError(f"{path}: no such file or folder; give text to build data from")

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from itertools import batched, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from megatron_fssdp.data.tokenizer import (
 from megatron_fssdp.data.wordpiece import VOCAB_FILE, WordPieceTokenizer
 
 OnProgress = Callable[[str, int, int], None]
-"""Takes the name of the current step, the bytes that are done, and the total bytes of the step."""
+"""Takes the name of the present step, and of its bytes those that are done, and all."""
 
 MAX_SENTENCE_TOKENS = 256
 """Maximum tokens of a sentence. Megatron ignores documents that have a sentence of more than 512 tokens."""
@@ -44,17 +43,11 @@ def build_data(
     rebuild: bool = False,
     on_progress: OnProgress = lambda phase, done, total: None,
 ) -> tuple[DataManifest, bool]:
-    """Tokenize a corpus into Megatron's indexed data.
+    """Tokenize a corpus into Megatron's indexed data, beside the tokenizer and the manifest.
 
-    Args:
-        corpus: Documents to tokenize.
-        out_dir: Folder for ``text.bin``, ``text.idx``, the tokenizer and the manifest.
-        tokenizer: A tokenizer that exists, or one of ``TRAINED_KINDS``. ``bpe`` trains byte-level byte-pair
-            encoding on the corpus. ``bytes`` needs no training. ``wordpiece`` splits the texts into sentences
-            and trains BERT's tokenizer on them.
-        vocab_size: Vocabulary size of a trained tokenizer, special tokens included.
-        rebuild: Whether to replace existing data.
-        on_progress: Function that is called with the current step, bytes done and total bytes.
+    ``tokenizer`` exists, or is one of ``TRAINED_KINDS``. ``bpe`` trains byte-level byte-pair encoding on the
+    corpus. ``bytes`` needs no training. ``wordpiece`` splits the texts into sentences and trains BERT's
+    tokenizer on them. ``vocab_size`` counts special tokens, too. ``rebuild`` replaces existing data.
 
     Returns:
         The manifest of the data, and whether anything was built. Data that is up to date is not built again.
@@ -78,11 +71,13 @@ def build_data(
                 f"{out_dir}: holds data that was built from other text or with another tokenizer; choose "
                 "another --out, or replace the data with --rebuild"
             )
-    new_builder = _megatrons_builder()
+    with quiet_output():  # Megatron warns of missing optional packages, ranks and CUDA.
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     with written_whole(out_dir, "--out") as partial:
         if isinstance(tokenizer, str):
             tokenizer = _trained(corpus, tokenizer, vocab_size, on_progress)
-        builder = new_builder(str(partial / f"{DATA_NAME}.bin"), tokenizer.vocab_size)
+        number_type = DType.optimal_dtype(tokenizer.vocab_size)
+        builder = IndexedDatasetBuilder(str(partial / f"{DATA_NAME}.bin"), dtype=number_type)
         for sequences in _encoded(corpus, tokenizer, on_progress):
             builder.add_document(np.concatenate(sequences), [len(ids) for ids in sequences])
         num_documents = len(builder.document_indices) - 1
@@ -134,9 +129,8 @@ def _trained(corpus: Corpus, kind: str, vocab_size: int, on_progress: OnProgress
     stride = -(-corpus.num_bytes // _TRAIN_TOKENIZER_BYTES)
     followed = _followed(corpus, "training the tokenizer", on_progress)
     texts = (text for one in islice(followed, 0, None, stride) for text in _texts_of(one, kind))
-    return (
-        WordPieceTokenizer.train(texts, vocab_size) if kind == "wordpiece" else train_bpe(texts, vocab_size)
-    )
+    train = WordPieceTokenizer.train if kind == "wordpiece" else train_bpe
+    return train(texts, vocab_size)
 
 
 def _encoded(
@@ -144,9 +138,8 @@ def _encoded(
 ) -> Iterator[list[NDArray[np.int64]]]:
     """Yield the token sequences of each document, int64 ``[tokens]``.
 
-    With ``wordpiece`` these are its sentences, of which BERT forms pairs. Otherwise it is the whole text,
-    followed by end-of-document. Documents without text are left out, and with ``wordpiece`` also documents of
-    a single sentence.
+    With ``wordpiece`` these are its sentences, of which BERT forms pairs, so documents of a single sentence
+    are left out. Otherwise it is the whole text, followed by end-of-document.
     """
     is_bert, cut = tokenizer.kind == "wordpiece", MAX_SENTENCE_TOKENS
     for batch in batched(_followed(corpus, "tokenizing", on_progress), _BATCH):
@@ -172,11 +165,3 @@ def _followed(corpus: Corpus, phase: str, on_progress: OnProgress) -> Iterator[D
         yield document
         done += document.num_bytes
         on_progress(phase, done, corpus.num_bytes)
-
-
-def _megatrons_builder() -> Callable[[str, int], Any]:
-    """Import Megatron's builder without warnings on optional packages, ranks and CUDA."""
-    with quiet_output():
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    return lambda path, vocab_size: IndexedDatasetBuilder(path, dtype=DType.optimal_dtype(vocab_size))

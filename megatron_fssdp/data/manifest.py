@@ -22,19 +22,15 @@ class BuiltFile:
 
 @dataclass(frozen=True)
 class DataManifest:
-    """Description of built data.
+    """Description of built data."""
 
-    ``fingerprint`` is a hash of the sources and settings that it was built from. ``vocab_size`` and
-    ``num_tokens`` count the id that ends a document (``eod_id``), too. ``files`` are known by their names.
-    """
-
-    fingerprint: str
+    fingerprint: str  # a hash of the sources and settings that it was built from
     tokenizer: str
     vocab_size: Count
-    eod_id: Count
+    eod_id: Count  # ends a document; the sizes around it count it, too
     num_documents: Count
     num_tokens: Count
-    files: dict[str, BuiltFile]
+    files: dict[str, BuiltFile]  # by name
 
     def write(self, folder: Path) -> None:
         """Write ``manifest.json`` into a folder."""

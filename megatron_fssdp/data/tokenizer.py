@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +24,7 @@ MIN_VOCAB_SIZE = 257
 MAX_WORD = 100
 """Trained tokenizers cut longer words: the time to learn from a word grows with its square."""
 
+_PATIENCE_S = 4.0  # for the Hugging Face hub to answer
 _PIECE_CHARS = 50_000  # so does the time to encode a text
 _EOD = "<|endoftext|>"
 _USUAL_ENDS = (_EOD, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]")
@@ -30,28 +34,20 @@ class TextTokenizer:
     """A tokenizer of the ``tokenizers`` library. Special tokens inside a text count as ordinary text.
 
     Attributes:
-        kind: Kind of tokenizer, for manifests: one of ``TRAINED_KINDS``, or ``huggingface``.
+        kind: One of ``TRAINED_KINDS``, or ``huggingface``.
         ids: Id of each token.
-        vocab_size: Number of ids, end-of-document included.
-        eod_id: Id that ends a document.
+        vocab_size: Number of ids, with that which ends a document, ``eod_id``.
         identity: Text that decides the token ids.
         files: Texts of the files from which the tokenizer can be loaded again, by file name.
 
     Raises:
-        ConfigurationError: ``json_text`` is no valid ``tokenizer.json``, or it does not have ``eod_token``.
+        ConfigurationError: The tokenizer does not have ``eod_token``.
     """
 
-    def __init__(self, kind: str, json_text: str, eod_token: str) -> None:
-        from tokenizers import Tokenizer
-
-        try:
-            self._library = Tokenizer.from_str(json_text)
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigurationError(
-                f"{TOKENIZER_FILE}: is no tokenizer ({error}); use another one"
-            ) from None
-        self._library.encode_special_tokens = True
-        self.ids: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+    def __init__(self, kind: str, library: Any, eod_token: str) -> None:
+        self._library, json_text = library, library.to_str()
+        library.encode_special_tokens = True
+        self.ids: dict[str, int] = library.get_vocab(with_added_tokens=True)
         if eod_token not in self.ids:
             raise ConfigurationError(
                 f"--eod-token {eod_token}: the tokenizer does not have this token; name one of its own"
@@ -85,15 +81,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
     library.train_from_iterator((piece for text in texts for piece in _pieces_of(text)), trainer)
     library.add_special_tokens([AddedToken(_EOD, special=True)])
-    return TextTokenizer("bytes" if vocab_size == MIN_VOCAB_SIZE else "bpe", library.to_str(), _EOD)
+    return TextTokenizer("bytes" if vocab_size == MIN_VOCAB_SIZE else "bpe", library, _EOD)
 
 
 def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
     """Load a tokenizer in Hugging Face's format.
 
-    Args:
-        name: A file ``tokenizer.json``, a folder that has it, or a name on the Hugging Face hub.
-        eod_token: Token that ends a document. Default: a usual one that the tokenizer has.
+    ``name`` is a file ``tokenizer.json``, a folder that has it, or a name on the Hugging Face hub. By
+    default, a usual token of the tokenizer ends a document.
 
     Raises:
         ConfigurationError: The tokenizer does not exist, is damaged or cannot be downloaded, or no token that
@@ -103,10 +98,9 @@ def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
 
     path = Path(name)
     try:
-        if path.exists():
-            library = Tokenizer.from_file(str(path / TOKENIZER_FILE if path.is_dir() else path))
-        else:
-            library = Tokenizer.from_pretrained(name)
+        if not path.exists():
+            path = _from_hub(name)
+        library = Tokenizer.from_file(str(path / TOKENIZER_FILE if path.is_dir() else path))
     except Exception as error:  # errors of the library and of the network have many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
@@ -118,7 +112,28 @@ def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
         raise ConfigurationError(
             f"--tokenizer {name}: it does not say which token ends a document; name it with --eod-token"
         )
-    return TextTokenizer("huggingface", library.to_str(), end)
+    return TextTokenizer("huggingface", library, end)
+
+
+def _from_hub(name: str) -> Path:
+    """Return the file of a tokenizer on the Hugging Face hub, from the cache if the hub does not answer."""
+    from huggingface_hub import constants, get_session, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # errors of the network have many types
+            answers.append(get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S))
+
+    # The download would try again for half a minute. The thread also limits the search for the address.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_PATIENCE_S)
+    try:
+        return Path(hf_hub_download(name, TOKENIZER_FILE, local_files_only=not answers))
+    except LocalEntryNotFoundError:
+        raise OSError(f"{constants.ENDPOINT} does not answer, and the cache has no such tokenizer") from None
 
 
 def _pieces_of(text: str) -> list[str]:

@@ -21,11 +21,11 @@ class WordPieceTokenizer(TextTokenizer):
     """WordPiece tokenizer (Devlin et al. 2019) with BERT's normalization. A document ends with ``[SEP]``.
 
     Raises:
-        ConfigurationError: The first tokens of the ``tokenizer.json`` are not BERT's special tokens.
+        ConfigurationError: The first tokens of the ``library``'s tokenizer are not BERT's special tokens.
     """
 
-    def __init__(self, json_text: str) -> None:
-        super().__init__("wordpiece", json_text, SEP)
+    def __init__(self, library: Any) -> None:
+        super().__init__("wordpiece", library, SEP)
         self.inv_vocab: dict[int, str] = {index: word for word, index in self.ids.items()}
         got = tuple(self.inv_vocab.get(index) for index in range(len(SPECIAL_TOKENS)))
         if got != SPECIAL_TOKENS:
@@ -44,12 +44,15 @@ class WordPieceTokenizer(TextTokenizer):
     @classmethod
     def load(cls, folder: Path) -> "WordPieceTokenizer":
         """Load the tokenizer of a folder of built data."""
+        from tokenizers import Tokenizer
+
         try:
-            return cls((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+            library = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        except Exception as error:  # the library raises plain Exception
             raise ConfigurationError(
                 f"{folder / TOKENIZER_FILE}: cannot be read ({error}); build the data again"
             ) from None
+        return cls(library)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "WordPieceTokenizer":
@@ -69,7 +72,7 @@ class WordPieceTokenizer(TextTokenizer):
         learning.train_from_iterator(texts, trainer)
         library = _bare_tokenizer(learning.get_vocab())
         library.add_special_tokens(list(SPECIAL_TOKENS))
-        return cls(library.to_str())
+        return cls(library)
 
 
 def _bare_tokenizer(words: dict[str, int]) -> Any:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.written_files import cannot_write, written_file
-from megatron_fssdp.records.json_lines import unreadable, write_at_end
+from megatron_fssdp.records.metrics_file import unreadable
 
 _ITERATIONS, _LAYERS = "iterations", "layers"
 
@@ -30,10 +30,8 @@ _ITERATIONS, _LAYERS = "iterations", "layers"
 class GrowingArrays:
     """Appends rows to the file, which can be read after each one. A resumed run continues the file.
 
-    Args:
-        path: Path of the ``.npy`` file.
-        layers: Megatron's number of each recorded layer, in order.
-        read: Reads the folder of the file into a record with ``iterations`` and ``layers``.
+    ``layers`` has Megatron's number of each recorded layer, in order. ``read`` reads the folder of the file
+    into a record with ``iterations`` and ``layers``.
 
     Raises:
         ConfigurationError: The existing file is damaged, or holds other layers.
@@ -41,7 +39,6 @@ class GrowingArrays:
 
     def __init__(self, path: Path, layers: Sequence[int], read: Callable[[Path], Any]) -> None:
         self._path, self._layers = path, np.asarray(layers, np.int64)
-        self._file: io.FileIO | None = None
         self._row_type: np.dtype[Any] | None = None
         self._iterations: list[int] = []
         if path.exists():
@@ -57,16 +54,11 @@ class GrowingArrays:
             self._iterations, self._row_type = found.iterations.tolist(), rows.dtype
 
     def append_row(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
-        """Add one iteration. Existing rows from this iteration on are dropped first.
-
-        Args:
-            iteration: Number of the iteration.
-            entry: Arrays of the iteration, by name. Names, shapes and data types must be the same in every
-                iteration.
+        """Add arrays of one iteration, by name. Existing rows from this iteration on are dropped first.
 
         Raises:
-            ConfigurationError: The arrays differ from those of earlier iterations, or the file cannot be
-                written. The rows of earlier iterations are unchanged.
+            ConfigurationError: The arrays differ in names, shapes or data types from those of earlier
+                iterations, or the file cannot be written. The rows of earlier iterations are unchanged.
         """
         fields = {_ITERATIONS: np.array(iteration, np.int64), _LAYERS: self._layers, **entry}
         row_type = np.dtype([(name, array.dtype, array.shape) for name, array in fields.items()])
@@ -81,7 +73,6 @@ class GrowingArrays:
             if num_kept:
                 self._add(row, num_kept)
             else:
-                self.close()
                 with written_file(self._path, "record_dir") as partial:
                     partial.write_bytes(_header(row_type, 1) + row.tobytes())
         except OSError as error:
@@ -89,22 +80,14 @@ class GrowingArrays:
         self._iterations[num_kept:] = [iteration]
         self._row_type = row_type
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
     def _add(self, row: NDArray[Any], num_kept: int) -> None:
         """Write a row after the kept ones. The header counts a row only while it is complete."""
-        self._file = file = self._file or io.FileIO(self._path, "r+b")
-        end = len(_header(row.dtype, num_kept)) + num_kept * row.nbytes
-        if num_kept < len(self._iterations):
-            os.pwrite(file.fileno(), _header(row.dtype, num_kept), 0)
-            file.truncate(end)
-        file.seek(end)
-        write_at_end(file, end, row.tobytes())
-        os.pwrite(file.fileno(), _header(row.dtype, num_kept + 1), 0)
+        with self._path.open("r+b") as file:
+            file.write(_header(row.dtype, num_kept))
+            file.truncate(file.seek(num_kept * row.nbytes, os.SEEK_CUR))
+            file.write(row.tobytes())
+            file.seek(0)
+            file.write(_header(row.dtype, num_kept + 1))
 
 
 def _header(row_type: np.dtype[Any], num_rows: int) -> bytes:
@@ -120,10 +103,8 @@ def read_arrays(
 ) -> dict[str, NDArray[Any]]:
     """Read arrays of a file of rows, without pickle, also while the file grows.
 
-    Args:
-        path: Path of the ``.npy`` file.
-        num_dimensions: Number of dimensions of each array that is read, with iterations and layers.
-        optional: Names of arrays that can be missing.
+    ``num_dimensions`` has the arrays that are read, with their numbers of dimensions. Those that are
+    ``optional`` can be missing.
 
     Returns:
         The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. The numbers in

@@ -22,28 +22,21 @@ _COUNTS, _BY_NODES, _BY_DEVICES = "counts_ILDE", "by_nodes_ILN", "by_devices_ILD
 class RecordedLoads:
     """Router counts of a run.
 
-    Attributes:
-        counts_ILDE: int32 ``[I, L, D, E]``. Tokens that each source device sent to each expert.
-        iterations: int64 ``[I]``. Number of each iteration, ascending.
-        layers: int64 ``[L]``. Megatron's number of each recorded layer.
-        by_nodes_ILN: int64 ``[I, L, N]``. Tokens whose experts are on 1, 2, … N nodes, by the experts'
-            owners under plain expert parallelism; N counts the nodes of one expert-parallel group. Zeros
-            where it was not recorded. None if no iteration was.
-        by_devices_ILD: int64 ``[I, L, D]``. The same for devices; here, D counts the devices of one
-            expert-parallel group.
+    ``by_nodes_ILN`` has the tokens whose experts are on 1, 2, … N nodes, by the experts' owners under plain
+    expert parallelism; ``by_devices_ILD`` has the same for devices. N and this D count one expert-parallel
+    group. Both are zeros where they were not recorded, and None if no iteration was.
     """
 
-    counts_ILDE: NDArray[np.int32]
-    iterations: NDArray[np.int64]
-    layers: NDArray[np.int64]
+    counts_ILDE: NDArray[np.int32]  # tokens that each source device sent to each expert
+    iterations: NDArray[np.int64]  # [I], number of each iteration, ascending
+    layers: NDArray[np.int64]  # [L], Megatron's number of each recorded layer
     by_nodes_ILN: NDArray[np.int64] | None = None
     by_devices_ILD: NDArray[np.int64] | None = None
 
     def of_iterations(self, chosen: slice) -> "RecordedLoads":
         """Return the loads of some positions of iterations, such as ``slice(-60, None)`` for the last 60."""
         known = {name: array for name, array in vars(self).items() if array is not None and name != "layers"}
-        found: dict[str, Any] = {name: array[chosen] for name, array in known.items()}
-        return replace(self, **found)
+        return replace(self, **{name: array[chosen] for name, array in known.items()})
 
 
 class LoadsWriter(GrowingArrays):
@@ -72,7 +65,5 @@ def read_loads(record_dir: Path | str) -> RecordedLoads:
     Raises:
         ConfigurationError: The file is missing or damaged, or does not hold loads.
     """
-    wanted = {_COUNTS: 4, _BY_NODES: 3, _BY_DEVICES: 3}
-    return RecordedLoads(
-        **read_arrays(Path(record_dir) / LOADS_FILE, wanted, optional=(_BY_NODES, _BY_DEVICES))
-    )
+    path, wanted = Path(record_dir) / LOADS_FILE, {_COUNTS: 4, _BY_NODES: 3, _BY_DEVICES: 3}
+    return RecordedLoads(**read_arrays(path, wanted, optional=(_BY_NODES, _BY_DEVICES)))

@@ -1,38 +1,43 @@
 """Reads and writes ``metrics.jsonl`` and ``evaluations.jsonl`` of a run.
 
-Both have one line of JSON for each entry. A resumed run repeats what came after its checkpoint, and only the
-repetition counts.
+Both have one line of JSON for each entry. A killed run loses at most the line that it was writing. A resumed
+run repeats what came after its checkpoint, and only the repetition counts.
 """
 
 import os
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
+from pydantic_core import to_json
+
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import parse_record
-from megatron_fssdp.records.json_lines import JsonLinesWriter, read_json_lines
+from megatron_fssdp.config.written_files import cannot_write
 from megatron_fssdp.records.metrics import Evaluation, IterationMetrics
 
 METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
 
 
-class MetricsWriter(JsonLinesWriter):
+class MetricsWriter:
     """Appends one :class:`IterationMetrics` for each iteration. A resumed run continues the file.
 
     The first iteration that is appended drops its own lines and those of later iterations, so that each
-    iteration has one line.
+    iteration has one line. A ConfigurationError says, also at once, that the file cannot be written.
     """
 
     def __init__(self, record_dir: Path | str) -> None:
-        super().__init__(Path(record_dir) / METRICS_FILE)
-        self._has_begun = False
+        self._path, self._has_begun = Path(record_dir) / METRICS_FILE, False
+        _append_lines(self._path)
 
     def append(self, record: IterationMetrics) -> None:
-        """Write an iteration as one line, or raise a ConfigurationError if the file cannot be written."""
+        """Write an iteration as one line."""
         if not self._has_begun:
             with suppress(OSError):  # read_metrics ignores what is repeated, so the run goes on
                 _drop_from(self._path, record.iteration)
         self._has_begun = True
-        super().append(record)
+        _append_lines(self._path, record)
 
 
 def _drop_from(path: Path, iteration: int) -> None:
@@ -55,7 +60,7 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
         ConfigurationError: The file is missing or a line is damaged.
     """
     found: list[IterationMetrics] = []
-    for record in read_json_lines(Path(record_dir) / METRICS_FILE, IterationMetrics):
+    for record in _read_lines(Path(record_dir) / METRICS_FILE, IterationMetrics):
         while found and found[-1].iteration >= record.iteration:
             found.pop()
         found.append(record)
@@ -96,8 +101,7 @@ class MetricsTail:
 
 def append_evaluation(record_dir: Path, evaluation: Evaluation) -> None:
     """Add an evaluation to the file of a run, or raise a ConfigurationError if it cannot be written."""
-    with closing(JsonLinesWriter(record_dir / EVALUATIONS_FILE)) as lines:
-        lines.append(evaluation)
+    _append_lines(record_dir / EVALUATIONS_FILE, evaluation)
 
 
 def read_evaluations(record_dir: Path) -> tuple[Evaluation, ...]:
@@ -108,8 +112,65 @@ def read_evaluations(record_dir: Path) -> tuple[Evaluation, ...]:
     """
     path = record_dir / EVALUATIONS_FILE
     found: dict[tuple[int, str], Evaluation] = {}
-    for new in read_json_lines(path, Evaluation) if path.exists() else ():
+    for new in _read_lines(path, Evaluation) if path.exists() else ():
         found = {key: old for key, old in found.items() if key[0] <= new.iteration}
         found.pop((new.iteration, new.data), None)
         found[new.iteration, new.data] = new
     return tuple(found.values())
+
+
+def _append_lines(path: Path, *records: Any) -> None:
+    """Add dataclasses to a file, each as one line. A half-written last line is cut first.
+
+    The file is created with its folder if it does not exist. Numbers that JSON does not have (NaN, infinity)
+    become null.
+
+    Raises:
+        ConfigurationError: The file cannot be written, for example because the disk is full.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            if end := file.tell():
+                file.seek(end - 1)
+                if file.read() != b"\n":
+                    file.truncate(path.read_bytes().rfind(b"\n") + 1)
+            file.writelines(to_json(record, inf_nan_mode="null") + b"\n" for record in records)
+    except OSError as error:
+        raise cannot_write(path, "record_dir", error) from None
+
+
+def _read_lines[RecordT](path: Path, record_cls: type[RecordT]) -> list[RecordT]:
+    """Read every complete line of a file into a dataclass.
+
+    Raises:
+        ConfigurationError: The file is missing or cannot be read, or a line is damaged.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, error) from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(parse_record(record_cls, line))
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break  # the run was killed while it wrote this line, or is writing it now
+            raise ConfigurationError(
+                f"{path}: line {number} is damaged or incomplete ({error}); delete this line or record the "
+                "run again"
+            ) from None
+    return records
+
+
+def unreadable(path: Path, error: Exception) -> ConfigurationError:
+    """Return the error for a record that cannot be read, after the error that reading it raised."""
+    if isinstance(error, FileNotFoundError):
+        return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
+    if isinstance(error, NotADirectoryError):
+        return ConfigurationError(f"{path.parent}: is a file, wanted the folder of a run")
+    reason = shorten(str(error) or type(error).__name__, 100, placeholder=" …")
+    return ConfigurationError(
+        f"{path}: damaged, incomplete or not a record of a run ({reason}); record the run again"
+    )

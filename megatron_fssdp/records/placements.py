@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.records.growing_arrays import GrowingArrays, read_arrays
-from megatron_fssdp.records.json_lines import unreadable
+from megatron_fssdp.records.metrics_file import unreadable
 
 PLACEMENTS_FILE = "placements.npy"
 
@@ -22,25 +22,14 @@ _ARRAYS = {"owned_bits": 4, "present_bits": 4, "ep_tokens_ILD": 3, "tokens_ILD":
 
 @dataclass(frozen=True, eq=False)
 class RecordedPlacements:
-    """Placements of a run at the end of each iteration.
+    """Placements of a run at the end of each iteration."""
 
-    Attributes:
-        owned_ILED: bool ``[I, L, E, D]``. True where the device owns the expert.
-        present_ILED: bool ``[I, L, E, D]``. True where the device has the expert's weights, as owner or
-            replica.
-        ep_tokens_ILD: int64 ``[I, L, D]``. Tokens that each device would compute under plain expert
-            parallelism.
-        tokens_ILD: int64 ``[I, L, D]``. Tokens that each device computed.
-        iterations: int64 ``[I]``. Number of each iteration, ascending.
-        layers: int64 ``[L]``. Megatron's number of each recorded layer.
-    """
-
-    owned_ILED: NDArray[np.bool_]
-    present_ILED: NDArray[np.bool_]
-    ep_tokens_ILD: NDArray[np.int64]
-    tokens_ILD: NDArray[np.int64]
-    iterations: NDArray[np.int64]
-    layers: NDArray[np.int64]
+    owned_ILED: NDArray[np.bool_]  # where the device owns the expert
+    present_ILED: NDArray[np.bool_]  # where the device has the expert's weights, as owner or replica
+    ep_tokens_ILD: NDArray[np.int64]  # tokens that each device would compute under plain expert parallelism
+    tokens_ILD: NDArray[np.int64]  # tokens that each device computed
+    iterations: NDArray[np.int64]  # [I], number of each iteration, ascending
+    layers: NDArray[np.int64]  # [L], Megatron's number of each recorded layer
 
     @property
     def most_replicas(self) -> int:
@@ -79,19 +68,18 @@ def read_placements(record_dir: Path | str) -> RecordedPlacements:
     arrays = read_arrays(path, _ARRAYS)
     owned, present = arrays.pop("owned_bits"), arrays.pop("present_bits")
     num_devices = arrays["tokens_ILD"].shape[-1]
-    try:
-        if owned.shape != present.shape or owned.shape[-1] != -(-num_devices // 8):
-            raise ValueError(
-                f"owned_bits has shape {owned.shape}, present_bits {present.shape} for {num_devices} devices"
-            )
-        if arrays["ep_tokens_ILD"].shape != arrays["tokens_ILD"].shape:
-            raise ValueError("ep_tokens_ILD and tokens_ILD have different shapes")
-        if np.any(owned & ~present):
-            raise ValueError("an expert is not present on its owner")
-    except ValueError as error:
-        raise unreadable(path, error) from None
-    arrays |= {
-        "owned_ILED": np.unpackbits(owned, axis=-1, count=num_devices).astype(np.bool_),
-        "present_ILED": np.unpackbits(present, axis=-1, count=num_devices).astype(np.bool_),
-    }
-    return RecordedPlacements(**arrays)
+    problem = ""
+    if owned.shape != present.shape or owned.shape[-1] != -(-num_devices // 8):
+        problem = (
+            f"owned_bits has shape {owned.shape}, present_bits {present.shape} for {num_devices} devices"
+        )
+    elif arrays["ep_tokens_ILD"].shape != arrays["tokens_ILD"].shape:
+        problem = "ep_tokens_ILD and tokens_ILD have different shapes"
+    elif np.any(owned & ~present):
+        problem = "an expert is not present on its owner"
+    if problem:
+        raise unreadable(path, ValueError(problem))
+    owned_ILED, present_ILED = (
+        np.unpackbits(bits, axis=-1, count=num_devices).astype(np.bool_) for bits in (owned, present)
+    )
+    return RecordedPlacements(owned_ILED, present_ILED, **arrays)

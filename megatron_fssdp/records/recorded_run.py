@@ -4,10 +4,11 @@ Shape letters: I iterations, L MoE layers.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +16,9 @@ from numpy.typing import NDArray
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml
 from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
-from megatron_fssdp.records.metrics import (
-    Evaluation,
-    IterationMetrics,
-    LayerMetrics,
-    PassMetrics,
-    RunSession,
-)
+from megatron_fssdp.records.metrics import Evaluation, IterationMetrics, LayerMetrics, PassMetrics, RunSession
 from megatron_fssdp.records.metrics_file import read_evaluations, read_metrics
 from megatron_fssdp.records.placements import PLACEMENTS_FILE, RecordedPlacements, read_placements
-from megatron_fssdp.records.run_log import RunLog, read_log
 from megatron_fssdp.records.run_settings import SETTINGS_FILE, flat_settings
 
 _OF_ITERATIONS = (
@@ -38,35 +32,36 @@ _OF_LAYERS = tuple(
 )
 
 
+LOG_FILE = "log.txt"
+_MEMORY_MARK = "[fssdp] memory of a rank: "
+STOP_MARK = "[fssdp] stopped after iteration"
+"""Begin of the line that the command line writes when the ranks end before the run is complete."""
+
+
+class RunLog(NamedTuple):
+    """Statements of a run's log."""
+
+    accounted: str  # the memory of experts; empty if the log does not state it
+    # Every end of a start before the run was complete, after the number of the last complete iteration:
+    # ``5: interrupted by Ctrl-C``.
+    stops: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """The records of one run.
+    """The records of one run."""
 
-    Attributes:
-        path: Folder of the run.
-        strategy: Name of the run's strategy, or the folder's name if the strategy is unknown.
-        metrics: Metrics of at least one iteration, in order.
-        session: The last start of the training that recorded itself, or None.
-        asked_iterations: Number of the last iteration that the run was asked to train, or None if unknown.
-        evaluations: Losses on validation and test data, in the order of iterations.
-        settings: Content of ``config.yaml`` by dotted key. Empty without this file.
-        loads: Router counts, or None if they are not there.
-        placements: Placements of the experts, or None if they are not there.
-        log: Statements of the run's log.
-        problems: One line for each file that is there but cannot be read.
-    """
-
-    path: Path
-    strategy: str
-    metrics: tuple[IterationMetrics, ...]
-    session: RunSession | None
-    asked_iterations: int | None
-    evaluations: tuple[Evaluation, ...]
-    settings: dict[str, Any]
-    loads: RecordedLoads | None
+    path: Path  # folder of the run
+    strategy: str  # its name, or the folder's name if the strategy is unknown
+    metrics: tuple[IterationMetrics, ...]  # of at least one iteration, in order
+    session: RunSession | None  # the last start of the training that recorded itself
+    asked_iterations: int | None  # number of the last iteration that the run was asked to train
+    evaluations: tuple[Evaluation, ...]  # on validation and test data, in the order of iterations
+    settings: dict[str, Any]  # content of ``config.yaml`` by dotted key; empty without this file
+    loads: RecordedLoads | None  # None if they are not there, or damaged
     placements: RecordedPlacements | None
     log: RunLog
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # one line for each file that is there but cannot be read
 
     @cached_property
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -93,9 +88,8 @@ class RecordedRun:
                 seconds = [[getattr(one, field.name, None) for one in record] for record in parts]
                 found[f"{which}_{field.name}_IL"] = np.array(seconds, float)
         for name, record in (("loads", self.loads), ("placements", self.placements)):
-            for array, values in {} if record is None else vars(record).items():
-                if values is not None:
-                    found[f"{name}.{array}"] = values
+            arrays = {} if record is None else vars(record)
+            found |= {f"{name}.{array}": values for array, values in arrays.items() if values is not None}
         return found
 
     @property
@@ -162,7 +156,7 @@ def load(run: Path | str) -> RecordedRun:
         settings,
         _optional(path / LOADS_FILE, read_loads, problems),
         _optional(path / PLACEMENTS_FILE, read_placements, problems),
-        read_log(path),
+        _read_log(path / LOG_FILE),
         tuple(problems),
     )
 
@@ -174,3 +168,16 @@ def _optional[RecordT](path: Path, read: Callable[[Path], RecordT], problems: li
     except ConfigurationError as error:
         problems.append(f"{error}; everything that needs it is left out")
         return None
+
+
+def _read_log(path: Path) -> RunLog:
+    """Read the log of a run. A log that is missing or cannot be read states nothing."""
+    accounted, stops = "", []
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            # The last statement counts, because measured limits are known only after some iterations.
+            _, stated, words = line.partition(_MEMORY_MARK)
+            accounted = words.strip() if stated else accounted
+            _, stopped, words = line.partition(STOP_MARK)
+            stops += [words.strip()] if stopped else []
+    return RunLog(accounted, tuple(stops))

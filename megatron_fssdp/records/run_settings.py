@@ -28,10 +28,8 @@ _DECIDES = {
 def write_recorded_settings(record_dir: Path, run: RunConfig | None, strategy: Mapping[str, Any]) -> bool:
     """Write what is known about a run, unless ``megatron-fssdp train`` has already written its settings.
 
-    Args:
-        record_dir: Folder of the run's records.
-        run: All settings, or None if a run's YAML cannot describe them.
-        strategy: Name and settings of the strategy, which alone are written if ``run`` is None.
+    Only the name and settings of the strategy are written if a run's YAML cannot describe the run, which is
+    then None.
 
     Returns:
         Whether the file was written.
@@ -40,10 +38,8 @@ def write_recorded_settings(record_dir: Path, run: RunConfig | None, strategy: M
         ConfigurationError: The file cannot be written.
     """
     path = record_dir / SETTINGS_FILE
-    if path.is_file():
-        with path.open(encoding="utf-8") as file:
-            if file.readline() == RECORDED_RUN_HEADER:
-                return False
+    if path.is_file() and path.read_bytes().startswith(RECORDED_RUN_HEADER.encode()):
+        return False
     data = {"strategy": dict(strategy)} if run is None else run.model_dump(mode="json")
     with written_file(path, "record_dir") as partial:
         partial.write_text(_HEADER + format_yaml(data), encoding="utf-8")
@@ -51,11 +47,7 @@ def write_recorded_settings(record_dir: Path, run: RunConfig | None, strategy: M
 
 
 def run_config_of(path: Path) -> RunConfig:
-    """Return the settings that a run was started with.
-
-    Raises:
-        ConfigurationError: The folder has no ``config.yaml``, or the file is damaged.
-    """
+    """Return the settings of a run, or raise a ConfigurationError: ``config.yaml`` is missing or damaged."""
     config = path / SETTINGS_FILE
     return validate(RunConfig, load_yaml(config), str(config))
 
@@ -97,10 +89,10 @@ def loss_obstacle(settings: Sequence[Mapping[str, Any]]) -> str:
 
     Losses can be compared if the runs train the same model with the same batches and the same learning rates.
     """
-    differing = differing_settings(settings)
-    kinds = {
-        key: kind for key in differing if (kind := _DECIDES.get(key) or _DECIDES.get(key.partition(".")[0]))
-    }
+    differing, kinds = differing_settings(settings), dict[str, str]()
+    for key in differing:
+        if kind := _DECIDES.get(key) or _DECIDES.get(key.partition(".")[0]):
+            kinds[key] = kind
     if not kinds:
         return ""
     named = [f"{key} {' and '.join(differing[key])}" for key in list(kinds)[:_MOST_NAMED]]

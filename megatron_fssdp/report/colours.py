@@ -31,12 +31,13 @@ TIME_PARTS = {
 """Parts of an iteration's time: those that a run measures, and those of the simulator (keys in ``PARTS``)."""
 
 
-def distinct_colours(strategies: Sequence[str]) -> list[str]:
-    """Return a different colour for each run: that of its strategy, or another one if it is already used.
+def column_name(part: str) -> str:
+    """Return the name of a part's seconds in files, such as ``all_to_all_s``."""
+    return f"{part.replace(' ', '_').replace('-', '_')}_s"
 
-    Args:
-        strategies: Strategy of each run. Unknown names get colours that are not used.
-    """
+
+def distinct_colours(strategies: Sequence[str]) -> list[str]:
+    """Return a different colour for each run: that of its strategy, or another one if it is already used."""
     known = {name: entry.colour for name, entry in STRATEGIES.items() if entry.colour is not None}
     palette = list(known.values())
     reserved = {known[name] for name in strategies if name in known}

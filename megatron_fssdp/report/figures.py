@@ -43,12 +43,7 @@ class Line(NamedTuple):
 def binned(
     iterations_I: NDArray[np.int64], values: NDArray[Any], most: int = _MOST_POINTS
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Average consecutive iterations if there are more than a figure can show.
-
-    Args:
-        iterations_I: Iteration numbers.
-        values: Values ``[I, …]``.
-        most: Most bins B.
+    """Average consecutive iterations of values ``[I, …]`` if there are more than ``most``.
 
     Returns:
         The mean iteration of each bin, float32 ``[B]``, and the mean of its values without NaN, float32
@@ -83,10 +78,7 @@ def ticks(count: int, most: int = 12) -> dict[str, Any]:
 def curves(
     title: str, y_title: str, lines: Sequence[Line], form: str, height: int = 320, *, stacked: bool = False
 ) -> go.Figure:
-    """Return curves over iterations, or areas on top of each other.
-
-    ``form`` is how a value is written at the pointer, such as ``.2f``.
-    """
+    """Return curves over iterations, or areas on top of each other; ``form`` is of values at the pointer."""
     figure = new_figure(title, "iteration", y_title, height, hovermode="x")
     figure.update_xaxes(ticks(max(len(line.iterations) for line in lines)))
     for line in lines:
@@ -152,12 +144,9 @@ def _heat_maps(
     y_title: str,
     unit: str,
     most: int,
-    names: list[str] | None = None,
+    names: list[str] | None = None,  # of the rows, if they are no numbers
 ) -> go.Figure:
-    """Return heat maps over iterations, by their headings, with one scale on which 1 is even.
-
-    ``names`` are those of the rows if they are no numbers.
-    """
+    """Return heat maps over iterations, by their headings, with one scale on which 1 is even."""
     num_columns = min(len(maps), 2 if len(maps) <= 4 else 3)
     num_rows = -(-len(maps) // num_columns)
     found = {heading: binned(iterations_I, values, most) for heading, values in maps.items()}

@@ -39,17 +39,10 @@ def megatron_parallel_state(
 ) -> Iterator[None]:
     """Create Megatron's process groups on the running ranks, and destroy them afterwards.
 
-    The data-parallel size follows from the number of ranks. Megatron's model-parallel random states are
-    seeded as in its own initialization.
-
-    Args:
-        tp: Tensor-parallel size.
-        pp: Pipeline-parallel size.
-        ep: Expert-parallel size.
-        etp: Tensor-parallel size of the experts.
-        cp: Context-parallel size.
-        vpp: Number of model chunks on each pipeline rank, or None for one chunk without interleaving.
-        seed: Seed of the model-parallel random states.
+    ``tp``, ``pp``, ``ep``, ``etp`` and ``cp`` are the sizes of tensor, pipeline and expert parallelism, of
+    the experts' tensor parallelism and of context parallelism. ``vpp`` is the number of model chunks of a
+    pipeline rank, if it has several. The data-parallel size follows from the number of ranks. Megatron's
+    model-parallel random states are seeded as in its own initialization.
 
     Raises:
         ValueError: The parallel sizes do not divide the number of ranks.
@@ -93,9 +86,9 @@ def run_megatron_ranks(
     This is :func:`run_ranks` with Megatron and its CPU runtime preloaded, and with
     :func:`megatron_parallel_state`, whose arguments ``sizes`` are, around the call.
     """
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **(env or {})}
-    limits: dict[str, Any] = {"timeout_s": timeout_s, "env": environment, "preload": preload}
-    return run_ranks(_call_in_state, world_size, sizes, fn, args, **limits)
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **(env or {})}
+    call = (_call_in_state, world_size, sizes, fn, args)
+    return run_ranks(*call, timeout_s=timeout_s, env=env, preload=preload)
 
 
 def _call_in_state(

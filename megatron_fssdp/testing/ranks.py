@@ -1,38 +1,63 @@
-"""Runs a function on the ranks of a new process group within a fraction of a second."""
+"""Runs a function on the ranks of a new process group within a fraction of a second.
 
+A server process imports the libraries once, computes nothing, and forks the ranks of every call.
+"""
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import importlib
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import spawn
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
-
-from megatron_fssdp.testing.fork_server import JobReport, RankJob
+from typing import Any, NamedTuple
 
 # torch.testing and the optimizers import torch._dynamo on their first use. Without preloading, this costs
 # every rank of every call almost a second.
 DEFAULT_PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo")
+_DUMP_S = 0.1  # time for ranks that timed out to print where they hang
 _MARGIN_S = 30.0  # the server enforces the time limit, and the caller only detects a dead server
 _LOG_TAIL_CHARS = 6000
 
 
 class RankError(RuntimeError):
-    """A rank raised an exception, died or exceeded the time limit.
+    """A rank raised an exception, died or exceeded the time limit. The message has tracebacks and output.
 
-    The message contains the ranks' tracebacks and output.
-
-    Attributes:
-        ranks: Ranks that failed by themselves, or that still ran when the time limit was reached.
+    ``ranks`` are those that failed by themselves, or that still ran when the time limit was reached.
     """
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class _RankJob(NamedTuple):
+    """One function call on every rank of a new process group."""
+
+    call: bytes  # the pickled function and its arguments after rank and world_size
+    world_size: int
+    timeout_s: float
+    grace_s: float
+    env: dict[str, str]
+    preparation: dict[str, Any]  # import path, working directory and main module, as multiprocessing has them
+    folder: Path  # for <rank>.log, and the pickled <rank>.result or <rank>.failure (its time and traceback)
+
+
+class _JobReport(NamedTuple):
+    exit_codes: list[int]  # of every rank; signals are negative
+    unfinished: list[int]  # ranks that the server ended
+    timed_out: bool
 
 
 def run_ranks(
@@ -46,18 +71,18 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on every rank of a new process group and return the results.
 
-    The ranks are forked from a server process that has already imported the libraries. This process keeps one
-    server for each ``preload`` until it ends. The default process group (gloo) exists while ``fn`` runs.
+    This process keeps one fork server for each ``preload`` until it ends. The default process group (gloo)
+    exists while ``fn`` runs.
 
     Args:
         fn: Function at the top of a module.
         world_size: Number of ranks.
         *args: Picklable arguments, the same for every rank.
         timeout_s: Time limit of the call and of every collective in it, in seconds.
-        env: Environment variables of the ranks. Variables that libraries read at import, such as
-            OMP_NUM_THREADS (always 1), cannot be set here.
-        preload: Entries that the server runs before the first fork, in order. "module" is imported.
-            "module:function" is imported, and then the function is called.
+        env: Environment variables of the ranks, but not those that libraries read at import, such as
+            OMP_NUM_THREADS (always 1).
+        preload: What the server runs before the first fork, in order: "module" is imported, and of
+            "module:function", the function is called.
         grace_s: Seconds that the other ranks have to end by themselves after a rank has failed.
 
     Returns:
@@ -80,9 +105,10 @@ def run_ranks(
     preparation = spawn.get_preparation_data("rank")
     del preparation["authkey"]  # which cannot be sent
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-        job = RankJob(call, world_size, timeout_s, grace_s, dict(env or {}), preparation, Path(folder))
+        job = _RankJob(call, world_size, timeout_s, grace_s, dict(env or {}), preparation, Path(folder))
         report = _server(preload).run(job)
-        logs = [f"output of rank {rank}:\n{text}" for rank in range(world_size) if (text := _log(job, rank))]
+        found = {rank: _end_of_log(job, rank) for rank in range(world_size)}
+        logs = [f"output of rank {rank}:\n{text}" for rank, text in found.items() if text]
         _raise_on_failure(f"{name} on {world_size} ranks", job, report, logs)
         print(*logs, sep="\n", end="\n" if logs else "")  # pytest shows it if the test fails afterwards
         return [pickle.loads((job.folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]
@@ -96,13 +122,12 @@ class _ForkServer:
         path = [entry or os.getcwd() for entry in sys.path]
         code = (
             f"import os, sys; sys.path[:] = {path!r}; "
-            "from megatron_fssdp.testing.fork_server import serve; "
-            f"serve({theirs.fileno()}, {preload!r}); "
+            f"from {__name__} import serve; serve({theirs.fileno()}, {preload!r}); "
             "os._exit(0)"  # skips Python's clean-up, during which some libraries print errors
         )
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code],
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", code],  # a rank that dies has printed everything
                 env=dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -113,15 +138,12 @@ class _ForkServer:
             self._connection.close()
             raise RuntimeError(f"preloading {preload} failed in the fork server:\n{failure}")
 
-    def run(self, job: RankJob) -> JobReport:
-        """Run a job, and wait for its end."""
+    def run(self, job: _RankJob) -> _JobReport:
         self._connection.send(job)
-        report: JobReport = self._answer(job.timeout_s + job.grace_s + _MARGIN_S)
-        return report
+        return _JobReport(*self._answer(job.timeout_s + job.grace_s + _MARGIN_S))
 
-    @property
-    def alive(self) -> bool:
-        return not self._connection.closed and self.process.poll() is None
+    def is_alive(self) -> bool:
+        return not self._connection.closed and self._process.poll() is None
 
     def _answer(self, limit_s: float | None) -> Any:
         try:
@@ -142,38 +164,145 @@ _servers: dict[tuple[str, ...], _ForkServer] = {}
 def _server(preload: Sequence[str]) -> _ForkServer:
     # Every test file imports pytest, and one import in the server is cheaper than one on every rank.
     key = (*preload, "pytest") if "pytest" in sys.modules else tuple(preload)
-    if key not in _servers or not _servers[key].alive:
+    if key not in _servers or not _servers[key].is_alive():
         _servers[key] = _ForkServer(key)
     return _servers[key]
 
 
-def _raise_on_failure(what: str, job: RankJob, report: JobReport, logs: list[str]) -> None:
+def _raise_on_failure(what: str, job: _RankJob, report: _JobReport, logs: list[str]) -> None:
     failures: list[tuple[float, int, str]] = []
     for rank, code in enumerate(report.exit_codes):
+        file = job.folder / f"{rank}.failure"
         if rank in report.unfinished:
             continue
-        file = job.folder / f"{rank}.failure"
         if file.exists():
             raised_at_s, text = pickle.loads(file.read_bytes())
             failures.append((raised_at_s, rank, f"rank {rank} raised:\n{text.rstrip()}"))
+        elif code < 0:
+            failures.append((0.0, rank, f"rank {rank} was ended by signal {-code}"))
         elif code or not file.with_suffix(".result").exists():
-            told = (
-                f"was ended by signal {-code}" if code < 0 else f"exited with code {code} and did not return"
-            )
-            failures.append((0.0, rank, f"rank {rank} {told}"))
-    # The likely cause comes first: a rank that died without an exception, else the earliest exception.
-    ranks, parts = [rank for _, rank, _ in sorted(failures)], [text for *_, text in sorted(failures)]
+            failures.append((0.0, rank, f"rank {rank} exited with code {code} and did not return"))
+    failures.sort()  # The likely cause comes first: a rank that died, else the earliest exception.
+    ranks, parts = [rank for _, rank, _ in failures], [text for *_, text in failures]
     if report.timed_out:
         # Ranks that have returned a result only wait for the others.
         running = [rank for rank in report.unfinished if not (job.folder / f"{rank}.result").exists()]
-        ranks = running or list(report.unfinished)
-        parts.insert(
-            0, f"time-out after {job.timeout_s:g} s; still running: rank {', '.join(map(str, ranks))}"
-        )
+        ranks = running or report.unfinished
+        numbers = ", ".join(map(str, ranks))
+        parts.insert(0, f"time-out after {job.timeout_s:g} s; still running: rank {numbers}")
     if ranks:
         raise RankError(f"{what}: " + "\n".join([*parts, *logs]), ranks)
 
 
-def _log(job: RankJob, rank: int) -> str:
+def _end_of_log(job: _RankJob, rank: int) -> str:
     text = (job.folder / f"{rank}.log").read_text(errors="replace").rstrip()
     return text if len(text) <= _LOG_TAIL_CHARS else "[...] " + text[-_LOG_TAIL_CHARS:]
+
+
+# What follows runs in the server, or on a rank.
+
+
+def serve(descriptor: int, preload: tuple[str, ...]) -> None:
+    """Run the preload entries, then run jobs from the caller's connection until the caller closes it."""
+    connection = Connection(descriptor)
+    try:
+        for entry in preload:
+            module, _, function = entry.partition(":")
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
+    except BaseException:
+        connection.send(traceback.format_exc())
+        return
+    faulthandler.enable()
+    faulthandler.register(
+        signal.SIGUSR1
+    )  # ranks that exceed the time limit get it, and print where they hang
+    gc.collect()
+    gc.freeze()  # the garbage collector then does not touch the shared pages, which would copy them
+    connection.send("")
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            connection.send(_run(connection.recv(), connection))
+
+
+def _run(job: _RankJob, caller: Connection) -> _JobReport:
+    end_s = time.monotonic() + job.timeout_s
+    with socket.create_server(("127.0.0.1", 0), backlog=max(128, job.world_size)) as listener:
+        pids = [_fork(job, rank, listener, caller) for rank in range(job.world_size)]
+    running = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
+    exit_codes = [0] * job.world_size
+    failed = timed_out = False
+    try:
+        while running:
+            ready = wait([caller, *running], max(0.0, end_s - time.monotonic()))
+            if caller in ready:
+                raise EOFError("the caller closed the connection")
+            for descriptor in running.keys() & set(ready):
+                rank = running.pop(descriptor)
+                exit_codes[rank] = _reap(pids[rank], descriptor)
+            if not failed and any(exit_codes):
+                failed, end_s = True, time.monotonic() + job.grace_s
+            elif not ready and (failed or timed_out):
+                break
+            elif not ready:
+                timed_out, end_s = True, time.monotonic() + _DUMP_S
+                for rank in running.values():
+                    os.kill(pids[rank], signal.SIGUSR1)
+    finally:
+        for descriptor, rank in running.items():
+            os.kill(pids[rank], signal.SIGKILL)
+            exit_codes[rank] = _reap(pids[rank], descriptor)
+    return _JobReport(exit_codes, list(running.values()), timed_out)
+
+
+def _reap(pid: int, descriptor: int) -> int:
+    os.close(descriptor)
+    # End processes that the rank started and left, such as checkpoint writers.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _fork(job: _RankJob, rank: int, listener: socket.socket, caller: Connection) -> int:
+    if pid := os.fork():
+        return pid
+    exit_code = 1
+    try:
+        os.setpgid(0, 0)
+        caller.close()
+        log = os.open(job.folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            _call(job, rank, listener)
+            exit_code = 0
+        except BaseException:
+            failure = pickle.dumps((time.monotonic(), traceback.format_exc()))
+            (job.folder / f"{rank}.failure").write_bytes(failure)
+    finally:
+        os._exit(exit_code)
+
+
+def _call(job: _RankJob, rank: int, listener: socket.socket) -> None:
+    import torch.distributed as dist
+
+    spawn.prepare(job.preparation)
+    port, limit = listener.getsockname()[1], datetime.timedelta(seconds=job.timeout_s)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+    os.environ.update({"LOCAL_WORLD_SIZE": str(job.world_size), "MASTER_ADDR": "127.0.0.1", **job.env})
+    served: dict[str, Any] = {}
+    if rank == 0:  # It serves the store on the inherited socket, so that no port has to be guessed.
+        served = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    else:
+        listener.close()
+    store = dist.TCPStore("127.0.0.1", port, job.world_size, timeout=limit, **served)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=limit)
+    function, arguments = pickle.loads(job.call)
+    result = pickle.dumps(function(rank, job.world_size, *arguments))
+    (job.folder / f"{rank}.result").write_bytes(result)
+    if dist.is_initialized():
+        dist.barrier()  # Rank 0 serves the store, so no rank may leave before all ranks have finished.
+        dist.destroy_process_group()

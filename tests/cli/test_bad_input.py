@@ -6,7 +6,7 @@ Strange bytes and YAML are tested once, at the loaders.
 import resource
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,11 +35,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (place / "text.txt").write_text("some words " * 20)
     (place / "strategy.yaml").write_text("slots: 2\n")
     done = place / "done"
-    with closing(MetricsWriter(done)) as metrics, closing(LoadsWriter(done, [1, 2, 3, 4])) as loads:
-        for iteration in (1, 2):
-            layers = tuple(LayerMetrics(layer, 1.5, 1.1, 2, 3, 4, 5) for layer in (1, 2, 3, 4))
-            metrics.append(IterationMetrics(iteration, 2.0, 1.0, 1.0, 1e3, layers))
-            loads.append(iteration, np.full((4, 4, 8), 128))
+    metrics = MetricsWriter(done)
+    loads = LoadsWriter(done, [1, 2, 3, 4])
+    for iteration in (1, 2):
+        layers = tuple(LayerMetrics(layer, 1.5, 1.1, 2, 3, 4, 5) for layer in (1, 2, 3, 4))
+        metrics.append(IterationMetrics(iteration, 2.0, 1.0, 1.0, 1e3, layers))
+        loads.append(iteration, np.full((4, 4, 8), 128))
     shutil.copy(CONFIGS / "gpt_moe_tiny.yaml", done / "config.yaml")
     (done / "checkpoints").mkdir()
     (done / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")

@@ -62,6 +62,17 @@ def test_the_end_of_a_document_is_a_usual_token_or_given(folder: Path) -> None:
         load_pretrained(str(folder))
 
 
+@pytest.mark.timeout(10)  # the hub's client alone would try again for half a minute
+def test_a_hub_that_does_not_answer_is_named_at_once(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        ConfigurationError, match=r"127.0.0.1:1 does not answer.*; give a folder with"
+    ) as caught:
+        load_pretrained("someone/something")
+    assert "\n" not in str(caught.value)
+
+
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"give a folder with tokenizer.json"):
         load_pretrained(str(tmp_path))

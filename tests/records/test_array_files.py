@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +20,9 @@ def counts(seed: int) -> np.ndarray:
 
 
 def write_loads(folder: Path) -> Path:
-    with closing(LoadsWriter(folder, LAYERS)) as writer:
-        for iteration in (1, 2):
-            writer.append(iteration, counts(iteration), np.full((2, 2), 7), np.full((2, 3), 7))
+    writer = LoadsWriter(folder, LAYERS)
+    for iteration in (1, 2):
+        writer.append(iteration, counts(iteration), np.full((2, 2), 7), np.full((2, 3), 7))
     return folder / LOADS_FILE
 
 
@@ -35,9 +34,9 @@ def placed(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def write_placements(folder: Path) -> Path:
-    with closing(PlacementsWriter(folder, LAYERS)) as writer:
-        for iteration in (1, 2):
-            writer.append(iteration, *placed(iteration))
+    writer = PlacementsWriter(folder, LAYERS)
+    for iteration in (1, 2):
+        writer.append(iteration, *placed(iteration))
     return folder / PLACEMENTS_FILE
 
 
@@ -51,14 +50,12 @@ RECORDS: dict[str, tuple[Callable, Callable, Callable]] = {
 def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
     write_loads(tmp_path)
     write_placements(tmp_path)
-    with (
-        closing(LoadsWriter(tmp_path, LAYERS)) as loads,
-        closing(PlacementsWriter(tmp_path, LAYERS)) as placements,
-    ):
-        for iteration, seed in ((2, 22), (3, 3)):
-            loads.append(iteration, counts(seed), np.full((2, 2), 7), np.full((2, 3), 7))
-            placements.append(iteration, *placed(seed))
-        found, shown = read_loads(tmp_path), read_placements(tmp_path)  # while the run continues
+    loads = LoadsWriter(tmp_path, LAYERS)
+    placements = PlacementsWriter(tmp_path, LAYERS)
+    for iteration, seed in ((2, 22), (3, 3)):
+        loads.append(iteration, counts(seed), np.full((2, 2), 7), np.full((2, 3), 7))
+        placements.append(iteration, *placed(seed))
+    found, shown = read_loads(tmp_path), read_placements(tmp_path)  # while the run continues
     assert found.iterations.tolist() == shown.iterations.tolist() == [1, 2, 3]
     for i, seed in enumerate((1, 22, 3)):
         np.testing.assert_array_equal(found.counts_ILDE[i], counts(seed))

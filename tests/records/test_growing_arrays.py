@@ -1,11 +1,10 @@
 """An array file survives a kill at any moment, can be read while it grows, and costs only its new rows."""
 
 import multiprocessing
+import resource
 import time
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -42,50 +41,35 @@ def checked(path: Path) -> list[int]:
 
 def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "run" / "values.npy"
-    with closing(opened(path)) as writer:
-        for iteration in range(1, 12):  # the number of rows gets a second digit
-            writer.append_row(iteration, {"values": values(iteration)})
-            assert checked(path) == list(range(1, iteration + 1))
+    writer = opened(path)
+    for iteration in range(1, 12):  # the number of rows gets a second digit
+        writer.append_row(iteration, {"values": values(iteration)})
+        assert checked(path) == list(range(1, iteration + 1))
     rows = np.load(path)
     assert rows["values"].shape == (11, 2, 3)
     assert rows["iterations"].tolist() == list(range(1, 12))
     assert [file.name for file in path.parent.iterdir()] == ["values.npy"]
 
 
-class Disk:
-    """A file that counts what is written, and can be full."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.written, self.is_full = file, [], False
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.file, name)
-
-    def write(self, content: bytes) -> int:
-        if self.is_full:
-            self.file.write(content[:5])
-            raise OSError(28, "No space left on device")
-        self.written.append(len(content))
-        return self.file.write(content)
-
-
-def test_an_iteration_writes_its_own_bytes_and_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+def test_an_iteration_adds_its_own_bytes_and_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "values.npy"
-    with closing(opened(path)) as writer:
-        for iteration in (1, 2):
-            writer.append_row(iteration, {"values": values(iteration, 1000)})
-        assert writer._file is not None
-        writer._file = disk = Disk(writer._file)
-        for iteration in range(3, 30):
-            writer.append_row(iteration, {"values": values(iteration, 1000)})
-        disk.is_full = True
-        with pytest.raises(ConfigurationError, match="cannot be written \\(No space left on device\\)"):
+    writer = opened(path)
+    writer.append_row(1, {"values": values(1, 1000)})
+    before = path.stat()
+    for iteration in range(2, 30):
+        writer.append_row(iteration, {"values": values(iteration, 1000)})
+    after = path.stat()
+    assert (after.st_ino, after.st_size - before.st_size) == (before.st_ino, 28 * np.load(path).itemsize)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after.st_size + 5, limits[1]))
+    try:
+        with pytest.raises(ConfigurationError, match="cannot be written \\(File too large\\)"):
             writer.append_row(30, {"values": values(30, 1000)})
-        assert checked(path) == list(range(1, 30))
-        disk.is_full = False
-        writer.append_row(30, {"values": values(30, 1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checked(path) == list(range(1, 30))
+    writer.append_row(30, {"values": values(30, 1000)})
     assert checked(path) == list(range(1, 31))
-    assert disk.written == [np.load(path).dtype.itemsize] * 28
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])
@@ -98,11 +82,9 @@ def test_a_repeated_iteration_replaces_itself_and_all_later_ones(
     for iteration in (1, 2, 3, 4):
         writer.append_row(iteration, {"values": values(iteration)})
     if is_resumed:
-        writer.close()
         writer = opened(path)
     for iteration in (again_from, 9):
         writer.append_row(iteration, {"values": values(iteration)})
-    writer.close()
     assert checked(path) == [*range(1, again_from), again_from, 9]
 
 
@@ -137,16 +119,16 @@ def test_a_killed_run_keeps_all_complete_iterations(tmp_path: Path) -> None:
 
 def test_other_layers_names_and_shapes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "values.npy"
-    with closing(opened(path)) as writer:
-        writer.append_row(1, {"values": values(1)})
-        with pytest.raises(
-            ConfigurationError, match=r"holds arrays .*\(2, 3\).*, but .* \(2, 4\).* choose another"
-        ):
-            writer.append_row(2, {"values": values(2, 4)})
-        with pytest.raises(
-            ConfigurationError, match=r"but this run records .*others.*; choose another output folder"
-        ):
-            writer.append_row(2, {"others": values(2)})
-        assert checked(path) == [1]
+    writer = opened(path)
+    writer.append_row(1, {"values": values(1)})
+    with pytest.raises(
+        ConfigurationError, match=r"holds arrays .*\(2, 3\).*, but .* \(2, 4\).* choose another"
+    ):
+        writer.append_row(2, {"values": values(2, 4)})
+    with pytest.raises(
+        ConfigurationError, match=r"but this run records .*others.*; choose another output folder"
+    ):
+        writer.append_row(2, {"others": values(2)})
+    assert checked(path) == [1]
     with pytest.raises(ConfigurationError, match=r"holds layers \[2, 5\], but this run records \[2\]"):
         GrowingArrays(path, [2], read)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from contextlib import closing
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,9 +34,9 @@ def test_after_a_kill_and_a_resume_the_last_line_of_an_iteration_counts(tmp_path
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "lm_')  # killed while writing
     assert len(read_metrics(tmp_path / "run")) == 3
-    with closing(MetricsWriter(tmp_path / "run")) as writer:
-        writer.append(record(2, loss=9.0))
-        writer.append(record(3, loss=math.nan))
+    writer = MetricsWriter(tmp_path / "run")
+    writer.append(record(2, loss=9.0))
+    writer.append(record(3, loss=math.nan))
     first, second, third = read_metrics(tmp_path / "run")
     assert (first, second, third.iteration) == (record(1), record(2, loss=9.0), 3)
     assert math.isnan(third.lm_loss)
@@ -57,8 +57,8 @@ def test_keys_of_other_versions_are_ignored_or_zero() -> None:
 
 @pytest.mark.parametrize("line", ["{", "3", '{"iteration": 1}', '{"iteration": 1, "layers": [3]}'])
 def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
-    with closing(MetricsWriter(tmp_path)) as writer:
-        writer.append(record(1))
+    writer = MetricsWriter(tmp_path)
+    writer.append(record(1))
     append_evaluation(tmp_path, Evaluation(2, "validation", {"lm loss": 5.0}))
     for name, read in (("metrics", read_metrics), ("evaluations", read_evaluations)):
         with (tmp_path / f"{name}.jsonl").open("a") as file:
@@ -76,16 +76,31 @@ def test_missing_and_impossible_folders_are_refused(tmp_path: Path) -> None:
         MetricsWriter(tmp_path / "file" / "run")
 
 
+def test_a_full_disk_costs_only_the_line_that_does_not_fit(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.append(record(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 50, limits[1]))
+    try:
+        with pytest.raises(ConfigurationError, match="cannot be written"):
+            writer.append(record(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_metrics(tmp_path) == [record(1)]
+    writer.append(record(2))
+    assert read_metrics(tmp_path) == [record(1), record(2)]
+
+
 def test_a_resumed_run_leaves_one_line_for_each_iteration_and_tails_see_the_new_ones(tmp_path: Path) -> None:
-    with closing(MetricsWriter(tmp_path)) as writer:
-        for iteration in range(1, 6):
-            writer.append(record(iteration))
+    writer = MetricsWriter(tmp_path)
+    for iteration in range(1, 6):
+        writer.append(record(iteration))
     tails = [MetricsTail(tmp_path / "metrics.jsonl", from_end=from_end) for from_end in (True, False)]
     assert [len(tail.read()) for tail in tails] == [0, 5]
-    with closing(MetricsWriter(tmp_path)) as writer:
-        writer.append(replace(record(5), lm_loss=0.5))  # as long as the line that it replaces
-        assert [tail.read()[-1].lm_loss for tail in tails] == [0.5, 0.5]
-        writer.append(record(6))
+    writer = MetricsWriter(tmp_path)
+    writer.append(replace(record(5), lm_loss=0.5))  # as long as the line that it replaces
+    assert [tail.read()[-1].lm_loss for tail in tails] == [0.5, 0.5]
+    writer.append(record(6))
     assert [[one.iteration for one in tail.read()] for tail in tails] == [[6], [6]]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +52,10 @@ def test_folders_that_hold_no_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigurationError, match="no finished iteration"):
         records.load(tmp_path)
-    with closing(MetricsWriter(tmp_path)) as writer:
-        for number in (1, 2):
-            layers = (LayerMetrics(number, 1.0, 1.0, 0, 0, 0, 0),)
-            writer.append(IterationMetrics(number, 1.0, None, 1.0, 1.0, layers))
+    writer = MetricsWriter(tmp_path)
+    for number in (1, 2):
+        layers = (LayerMetrics(number, 1.0, 1.0, 0, 0, 0, 0),)
+        writer.append(IterationMetrics(number, 1.0, None, 1.0, 1.0, layers))
     with pytest.raises(ConfigurationError, match="mixes different models"):
         records.load(tmp_path)
     shutil.copy(OLD_RUN / "metrics.jsonl", tmp_path)

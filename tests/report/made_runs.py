@@ -1,7 +1,6 @@
 """Run folders with made-up records of every kind, in which all numbers differ."""
 
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -35,64 +34,60 @@ def write_made_run(
     replicates = strategy not in ("ep", "none")
     layers = list(range(1, num_layers + 1))
     skew_LE = rng.dirichlet(np.full(num_experts, 0.4), num_layers)
-    with (
-        closing(MetricsWriter(folder)) as metrics,
-        closing(LoadsWriter(folder, layers)) as loads,
-        closing(PlacementsWriter(folder, layers)) as placements,
-    ):
-        for iteration in range(1, num_iterations + 1):
-            skew_LE = 0.9 * skew_LE + 0.1 * rng.dirichlet(np.full(num_experts, 0.4), num_layers)
-            counts_LDE = np.stack([rng.multinomial(4096, skew_E, num_devices) for skew_E in skew_LE])
-            ep_LD = counts_LDE.sum(axis=1) @ owned_ED
-            present_LED = np.repeat(owned_ED[None], num_layers, axis=0)
-            tokens_LD = ep_LD
-            if replicates:
-                hot_L = counts_LDE.sum(axis=1).argmax(axis=1)
-                present_LED[np.arange(num_layers), hot_L] = True
-                mean_L1 = ep_LD.mean(axis=1, keepdims=True)
-                tokens_LD = np.rint(mean_L1 + 0.25 * (ep_LD - mean_L1)).astype(np.int64)
-            histogram_LD = np.full((num_layers, num_devices), 7)
-            loads.append(iteration, counts_LDE, *([histogram_LD] * 2 if has_histograms else ()))
-            placements.append(
-                iteration, np.repeat(owned_ED[None], num_layers, axis=0), present_LED, ep_LD, tokens_LD
+    metrics = MetricsWriter(folder)
+    loads = LoadsWriter(folder, layers)
+    placements = PlacementsWriter(folder, layers)
+    for iteration in range(1, num_iterations + 1):
+        skew_LE = 0.9 * skew_LE + 0.1 * rng.dirichlet(np.full(num_experts, 0.4), num_layers)
+        counts_LDE = np.stack([rng.multinomial(4096, skew_E, num_devices) for skew_E in skew_LE])
+        ep_LD = counts_LDE.sum(axis=1) @ owned_ED
+        present_LED = np.repeat(owned_ED[None], num_layers, axis=0)
+        tokens_LD = ep_LD
+        if replicates:
+            hot_L = counts_LDE.sum(axis=1).argmax(axis=1)
+            present_LED[np.arange(num_layers), hot_L] = True
+            mean_L1 = ep_LD.mean(axis=1, keepdims=True)
+            tokens_LD = np.rint(mean_L1 + 0.25 * (ep_LD - mean_L1)).astype(np.int64)
+        histogram_LD = np.full((num_layers, num_devices), 7)
+        loads.append(iteration, counts_LDE, *([histogram_LD] * 2 if has_histograms else ()))
+        placements.append(
+            iteration, np.repeat(owned_ED[None], num_layers, axis=0), present_LED, ep_LD, tokens_LD
+        )
+        replicas_L = (present_LED.sum(axis=(1, 2)) - num_experts).tolist()
+        metrics.append(
+            IterationMetrics(
+                iteration,
+                lm_loss=7.0 * 0.99**iteration + 0.01 * float(rng.random()),
+                grad_norm=1.0,
+                iteration_s=1.0 + 0.1 * float(rng.random()),
+                tokens_per_s=1000.0 + iteration,
+                layers=tuple(
+                    LayerMetrics(
+                        layer,
+                        float(ep_LD[i].max() / ep_LD[i].mean()),
+                        float(tokens_LD[i].max() / tokens_LD[i].mean()),
+                        num_replicas=replicas_L[i],
+                        spag_bytes=1000 * replicas_L[i],
+                        sprs_bytes=1000 * replicas_L[i],
+                        cross_node_tokens=7,
+                        spag_s=0.01 * replicas_L[i],
+                        spag_exposed_s=0.001 * replicas_L[i],
+                        sprs_s=0.01 * replicas_L[i],
+                        sprs_exposed_s=0.002 * replicas_L[i],
+                        forward=PassMetrics(0.02 + 0.01 * i, 0.015, 0.02, 0.025, 0.03) if has_parts else None,
+                        backward=PassMetrics(0.06, 0.02, 0.04, 0.05, 0.045) if has_parts else None,
+                    )
+                    for i, layer in enumerate(layers)
+                ),
+                resharded_experts=3 if iteration == 4 else 0,
+                reshard_bytes=300 if iteration == 4 else 0,
+                reshard_s=0.2 if iteration == 4 else 0.0,
+                passes_s=0.8,
+                rank_peak_bytes=tuple(2**30 + 2**26 * rank for rank in range(num_devices)),
+                rank_memory="allocated",
+                session=(starts or {}).get(iteration),
             )
-            replicas_L = (present_LED.sum(axis=(1, 2)) - num_experts).tolist()
-            metrics.append(
-                IterationMetrics(
-                    iteration,
-                    lm_loss=7.0 * 0.99**iteration + 0.01 * float(rng.random()),
-                    grad_norm=1.0,
-                    iteration_s=1.0 + 0.1 * float(rng.random()),
-                    tokens_per_s=1000.0 + iteration,
-                    layers=tuple(
-                        LayerMetrics(
-                            layer,
-                            float(ep_LD[i].max() / ep_LD[i].mean()),
-                            float(tokens_LD[i].max() / tokens_LD[i].mean()),
-                            num_replicas=replicas_L[i],
-                            spag_bytes=1000 * replicas_L[i],
-                            sprs_bytes=1000 * replicas_L[i],
-                            cross_node_tokens=7,
-                            spag_s=0.01 * replicas_L[i],
-                            spag_exposed_s=0.001 * replicas_L[i],
-                            sprs_s=0.01 * replicas_L[i],
-                            sprs_exposed_s=0.002 * replicas_L[i],
-                            forward=PassMetrics(0.02 + 0.01 * i, 0.015, 0.02, 0.025, 0.03)
-                            if has_parts
-                            else None,
-                            backward=PassMetrics(0.06, 0.02, 0.04, 0.05, 0.045) if has_parts else None,
-                        )
-                        for i, layer in enumerate(layers)
-                    ),
-                    resharded_experts=3 if iteration == 4 else 0,
-                    reshard_bytes=300 if iteration == 4 else 0,
-                    reshard_s=0.2 if iteration == 4 else 0.0,
-                    passes_s=0.8,
-                    rank_peak_bytes=tuple(2**30 + 2**26 * rank for rank in range(num_devices)),
-                    rank_memory="allocated",
-                    session=(starts or {}).get(iteration),
-                )
-            )
+        )
     (folder / "log.txt").write_text("[default0]:[fssdp] memory of a rank: experts 3.6 MiB: parameters 1 B\n")
     (folder / "config.yaml").write_text(f"strategy:\n  name: {strategy}\n")
     return folder

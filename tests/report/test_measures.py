@@ -1,7 +1,6 @@
 """Figures of runs: parts of time, speeds, interruptions, and the headline's waits and replicas."""
 
 import os
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -10,21 +9,19 @@ import pytest
 from megatron_fssdp.records import RecordedRun, load
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
 from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsWriter
-from megatron_fssdp.records.run_log import STOP_MARK
+from megatron_fssdp.records.recorded_run import STOP_MARK
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings.headline import headline_of
-from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
-from megatron_fssdp.report.trainings.run_page import run_page
+from megatron_fssdp.report.trainings.measures import comparison_table, mean_parts_s, measures_of, time_parts
+from megatron_fssdp.report.trainings.run_page import headline_of, run_page
 from megatron_fssdp.report.trainings.shown_run import parts_of, progress_of, shown_runs
-from megatron_fssdp.report.trainings.time_parts import mean_parts_s, time_parts
 
 from .made_runs import write_made_run
 
 
 def recorded(folder: Path, *records: IterationMetrics) -> RecordedRun:
-    with closing(MetricsWriter(folder)) as writer:
-        for record in records:
-            writer.append(record)
+    writer = MetricsWriter(folder)
+    for record in records:
+        writer.append(record)
     return load(folder)
 
 
@@ -74,11 +71,11 @@ def test_operations_per_second_are_of_one_device(cores: int, text: str, tmp_path
 
 def write(folder: Path, numbers: range, session: RunSession | None, load_ratio: float = 2.0) -> Path:
     """Write iterations as one start of a training does. The speed of iteration n is n tokens per second."""
-    with closing(MetricsWriter(folder)) as writer:
-        for i, number in enumerate(numbers):
-            layers = (LayerMetrics(1, 2.0, load_ratio, 0, 0, 0, 0),)
-            start = session if i == 0 else None
-            writer.append(IterationMetrics(number, 2.0, None, 1.0, float(number), layers, session=start))
+    writer = MetricsWriter(folder)
+    for i, number in enumerate(numbers):
+        layers = (LayerMetrics(1, 2.0, load_ratio, 0, 0, 0, 0),)
+        start = session if i == 0 else None
+        writer.append(IterationMetrics(number, 2.0, None, 1.0, float(number), layers, session=start))
     os.utime(folder / METRICS_FILE, (0, 0))
     return folder
 

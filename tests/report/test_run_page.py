@@ -1,7 +1,6 @@
 """Pages of runs have every section, load nothing from elsewhere, and show the numbers of the records."""
 
 import re
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,11 +129,11 @@ def test_predicted_and_seen_gains_of_auto_are_shown(tmp_path: Path) -> None:
         5: SelectionMetrics(0, (), 0.0, 1.2, SeenGain(0.01, 0.9, 1.2, is_slower=True)),
     }
     (folder / "metrics.jsonl").unlink()
-    with closing(MetricsWriter(folder)) as writer:
-        for record in records:
-            chosen = (selections[record.iteration],) if record.iteration in selections else ()
-            layers = tuple(replace(layer, strategy="fssdp") for layer in record.layers)
-            writer.append(replace(record, layers=layers, selections=chosen))
+    writer = MetricsWriter(folder)
+    for record in records:
+        chosen = (selections[record.iteration],) if record.iteration in selections else ()
+        layers = tuple(replace(layer, strategy="fssdp") for layer in record.layers)
+        writer.append(replace(record, layers=layers, selections=chosen))
     text = page_of(folder).texts[REPLICAS]
     assert re.search(r"auto, iteration 2\s*1, 2\s*fssdp\s*50 ms \(5.0%\)\s*100 ms \(10.0%\)", text)
     assert re.search(r"auto, iteration 4\s*2\s*fssdp\s*10 ms \(1.1%\)\s*-300 ms \(-33.3%\); taken back", text)
@@ -157,8 +156,8 @@ def test_pages_of_short_and_long_runs(num_iterations: int, tmp_path: Path) -> No
 
 
 def test_the_page_says_what_was_not_recorded(tmp_path: Path) -> None:
-    with closing(MetricsWriter(tmp_path / "none")) as writer:
-        writer.append(IterationMetrics(1, 2.0, None, 1.0, 10.0))
+    writer = MetricsWriter(tmp_path / "none")
+    writer.append(IterationMetrics(1, 2.0, None, 1.0, 10.0))
     page = page_of(tmp_path / "none")
     assert page.anchors == SECTIONS
     for anchor in (LOAD, EXPERTS, REPLICAS):

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.testing import RankError, run_ranks
+from megatron_fssdp.testing import RankError, run_megatron_ranks, run_ranks
+
+from .test_example import expert_parallel_size
 
 
 @dataclass
@@ -143,6 +145,11 @@ def test_preloaded_functions_run_in_order_and_report_failures(tmp_path, monkeypa
     assert results[0][0][-1] == "installed"
     with pytest.raises(RuntimeError, match="no_such_module"):
         run_ranks(look_around, 1, preload=("no_such_module",))
+
+
+def test_a_world_size_that_does_not_match_the_layout_is_refused():
+    with pytest.raises(RankError, match="change the number of ranks or the sizes"):
+        run_megatron_ranks(expert_parallel_size, 2, ep=4)
 
 
 def test_child_processes_of_a_rank_end_with_it(tmp_path):

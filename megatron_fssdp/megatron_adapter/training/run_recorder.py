@@ -6,7 +6,6 @@ user requests them.
 Shape letters: D devices, E experts, L layers, N nodes.
 """
 
-import atexit
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -62,8 +61,6 @@ class RunRecorder:
         self._arrays: tuple[LoadsWriter, PlacementsWriter] | None = None
         if record_dir is not None and dist.get_rank() == 0:
             self._metrics = MetricsWriter(record_dir)
-        # Megatron may leave its training loop by sys.exit, so files are closed at exit.
-        atexit.register(self.close)
 
     @property
     def wants_iteration(self) -> bool:
@@ -145,12 +142,6 @@ class RunRecorder:
             ep_tokens_LD=np.stack([load.owner_D for load in loads]),
             tokens_LD=np.stack([load.device_D for load in loads]),
         )
-
-    def close(self) -> None:
-        """Close the files."""
-        for writer in (self._metrics, *(self._arrays or ())):
-            if writer is not None:
-                writer.close()
 
 
 def boards_are_asked_for() -> bool:

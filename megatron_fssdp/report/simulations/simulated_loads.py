@@ -33,15 +33,12 @@ def loads_for_job(
 ) -> tuple[RecordedLoads, str]:
     """Read or generate loads that fit the sizes of a job.
 
-    Args:
-        source: Folder of a run, its ``loads.npy``, or the name of a workload.
-        job: Training job whose sizes the loads must have.
-        chosen: Positions of the record's iterations to use; its end is the number to generate, or 20.
-        seed: Seed of generated loads.
+    ``source`` is the folder of a run, its ``loads.npy``, or the name of a workload. ``chosen`` are positions
+    of the record's iterations; its end is the number to generate, or 20.
 
     Returns:
-        The loads, and a note that states how they were generated or scaled. The note is empty if a record
-        fits the job unchanged.
+        The loads, and a note that states how they were generated or scaled. It is empty if a record fits the
+        job unchanged.
 
     Raises:
         ConfigurationError: No run or workload has this name, or the loads do not fit the job.
@@ -88,19 +85,16 @@ def with_recorded_choices(
 
 
 def recorded_choices(record: RecordedLoads, topology: Topology, top_k: int) -> TokenChoices | None:
-    """Compare the nodes and devices of a record's tokens with their estimate.
+    """Return the factors by which the nodes and devices of a record's tokens differ from their estimate.
 
-    Both belong to the owners of plain expert parallelism.
-
-    Returns:
-        The factors by which the record differs from the estimate. None if the record does not know it, or if
-        it knows it for other numbers of nodes or devices than the job has.
+    Both belong to the owners of plain expert parallelism. None if the record does not know them, or knows
+    them for other numbers of nodes or devices than the job has.
     """
-    histograms = record.by_nodes_ILN, record.by_devices_ILD
-    if histograms[0] is None or histograms[1] is None:
+    if record.by_nodes_ILN is None or record.by_devices_ILD is None:
         return None
-    known_I = np.flatnonzero(histograms[0].any(axis=(1, 2)))
-    num_places = histograms[0].shape[2], histograms[1].shape[2]
+    histograms = record.by_nodes_ILN, record.by_devices_ILD
+    known_I = np.flatnonzero(record.by_nodes_ILN.any(axis=(1, 2)))
+    num_places = tuple(histogram.shape[2] for histogram in histograms)
     if num_places != (topology.num_nodes, topology.num_devices) or not len(known_I):
         return None
     known_I = known_I[:: -(-len(known_I) // _COMPARED_ITERATIONS)]
@@ -115,7 +109,6 @@ def recorded_choices(record: RecordedLoads, topology: Topology, top_k: int) -> T
     means = [
         np.average(np.arange(1, places + 1), weights=tokens[known_I].sum(axis=(0, 1)))
         for places, tokens in zip(num_places, histograms, strict=True)
-        if tokens is not None
     ]
     node_factor, device_factor = np.array(means) * counts_ILDE.sum() / top_k / estimated
     return TokenChoices(top_k, float(node_factor), float(device_factor))

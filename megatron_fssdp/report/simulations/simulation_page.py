@@ -6,7 +6,6 @@ Shape letters: I iterations.
 from collections.abc import Mapping
 
 import numpy as np
-import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
@@ -94,11 +93,9 @@ def simulation_headline(report: SimulationReport) -> str:
 
 
 def ranking_section(report: SimulationReport, title: str = "Ranking", lead: str = "") -> Section:
-    """Make the section with the parts of an iteration's time under every strategy, and the ranking."""
-    figure = time_bars(
-        "simulated time of an iteration",
-        {row.label: report.steady_parts_s(row.outcome) for row in report.ranked},
-    )
+    """Return the section with the parts of an iteration's time under every strategy, and the ranking."""
+    parts_s = {row.label: report.steady_parts_s(row.outcome) for row in report.ranked}
+    figure = time_bars("simulated time of an iteration", parts_s)
     figure.add_vline(x=report.even_ep_s, **_EVEN_LINE)
     sentence = (
         f"{lead}Mean time of an iteration after the warm-up, divided into parts, the fastest strategy first. "
@@ -110,7 +107,7 @@ def ranking_section(report: SimulationReport, title: str = "Ranking", lead: str 
 
 
 def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[str, str]) -> Section:
-    """Make the section with the time, the load and the moved bytes of each iteration."""
+    """Return the section with the time, the load and the moved bytes of each iteration."""
     outcomes = {row.label: row.outcome for row in report.ranked}
 
     def lines(values: Mapping[str, NDArray[np.float64]]) -> list[Line]:
@@ -146,15 +143,15 @@ def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
 def _roofline_section(
     report: SimulationReport, cluster: ClusterDescription, job: MoeJob, colour_of: Mapping[str, str]
 ) -> Section:
-    """Make the section with the DDL-Roofline (FasterMoE, §3.3, Fig. 5)."""
+    """Return the section with the DDL-Roofline (FasterMoE, §3.3, Fig. 5)."""
     points = {row.label: roofline_point(row.outcome, job) for row in report.ranked}
     size, unit = unit_of(cluster.expert_flops_per_s, FLOPS)
     ratios = [point.ratio for point in points.values()]
     span = np.geomspace(min(0.1, min(ratios) / 2), max(10.0, max(ratios) * 2), 200)
-    x_title = "R_CC: compute / communication (Eq. 3)"
-    figure: go.Figure = new_figure("", x_title, f"mean {unit} per device (Eq. 4)", 460)
-    figure.update_xaxes(type="log", dtick=1)
-    figure.update_yaxes(type="log", dtick="D2")
+    titles = "R_CC: compute / communication (Eq. 3)", f"mean {unit} per device (Eq. 4)"
+    figure = new_figure(
+        "", *titles, 460, xaxis={"type": "log", "dtick": 1}, yaxis={"type": "log", "dtick": "D2"}
+    )
     limits = {"ideal (Eq. 5)": ideal_flops_per_s, "semi-ideal (Eq. 6)": semi_ideal_flops_per_s}
     for (name, limit), dash in zip(limits.items(), DASHES, strict=False):
         line, y = {"color": GREY, "dash": dash, "width": 2}, limit(span, cluster.expert_flops_per_s / size)

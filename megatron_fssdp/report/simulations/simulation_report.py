@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table as TerminalTable
 
+from megatron_fssdp.report.colours import column_name
 from megatron_fssdp.report.tables import Table, terminal_table
 from megatron_fssdp.report.units import format_memory, format_seconds
 from megatron_fssdp.simulation.break_even import BreakEven
@@ -21,12 +22,8 @@ from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 RANKING_FILE, ITERATIONS_FILE = "ranking.json", "iterations.csv"
 
-_RANKING = (
-    *("strategy", "ms of an iteration", "warm-up", "× ep", "% of even ep", "load max/mean", "peak memory"),
-    *("host ms", "pays from", "pays up to"),
-)
 _FIRST = 7
-"""Number of columns that fit into 80 characters."""
+"""Number of columns of the ranking that fit into 80 characters."""
 
 _WHOLE = ("strategy", "warm-up")
 """Columns whose cells stay on one line; the headings of the others are wrapped first."""
@@ -64,10 +61,9 @@ class SimulationReport:
 
     @property
     def warm_up(self) -> int:
-        """Number of first iterations that no mean of the ranking contains.
+        """Number of first iterations that no mean of the ranking contains, so that all are of the same loads.
 
-        This is the longest warm-up of the strategies, so that all of them are compared on the same loads.
-        Strategies that do not get beyond their warm-up do not count.
+        This is the longest warm-up of the strategies that get beyond theirs.
         """
         return max((row.outcome.warm_up for row in self.rows if self.is_settled(row)), default=0)
 
@@ -107,13 +103,16 @@ class SimulationReport:
 
     @property
     def table(self) -> Table:
-        """The ranking: one row for each strategy, from best to worst.
-
-        The break-even columns are left out if nothing was searched.
-        """
+        """The ranking, from best to worst. If no break-even was searched, its columns are left out."""
         searched = any(row.tokens is not None or row.bandwidth is not None for row in self.rows)
-        count = len(_RANKING) if searched else len(_RANKING) - 2
-        return Table(_RANKING[:count], tuple(self._cells(row)[:count] for row in self.ranked))
+        rows = []
+        for row in self.ranked:
+            cells = self._cells(row)
+            if searched:
+                cells["pays from"] = _break_even(row.tokens, "{:,.0f} tokens")
+                cells["pays up to"] = _break_even(row.bandwidth, "{:.3g} Gb/s", 8e-9)
+            rows.append(cells)
+        return Table(tuple(rows[0]), tuple(tuple(cells.values()) for cells in rows))
 
     def terminal_tables(self) -> Sequence[TerminalTable]:
         """Return the ranking in two tables of at most 80 columns."""
@@ -123,28 +122,20 @@ class SimulationReport:
             terminal_table(table.columns(0, *range(_FIRST, len(table.header))), whole=_WHOLE),
         )
 
-    def _cells(self, row: RankedStrategy) -> tuple[str, ...]:
-        outcome = row.outcome
+    def _cells(self, row: RankedStrategy) -> dict[str, str]:
+        outcome, count = row.outcome, row.outcome.warm_up
         seconds, memory = self.steady_s(outcome), format_memory(outcome.memory.total_bytes)
-        return (
-            f"{row.label} *" if row.changed else row.label,  # a note explains the star
-            f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}",
-            self.warm_up_text(row),
-            f"{self.plain_s / seconds:.2f}",
-            f"{100 * self.even_ep_s / seconds:.0f}",
-            f"{self.steady(outcome.load_max_over_mean_IL):.2f}",
-            f"{memory}, too much" if outcome.memory.runs_out else memory,
-            f"{1e3 * outcome.host_s:.3g}",
-            _break_even(row.tokens, "{:,.0f} tokens"),
-            _break_even(row.bandwidth, "{:.3g} Gb/s", 8e-9),
-        )
-
-    def warm_up_text(self, row: RankedStrategy) -> str:
-        """Return the number of a strategy's warm-up iterations and their mean time as text."""
-        count = row.outcome.warm_up
-        if not self.is_settled(row):
-            return f"all {count}"
-        return f"{count} × {format_seconds(row.outcome.iteration_s[:count].mean())}" if count else "–"
+        warm_up = f"{count} × {format_seconds(outcome.iteration_s[:count].mean())}" if count else "–"
+        return {
+            "strategy": f"{row.label} *" if row.changed else row.label,  # a note explains the star
+            "ms of an iteration": f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}",
+            "warm-up": warm_up if self.is_settled(row) else f"all {count}",
+            "× ep": f"{self.plain_s / seconds:.2f}",
+            "% of even ep": f"{100 * self.even_ep_s / seconds:.0f}",
+            "load max/mean": f"{self.steady(outcome.load_max_over_mean_IL):.2f}",
+            "peak memory": f"{memory}, too much" if outcome.memory.runs_out else memory,
+            "host ms": f"{1e3 * outcome.host_s:.3g}",
+        }
 
 
 def _break_even(found: BreakEven | None, form: str, unit: float = 1.0) -> str:
@@ -169,7 +160,7 @@ def ranking_data(report: SimulationReport) -> dict[str, Any]:
 
 def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
     outcome, memory, seconds = row.outcome, row.outcome.memory, report.steady_s(row.outcome)
-    found = {"tokens_per_rank": row.tokens, "bandwidth_bytes_per_s": row.bandwidth}
+    break_even = {"tokens_per_rank": row.tokens, "bandwidth_bytes_per_s": row.bandwidth}
     return {
         "strategy": row.label,
         "changed_settings": row.changed,
@@ -192,7 +183,7 @@ def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
         },
         **{
             f"break_even_{key}": one and {"pays_now": one.pays_now, "at": one.value, "factor": one.factor}
-            for key, one in found.items()
+            for key, one in break_even.items()
         },
     }
 
@@ -205,12 +196,9 @@ def write_report(report: SimulationReport, folder: Path) -> None:
         writer = csv.writer(file)
         for number, row in enumerate(report.ranked):
             outcome = row.outcome
-            parts = {
-                part.replace(" ", "_").replace("-", "_"): found_I for part, found_I in outcome.parts_s.items()
-            }
             columns = {
                 "iteration_s": outcome.iteration_s,
-                **{f"{part}_s": seconds_I for part, seconds_I in parts.items()},
+                **{column_name(part): seconds_I for part, seconds_I in outcome.parts_s.items()},
                 "load_max_over_mean": outcome.load_max_over_mean_IL.mean(axis=1),
                 **{name: outcome.of_layers(found).sum(axis=1) for name, found in _COUNTS.items()},
                 "resharded_experts": outcome.moved_I,

@@ -45,7 +45,7 @@ _SCALE = [[0.0, "rgba(138,143,152,0.16)"], [0.001, "#FBD5A8"], [0.5, "#F28E2B"],
 
 
 def device_load_section(runs: Sequence[ShownRun]) -> Section:
-    """Make the section: max/mean device load by iteration and layer, before and after."""
+    """Return the section: max/mean device load by iteration and layer, before and after."""
     title = "Device load, before and after"
     recorded = [one for one in runs if one.run.layers]
     if not recorded:
@@ -72,7 +72,7 @@ def device_load_section(runs: Sequence[ShownRun]) -> Section:
 
 
 def expert_load_section(runs: Sequence[ShownRun]) -> Section:
-    """Make the section with the load of every expert over an even share. Equal loads are shown once."""
+    """Return the section with the load of every expert over an even share. Equal loads are shown once."""
     title = "Expert load over iterations"
     figures: list[Part] = []
     notes: list[str] = []
@@ -84,13 +84,12 @@ def expert_load_section(runs: Sequence[ShownRun]) -> Section:
             notes.append(f"{one.name}: {why}")
             continue
         load_ILE = relative_load_ILE(loads.counts_ILDE)
-        alike = (name for name, other in shown.items() if _is_same(other, load_ILE))
-        if twin := next(alike, ""):
-            difference = f"its loads differ from those of {twin} by less than {_SAME:.0%}"
-            notes.append(f"{one.name} is not shown: {difference}.")
-            continue
-        shown[one.name] = load_ILE
-        figures.append(expert_loads(one.name if len(runs) > 1 else "", loads, len(runs)))
+        if twin := next((name for name, other in shown.items() if _is_same(other, load_ILE)), ""):
+            words = f"its loads differ from those of {twin} by less than {_SAME:.0%}"
+            notes.append(f"{one.name} is not shown: {words}.")
+        else:
+            shown[one.name] = load_ILE
+            figures.append(expert_loads(one.name if len(runs) > 1 else "", loads, len(runs)))
     if not figures:
         return Section(title, notes[0].partition(": ")[2])
     sentence = (
@@ -106,7 +105,7 @@ def _is_same(one_ILE: NDArray[np.float64], other_ILE: NDArray[np.float64]) -> bo
 
 
 def placement_section(runs: Sequence[ShownRun]) -> Section:
-    """Make the section with the replicas of every expert at an iteration, for each run that had some."""
+    """Return the section with the replicas of every expert at an iteration, for each run that had some."""
     title = "Replicas of every expert"
     if not any(one.run.layers for one in runs):
         return Section(title, _NO_LAYERS)
@@ -153,17 +152,12 @@ def _replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> g
             ]
             for layer in zip(owned_ILED[i], replicas_ILED[i], strict=True)
         ]
-        form = "layer %{y}, expert %{x}: %{z} replicas<br>%{text}"
-        figure.add_heatmap(
-            z=counts_ILE[i],
-            y=[str(layer) for layer in placements.layers],
-            text=words,
-            coloraxis="coloraxis",
-            xgap=1,
-            ygap=1,
-            visible=i == last,
-            hovertemplate=f"{form}<extra>iteration {iteration}</extra>",
+        form = (
+            f"layer %{{y}}, expert %{{x}}: %{{z}} replicas<br>%{{text}}<extra>iteration {iteration}</extra>"
         )
+        style = {"coloraxis": "coloraxis", "xgap": 1, "ygap": 1, "hovertemplate": form}
+        names = [str(layer) for layer in placements.layers]
+        figure.add_heatmap(z=counts_ILE[i], y=names, text=words, visible=i == last, **style)
         visible = {"visible": [j == i for j in range(len(chosen))]}
         steps.append({"label": f"{iteration:,}", "method": "restyle", "args": [visible]})
     slider = {"steps": steps, "active": last, "currentvalue_prefix": "iteration ", "pad_t": 60}
@@ -181,15 +175,14 @@ def _numbers(devices_D: NDArray[np.bool_]) -> str:
 
 
 def _selections(one: ShownRun) -> Iterator[tuple[str, ...]]:
-    """The changes of strategies in a run of ``auto``: when, which layers, predicted and seen gain."""
+    """Yield the changes of strategies in a run of ``auto``: when, which layers, predicted and seen gain."""
     selections = [(record, made) for record in one.run.metrics for made in record.selections]
     for number, (record, change) in enumerate(selections):
         if not change.changed:
             continue
         chosen = {layer.strategy or "–": 0 for layer in record.layers if layer.layer in change.changed}
-        later = (one for _, one in selections[number + 1 :] if one.stage == change.stage)
-        seen = next((one.seen for one in later), None)
-        gain = "not known"
+        later = (one.seen for _, one in selections[number + 1 :] if one.stage == change.stage)
+        gain, seen = "not known", next(later, None)
         if seen is not None:
             gain = _gain(seen.before_s - seen.after_s, seen.before_s) + "; taken back" * seen.is_slower
         yield (

@@ -1,16 +1,22 @@
-"""The figures of recorded runs, side by side in a table and as JSON, and the differences of losses."""
+"""The figures of recorded runs, side by side in a table and as JSON, and the parts of their time.
 
-from collections.abc import Sequence
+Shape letters: I iterations, L MoE layers.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_fssdp.records.recorded_run import RecordedRun
-from megatron_fssdp.report.colours import TIME_PARTS
+from megatron_fssdp.report.colours import TIME_PARTS, column_name
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, progress_of
-from megatron_fssdp.report.trainings.time_parts import has_layer_parts, mean_parts_s
 from megatron_fssdp.report.units import format_bytes, format_flops
+
+WEIGHTS, GRADIENTS = "waiting for spAG", "waiting for spRS"
+"""Keys of the parts in which compute waits for replicas' weights and gradients, in ``TIME_PARTS``."""
 
 
 class Measure(NamedTuple):
@@ -25,9 +31,9 @@ class Measure(NamedTuple):
 class Spread(NamedTuple):
     """Lower quartile, median and upper quartile of a figure, interpolated linearly."""
 
-    low: float
+    lower_quartile: float
     median: float
-    high: float
+    upper_quartile: float
 
     @classmethod
     def of(cls, values: Any) -> "Spread":
@@ -45,10 +51,9 @@ def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> T
     obstacle = not_comparable(runs)
     columns = []
     for one in runs:
-        found = {measure.label: measure.text for measure in measures_of(one.run)}
+        columns.append({measure.label: measure.text for measure in measures_of(one.run)})
         if obstacle:
-            found |= {label: "not comparable" for label in found if label.startswith("tokens/s")}
-        columns.append(found)
+            columns[-1] |= {label: "not comparable" for label in columns[-1] if label.startswith("tokens/s")}
     labels = list(dict.fromkeys(label for column in sorted(columns, key=len)[::-1] for label in column))
     rows = [(label, *(found.get(label, "–") for found in columns)) for label in labels]
     if not with_losses:
@@ -60,57 +65,51 @@ def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> T
     return Table(("", *(one.name for one in runs)), tuple(rows))
 
 
-def measures_of(run: RecordedRun) -> list[Measure]:
-    """Return the figures of one run. What it did not record is left out."""
-    found: list[Measure] = []
-
-    def add(key: str, label: str, value: Any, text: str) -> None:
-        found.append(Measure(key, label, value, text))
-
+def measures_of(run: RecordedRun) -> Iterator[Measure]:
+    """Yield the figures of one run. What it did not record is left out."""
     iterations = progress_of(run).replace(" iterations", "")
-    add("iterations", "iterations", len(run.metrics), iterations)
+    yield Measure("iterations", "iterations", len(run.metrics), iterations)
     for which, loss in (("first", float(run.losses[0])), ("last", float(run.losses[-1]))):
-        add(f"{which}_loss", f"loss: {which}", loss, f"{loss:.4f}")
+        yield Measure(f"{which}_loss", f"loss: {which}", loss, f"{loss:.4f}")
     for data in ("validation", "test"):
-        if of_data := [one for one in run.evaluations if one.data.startswith(data)]:
-            last = of_data[-1]
+        of_data = (one for one in reversed(run.evaluations) if one.data.startswith(data))
+        if last := next(of_data, None):
             text = f"{last.loss:.4f} ({last.iteration:,})"
-            add(f"{data}_loss", f"loss: {data} (after iteration)", last.loss, text)
+            yield Measure(f"{data}_loss", f"loss: {data} (after iteration)", last.loss, text)
     if run.layers:
-        found += _loads(run)
+        yield from _loads(run)
     speed = Spread.of(run.arrays["tokens_per_s_I"])
-    add("tokens_per_s", "tokens/s: median (quartiles)", speed.median, speed.text(",.0f"))
+    yield Measure("tokens_per_s", "tokens/s: median (quartiles)", speed.median, speed.text(",.0f"))
     session, flops_I, seconds_I = run.session, run.arrays["flops_I"], run.arrays["iteration_s_I"]
     known_I = (flops_I > 0) & (seconds_I > 0)
     if session is not None and session.devices and known_I.any():
         rate = float(np.median(flops_I[known_I] / seconds_I[known_I])) / session.devices
-        shared = f" ({session.shared_cores})" if session.shared_cores else ""
-        add("flops_per_s_per_device", "compute of a device: median", rate, f"{format_flops(rate)}{shared}")
+        text = format_flops(rate) + (f" ({session.shared_cores})" if session.shared_cores else "")
+        yield Measure("flops_per_s_per_device", "compute of a device: median", rate, text)
     for part, seconds in mean_parts_s(run).items() if has_layer_parts(run) else ():
         if seconds:
-            key = f"{part.replace(' ', '_').replace('-', '_')}_s"
-            add(key, f"ms of an iteration: {TIME_PARTS[part].name}", seconds, f"{1e3 * seconds:.4g}")
+            label = f"ms of an iteration: {TIME_PARTS[part].name}"
+            yield Measure(column_name(part), label, seconds, f"{1e3 * seconds:.4g}")
 
     def total(name: str) -> float:
         return float(run.arrays[name].sum())
 
     for key, words in (("spag", "weights (spAG)"), ("sprs", "gradients (spRS)")):
         moved = total(f"{key}_bytes_IL")
-        add(f"{key}_bytes", f"bytes moved: {words}", moved, format_bytes(moved))
+        yield Measure(f"{key}_bytes", f"bytes moved: {words}", moved, format_bytes(moved))
         if busy_s := total(f"{key}_s_IL"):
             hidden = 1 - total(f"{key}_exposed_s_IL") / busy_s
-            add(f"{key}_hidden_share", f"hidden under compute: {words}", hidden, f"{hidden:.0%}")
+            yield Measure(f"{key}_hidden_share", f"hidden under compute: {words}", hidden, f"{hidden:.0%}")
     if crossed := int(total("cross_node_tokens_IL")):
         label = "tokens sent to other nodes (also declared ones)"
-        add("cross_node_tokens", label, crossed, f"{crossed:,}")
+        yield Measure("cross_node_tokens", label, crossed, f"{crossed:,}")
     if times := int((run.arrays["resharded_experts_I"] > 0).sum()):
         experts, moved = total("resharded_experts_I"), total("reshard_bytes_I")
         text = f"{times}: {experts:,.0f} experts, {format_bytes(moved)}, {total('reshard_s_I'):.2f} s"
-        add("reshards", "re-shards: moved experts, bytes, seconds", times, text)
-    return found
+        yield Measure("reshards", "re-shards: moved experts, bytes, seconds", times, text)
 
 
-def _loads(run: RecordedRun) -> list[Measure]:
+def _loads(run: RecordedRun) -> Iterator[Measure]:
     load_IL, plain_IL = run.load_IL, run.arrays["ep_load_max_over_mean_IL"]
     replicas, most = replicas_of(run)
     figures = [
@@ -125,15 +124,22 @@ def _loads(run: RecordedRun) -> list[Measure]:
     ):
         if np.isfinite(values_IL := run.arrays[f"{key}_IL"]).any():
             figures.append((key, label, np.nanmedian(values_IL), ".2f"))
-    found = [Measure(key, label, float(value), f"{value:{form}}") for key, label, value, form in figures]
+    for key, label, value, form in figures:
+        yield Measure(key, label, float(value), f"{value:{form}}")
     text = f"{replicas:.1f}" if most is None else f"{replicas:.1f} of {most:,} possible"
-    return [*found, Measure("replicas_per_layer", "replicas per layer", replicas, text)]
+    yield Measure("replicas_per_layer", "replicas per layer", replicas, text)
 
 
 def replicas_of(run: RecordedRun) -> tuple[float, int | None]:
     """Return the mean number of replicas of a layer, and the largest possible number if it is known."""
     mean = float(run.arrays["num_replicas_IL"].mean())
     return mean, None if run.placements is None else run.placements.most_replicas
+
+
+def peak_memory(run: RecordedRun) -> tuple[tuple[int, ...], str]:
+    """Return the last recorded peak of each global rank, in bytes, and the kind of memory; or nothing."""
+    found = ((one.rank_peak_bytes, one.rank_memory or "") for one in reversed(run.metrics))
+    return next((one for one in found if one[0]), ((), ""))
 
 
 def spread_of(one: ShownRun, key: str) -> Spread | None:
@@ -155,12 +161,60 @@ def speed_of(one: ShownRun) -> Spread:
 
 
 def largest_difference(first: RecordedRun, second: RecordedRun) -> float | None:
-    """Return the largest relative difference |a - b| / |a| of two runs' losses in common iterations.
-
-    It is None without a common iteration.
-    """
+    """Return the largest |a - b| / |a| of two runs' losses in common iterations, or None without any."""
     _, at_first, at_second = np.intersect1d(first.iterations, second.iterations, return_indices=True)
     if not len(at_first):
         return None
     one, other = first.losses[at_first], second.losses[at_second]
     return float(np.max(np.abs(one - other) / np.maximum(np.abs(one), np.finfo(np.float64).tiny)))
+
+
+def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
+    """Divide the seconds of each iteration into parts, float64 ``[I]`` by the keys of ``TIME_PARTS``.
+
+    As in the simulator, the experts' seconds are those of the slowest rank, and the all-to-alls do not
+    include the wait for it. Where the parts of layers were not recorded, they are in ``passes``. Where the
+    seconds of the passes were not recorded either, they are in ``rest``.
+    """
+    whole_I, recorded_I = run.arrays["iteration_s_I"], run.arrays["passes_s_I"]
+    reshard_I = np.minimum(whole_I, run.arrays["reshard_s_I"])
+    passes_I = np.where(recorded_I > 0, recorded_I, whole_I - reshard_I)
+    slowest_I, mean_I = _passes_I(run, "experts_slowest"), _passes_I(run, "experts")
+    moved_I = _passes_I(run, "dispatch") + _passes_I(run, "combine")
+    inside = {
+        "other compute": _passes_I(run, "other"),
+        "experts": slowest_I,
+        "all-to-all": np.maximum(0.0, moved_I - (slowest_I - mean_I)),
+        WEIGHTS: run.arrays["spag_exposed_s_IL"].sum(axis=1),
+        GRADIENTS: run.arrays["sprs_exposed_s_IL"].sum(axis=1),
+    }
+    # Several pipeline stages work at the same time, so the sum over their layers can exceed the passes.
+    total_I = np.sum(list(inside.values()), axis=0)
+    share_I = np.minimum(1.0, passes_I / np.maximum(total_I, 1e-12))
+    inside = {part: share_I * seconds_I for part, seconds_I in inside.items()}
+    left_I = np.where(recorded_I > 0, np.maximum(passes_I - share_I * total_I, 0.0), 0.0)
+    has_parts_I = np.isfinite(run.arrays["forward_other_s_IL"]).any(axis=1)
+    found = {
+        "passes": np.where(has_parts_I, 0.0, left_I),
+        "outside": np.where(has_parts_I, left_I, 0.0),
+        **inside,
+        "re-sharding": reshard_I,
+    }
+    return {**found, "rest": np.maximum(whole_I - np.sum(list(found.values()), axis=0), 0.0)}
+
+
+def mean_parts_s(run: RecordedRun) -> dict[str, float]:
+    """Return the mean seconds of an iteration's parts, without the first, which also allocates."""
+    first = min(1, len(run.metrics) - 1)
+    return {part: float(seconds_I[first:].mean()) for part, seconds_I in time_parts(run).items()}
+
+
+def has_layer_parts(run: RecordedRun) -> bool:
+    """Whether a run has measured the parts of its layers' passes."""
+    return bool(np.isfinite(run.arrays["forward_other_s_IL"]).any())
+
+
+def _passes_I(run: RecordedRun, part: str) -> NDArray[np.float64]:
+    """Return the seconds of a part of all layers' forward and backward passes."""
+    both = [run.arrays[f"{which}_{part}_s_IL"] for which in ("forward", "backward")]
+    return np.nansum(both, axis=(0, 2))

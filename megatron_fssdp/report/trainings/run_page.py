@@ -5,6 +5,10 @@ Shape letters: I iterations.
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from megatron_fssdp.planning.loads import EVEN_LOAD
+from megatron_fssdp.records.recorded_run import RecordedRun
 from megatron_fssdp.records.run_settings import differing_settings
 from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.report.figures import DASHES, Line, bin_words, curves, new_figure, ticks, time_bars
@@ -12,13 +16,23 @@ from megatron_fssdp.report.page import Page, Part, Section
 from megatron_fssdp.report.simulations.simulation_page import ranking_section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings.headline import headline_of, peak_memory
 from megatron_fssdp.report.trainings.load_sections import (
     device_load_section,
     expert_load_section,
     placement_section,
 )
-from megatron_fssdp.report.trainings.measures import comparison_table
+from megatron_fssdp.report.trainings.measures import (
+    GRADIENTS,
+    WEIGHTS,
+    comparison_table,
+    has_layer_parts,
+    largest_difference,
+    mean_parts_s,
+    peak_memory,
+    replicas_of,
+    speed_of,
+    time_parts,
+)
 from megatron_fssdp.report.trainings.shown_run import (
     ShownRun,
     counted,
@@ -26,8 +40,7 @@ from megatron_fssdp.report.trainings.shown_run import (
     parts_of,
     progress_of,
 )
-from megatron_fssdp.report.trainings.time_parts import has_layer_parts, mean_parts_s, time_parts
-from megatron_fssdp.report.units import MEMORY, unit_of
+from megatron_fssdp.report.units import MEMORY, format_memory, format_seconds, unit_of
 
 _WHAT_IF = "What if: strategies ranked on a cluster"
 _NOT_ASKED = (
@@ -40,6 +53,9 @@ _MEMORY_KINDS = {
     "resident": "the maximum resident memory of the process, libraries included",
 }
 
+_MOST_EXPLAINED = 3
+"""More runs than these have only their speed and loads in the sentence at the top."""
+
 
 def run_page(
     runs: Sequence[ShownRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
@@ -48,9 +64,6 @@ def run_page(
 
     A section that has nothing to show gives the reason.
     """
-    ranking = Section(_WHAT_IF, _NOT_ASKED)
-    if what_if is not None:
-        ranking = ranking_section(what_if, _WHAT_IF, f"{what_if.title}. ")
     how = "Figures are of the whole run unless stated otherwise. Load: max/mean device load; 1 is even."
     sections = [
         *_occasional_sections(runs),
@@ -60,7 +73,9 @@ def run_page(
         expert_load_section(runs),
         placement_section(runs),
         _memory_section(runs),
-        ranking,
+        Section(_WHAT_IF, _NOT_ASKED)
+        if what_if is None
+        else ranking_section(what_if, _WHAT_IF, f"{what_if.title}. "),
         Section("All figures", how, [comparison_table(runs, with_losses=with_losses)]),
     ]
     title = " · ".join(one.name for one in runs)
@@ -88,15 +103,14 @@ def _sizes(one: ShownRun) -> str:
 
 def settings_table(runs: Sequence[ShownRun]) -> Table:
     """Return the settings in which runs differ."""
-    rows = tuple(
-        (key, *values) for key, values in differing_settings([one.run.settings for one in runs]).items()
-    )
+    differing = differing_settings([one.run.settings for one in runs])
     names = tuple(one.name for one in runs)
+    rows = tuple((key, *values) for key, values in differing.items())
     return Table(("setting", *names), rows, frozenset(names))
 
 
 def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
-    """Make the sections that only some pages have: unreadable files, settings that differ, interruptions."""
+    """Return the sections that only some pages have."""
     sections = []
     if problems := [f"{one.name}: {problem}" for one in runs for problem in one.run.problems]:
         sentence = "The sections that need these files are empty."
@@ -154,15 +168,10 @@ def _loss_section(runs: Sequence[ShownRun]) -> Section:
 
 
 def _time_section(runs: Sequence[ShownRun]) -> Section:
-    """Make the section: the mean parts of iterations, and the time of each iteration."""
+    lines = [Line(one.name, one.colour, one.run.iterations, one.run.arrays["iteration_s_I"]) for one in runs]
     if len(runs) == 1:
-        parts_s = {part: seconds_I for part, seconds_I in time_parts(runs[0].run).items() if seconds_I.any()}
-        x = runs[0].run.iterations
-        lines = [Line(*TIME_PARTS[part], x, seconds_I) for part, seconds_I in parts_s.items()]
-    else:
-        lines = [
-            Line(one.name, one.colour, one.run.iterations, one.run.arrays["iteration_s_I"]) for one in runs
-        ]
+        parts_s, x = time_parts(runs[0].run), runs[0].run.iterations
+        lines = [Line(*TIME_PARTS[part], x, found_I) for part, found_I in parts_s.items() if found_I.any()]
     figure = curves("Every iteration", "seconds", lines, ".4g", 280, stacked=len(runs) == 1)
     bars = {one.name: mean_parts_s(one.run) for one in runs}
     parts: list[Part] = [
@@ -184,17 +193,15 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
             "schedule) shows all passes as one part."
         )
     for one in runs:
-        if traces := sorted(path.name for path in one.run.path.glob("torch_profile/rank-*.json.gz")):
-            files = f"{', '.join(traces)} in {one.run.path / 'torch_profile'}"
-            parts.append(
-                f"{one.name}: torch's profiler wrote {files}; open such a trace in https://ui.perfetto.dev."
-            )
+        folder = one.run.path / "torch_profile"
+        if traces := ", ".join(sorted(path.name for path in folder.glob("rank-*.json.gz"))):
+            where = f"{traces} in {folder}; open such a trace in https://ui.perfetto.dev."
+            parts.append(f"{one.name}: torch's profiler wrote {where}")
     sentence = "Transfers of weights and gradients count only while compute waits for them."
     return Section("Iteration time", sentence, parts)
 
 
 def _memory_section(runs: Sequence[ShownRun]) -> Section:
-    """Make the section with the peak memory of all ranks and the log's statement on the memory of experts."""
     title = "Memory of every rank"
     notes = [f"{one.name}, from its log: {one.run.log.accounted}." for one in runs if one.run.log.accounted]
     peaks = {one: peak for one in runs if (peak := peak_memory(one.run))[0]}
@@ -210,3 +217,75 @@ def _memory_section(runs: Sequence[ShownRun]) -> Section:
     kinds = sorted({_MEMORY_KINDS.get(kind, kind) for _, kind in peaks.values()})
     sentence = f"Peak up to the last recorded iteration: {'; '.join(kinds)}."
     return Section(title, sentence, [figure, *notes])
+
+
+def headline_of(
+    runs: Sequence[ShownRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
+) -> str:
+    """Return the result of one run, or of several runs compared with the first, in one sentence."""
+    first, reason = runs[0], not_comparable(runs)
+    if len(runs) == 1:
+        run, speed = first.run, speed_of(first)
+        clauses = [f"{first.name}: {progress_of(run)}", *_clauses(run)]
+        clauses.append(f"loss {run.losses[0]:.4f} → {run.losses[-1]:.4f}")
+        if not reason:
+            quartiles = f"{speed.lower_quartile:,.0f} to {speed.upper_quartile:,.0f}"
+            clauses.append(f"median {speed.median:,.0f} tokens/s (quartiles {quartiles})")
+        if peaks := peak_memory(run)[0]:
+            clauses.append(f"peak memory of a rank {format_memory(max(peaks))}")
+    else:
+        most = None if len(runs) <= _MOST_EXPLAINED else 1
+        clauses = [_against(first, one, most, with_speed=not reason) for one in runs[1:]]
+        differences = [largest_difference(first.run, one.run) for one in runs[1:]] if with_losses else []
+        if known := [one for one in differences if one is not None and np.isfinite(one)]:
+            differ = f"losses differ by at most {max(known):.1e}"
+            clauses.append(differ if max(known) else "losses are exactly equal")
+    clauses += [reason] if reason else []
+    if what_if is not None:
+        names = {one.run.strategy for one in runs}
+        simulated = [
+            f"{row.label} {what_if.plain_s / what_if.steady_s(row.outcome):.2f} × ep"
+            for row in what_if.ranked
+            if row.label in names and row.outcome is not what_if.plain
+        ]
+        clauses += [f"simulated: {', '.join(simulated)} ({what_if.title})"] if simulated else []
+    return "; ".join(clauses) + "."
+
+
+def _against(first: ShownRun, one: ShownRun, most: int | None, *, with_speed: bool) -> str:
+    """Compare a run with the first. ``most`` is the number of clauses on its loads, or None for all."""
+    clauses = _clauses(one.run)[:most]
+    if not with_speed:
+        return f"{one.name}: {'; '.join(clauses) or progress_of(one.run)}"
+    speed, plain = speed_of(one), speed_of(first)
+    words = f"{one.name} {speed.median / plain.median:.2f} × {first.name}"
+    if 1 in (len(first.run.metrics), len(one.run.metrics)):
+        words += " (a single iteration, which also allocates, says little)"
+    elif max(speed.lower_quartile, plain.lower_quartile) <= min(speed.upper_quartile, plain.upper_quartile):
+        words += " (no clear difference: the quartiles overlap)"
+    return "; ".join([words, *clauses])
+
+
+def _clauses(run: RecordedRun) -> list[str]:
+    """Say how even the loads became, what that costs in waiting time, and whether plain EP would do."""
+    if not run.layers:
+        return []
+    before, after = float(run.arrays["ep_load_max_over_mean_IL"].mean()), float(run.load_IL.mean())
+    changed = f"{before:.2f} → {after:.2f}" if round(before, 2) != round(after, 2) else f"{after:.2f}"
+    clauses = [f"busiest device {changed} × mean load"]
+    replicas, most = replicas_of(run)
+    if replicas:
+        parts_s = mean_parts_s(run)
+        whole_s = max(sum(parts_s.values()), 1e-12)
+        waits = [
+            f"{format_seconds(parts_s[part])} for {kind}, {parts_s[part] / whole_s:.1%})"
+            for part, kind in ((WEIGHTS, "weights (spAG"), (GRADIENTS, "gradients (spRS"))
+        ]
+        clauses.append(f"an iteration waits {' and '.join(waits)}")
+        possible = "" if most is None else f" of {most:,} possible"
+        clauses.append(f"{replicas:.3g} replicas a layer{possible}")
+        if most is not None and np.all(run.arrays["num_replicas_IL"] == most):
+            clauses.append("every expert is on every device, as without expert parallelism")
+    if before <= EVEN_LOAD:
+        clauses.append(f"loads are almost even without balancing ({before:.2f}), so plain EP would do")
+    return clauses

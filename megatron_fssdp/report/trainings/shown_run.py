@@ -27,9 +27,7 @@ class ShownRun:
 
 
 def shown_runs(paths: Sequence[Path]) -> list[ShownRun]:
-    """Read runs for one page.
-
-    Their names are the strategies, the folders' names or the whole paths, the first of these that differ.
+    """Read runs for one page. Names are strategies, folders' names or paths: the first of these that differ.
 
     Raises:
         ConfigurationError: A folder has no records, or damaged records.

@@ -44,13 +44,12 @@ def group_table(groups: Sequence[ShownRun]) -> Table:
     for group in groups:
         cells = []
         for key, (_, form) in FIGURES.items():
-            spread = spread_of(group, key)
             if key == "tokens_per_s" and obstacle:
                 cells.append("not comparable")
-            elif spread is None:
-                cells.append("–")
-            else:
+            elif spread := spread_of(group, key):
                 cells.append(spread.text(form) if len(group.repeats) > 1 else f"{spread.median:{form}}")
+            else:
+                cells.append("–")
         difference = None if group is groups[0] else loss_difference(group, groups[0])
         last = "–" if difference is None else f"{difference:.1e}"
         rows.append((group.name, str(len(group.repeats)), *cells, last))
@@ -60,14 +59,12 @@ def group_table(groups: Sequence[ShownRun]) -> Table:
 
 def group_records(groups: Sequence[ShownRun]) -> list[dict[str, Any]]:
     """Return the figures of groups as plain values for JSON. Losses are compared with the first group's."""
-    names = ("lower_quartile", "median", "upper_quartile")
     records = []
     for group in groups:
         record: dict[str, Any] = {"name": group.name, "runs": len(group.repeats)}
         for key in FIGURES:
             spread = spread_of(group, key)
-            values = {"runs": repeated_values(group, key)}
-            record[key] = None if spread is None else dict(zip(names, spread, strict=True)) | values
+            record[key] = spread and spread._asdict() | {"runs": repeated_values(group, key)}
         records.append({**record, "loss_difference": loss_difference(group, groups[0])})
     return records
 
@@ -78,13 +75,9 @@ def sweep_page(
     unfinished: Sequence[str] = (),
     what_if: SimulationReport | None = None,
 ) -> Page:
-    """Return the page of a sweep.
+    """Return the page of a sweep, whose groups are compared with the first.
 
-    Args:
-        title: Name of the sweep.
-        groups: Groups with their finished runs. All are compared with the first.
-        unfinished: Names of runs that failed or are not finished.
-        what_if: Results of a simulation of the runs' loads, or None.
+    ``unfinished`` are the names of runs that failed or are not finished.
     """
     details, obstacle = groups[:MOST_DETAILED], not_comparable(groups)
     page = run_page(details, what_if, with_losses=not loss_obstacle([one.run.settings for one in details]))

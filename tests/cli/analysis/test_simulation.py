@@ -2,7 +2,6 @@
 
 import csv
 import json
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -84,9 +83,9 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
 
 def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    with closing(LoadsWriter(tmp_path / "run", [1, 2, 3, 4])) as writer:
-        for iteration in range(1, 6):
-            writer.append(iteration, rng.multinomial(100, np.arange(1, 9) / 36, size=(4, 4)))
+    writer = LoadsWriter(tmp_path / "run", [1, 2, 3, 4])
+    for iteration in range(1, 6):
+        writer.append(iteration, rng.multinomial(100, np.arange(1, 9) / 36, size=(4, 4)))
     arguments = ("--iterations", "4", "--no-plots", "--no-break-even", "--moe-strategy-set", "slots=3")
     output = simulate(tmp_path / "out", str(tmp_path / "run"), *arguments)
     assert "tokens scaled by 10.24" in output
