@@ -18,7 +18,7 @@ def by_number(table_JE: np.ndarray) -> torch.Tensor:
 
     Args:
         table_JE: Slot of each expert's n-th token, from 0, in row ``n % J``; int64 ``[J, E]``, J a power of
-            two (``planning/slots/share_table.py``).
+            two (``planning/slot_tables.py``).
 
     Returns:
         int64 ``[E, J]`` on the host: the slots of an expert in a line, beginning with that of token J - 1.

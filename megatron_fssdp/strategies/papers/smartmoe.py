@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import SmartmoeSettings
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
-from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
+from megatron_fssdp.planning.papers.owner_planners import check_exchangeable, permuted_owners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.strategies.ep import EpStrategy
