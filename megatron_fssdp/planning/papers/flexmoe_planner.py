@@ -31,8 +31,8 @@ def next_resident_placement(
     """Change the resident replicas step by step, as long as a step saves seconds; owners stay.
 
     While the most loaded device has more than ``threshold`` times the mean load, the expert with the highest
-    load per replica expands to the least loaded device. If that device has no free slot, its replica with the
-    lowest load shrinks first. Then replicas migrate to nodes that already hold their expert.
+    load per replica expands to the least loaded device. If that device has none of its ``slots`` free, its
+    replica with the lowest load shrinks first. Then replicas migrate to nodes that already hold their expert.
 
     Args:
         placement: The present placement, which is returned if nothing pays.

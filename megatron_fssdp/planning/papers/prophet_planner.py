@@ -86,21 +86,16 @@ def greedy_placements(
     balance: float,
     slots: int,
 ) -> list[ExpertPlacement]:
-    """Plan one layer by the greedy search, once for each of several numbers ``n`` (Pro-Prophet, Alg. 1).
+    """Plan one layer by the greedy search, once for each number ``n`` of ``left_out`` (Pro-Prophet, Alg. 1).
 
     Each step takes the most loaded device, and of its experts the most loaded one that has not been selected
     yet. The expert is sent to all devices except the ``n`` devices that have the fewest inputs for it. Inputs
     on devices that have the expert then stay there; all others go to its owner. The steps end when the load
-    is balanced. The result is the sequence of first steps with the fewest modelled seconds, or no step if
-    none lowers them.
+    is balanced: ``max(H) − min(H) < α · I / E`` (Eq. 7, ``α`` is ``balance``). The result is the sequence of
+    first steps with the fewest modelled seconds, or no step if none lowers them.
 
-    Args:
-        owner_E: Owner of every expert, integers ``[E]``.
-        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
-        model: The performance model of the layer.
-        left_out: The numbers ``n``, each from 0 to D - 1. There is a placement for each.
-        balance: ``α`` of Eq. 7: balanced is ``max(H) − min(H) < α · I / E``, with ``I`` inputs in all.
-        slots: Most replicas that a device may hold.
+    Owners are integers ``[E]``, (token, k) pairs of an iteration ``[D, E]``, and ``slots`` the most replicas
+    of a device.
 
     Raises:
         ValueError: The counts do not match the owners and devices.

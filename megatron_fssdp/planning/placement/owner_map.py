@@ -1,11 +1,9 @@
 """Which slot of which device holds each expert: owned slots of all layers, and slots of resident replicas.
 
-A slot holds the parameters and the optimizer state of one expert. A device has ``S = L*E/D`` slots over all
-MoE layers of its pipeline stage together, so it may own any number of one layer's experts (Hecate §4.3). If
-there are fewer experts of a layer than devices, ``S`` is rounded up, and some slots may be free.
-
-Resident replicas (FlexMoE) outlive iterations and have Parameters and optimizer states of their own. Every
-device has W resident slots for each layer. They are numbered after its owned slots, layer by layer.
+A device has ``S = L*E/D`` owned slots over all MoE layers of its pipeline stage together, so it may own any
+number of one layer's experts (Hecate §4.3). If there are fewer experts of a layer than devices, ``S`` is
+rounded up, and some slots may be free. Resident replicas (FlexMoE) have W slots of each device for each
+layer, numbered after its owned slots, layer by layer.
 
 Shape letters: L MoE layers of a pipeline stage, E experts, D devices, W slots.
 """

@@ -16,10 +16,7 @@ from megatron_fssdp.planning.placement.topology import Topology, kept_on
 
 
 class TransferEdge(NamedTuple):
-    """The transfer of one expert's parameters from a device that has it to another one.
-
-    ``depth`` is the number of transfers that must come before this one, counted from the owner.
-    """
+    """The transfer of one expert from a device that has it to another one, after ``depth`` others."""
 
     expert: int
     source: int
