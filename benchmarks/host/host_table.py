@@ -24,7 +24,7 @@ from megatron_fssdp.planning.cost.host_seconds import SIZES
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.layers.slot_pass import source_table
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import layer_profile

@@ -1,7 +1,7 @@
 """Finds the kernels of planning in their compiled form, or as plain Python, and says which it is.
 
-An installation compiles ``kernels.py`` to an extension module beside it. Python prefers that module, so an
-extension that is older than a source that somebody has changed must not be used.
+Python prefers the extension module beside ``kernels.py``, so one that is older than its source must not be
+used.
 """
 
 import importlib

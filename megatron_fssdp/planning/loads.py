@@ -19,13 +19,9 @@ EVEN_LOAD = 1.1
 
 
 class LoadHistory:
-    """Counts of the latest iterations, and forecasts of the next iteration's counts.
+    """Counts of the latest iterations, at most ``window``, and forecasts of the next iteration's counts.
 
-    Attributes:
-        window: Most iterations whose counts are kept, w.
-        num_devices: Number of source devices, D.
-        num_experts: Number of experts, E.
-        num_seen: Number of iterations appended so far, also those that are no longer kept.
+    ``num_seen`` is the number of iterations so far, with those that are no longer kept.
     """
 
     def __init__(self, window: int, num_devices: int, num_experts: int) -> None:
@@ -49,11 +45,11 @@ class LoadHistory:
         # A window of one iteration has one forecast: the last counts.
         if self._num_settled and self.window > 1:
             settled_IE = np.stack([one.sum(axis=0) for one in list(self._latest)[-self._num_settled :]])
-            if has_jumped(load_E, settled_IE.sum(axis=0)):
+            forecasts = settled_IE.sum(axis=0), settled_IE[-1]
+            if has_jumped(load_E, forecasts[0]):
                 # No forecast expects a jump, so the jump tells nothing about them.
                 self._num_settled = 0
             else:
-                forecasts = settled_IE.sum(axis=0), settled_IE[-1]
                 alike = (load_similarity(load_E, forecast_E) for forecast_E in forecasts)
                 mean, last = (0.0 if one is None else 1 - one for one in alike)
                 self._errors.append((mean, last))
@@ -119,9 +115,9 @@ class LoadHistory:
     def forecast_DE(self) -> np.ndarray:
         """Counts that the next iteration will probably have, float64 ``[D, E]``, zeros at first (ours).
 
-        The forecast is the mean or the last counts: the one that would have been closest to the loads of the
-        last ``window`` iterations. The mean evens out small batches, and the last counts follow a gate that
-        wanders. Counts from before a jump are left out of the mean.
+        The mean evens out small batches, and the last counts follow a gate that wanders: the one that would
+        have been closest in the last ``window`` iterations is taken. The mean leaves out counts from before a
+        jump.
         """
         mean, last = np.sum(self._errors, axis=0) if self._errors else (0.0, 0.0)
         if last < mean:
@@ -152,8 +148,7 @@ def max_over_mean(load_D: np.ndarray) -> float:
 def load_similarity(load_E: np.ndarray, before_E: np.ndarray) -> float | None:
     """Share of the load on the same experts as before, ``Σ_e min(p_e, q_e)``; ``None`` if a load is empty.
 
-    Pro-Prophet (§II, Fig. 4) calls this the locality of adjacent iterations. The loads are (token, k) pairs
-    by expert, ``[E]``, of any two batch sizes.
+    Pro-Prophet (§II, Fig. 4) calls this locality. Loads ``[E]`` are of any two batch sizes.
     """
     total, total_before = float(load_E.sum()), float(before_E.sum())
     if not total or not total_before:
@@ -164,8 +159,8 @@ def load_similarity(load_E: np.ndarray, before_E: np.ndarray) -> float | None:
 def has_jumped(load_E: np.ndarray, before_E: np.ndarray) -> bool:
     """Whether more of the load has moved to other experts than slow drift and random sampling explain.
 
-    This test is ours. In recorded trainings, 5 to 9 % of a layer's load moves from one iteration to the next,
-    at most 25 %, and sampling explains a third of that. Loads ``[E]`` may be sums over several iterations.
+    In recorded trainings, 5 to 9 % of a layer's load moves from one iteration to the next, at most 25 %, and
+    sampling explains a third of that. Loads ``[E]`` may be sums over several iterations.
     """
     similarity = load_similarity(load_E, before_E)
     if similarity is None:

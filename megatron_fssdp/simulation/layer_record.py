@@ -20,12 +20,12 @@ from megatron_fssdp.planning.cost.link_seconds import (
     NO_TRANSFER,
     ClusterLinks,
     LinkTimes,
+    SteppedExchange,
     TransferTraffic,
     gather_counts_s,
     moves_traffic,
     transfer_traffic,
 )
-from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.memory import FP32_BYTES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife

@@ -15,8 +15,12 @@ from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.link_seconds import cluster_cost, cluster_links, topology_of
-from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
+from megatron_fssdp.planning.cost.link_seconds import (
+    SteppedExchange,
+    cluster_cost,
+    cluster_links,
+    topology_of,
+)
 from megatron_fssdp.planning.memory import FP32_BYTES, ExpertMemory, expert_memory, memory_capacity
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.replica_life import ReplicaLife

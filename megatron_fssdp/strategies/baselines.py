@@ -18,8 +18,8 @@ from megatron_fssdp.config.strategy.shipped_settings import (
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, profile_iterations
 from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
 from megatron_fssdp.planning.papers.flexmoe_planner import next_resident_placement
+from megatron_fssdp.planning.papers.owner_planners import check_exchangeable, permuted_owners
 from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, greedy_placements
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.papers.sparse_materialization import doubling

@@ -17,7 +17,7 @@ from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
+from megatron_fssdp.planning.papers.owner_planners import heterogeneous_sharding
 from megatron_fssdp.planning.papers.sparse_materialization import (
     calibration_candidates,
     sparse_materialization,

@@ -14,8 +14,7 @@ import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.planning.cost.layer_seconds import exchange_times
-from megatron_fssdp.planning.cost.link_seconds import plain_links
-from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
+from megatron_fssdp.planning.cost.link_seconds import SteppedExchange
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -84,11 +83,12 @@ def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, pl
     steps = SteppedExchange.of(ring, topology, profile.messages.step_host_s)
     if steps is None:
         return False
-    times, links = profile.num_micro_batches, plain_links(profile.cluster)
+    times = profile.num_micro_batches
     dispatch = plan.dispatch(_forecast(history), topology, times)
     tokens = float(dispatch.device_tokens_D.max())
     experts_s = tokens * profile.flops_per_token / profile.cluster.expert_flops_per_s / times
-    return steps.saves(*exchange_times(links, dispatch.busiest, profile.token_bytes, times), experts_s)
+    exchanges = exchange_times(profile.links, dispatch.busiest, profile.token_bytes, times)
+    return steps.saves(*exchanges, experts_s)
 
 
 def _forecast(history: LoadHistory) -> np.ndarray:

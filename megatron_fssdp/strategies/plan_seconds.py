@@ -14,12 +14,11 @@ from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hop
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import (
     LayerPrice,
-    counts_seconds,
     layer_seconds,
     moving_seconds,
     transfer_times,
 )
-from megatron_fssdp.planning.cost.link_seconds import NO_TRANSFER, plain_links, transfer_traffic
+from megatron_fssdp.planning.cost.link_seconds import NO_TRANSFER, gather_counts_s, transfer_traffic
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -53,7 +52,7 @@ def plan_price(
     else:
         # Other dispatches than the even one are estimated like it: they differ in few of the tokens.
         pairs = hops_traffic(expected_hops(counts_DE, plan.placement, topology, choices))
-    counts_s = counts_seconds(profile, topology, context.num_experts)
+    counts_s = gather_counts_s(profile.links, topology, context.num_experts)
     if plan.shares_exactly:
         counts_s += counts_s + profile.exact_shares_s
     return layer_seconds(
@@ -112,9 +111,8 @@ def early_share(transfer: TransferPlan, num_pairs: float, context: LayerContext)
     layers, which then has to wait. The layer before is assumed to have as many (token, k) pairs in an
     iteration, ``num_pairs``, spread evenly over the devices. Costs are measured.
     """
-    profile = context.costs
-    links, traffic = plain_links(profile.cluster), transfer_traffic(transfer, context.topology)
-    gather_s = transfer_times(links, traffic, profile.expert_bytes, profile.messages).seconds
+    profile, traffic = context.costs, transfer_traffic(transfer, context.topology)
+    gather_s = transfer_times(profile.links, traffic, profile.expert_bytes, profile.messages).seconds
     flops = num_pairs * profile.flops_per_token / (context.num_devices * profile.num_micro_batches)
     expert_s = flops / profile.cluster.expert_flops_per_s
     return min(max(gather_s - profile.non_moe_s, 0.0), expert_s) / gather_s if gather_s else 0.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import counts_seconds
+from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
@@ -164,7 +164,7 @@ def test_every_micro_batch_pays_for_its_shares() -> None:
     assert difference("experts_s", UNEVEN, (3, 5)) < 0
     assert difference("before_s", UNEVEN, (3, 5)) == 0
     assert difference("seconds", UNEVEN) == 0, "there is nothing to share"
-    shares_s = counts_seconds(PROFILE, CONTEXT.topology, EXPERTS) + PROFILE.exact_shares_s
+    shares_s = gather_counts_s(PROFILE.links, CONTEXT.topology, EXPERTS) + PROFILE.exact_shares_s
     nothing_DE = np.zeros_like(UNEVEN)
     assert difference("all_to_all_s", nothing_DE, (3, 5)) == pytest.approx(times * shares_s)
 

@@ -12,7 +12,7 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
+from megatron_fssdp.planning.papers.owner_planners import heterogeneous_sharding
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners

@@ -39,9 +39,7 @@ from megatron_fssdp.planning.cost.link_seconds import (
     LinkSet,
     LinkTimes,
     TransferTraffic,
-    gather_counts_s,
     moves_traffic,
-    plain_links,
 )
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.topology import Topology
@@ -71,11 +69,7 @@ def _exchanges(token_bytes: float, num_micro_batches: int, num_choices: int) -> 
 
 
 def exchange_times(
-    links: LinkSet,
-    pairs: BusiestLinks,
-    token_bytes: float,
-    num_micro_batches: int,
-    num_choices: int = 0,
+    links: LinkSet, pairs: BusiestLinks, token_bytes: float, num_micro_batches: int, num_choices: int = 0
 ) -> tuple[LinkTimes, LinkTimes]:
     """Seconds of dispatch and of combine of one micro-batch. The backward pass takes the same seconds again.
 
@@ -100,12 +94,7 @@ def _message_seconds(
 
 
 def transfer_times(
-    links: LinkSet,
-    traffic: TransferTraffic,
-    expert_bytes: int,
-    messages: MessageRule,
-    *,
-    adds: bool = False,
+    links: LinkSet, traffic: TransferTraffic, expert_bytes: int, messages: MessageRule, *, adds: bool = False
 ) -> LinkTimes:
     """Seconds of one SparseAllGather: the busiest links, and one message for each hop before the last.
 
@@ -122,13 +111,9 @@ def transfer_times(
 def moving_seconds(
     sources_P: np.ndarray, devices_P: np.ndarray, topology: Topology, profile: LayerProfile
 ) -> float:
-    """Seconds to move experts with all their states between iterations, which nothing hides.
-
-    ``sources_P`` and ``devices_P`` are the devices that each moved expert leaves and reaches, integers
-    ``[P]``. The runtime exchanges slots from device to device, so no path has a second hop.
-    """
-    links = plain_links(profile.cluster)
-    return links.times(moves_traffic(sources_P, devices_P, topology), profile.moved_bytes).seconds
+    """Seconds to move experts with their states between iterations, ``[P]``; each goes in one hop."""
+    moved = moves_traffic(sources_P, devices_P, topology)
+    return profile.links.times(moved, profile.moved_bytes).seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +121,7 @@ class LayerPrice:
     """Seconds of one layer in an iteration, in both passes, by their cause.
 
     They are those of the compute before the layer, such as attention; of router counts, dispatches and
-    combines; of the experts on the device that computes most; and for which compute waits for spAG and spRS.
+    combines; of the experts; and for which compute waits for spAG and spRS.
     """
 
     before_s: float
@@ -147,7 +132,7 @@ class LayerPrice:
 
     @property
     def moe_s(self) -> float:
-        """All seconds except those of the compute before the layer, which no placement changes."""
+        """All seconds without those of the compute before the layer, which no placement changes."""
         return self.all_to_all_s + self.experts_s + self.gather_s + self.reduce_s
 
     @property
@@ -182,26 +167,27 @@ def layer_seconds(
         gather: Traffic of the SparseAllGather before the gate, if it is not that of ``replicas``.
         addition: Traffic of the replicas that calibration gathers after the gate.
         num_choices: Experts of each token in the deduplicated exchange; otherwise 0.
-        counts_s: Seconds between gate and dispatch in a micro-batch: :func:`counts_seconds`, and with exact
+        counts_s: Seconds between gate and dispatch in a micro-batch: :func:`gather_counts_s`, and with exact
             dispatch those of another gather and of the shares.
-        num_micro_batches: Number of micro-batches in the iteration. By default it is the profile's.
+        num_micro_batches: By default the profile's.
         hides: Whether transfers run beside compute.
         early: Share of the gather beside the experts of the layer before, which hide it.
     """
     times = profile.num_micro_batches if num_micro_batches is None else num_micro_batches
     transfers = (replicas, gather or replicas, addition)
+    most_hops = max(traffic.num_hops for traffic in transfers)
     costs = price_arguments(
         profile,
         life,
         counts_s,
-        max(traffic.num_hops for traffic in transfers),
+        most_hops,
         num_micro_batches=times,
         hides=hides,
         early=early,
         num_choices=num_choices,
     )
     numbers = ((one.busiest.near, one.busiest.far_of_node, one.num_hops, *one.fill_hops) for one in transfers)
-    parts_s = kernels().Price(*costs).parts(most_tokens, pairs.near, pairs.far_of_node, *numbers)
+    parts_s = kernels().Price(costs).parts(most_tokens, pairs.near, pairs.far_of_node, *numbers)
     return LayerPrice(times * (1 + BACKWARD_PER_FORWARD) * profile.non_moe_s, *parts_s)
 
 
@@ -220,10 +206,10 @@ def price_arguments(
 ) -> tuple[Any, ...]:
     """The arguments of ``kernels.Price``, from those of :func:`layer_seconds`.
 
-    ``most_hops`` are the most hops of a path, ``num_choices`` those of :func:`layer_seconds`, and
-    ``units_per_pair`` the rows that travel for a pair, inside nodes and between nodes.
+    ``most_hops`` are the most hops of a path, and ``units_per_pair`` the rows that travel for a pair, inside
+    nodes and between nodes.
     """
-    cluster, links = profile.cluster, plain_links(profile.cluster)
+    cluster = profile.cluster
     both, is_summed = (cluster.intra, cluster.inter), life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
     sizes = (profile.expert_bytes, profile.reduced_bytes if is_summed else profile.expert_bytes)
     exchanges = (
@@ -234,15 +220,13 @@ def price_arguments(
         for unit_bytes, starts in _exchanges(profile.token_bytes, num_micro_batches, num_choices)
     )
     moves = [(link.alpha_s, *(size * link.beta_s_per_byte for size in sizes)) for link in both]
-    of_hops = [(0.0,) * 6]
-    for hops in range(1, most_hops + 1):
-        gather, reduction = (
-            _message_seconds(links, size, profile.messages, hops, adds)
-            for size, adds in zip(sizes, (False, True), strict=True)
-        )
-        of_hops.append(gather + reduction)
+    of_hops = [
+        [_message_seconds(profile.links, size, profile.messages, hops, adds) for hops in range(most_hops + 1)]
+        for size, adds in zip(sizes, (False, True), strict=True)
+    ]
     return (
-        *(np.array(table) for table in (*exchanges, moves, of_hops)),
+        *(np.array(table) for table in (*exchanges, moves)),
+        np.hstack(of_hops),
         (1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
         float(num_micro_batches),
         counts_s,
@@ -252,8 +236,3 @@ def price_arguments(
         num_choices > 0,
         early,
     )
-
-
-def counts_seconds(profile: LayerProfile, topology: Topology, num_experts: int) -> float:
-    """Seconds in which every device gets the router counts of all others, by the profile's link costs."""
-    return gather_counts_s(plain_links(profile.cluster), topology, num_experts)

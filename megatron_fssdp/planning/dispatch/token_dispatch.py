@@ -1,8 +1,8 @@
 """Which device computes how many tokens of each expert, and from which sources these come.
 
-A policy says how many tokens of an expert each of its holders computes. Everything else follows in one way:
-a holder computes its own tokens first, then tokens of other devices of its node, then those of other nodes;
-where several sources or holders share, they share in proportion. Numbers are not rounded to whole tokens.
+A policy says how many tokens of an expert each of its holders computes. Everything else follows: a holder
+computes its own tokens first, then tokens of its node, then those of other nodes; where several sources or
+holders share, they share in proportion. Numbers are not rounded to whole tokens.
 
 Shape letters: E experts, D devices, N nodes.
 """
@@ -40,11 +40,7 @@ LEAST_LOAD = 1e-4
 
 @dataclass(frozen=True)
 class BusiestLinks:
-    """Number of units (tokens or experts) on the busiest link of each kind, in its busier direction.
-
-    They are between the busiest device and its node (``near``), and between other nodes and the busiest
-    device, the busiest node, or an average node.
-    """
+    """Units (tokens or experts) on the busiest link of each kind, in its busier direction."""
 
     near: float = 0.0
     far_of_device: float = 0.0
@@ -60,7 +56,6 @@ class TokenDispatch:
         counts_DE: (token, k) pairs by source device and expert, ``[D, E]``.
         tokens_ED: Pairs of each expert that each device computes, float64 ``[E, D]``. A row sums to the pairs
             of its expert.
-        topology: Nodes of the devices.
     """
 
     counts_DE: np.ndarray
@@ -153,11 +148,7 @@ def plan_dispatch(
 
 
 def _even(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
-    """Tokens by expert and device that go to the nearest holders in equal parts (Hecate §4.4).
-
-    If the source has the expert, its tokens stay there. Otherwise the holders in the source's node share
-    them, and if there are none, all holders.
-    """
+    """Tokens by expert and device that go to the nearest holders in equal parts (Hecate §4.4)."""
     present_ED = placement.present_ED
     own_ED = counts_DE.T * present_ED
     holders_EN = _over_nodes(present_ED.astype(np.float64), topology)

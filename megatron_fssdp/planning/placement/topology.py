@@ -16,8 +16,7 @@ from megatron_fssdp.planning.arrays import frozen_array
 class Topology:
     """Partition of the devices of an expert-parallel group into nodes.
 
-    ``node_of_device`` has the node of every device, ordered by the device's rank in the group. Nodes are
-    numbered 0, 1, ...
+    ``node_of_device`` has the node of every device in the group's order; nodes are numbered from 0.
 
     Raises:
         ValueError: There is no device, or a node number is missing.
@@ -42,10 +41,7 @@ class Topology:
 
     @classmethod
     def from_labels(cls, labels: Sequence[Hashable]) -> "Topology":
-        """A topology from the label of every device's node, such as a host name; ``[D]``.
-
-        Nodes are numbered in the order in which their labels first appear.
-        """
+        """A topology from the label of each device's node, such as a host name; the first label is node 0."""
         number_of = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         return cls(tuple(number_of[label] for label in labels))
 
@@ -66,10 +62,7 @@ class Topology:
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What kernels take: ``node_of_device_D``, the devices by node, and where each node begins there.
-
-        All are int64. The last array ends with D, so it is ``[N + 1]``.
-        """
+        """For kernels: the node of each device, the devices by node, and where each node begins there."""
         by_node_D = np.argsort(self.node_of_device_D, kind="stable")
         first_N = [0, *np.cumsum(np.bincount(self.node_of_device_D))]
         return self.node_of_device_D, frozen_array(by_node_D, np.int64), frozen_array(first_N, np.int64)
@@ -122,8 +115,8 @@ class GroupRing:
     """The exchange partners of one rank, step by step, under the smart schedule (FasterMoE, §4.2).
 
     Consecutive ranks, ``num_ranks`` in all, form groups of equal size, and the groups form a ring. In each
-    step ``rank`` sends rows to one group and receives rows from one group. It exchanges with its own group in
-    the last step if ``own_last``, and otherwise in the first one. All ranks need the same value.
+    step ``rank`` sends rows to one group and receives rows from one. It exchanges with its own group in the
+    last step if ``own_last``, and otherwise in the first one. All ranks need the same value.
 
     Raises:
         ValueError: The group size does not divide the number of ranks.
@@ -143,9 +136,7 @@ class GroupRing:
 
     @classmethod
     def of(cls, rank: int, topology: Topology, group_size: int | None = None) -> "GroupRing":
-        """The ring of a rank whose groups have a given size, or are the nodes if no size is given.
-
-        If there is only one node, or if nodes differ in size, each rank is then a group.
+        """The ring of a rank. By default, groups are the nodes, or single ranks for unequal nodes or one.
 
         Raises:
             ValueError: The group size does not divide the number of ranks.

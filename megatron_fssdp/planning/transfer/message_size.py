@@ -21,10 +21,9 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class FixedMessages:
-    """Messages of one size, whatever the size of an expert and the number of stages.
+    """Messages of at most ``num_bytes``, whatever the size of an expert and the number of stages.
 
     Attributes:
-        num_bytes: Most bytes of a message.
         num_open: Most messages of one sender that a receiving device keeps at the same time; they come early.
         batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
         step_host_s: Seconds of the host for each step of the smart schedule, which delay its next messages.
@@ -49,11 +48,10 @@ class PipelinedMessages:
     """One message for one stage, otherwise as many as make the pipeline shortest, within limits.
 
     Attributes:
-        least_bytes: Bytes that travel in the time of a batch's fixed cost. No message of a divided expert is
-            smaller.
+        least_bytes: Bytes that travel in the time of a batch's fixed cost, and least bytes of a divided
+            expert's messages.
         fewest: Fewest messages of an expert with several stages, if they have ``least_bytes`` each.
         most: Most messages of an expert.
-        num_open: As in :class:`FixedMessages`, and so are ``batch_host_s`` and ``step_host_s``.
     """
 
     least_bytes: int

@@ -2,7 +2,7 @@
 
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import transfer_times
-from megatron_fssdp.planning.cost.link_seconds import plain_links, transfer_traffic
+from megatron_fssdp.planning.cost.link_seconds import transfer_traffic
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
@@ -11,5 +11,5 @@ def transfer_seconds(
     transfer: TransferPlan, expert_bytes: int, topology: Topology, profile: LayerProfile
 ) -> float:
     """Seconds of a plan's SparseAllGather, or of its transpose, with the link costs of a profile."""
-    links, traffic = plain_links(profile.cluster), transfer_traffic(transfer, topology)
-    return float(transfer_times(links, traffic, expert_bytes, profile.messages).seconds)
+    traffic = transfer_traffic(transfer, topology)
+    return float(transfer_times(profile.links, traffic, expert_bytes, profile.messages).seconds)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.exact_shares import Holders, exact_ends_ED
 from tests.drawn_examples import examples
 
