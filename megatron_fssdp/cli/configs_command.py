@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
+
 _MOST_CHARACTERS = 110  # a description stays on one line of a wide terminal
 
 
@@ -18,6 +20,7 @@ def configs_command(
         typer.Argument(
             help="Files or names to combine and print as one YAML. Later ones win.",
             metavar="[CONFIG.yaml...]",
+            autocompletion=shipped_runs,
         ),
     ] = None,
 ) -> None:
@@ -46,7 +49,6 @@ def shipped_names() -> str:
 
     Files are in sections by folder. Clusters, which the option ``--cluster`` accepts, are in the last one.
     """
-    from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
 
     def folder_of(name: str) -> str:
         return name.rpartition("/")[0]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_fssdp import __version__
+from megatron_fssdp.config.shipped_files import shipped_runs
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding
@@ -33,6 +34,7 @@ def doctor_command(
         typer.Option(
             help="YAML of a run. Checks if its ranks and checkpoints fit. Repeatable for parts of a run.",
             metavar="CONFIG.yaml",
+            autocompletion=shipped_runs,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import refuse_foreign, refuse_non_folder, written_file
+from megatron_fssdp.config.shipped_files import shipped_runs
+from megatron_fssdp.config.written_files import refuse_foreign, refuse_unwritable, written_file
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings
@@ -39,6 +40,7 @@ def profile_command(
         typer.Option(
             help="YAML of the run whose layers are measured. Repeatable for parts of a run.",
             metavar="RUN.yaml",
+            autocompletion=shipped_runs,
         ),
     ] = None,
     name: Annotated[
@@ -95,11 +97,7 @@ def _check(out: Path, settings: "ProfileSettings", nproc: int | None, *, is_writ
     settings.check_ranks(int(os.environ["WORLD_SIZE"]) if nproc is None else nproc)
     if is_writer:
         refuse_foreign(out, "--out", f"# {_HEADER}".encode())
-        refuse_non_folder(out.parent, "--out")
-        if not os.access(out if out.exists() else out.parent, os.W_OK):
-            raise ConfigurationError(
-                f"--out {out}: cannot be written; create its folder first, or choose another file"
-            )
+        refuse_unwritable(out, "--out")
 
 
 def _start_ranks(nproc: int) -> int:

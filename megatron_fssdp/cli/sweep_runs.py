@@ -15,7 +15,7 @@ from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.sweep.planned_runs import PlannedRun, planned_runs
 from megatron_fssdp.config.sweep.sweep_config import load_sweep
-from megatron_fssdp.config.written_files import refuse_non_folder, written_file
+from megatron_fssdp.config.written_files import refuse_non_folder, refuse_unwritable, written_file
 from megatron_fssdp.launch.failure_report import failure_reason
 from megatron_fssdp.launch.rank_processes import exit_code_after
 from megatron_fssdp.launch.run_folder import RunFolder, RunState
@@ -96,6 +96,7 @@ class Sweep:
         Raises:
             ConfigurationError: The folder cannot be written, or another process runs this sweep.
         """
+        refuse_unwritable(self._folder, "--out")
         run_lock.hold(self._folder, "--out")
         try:
             try:

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES
+from megatron_fssdp.cli.completed_names import SHIPPED_NAMES, strategy_names
+from megatron_fssdp.config.shipped_files import shipped_runs
 
 
 def train_command(
@@ -15,12 +16,14 @@ def train_command(
         typer.Argument(
             help="YAML files of the run, or names that `megatron-fssdp configs` lists. Later files win.",
             metavar="CONFIG.yaml...",
+            autocompletion=shipped_runs,
         ),
     ],
     moe_strategy: Annotated[
         str | None,
         typer.Option(
             help=f"Strategy that replaces the one in the files: {SHIPPED_NAMES}, or one of another package.",
+            autocompletion=strategy_names,
         ),
     ] = None,
     moe_strategy_set: Annotated[

@@ -12,6 +12,7 @@ from megatron_fssdp.config.loading import unknown_name
 from megatron_fssdp.config.run.megatron_arguments import TokenizedData
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import DataSettings
+from megatron_fssdp.config.written_files import refuse_unwritable
 from megatron_fssdp.data.corpus import TEXT_KEY, corpus_from_paths, default_corpus
 from megatron_fssdp.data.indexed_builder import build_data
 from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, DataManifest, read_manifest
@@ -97,6 +98,7 @@ def build_with_progress(
         ConfigurationError: The text cannot be read, or the folder cannot be written or has other files of the
             names.
     """
+    refuse_unwritable(out, "--out")
     corpus = corpus_from_paths(paths, json_key) if paths else default_corpus()
     if tokenizer not in TRAINED_KINDS and difflib.get_close_matches(tokenizer, TRAINED_KINDS, n=1):
         raise ConfigurationError(f"--tokenizer: {unknown_name('tokenizer', tokenizer, TRAINED_KINDS)}")

@@ -13,7 +13,7 @@ from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.megatron_arguments import trace_folder
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.written_files import refuse_non_folder
+from megatron_fssdp.config.written_files import refuse_non_folder, refuse_unwritable
 from megatron_fssdp.launch.failure_report import failure_reason
 from megatron_fssdp.launch.rank_command import RankCommand, rank_command
 from megatron_fssdp.launch.rank_processes import exit_code_after, run_to_the_end
@@ -69,6 +69,7 @@ def train(request: TrainRequest, console: Console) -> int:
     """
     config, folder, resume = request.resolve(), request.folder, request.resume
     check_startable(config)
+    refuse_unwritable(folder.path, "--out")
     folder.check(config.training, resume, request.overwrite)
     if resume:
         folder.refuse_other(config, "--resume", only_fixed=True)

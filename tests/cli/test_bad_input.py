@@ -116,6 +116,10 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         (("frobnicate",), "No such command 'frobnicate'"),
         # outputs that cannot be written
         ((*SIMULATE, "--out", "run.yaml"), "--out run.yaml: is not a folder"),
+        *(
+            ((*words, "--out", "/proc/none/x"), "got /proc, where nothing can be written")
+            for words in (("train", "run.yaml"), SIMULATE, REPORT, PROFILE, BUILD)
+        ),
         # outputs that are somebody else's
         ((*PROFILE, "--out", "cluster.yaml"), "cluster.yaml: exists, and this command did not write it"),
         (("report", "done", "--out", "text.txt"), "text.txt: exists, and this command did not write it"),

@@ -46,7 +46,7 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
         (["--nproc", "1"], {}, "a link connects two ranks"),
         (["--nproc", "4", "--nodes", "3"], {}, "nodes: got 3, wanted a divisor of the 4 ranks"),
         ([], {}, "no ranks to measure; give --nproc N, or start the command with torchrun"),
-        (["--nproc", "2", "--out", "/no/such/folder/c.yaml"], {}, "create its folder first"),
+        (["--nproc", "2", "--out", "/proc/none/c.yaml"], {}, "got /proc, where nothing can be written"),
         (["--nproc", "2", "--out", "/"], {}, "is a folder"),
         (["--nproc", "2", "--backend", "nccl"], {}, "got no visible CUDA device"),
         (["--nproc", "2", "--repetitions", "0"], {}, "--repetitions"),

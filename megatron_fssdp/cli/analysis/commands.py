@@ -5,19 +5,21 @@ from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES
+from megatron_fssdp.cli.completed_names import SHIPPED_NAMES, strategy_names
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
 
 _CLUSTER = "YAML of a cluster, or a name that `megatron-fssdp configs` lists."
 
 RankingCluster = Annotated[
     str | None,
-    typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}"),
+    typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}", autocompletion=known_clusters),
 ]
 RankedStrategies = Annotated[
     str,
     typer.Option(
         help=f"Strategies to rank, separated by commas, of {SHIPPED_NAMES}. Default: all that place experts.",
+        autocompletion=strategy_names,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
@@ -76,19 +78,21 @@ def simulate_command(
         str,
         typer.Option(help="Folder of a recorded run, its loads.npy, or the name of a workload (W0 to W7)."),
     ],
-    cluster: Annotated[str, typer.Option(help=_CLUSTER)],
+    cluster: Annotated[str, typer.Option(help=_CLUSTER, autocompletion=known_clusters)],
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],
     model: Annotated[
         list[Path] | None,
         typer.Option(
             help="YAML of the run. Repeatable for parts of a run. Default: the recorded run's own settings.",
             metavar="RUN.yaml",
+            autocompletion=shipped_runs,
         ),
     ] = None,
     strategies: Annotated[
         str,
         typer.Option(
             help=f"Strategies to simulate, separated by commas, of {SHIPPED_NAMES}.",
+            autocompletion=strategy_names,
         ),
     ] = "ep,fssdp",
     iterations: Annotated[
@@ -129,7 +133,7 @@ def simulate_command(
     from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
     from megatron_fssdp.config.cluster_files import cluster_yaml
     from megatron_fssdp.config.run.composition import load_run
-    from megatron_fssdp.config.written_files import refuse_foreign, written_whole
+    from megatron_fssdp.config.written_files import refuse_foreign, refuse_unwritable, written_whole
     from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
     from megatron_fssdp.report.simulations.simulation_page import (
         PAGE_FILE,
@@ -139,6 +143,7 @@ def simulate_command(
     from megatron_fssdp.report.simulations.simulation_report import write_report
     from megatron_fssdp.simulation.moe_job import job_of_run
 
+    refuse_unwritable(out, "--out")
     names, models = _names(strategies), model or recorded_settings(loads)
     if not names:
         raise ConfigurationError(
@@ -157,7 +162,7 @@ def simulate_command(
         raise ConfigurationError(
             f"--out {out}: the cluster of the results would replace --cluster {cluster}; give another folder"
         )
-    with written_whole(out, "--out") as partial:  # checked first, because the search takes minutes
+    with written_whole(out, "--out") as partial:
         refuse_foreign(file, "--out", f"# {header}".encode())
         report = ranked_strategies(
             *(title, record, described, job, chosen), note=note, with_break_even=break_even, console=console

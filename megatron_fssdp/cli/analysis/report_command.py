@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron_fssdp.cli.analysis.what_if import what_if
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import refuse_special_file
+from megatron_fssdp.config.written_files import refuse_special_file, refuse_unwritable
 from megatron_fssdp.records.run_settings import differing_settings, loss_obstacle
 from megatron_fssdp.report.simulations.simulation_report import ranking_data
 from megatron_fssdp.report.tables import terminal_table
@@ -38,6 +38,7 @@ def write_report(
         raise ConfigurationError("compare: got the same run twice, wanted different runs; give each one once")
     refuse_special_file(page, "--out")
     runs, console = shown_runs(paths), Console(markup=False)
+    refuse_unwritable(page, "--out")
     settings = [one.run.settings for one in runs]
     obstacle = loss_obstacle(settings)
     if obstacle and not loads_only:
