@@ -140,13 +140,7 @@ def test_wrong_arguments_give_one_line_and_change_nothing(
 
 @pytest.mark.parametrize(
     ("arguments", "room_bytes"),
-    [
-        (train("--out", "new"), 100),
-        (SIMULATE, 100),
-        (SIMULATE, 2000),
-        (REPORT, 1000),
-        (BUILD, 100),
-    ],
+    [(train("--out", "new"), 100), (SIMULATE, 100), (SIMULATE, 2000), (REPORT, 1000), (BUILD, 100)],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
 def test_a_full_disk_gives_one_line_and_leaves_no_partial_files(

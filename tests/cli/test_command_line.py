@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megatron_fssdp import __version__
-from megatron_fssdp.cli.completed_names import SHIPPED_NAMES
+from megatron_fssdp.cli.shared_options import SHIPPED_NAMES
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 

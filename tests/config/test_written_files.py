@@ -51,9 +51,7 @@ def test_something_else_in_the_place_of_the_folder_is_refused() -> None:
         write_both(Path("/dev/null"))
 
 
-def test_a_folder_without_write_permission_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     Path("locked").mkdir(mode=0o555)
