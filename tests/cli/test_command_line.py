@@ -49,6 +49,7 @@ def test_the_schema_command_prints_json(command):
     ],
 )
 def test_a_shell_completes_names(command, monkeypatch, words, wanted):
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # pytest is not the program's name
     monkeypatch.setenv("_MEGATRON_FSSDP_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", " ".join(["megatron-fssdp", *words]))
     monkeypatch.setenv("COMP_CWORD", str(len(words)))
