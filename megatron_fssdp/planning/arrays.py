@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
     """Return ``values`` as a read-only, C-ordered array of data type ``dtype``.
 
-    Values are copied, except those of an array that is such an array already and has memory of its own.
+    An array that is such an array already, with memory of its own, is not copied.
     """
     if isinstance(values, np.ndarray) and values.base is None:
         flags = values.flags

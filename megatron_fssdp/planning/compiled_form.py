@@ -45,7 +45,7 @@ def kernels() -> ModuleType:
 
 @contextmanager
 def _stand_in_for_cython() -> Iterator[None]:
-    """Let the kernels run as plain Python where Cython is not installed; they use two names of it."""
+    """Let the kernels run where Cython is not installed; they use two names of it."""
     if importlib.util.find_spec("cython") is not None:
         yield
         return

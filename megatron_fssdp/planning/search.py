@@ -4,7 +4,7 @@ This planner is ours. Hecate (§4.2, Alg. 1) replicates by load as many experts 
 the compute before the layer. But one more expert may save more seconds than its transfer exposes, and where a
 replica goes decides which links carry tokens.
 
-The search (``Search`` in ``kernels.py``) compares all placements by one price, that of ``layer_seconds``:
+The search (``Search`` in ``kernels.py``) compares all placements by one price, that of ``layer_seconds.py``:
 
 1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice); water filling, in
    which owners give load away until they keep a part of the mean load, at six levels, and with several nodes
@@ -41,7 +41,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 
 LEAST_SAVING = 0.01
-"""Smallest saving of all replicas together, as a part of a layer's seconds: the error of the model."""
+"""Smallest saving of all replicas, as a part of a layer's seconds: the error of the model."""
 
 PRICES_PER_SIZE = 12
 """Most prices of a descent, over experts and devices together; it bounds the time of unusual layers."""
@@ -73,8 +73,8 @@ class LayerSearch:
     ) -> tuple[ExpertPlacement, float]:
         """The placement that the search finds, and its seconds.
 
-        A device has at most ``slots`` replicas (m), and ``most_replicated`` experts have some (t). There are
-        none if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed.
+        A device has at most ``slots`` replicas (m), and ``most_replicated`` experts have some (t); or none,
+        if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed.
 
         Raises:
             ValueError: ``start`` has other owners, or a device with more than ``slots`` replicas.
@@ -107,10 +107,10 @@ class LayerSearch:
 def plan_materialization(
     owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
 ) -> ExpertPlacement:
-    """Plan the placement with the lowest highest device load that the search finds.
+    """Plan the placement with the lowest highest device load that the search finds, without measured costs.
 
-    It serves where no costs are measured: transfers of ``overlap_degree`` experts (t) count as hidden. Loads
-    ``[D, E]`` are in any unit, and a device has at most ``slots`` replicas (m).
+    Transfers of ``overlap_degree`` experts (t) count as hidden. Loads ``[D, E]`` are in any unit, and a
+    device has at most ``slots`` replicas (m).
 
     Raises:
         ValueError: The loads do not match the owners ``[E]`` and devices.
@@ -137,10 +137,10 @@ def layer_search(
     rematerialize: bool,
     hides: bool,
 ) -> LayerSearch:
-    """One layer with measured costs.
+    """One layer with measured costs; owners are int64 ``[E]``, loads those of an iteration, ``[D, E]``.
 
     ``rematerialize`` says whether replicas are gathered and reduced with every micro-batch, ``hides`` whether
-    transfers run beside compute. Owners are int64 ``[E]``, loads those of an iteration, ``[D, E]``.
+    transfers run beside compute.
     """
     num_experts, choices = len(owner_E), profile.sent_choices
     costs = price_arguments(

@@ -45,10 +45,7 @@ class ParameterCount:
 
     @property
     def activated(self) -> int:
-        """Elements that one token uses, embeddings and output layer included.
-
-        Layers of multi-token prediction are left out, because only training needs them.
-        """
+        """Elements that one token uses, without multi-token prediction, which only training needs."""
         return self.main_model - self.idle
 
 

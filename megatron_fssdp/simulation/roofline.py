@@ -64,8 +64,8 @@ def semi_ideal_flops_per_s[Ratio: (float, np.ndarray)](ratio: Ratio, peak_flops_
 def roofline_point(outcome: StrategyOutcome, job: MoeJob) -> RooflinePoint:
     """A strategy's point: the mean of its MoE layers over iterations.
 
-    Communication consists of all-to-alls, counts, and the exposed part of spAG and spRS. The part of spAG and
-    spRS that is hidden under compute outside the layers does not count.
+    Communication is all-to-alls, counts, and what the compute outside the layers does not hide of spAG and
+    spRS.
 
     Raises:
         ValueError: The layers do not communicate.

@@ -24,8 +24,7 @@ from megatron_fssdp.strategies.fssdp import (
     closed_part,
     paying_owners,
 )
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
 from tests.support.random_placement import with_replicas
 
 DEVICES, EXPERTS = 8, 16

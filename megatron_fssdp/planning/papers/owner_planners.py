@@ -94,8 +94,7 @@ def check_exchangeable(owner_E: np.ndarray, num_devices: int) -> None:
     """Check that an exchange of experts is possible and useful; on one device it need not be.
 
     Raises:
-        ValueError: The devices own different numbers of experts. Or every device owns only one, so an
-            exchange would only change which device has which load.
+        ValueError: The devices own different numbers of experts, or only one each.
     """
     owned_D = np.bincount(owner_E, minlength=num_devices)
     if np.ptp(owned_D) or (owned_D[0] < 2 and num_devices > 1):

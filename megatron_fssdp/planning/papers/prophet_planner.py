@@ -25,9 +25,7 @@ class ProphetModel:
     The methods take numbers or arrays of equal shapes, with one entry for each case.
 
     Attributes:
-        num_devices: Number of devices, the paper's ``D``.
         input_bytes: Bytes of one input (one token's hidden state), ``size(input)``.
-        expert_bytes: Bytes of one expert's parameters, and ``gradient_bytes`` of its gradients.
         bytes_per_s: Mean bandwidth of a device while all devices exchange inputs, ``B̄``.
         inputs_per_s: Inputs for which a device computes the expert's forward pass in a second, ``t``.
         non_expert_s: Seconds of the forward pass of the computation between two MoE layers, ``FNEC``.

@@ -23,10 +23,8 @@ ALIGNMENT_BYTES = 16
 class FixedMessages:
     """Messages of at most ``num_bytes``, whatever the size of an expert and the number of stages.
 
-    Attributes:
-        num_open: Most messages of one sender that a receiving device keeps at the same time; they come early.
-        batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
-        step_host_s: Seconds of the host for each step of the smart schedule, which delay its next messages.
+    A receiving device keeps at most ``num_open`` messages of one sender, which come early. The host takes
+    ``batch_host_s`` for each batch of messages, and ``step_host_s`` for each step of the smart schedule.
     """
 
     num_bytes: int
@@ -45,13 +43,10 @@ class FixedMessages:
 
 @dataclass(frozen=True)
 class PipelinedMessages:
-    """One message for one stage, otherwise as many as make the pipeline shortest, within limits.
+    """One message for one stage, otherwise as many as make the pipeline shortest.
 
-    Attributes:
-        least_bytes: Bytes that travel in the time of a batch's fixed cost, and least bytes of a divided
-            expert's messages.
-        fewest: Fewest messages of an expert with several stages, if they have ``least_bytes`` each.
-        most: Most messages of an expert.
+    They are ``fewest`` to ``most`` of at least ``least_bytes``, which travel in the time of a batch's fixed
+    cost.
     """
 
     least_bytes: int

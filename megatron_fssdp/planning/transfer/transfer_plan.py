@@ -28,10 +28,8 @@ class TransferEdge(NamedTuple):
 class TransferPlan:
     """The transfers of one layer between D devices. Those of an expert form a tree with its owner as root.
 
-    Attributes:
-        num_devices: Number of devices, D.
-        table: Expert, source, destination and depth of each edge, int64 ``[P, 4]``, read-only. An edge comes
-            after the edge that brings the expert to its source.
+    A row of ``table``, int64 ``[P, 4]``, has expert, source, destination and depth of an edge. It comes after
+    the edge that brings the expert to its source.
     """
 
     num_devices: int
