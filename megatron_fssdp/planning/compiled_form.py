@@ -1,7 +1,6 @@
 """Finds the kernels of planning in their compiled form, or as plain Python, and says which it is.
 
-Python prefers the extension module beside ``kernels.py``, so one that is older than its source must not be
-used.
+Python prefers the extension module beside ``kernels.py``, so one older than it must not be used.
 """
 
 import importlib

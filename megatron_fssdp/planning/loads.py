@@ -34,11 +34,7 @@ class LoadHistory:
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
 
     def append(self, counts_DE: np.ndarray) -> None:
-        """Add the (token, k) pairs of one iteration by source device and expert, integers ``[D, E]``.
-
-        Raises:
-            ValueError: The shape is wrong, the counts are not integers, or a count is negative.
-        """
+        """Add the (token, k) pairs of one iteration, integers ``[D, E]``, or raise a ValueError."""
         kept = checked_counts(counts_DE, self.num_devices, self.num_experts)
         kept.setflags(write=False)
         load_E = kept.sum(axis=0)
@@ -80,11 +76,7 @@ class LoadHistory:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue with what a history of the same window knew.
-
-        Raises:
-            ValueError: They are no counts, or those of another number of devices or experts.
-        """
+        """Continue with what a history of the same window knew; a ValueError if sizes or counts are wrong."""
         found = LoadHistory(self.window, self.num_devices, self.num_experts)
         for counts_DE in state["counts_IDE"]:
             found.append(np.asarray(counts_DE, dtype=np.int64))

@@ -21,9 +21,6 @@ def quota_assignment(
     A binary search finds the lowest possible ceiling of device loads with at most ``slots`` experts of other
     owners on a device (m). An owner above the ceiling spills tokens of its most loaded experts first, to
     devices with room in the nodes from which most of the expert's tokens come, then with the lowest number.
-
-    Raises:
-        ValueError: The counts do not match the owners and devices.
     """
     owner = np.asarray(owner_E, dtype=np.int64)
     num_experts, num_devices = len(owner), topology.num_devices

@@ -19,8 +19,8 @@ The search (``Search`` in ``kernels.py``) compares all placements by one price, 
 4. Replicas without which the placement costs no more are dropped.
 
 An expert is taken out once for all its moves. The price of a move then follows from the highest values
-without the expert and from what it adds. Without measured costs, the price is the highest device load. The
-search stops after a number of prices, not seconds, so all ranks find the same placement.
+without the expert and from what it adds. The search stops after a number of prices, not seconds, so all ranks
+find the same placement.
 
 Shape letters: D devices, E experts, N nodes.
 """
@@ -74,10 +74,8 @@ class LayerSearch:
         """The placement that the search finds, and its seconds.
 
         A device has at most ``slots`` replicas (m), and ``most_replicated`` experts have some (t); or none,
-        if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed.
-
-        Raises:
-            ValueError: ``start`` has other owners, or a device with more than ``slots`` replicas.
+        if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed, or a ValueError beyond
+        these limits.
         """
         plain = ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices)
         if not slots or not most_replicated or not self.load_DE.any():
@@ -111,9 +109,6 @@ def plan_materialization(
 
     Transfers of ``overlap_degree`` experts (t) count as hidden. Loads ``[D, E]`` are in any unit, and a
     device has at most ``slots`` replicas (m).
-
-    Raises:
-        ValueError: The loads do not match the owners ``[E]`` and devices.
     """
     owner = ExpertPlacement.owners_only(owner_E, topology.num_devices).owner_E
     load, wanted = np.asarray(load_DE, np.float64), (topology.num_devices, len(owner))
@@ -137,10 +132,9 @@ def layer_search(
     rematerialize: bool,
     hides: bool,
 ) -> LayerSearch:
-    """One layer with measured costs; owners are int64 ``[E]``, loads those of an iteration, ``[D, E]``.
+    """One layer with measured costs; loads are those of an iteration, ``[D, E]``.
 
-    ``rematerialize`` says whether replicas are gathered and reduced with every micro-batch, ``hides`` whether
-    transfers run beside compute.
+    ``rematerialize``: replicas come and go with every micro-batch. ``hides``: transfers run beside compute.
     """
     num_experts, choices = len(owner_E), profile.sent_choices
     costs = price_arguments(

@@ -41,12 +41,10 @@ class SlotTable:
 
     @classmethod
     def of(cls, placement: ExpertPlacement, num_replica_slots: int, multiple: int = 1) -> "SlotTable":
-        """The slots of a placement, as many as the most owned experts and the replica slots of a device.
+        """The slots of a placement: the most experts that a device owns, and the replica slots.
 
-        Empty slots round U up to a multiple of ``multiple``.
-
-        Raises:
-            ValueError: A device holds more replicas than it has replica slots.
+        Empty slots round U up to a multiple of ``multiple``. More replicas than replica slots are a
+        ValueError.
         """
         replicas_D = placement.replicas_per_device_D
         if int(replicas_D.max()) > num_replica_slots:
@@ -136,10 +134,7 @@ def dispatch_table(
     """The table that follows any dispatch, of forecast or of exact counts, int64 ``[J, E]``.
 
     Slots share a source's tokens as the dispatch does, rounded to 1/J by largest remainders. Experts of which
-    the source has no tokens are as in ``otherwise_JE``.
-
-    Raises:
-        ValueError: The dispatch sends tokens to a device that lacks their expert.
+    the source has no tokens are as in ``otherwise_JE``. Devices without their expert are a ValueError.
     """
     sent_ED = dispatch.sent_ED(source)
     # Smaller parts are rounding errors.

@@ -45,9 +45,7 @@ OnSpan = Callable[[str, str, float, float], None]
 
 
 class Lanes:
-    """Clocks of the lanes while an iteration's work is laid out.
-
-    ``on_span`` is called with the lane, name, begin and end of every span.
+    """Clocks of the lanes while an iteration's work is laid out; ``on_span`` gets lane, name, begin and end.
 
     Attributes:
         now_s: End of all work that the next compute or all-to-all waits for, in seconds.

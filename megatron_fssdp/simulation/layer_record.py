@@ -1,6 +1,4 @@
-"""What a strategy does in one iteration, in plain numbers: its decisions, and the seconds of its parts.
-
-The seconds come from the price functions that all planners use (``planning/cost``).
+"""What a strategy does in one iteration: its decisions, and seconds by the planners' price functions.
 
 Shape letters: D devices, E experts.
 """

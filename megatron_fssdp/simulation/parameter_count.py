@@ -1,7 +1,4 @@
-"""Counts the parameters of a model from its settings: all of them, and those that one token uses.
-
-The counts are those of the model that Megatron builds, without its padding of the vocabulary.
-"""
+"""Counts the parameters of the model that Megatron builds, without its padding of the vocabulary."""
 
 from dataclasses import dataclass
 

@@ -180,11 +180,7 @@ def simulate(
 def checked_strategy(
     name: str, settings: StrategySettings, cluster: ClusterDescription, job: MoeJob
 ) -> Strategy:
-    """A new strategy object, after a check that it can train a job. ``none`` is simulated as ``ep``.
-
-    Raises:
-        ValueError: The job does not fit the cluster or the strategy.
-    """
+    """A new strategy for a job, ``ep`` for ``none``; a ValueError if it cannot train the job."""
     topology = topology_of(cluster, job.num_devices)
     strategy = build_strategy("ep", EpSettings()) if name == "none" else build_strategy(name, settings)
     try:

@@ -46,10 +46,7 @@ BARRED_SELECTIONS = 5
 
 
 class AutoStrategy(MovesOwners[AutoSettings]):
-    """Asks the selected strategy of each layer, and reconsiders the selection at an interval.
-
-    The first of the candidates is ``ep``.
-    """
+    """Asks the selected strategy of each layer, and reconsiders the selection at an interval."""
 
     replica_life = ReplicaLife.SELECTED
     selects = True
@@ -250,8 +247,7 @@ def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray, barred_LC: 
 
     Candidates that differ by less than the fraction :data:`LEAST_GAIN` are close: the model cannot tell them
     apart, and candidates that move less come first. A layer also keeps its present candidate if another one
-    saves less than this. Seconds are infinite where a candidate cannot serve a layer; barred ones are not
-    selected. The present and the selected candidates are indices ``[L]``.
+    saves less. Seconds are infinite where a candidate cannot serve a layer. Candidates are indices ``[L]``.
     """
     layers = np.arange(len(seconds_LC))
     allowed_LC = np.where(barred_LC, np.inf, seconds_LC)

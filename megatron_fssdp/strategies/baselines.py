@@ -191,11 +191,7 @@ class SmartmoeStrategy(EpStrategy[SmartmoeSettings], MovesOwners[SmartmoeSetting
         self.window, self.profile_iterations = settings.window, profile_iterations()
 
     def check(self, context: LayerContext) -> None:
-        """Refuse layers that exchanges of owners cannot balance.
-
-        Raises:
-            ValueError: The devices own different numbers of experts, or every device owns only one.
-        """
+        """Refuse layers that exchanges of owners cannot balance, by a ValueError."""
         check_exchangeable(context.owner_E, context.num_devices)
 
     def reshards_at(self, iteration: int) -> bool:

@@ -22,10 +22,8 @@ from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
 LEAST_GAIN = 0.08
 """Share of a layer's modelled seconds that the deduplicated exchange must save.
 
-The second hop adds start-ups and bytes inside nodes, and the price knows neither the host's work for it nor
-the copies of rows. On the testbed, with balanced routing and top-2, 4 and 8, it promises 4, 14 and 29 % of a
-layer's seconds, and -6, 9 and 23 % were measured (docs/decisions.md). Between the first two, the
-exchange breaks even at a promise of 8 %.
+The price knows neither the host's work for the second hop nor the copies of rows. On the testbed, with top-2,
+4 and 8, it promised 4, 14 and 29 %, and -6, 9 and 23 % were measured. It breaks even at about 8 %.
 """
 
 

@@ -75,20 +75,12 @@ class Strategy[Settings: PlacementSettings](ABC):
         return self.settings.travel
 
     def ring(self, device: int, topology: Topology) -> GroupRing | None:
-        """Groups of ranks with which a device exchanges tokens step by step (smart schedule), or ``None``.
-
-        Raises:
-            ValueError: The settings' group size does not divide the devices.
-        """
+        """Groups of ranks with which a device exchanges tokens step by step (smart schedule), or ``None``."""
         is_stepped = self.travel.smart_schedule and topology.num_devices > 1
         return GroupRing.of(device, topology, self.travel.group_size) if is_stepped else None
 
     def check_sizes(self, num_experts: int, topology: Topology) -> None:
-        """Refuse a model whose layers the strategy cannot serve when every device owns equally many experts.
-
-        Raises:
-            ValueError: The experts of a layer and the devices do not fit settings or strategy.
-        """
+        """Refuse, by a ValueError, a model whose layers the strategy cannot serve with even owners."""
         self.settings.check_num_experts(num_experts)
         self.ring(0, topology)
         # Megatron refuses other numbers of experts itself. The simulator takes them, as experiments.
@@ -96,11 +88,7 @@ class Strategy[Settings: PlacementSettings](ABC):
             self.check(LayerContext(1, even_owners(num_experts, topology.num_devices), topology))
 
     def check(self, context: LayerContext) -> None:  # noqa: B027
-        """Refuse a layer that the strategy cannot serve.
-
-        Raises:
-            ValueError: The reason and the next step.
-        """
+        """Refuse a layer that the strategy cannot serve, by a ValueError with reason and next step."""
 
     def may_replicate(self, layer: int) -> bool:
         """Whether the layer can have replicas, for any loads, until a selection changes.
@@ -141,11 +129,10 @@ class Strategy[Settings: PlacementSettings](ABC):
 
 
 class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
-    """Moves experts to other owners between iterations.
+    """Moves experts to other owners between iterations, by loads that are means over all their copies.
 
-    Ranks with copies of the same experts must decide alike, but their histories differ. Answers can therefore
-    depend on the arguments and on earlier answers, and not on what :meth:`Strategy.before_gate` got. Loads
-    are means over all these ranks and the iterations of the history.
+    Ranks with copies of the same experts must decide alike, but their histories differ. So answers depend on
+    the arguments and on earlier answers, and not on what :meth:`Strategy.before_gate` got.
     """
 
     moves_owners = True

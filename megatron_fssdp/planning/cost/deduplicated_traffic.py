@@ -35,10 +35,10 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class TwoHops:
-    """Numbers of rows in both hops of one micro-batch, known to all ranks.
+    """Rows of both hops of one micro-batch, known to all ranks.
 
-    From each source device, ``tokens_DN`` tokens go to each node, however many of their experts are there,
-    and ``tokens_DD`` to each device, both int64.
+    From each source, ``tokens_DN`` tokens go to each node, however many of their experts are there, and
+    ``tokens_DD`` to each device; int64.
     """
 
     topology: Topology
@@ -83,10 +83,10 @@ class TwoHops:
 
 @dataclass(frozen=True)
 class TokenChoices:
-    """What is known about the experts of the tokens, of which each selects ``top_k`` (K).
+    """Experts that a token selects, ``top_k`` (K), and how well the estimate of its places fits.
 
-    The factors are the recorded numbers of different nodes and devices of a token over the estimated ones; 1
-    if unknown.
+    The factors are recorded numbers of different nodes and devices of a token over estimated ones; 1 if
+    unknown.
     """
 
     top_k: int

@@ -74,9 +74,6 @@ class LayerProfile:
         return inter if between else intra
 
     def overlap_degree(self, topology: Topology) -> int:
-        """Experts whose transfer hides under the compute before the layer: ``t = ⌊T_nonMoE · bw / size⌋``.
-
-        That is Hecate, §4.2, with the bandwidth of the slowest link; 0 if it costs nothing.
-        """
+        """Experts whose transfer hides before the layer: ``t = ⌊T_nonMoE · bw / size⌋`` (Hecate, §4.2)."""
         beta_s_per_byte = self.slowest_link(topology).beta_s_per_byte
         return int(self.non_moe_s / beta_s_per_byte / self.expert_bytes) if beta_s_per_byte else 0

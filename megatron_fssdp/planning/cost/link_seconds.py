@@ -78,10 +78,9 @@ def moves_traffic(source_P: np.ndarray, device_P: np.ndarray, topology: Topology
 
 @dataclass(frozen=True, eq=False)
 class LinkTimes:
-    """Seconds of a transfer on links inside nodes and between nodes.
+    """Seconds of a transfer on the busiest links inside nodes (``near_s``) and between them, with start-up.
 
-    ``near_s`` is for the link of the busiest device, ``far_s`` for the NICs of the busiest node, both with
-    their start-up. If ``in_turn``, the links inside nodes work after those between nodes.
+    If ``in_turn``, the links inside nodes work after those between nodes.
     """
 
     near_s: float = 0.0
@@ -120,8 +119,7 @@ class LinkSet:
         """Start-up plus transfer seconds of units (rows or experts) (FasterMoE, Eq. 2; Parm, Eq. 12).
 
         Between nodes, the largest of three bounds counts: of the busiest node's NICs, of the busiest device,
-        and of an average node at the bandwidth that remains when all NICs are busy. ``starts`` collectives
-        share the bytes.
+        and of an average node while all NICs are busy. ``starts`` collectives share the bytes.
         """
         near_s = busiest.near * bytes_per_unit * self.near.beta_s_per_byte
         far_s = bytes_per_unit * max(
@@ -200,11 +198,7 @@ def cluster_links(
 
 
 def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
-    """The nodes of an expert-parallel group whose devices fill one node after the other.
-
-    Raises:
-        ValueError: The group does not fit the nodes.
-    """
+    """The nodes of a group that fills one node after the other; a ValueError if it does not fit them."""
     per_node = cluster.devices_per_node
     if num_devices > cluster.num_devices or (num_devices > per_node and num_devices % per_node):
         raise ValueError(

@@ -52,8 +52,7 @@ class BusiestLinks:
 class TokenDispatch:
     """A dispatch of pairs ``counts_DE``. Combine has the same traffic in the other direction.
 
-    A device computes ``tokens_ED`` pairs of each expert, float64 ``[E, D]``; a row sums to the expert's
-    pairs.
+    A device computes ``tokens_ED`` pairs of each expert, float64; a row sums to the expert's pairs.
     """
 
     counts_DE: np.ndarray
@@ -117,11 +116,7 @@ class TokenDispatch:
 def plan_dispatch(
     policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
 ) -> TokenDispatch:
-    """Plan the dispatch of exact or expected counts ``[D, E]``, which may be fractions, under a policy.
-
-    Raises:
-        ValueError: The counts do not match the placement, or the placement the topology.
-    """
+    """Plan the dispatch of counts ``[D, E]``, which may be fractions; a ValueError if sizes do not match."""
     wanted = (topology.num_devices, placement.num_experts)
     if np.shape(counts_DE) != wanted or placement.num_devices != topology.num_devices:
         raise ValueError(

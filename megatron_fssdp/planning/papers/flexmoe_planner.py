@@ -1,6 +1,6 @@
 """FlexMoE: resident replicas that expand, shrink and migrate step by step (Hecate §2.3, §5.1).
 
-A resident replica has optimizer states, so creating one costs a transfer of all of them. Owners never move.
+A resident replica has optimizer states, so creating one costs a transfer of all of them.
 
 Shape letters: E experts, D devices, N nodes.
 """

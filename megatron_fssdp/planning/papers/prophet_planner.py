@@ -92,11 +92,7 @@ def greedy_placements(
     is balanced: ``max(H) − min(H) < α · I / E`` (Eq. 7, ``α`` is ``balance``). The result is the sequence of
     first steps with the fewest modelled seconds, or no step if none lowers them.
 
-    Owners are integers ``[E]``, (token, k) pairs of an iteration ``[D, E]``, and ``slots`` the most replicas
-    of a device.
-
-    Raises:
-        ValueError: The counts do not match the owners and devices.
+    The (token, k) pairs ``[D, E]`` are those of an iteration, and a device has at most ``slots`` replicas.
     """
     num_experts, num_devices = len(owner_E), model.num_devices
     plain = ExpertPlacement.owners_only(owner_E, num_devices)

@@ -38,8 +38,7 @@ class ShadowingCosts:
     def latency_s(self, num_tokens: float, num_shadowed: int, num_exchanged: float) -> float:
         """Seconds of a layer, forward and backward: Eq. 7 without shadows, Eq. 8 without an exchange.
 
-        The most loaded device computes ``num_tokens`` and receives ``num_exchanged`` in each of four
-        all-to-alls.
+        The tokens are those of the most loaded device, computed, and received in each of four all-to-alls.
         """
         compute_s = (1 + BACKWARD_PER_FORWARD) * num_tokens * self.flops_per_token / self.flops_per_s
         moved_bytes = num_shadowed * (self.expert_bytes + self.expert_bytes)

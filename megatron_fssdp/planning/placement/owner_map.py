@@ -35,8 +35,7 @@ class OwnerMap:
     """One-to-one map from (layer, expert) to (device, slot), both int64 ``[L, E]`` and read-only.
 
     Raises:
-        ValueError: Two experts share a slot, or there are more experts than devices and they do not fill all
-            slots of equal devices.
+        ValueError: Two experts share a slot, or a slot is free although experts are more than devices.
     """
 
     device_LE: np.ndarray
@@ -73,9 +72,6 @@ class OwnerMap:
 
         With fewer experts than devices, each layer's owners are one device further than those of the layer
         before, so that memory stays even. Slots are numbered layer by layer.
-
-        Raises:
-            ValueError: There are more experts than devices, but not a multiple of them.
         """
         device_LE = np.tile(even_owners(num_experts, num_devices), (num_layers, 1))
         if num_experts < num_devices:
@@ -117,12 +113,9 @@ class OwnerMap:
         return layer, expert
 
     def with_owners(self, device_LE: np.ndarray) -> "OwnerMap":
-        """A map with new owners, integers ``[L, E]``. Experts that stay on their device stay in their slot.
+        """A map with new owners, integers ``[L, E]``, or a ValueError if a device has too few slots.
 
-        Others take the slots that experts leave, and free slots, both in ascending order.
-
-        Raises:
-            ValueError: A device does not exist, or gets more experts than it has slots for.
+        Experts that stay on their device stay in their slot. Others take open slots in ascending order.
         """
         device_LE = np.asarray(device_LE, dtype=np.int64)
         slot_LE, stays_LE = self.slot_LE.copy(), device_LE == self.device_LE
@@ -188,12 +181,9 @@ class ResidentMap:
         return {expert: experts.index(expert) for expert in sorted(experts) if expert != EMPTY}
 
     def holding(self, placements: Sequence[ExpertPlacement]) -> "ResidentMap":
-        """A map that holds the replicas of other placements, one for every layer.
+        """A map with the replicas of other placements, one for each layer; a ValueError without enough slots.
 
         Replicas that stay keep their slots. New ones take the lowest free slots.
-
-        Raises:
-            ValueError: A device gets more replicas of a layer than it has resident slots.
         """
         expert_LDW = self.expert_LDW.copy()
         for layer, device in np.ndindex(expert_LDW.shape[:2]):

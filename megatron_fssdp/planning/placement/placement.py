@@ -111,13 +111,9 @@ class ExpertPlacement:
 
 
 def even_owners(num_experts: int, num_devices: int) -> np.ndarray:
-    """The owners with which a training starts: expert e is on device ``floor(e D / E)``, int64 ``[E]``.
+    """Megatron's owners, with which a training starts: expert e on device ``floor(e D / E)``, int64 ``[E]``.
 
-    They are Megatron's, which does not support fewer experts than devices.
-
-    Raises:
-        ValueError: A number is not positive, or there are more experts than devices but not a multiple of
-            them.
+    Megatron does not support fewer experts than devices. Other experts must be a multiple of the devices.
     """
     if num_devices < 1 or num_experts < 1 or (num_experts > num_devices and num_experts % num_devices):
         raise ValueError(

@@ -14,7 +14,7 @@ from megatron_fssdp.planning.arrays import frozen_array
 
 @dataclass(frozen=True)
 class Topology:
-    """Partition of an expert-parallel group into nodes, numbered from 0 in ``node_of_device``.
+    """Partition of an expert-parallel group into nodes; ``node_of_device`` has their numbers from 0 on.
 
     Raises:
         ValueError: There is no device, or a node number is missing.
@@ -133,11 +133,7 @@ class GroupRing:
 
     @classmethod
     def of(cls, rank: int, topology: Topology, group_size: int | None = None) -> "GroupRing":
-        """The ring of a rank. By default, groups are the nodes, or single ranks for unequal nodes or one.
-
-        Raises:
-            ValueError: The group size does not divide the number of ranks.
-        """
+        """The ring of a rank. By default, groups are the nodes, or single ranks for unequal nodes or one."""
         if group_size is None:
             smallest, largest = topology.smallest_and_largest_node
             group_size = smallest if smallest == largest and topology.num_nodes > 1 else 1
