@@ -33,12 +33,7 @@ import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.link_seconds import (
-    LinkSet,
-    LinkTimes,
-    TransferTraffic,
-    moves_traffic,
-)
+from megatron_fssdp.planning.cost.link_seconds import LinkSet, LinkTimes, TransferTraffic, moves_traffic
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
