@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -34,6 +34,9 @@ class Settings(BaseModel):
     def key_problems(cls, data: Mapping[str, Any]) -> Problems:
         """Return what is wrong with keys that pydantic cannot judge."""
         return {}
+
+
+ModelT = TypeVar("ModelT", bound=Settings)
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def validate[ModelT: Settings](
+def validate(  # noqa: UP047  # doctor is read by older Pythons
     model_cls: type[ModelT], data: Mapping[str, Any], source: str | Callable[[tuple[str, ...], str], str]
 ) -> ModelT:
     """Build a settings model from plain values, without converting types.

@@ -134,7 +134,7 @@ def expert_memory(
         slot_parameters_bytes=slots_per_device * expert_bytes,
         slot_gradients_bytes=slots_per_device * expert_elements * gradient_bytes,
         optimizer_bytes=optimizer.state_bytes(slots_per_device * expert_elements, expert_data_parallel_size),
-        replica_parameters_bytes=held.layers_with_weights * replicas_per_layer * expert_bytes,
+        replica_parameters_bytes=replicas_per_layer * _weights_bytes(held, expert_elements, dtype_bytes),
         replica_gradients_bytes=gradients_bytes + resident_elements * gradient_bytes,
         replica_optimizer_bytes=optimizer.state_bytes(resident_elements, expert_data_parallel_size),
         transfer_buffers_bytes=packed_bytes + received_bytes + sent * sum_bytes,
@@ -157,7 +157,8 @@ def memory_capacity(
     gradients that a replica's device passes on.
     """
     expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
-    slot_bytes = held.layers_with_weights * expert_bytes + _gradient_bytes(held, expert_bytes, sum_bytes)
+    weights_bytes = _weights_bytes(held, expert_elements, dtype_bytes)
+    slot_bytes = weights_bytes + _gradient_bytes(held, expert_bytes, sum_bytes)
     if messages is not None:
         slot_bytes += _received_bytes(held, expert_bytes, sum_bytes, messages)
     usable_bytes = max(free_bytes - int(free_bytes * RESERVE_FRACTION), 0)
@@ -169,8 +170,13 @@ def held_replicas_bytes(
 ) -> int:
     """Bytes of a device's replicas of each layer at the peak of an iteration, without transfers' buffers."""
     most_first = sorted(replicas_L, reverse=True)
-    num_bytes = sum(most_first[: held.layers_with_weights]) * dtype_bytes
-    return expert_elements * (num_bytes + sum(most_first[: held.layers_with_sums]) * FP32_BYTES)
+    num_bytes = sum(most_first[: held.layers_with_weights]) * (dtype_bytes + held.copy_bytes)
+    return int(expert_elements * (num_bytes + sum(most_first[: held.layers_with_sums]) * FP32_BYTES))
+
+
+def _weights_bytes(held: HeldReplicas, expert_elements: int, dtype_bytes: int) -> int:
+    """Bytes of the weights that one replica of each layer has, with their quantized copies."""
+    return int(held.layers_with_weights * expert_elements * (dtype_bytes + held.copy_bytes))
 
 
 def _gradient_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> int:

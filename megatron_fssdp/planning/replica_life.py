@@ -76,12 +76,15 @@ class HeldReplicas:
         num_micro_batches: Number of micro-batches in an iteration, the largest that is still to come.
         fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums
             (Transformer Engine's ``fuse_wgrad_accumulation``), and not autograd.
+        copy_bytes: Bytes for each element of the quantized copies (fp8, fp4) that Transformer Engine keeps
+            as long as a replica's weights.
     """
 
     life: ReplicaLife
     stage: PipelineStage
     num_micro_batches: int = 1
     fuses_gradients: bool = False
+    copy_bytes: float = 0.0
 
     @property
     def sums_gradients(self) -> bool:

@@ -63,8 +63,16 @@ def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> 
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         group_size=get_model_config(model[0]).microbatch_group_size_per_vp_stage,
     )
-    # Replica slots have fp32 sums of their own.
-    return HeldReplicas(session.strategy.replica_life, stage, _most_micro_batches(args), fuses_gradients=True)
+    # Replica slots have fp32 sums of their own. Transformer Engine quantizes weights once for each direction,
+    # and mxfp8 has a scale for every 32 elements.
+    is_quantized = bool(getattr(args, "fp8", None) or getattr(args, "fp4", None))
+    return HeldReplicas(
+        session.strategy.replica_life,
+        stage,
+        _most_micro_batches(args),
+        fuses_gradients=True,
+        copy_bytes=2 * (1 + 1 / 32) if is_quantized else 0.0,
+    )
 
 
 def _most_micro_batches(args: Any) -> int:
