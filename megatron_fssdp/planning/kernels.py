@@ -43,14 +43,9 @@ _SENDS = 4
 class Trees:
     """The two-level trees along which experts travel to replicas; ``transfer_plan.py`` has the rule.
 
-    ``nodes`` are ``Topology.arrays``: ``node_D``, the devices by node, ``member_D``, and their starts,
-    ``first_N``.
-
-    Attributes:
-        place_D: Place of each device in its node.
-        start_E: Place from which on the leaders of an expert in other nodes are sought.
-        has_ED: 1 where a device has an expert.
-        line_D: Holders of one expert in one node, in the order in which they get it.
+    ``nodes`` are ``Topology.arrays``. Every device has its place in its node, ``place_D``. From the place
+    ``start_E`` on, the leaders of an expert in other nodes are sought. ``has_ED`` is 1 where a device has an
+    expert. ``line_D`` has the holders of one expert in one node, in the order in which they get it.
     """
 
     def __init__(self, owner_E: object, nodes: object, present_ED: object) -> None:
@@ -92,10 +87,9 @@ class Trees:
         return num
 
     def write_edges(self, edges: memoryview) -> None:
-        """Write the edges by which each expert crosses to each node once, and then spreads inside the node.
+        """Write a row for each edge: expert, source, destination and depth, int64 ``[P, 4]``.
 
-        ``edges`` gets a row for each: expert, source, destination and depth, int64 ``[P, 4]``. The depth is
-        twice the number of hops before the edge, plus 1 inside a node.
+        The depth is twice the number of hops before the edge, plus 1 inside a node.
         """
         row = 0
         for expert in range(self.num_experts):
@@ -136,12 +130,10 @@ class Price:
         times: Number of micro-batches.
         counts: Seconds between gate and dispatch in a micro-batch.
         hidden: Compute that hides a gather, and ``hidden_back`` a reduction.
-        life: Name of a ``ReplicaLife``.
         in_turn: Whether links inside nodes work after those between nodes in an exchange.
         early: Part of a gather beside the experts of the layer before.
         first: Seconds of the gather before the gate if it is not that of all replicas; otherwise -1.
         added: Seconds of the gather after the gate.
-        all_to_all, experts, waits, waits_back: The seconds by their cause, after a call of ``seconds``.
         is_far: Whether links between nodes took longest in the last exchange or transfer.
     """
 
@@ -158,10 +150,9 @@ class Price:
     ) -> tuple:
         """Seconds of all-to-alls, of experts, and for which compute waits for gathers and for reductions.
 
-        The numbers are the pairs of the device that computes most, those on the busiest links inside nodes
-        and between nodes, and three gathers: of all replicas, before the gate and after it. A gather has
-        experts on the busiest links of both kinds, hops, and the hops of both kinds before the last one of
-        the longest path.
+        The numbers are the pairs of the device that computes most and those on the busiest links of both
+        kinds, and three gathers: of all replicas, before the gate and after it. A gather has experts on the
+        busiest links, hops, and the hops of both kinds before the last one of the longest path.
         """
         self.first, self.added = self.gather_of(gather), self.gather_of(addition)
         moved_near, moved_far, hops, near_hops, far_hops = replicas
@@ -169,7 +160,7 @@ class Price:
         return self.all_to_all, self.experts, self.waits, self.waits_back
 
     def gather_of(self, traffic: tuple) -> float:
-        """Seconds of a gather; :meth:`parts` says what the numbers are."""
+        """Seconds of a gather, as in :meth:`parts`."""
         near, far, hops, near_hops, far_hops = traffic
         return self.transfer(1, near, far, hops, (far_hops << _HOP_BITS) + near_hops)
 
@@ -245,9 +236,8 @@ class Layer(Trees):
         own: What the expert that was last walked adds to ``busy``.
         hops_E: Hops of each expert's longest path; 0 while it is out.
         fill_E: Hops before the last one of that path: those between nodes, shifted, plus those inside.
-        start_s: Seconds of the first placement.
-        is_smooth: Whether prices have norms of the eighth power in place of the highest numbers of pairs.
-            Every device and link then counts a little, and not only the busiest one.
+        is_smooth: Whether prices have norms of the eighth power in place of the highest numbers of pairs, so
+            that every device and link counts a little.
         most: For each node, load, pairs and moved experts of its devices: highest values, or sums of eighth
             powers; and at last the same of one node with the expert that is out. ``[N + 1, 3]``.
     """
@@ -431,8 +421,6 @@ class Search(Layer):
     Attributes:
         best: Seconds of the present placement during a descent.
         kept_s: Seconds of the best placement so far, ``kept_ED``.
-        most_replicated: Most experts that may have replicas.
-        most_prices: Number of prices after which a descent ends.
         part_E: Parts of the experts in what :meth:`rank` looks at.
         tried_D: Holders of an expert before :meth:`improve`, and in its best trial of ``trial_s`` seconds.
         is_tired_E: 1 for the experts that saved nothing during the present descent.
@@ -480,10 +468,10 @@ class Search(Layer):
                 self.put(expert, device, 1 if table[row, device] else -1)
 
     def spread(self, expert: int, kind: int) -> None:
-        """Give or take replicas of an expert that is out.
+        """Take all replicas of an expert that is out (kind 0), or give it more.
 
-        By ``kind`` it 0: loses all, 1: gets one in every node without it, 2: gets one more in every node,
-        3: gets one on every device with a free slot.
+        That is one in every node without it (1), one more in every node (2), or one on every device with a
+        free slot (3).
         """
         for node in range(self.num_nodes):
             if kind == 2 or (kind == 1 and self.holders_EN[expert, node] == 0):
@@ -605,10 +593,9 @@ class Search(Layer):
         return gained
 
     def swap(self, expert: int) -> bool:
-        """Let an expert take the place of the least useful replica of a full device of a node.
+        """Let an expert take the place of the least useful replica of a full device, if this gains; say so.
 
-        That other expert loses the replica, or gets one where this expert gives one up. The best of these
-        changes is made; says whether there was one.
+        The other expert loses the replica, or gets one where this expert gives one up.
         """
         to = -1
         instead = -1
@@ -884,8 +871,8 @@ def search_replicas(
 ) -> tuple[float, float, np.ndarray]:
     """Seconds of a layer without replicas and with those that are found; the placement, bytes ``[E, D]``.
 
-    ``layer`` has the arguments of :class:`Layer`, with a placement without replicas. A descent ends after
-    ``most_prices``. ``start_ED`` is one more seed within the limits, ``[E, D]``.
+    ``layer`` has the arguments of :class:`Layer`, with a placement without replicas, and ``start_ED`` is one
+    more seed.
     """
     search = Search(layer, most_replicated, most_prices, start_ED)
     with cython.nogil:
@@ -910,8 +897,8 @@ def spill_below(
     which its tokens spill to them. A device may still take ``room_D`` tokens, negative above the ceiling, and
     ``left_D`` experts.
 
-    The result is the number of rows of ``spilled`` that were written, each an expert, a device and a number
-    of tokens; or -1 if tokens find no room.
+    The result is the number of rows of ``spilled``, each an expert, a device and a number of tokens; or -1 if
+    tokens find no room.
     """
     num = 0
     for i in range(room_D.shape[0]):
@@ -956,16 +943,15 @@ def greedy_steps(
     tolerance: float,
     num_left_out: int,
 ) -> int:
-    """Pro-Prophet's greedy search for one number of devices that are left out (Alg. 1).
+    """Pro-Prophet's greedy search (Alg. 1) for one number of left-out devices; the result counts its steps.
 
     An expert has ``load_E`` inputs, ``inputs_ED`` by source device; ``fewest_first_ED`` has the devices in
     the order of these. Devices compute ``computed_D`` inputs, receive ``received_D`` and may still get
     ``left_D`` replicas. A selected expert is not sent to the ``num_left_out`` devices with the fewest inputs
-    for it. The load is balanced if the highest and the lowest load of a device differ by less than
-    ``tolerance``.
+    for it. The load is balanced if the loads of devices differ by less than ``tolerance``.
 
-    The result is the number of steps. ``replicas`` gets expert and device of each replica, and ``after`` a
-    row for each step: replicas so far, the most inputs that a device receives and the most that one computes.
+    ``replicas`` gets expert and device of each replica, and ``after`` a row for each step: replicas so far,
+    the most inputs that a device receives and the most that one computes.
     """
     num_replicas = 0
     for step in range(after.shape[0]):
@@ -1015,7 +1001,6 @@ def greedy_steps(
 
 
 def _copy(source_ED: memoryview, to_ED: memoryview) -> None:
-    """Copy a placement."""
     for expert in range(source_ED.shape[0]):
         for device in range(source_ED.shape[1]):
             to_ED[expert, device] = source_ED[expert, device]
@@ -1039,10 +1024,8 @@ def _eighth_root(number: float) -> float:
 
 
 def _ints(size: int) -> memoryview:
-    """Zeros, int64 ``[size]``."""
     return memoryview(np.zeros(size, np.int64))
 
 
 def _reals(size: int) -> memoryview:
-    """Zeros, float64 ``[size]``."""
     return memoryview(np.zeros(size, np.float64))

@@ -1,13 +1,12 @@
 """Bytes that the experts of one rank take, and how many replicas fit (Hecate, §4.2).
 
-The functions count what lives longer than one kernel: parameters, gradients, optimizer states and transfers
-of the experts of one pipeline stage. They do not count activations. They also do not count what Megatron
-adds: a gradient of an owned expert on its way from autograd into ``main_grad``, and padding of parameters,
-buckets and the distributed optimizer.
+Counted is what lives longer than one kernel: parameters, gradients, optimizer states and transfers of the
+experts of one pipeline stage. Activations are not, nor what Megatron adds: a gradient of an owned expert on
+its way into ``main_grad``, and padding of parameters, buckets and the distributed optimizer.
 
-Arguments that mean the same everywhere: ``held`` says how long the device holds replicas, and of which
-layers. An expert has ``expert_elements`` parameters of ``dtype_bytes`` bytes each. Gradient sums over
-micro-batches are in fp32. ``messages`` is the rule by which transfers divide an expert.
+Everywhere, ``held`` says how long the device holds replicas, and of which layers. An expert has
+``expert_elements`` parameters of ``dtype_bytes`` bytes each. Gradient sums over micro-batches are in fp32.
+``messages`` is the rule by which transfers divide an expert.
 """
 
 from collections.abc import Sequence
@@ -34,8 +33,7 @@ class ExpertOptimizer:
     """What an optimizer keeps for every expert parameter.
 
     Attributes:
-        num_state_tensors: Number of fp32 tensors of the parameter's size: 2 for Adam, 1 for SGD with
-            momentum.
+        num_state_tensors: Fp32 tensors of the parameter's size: 2 for Adam, 1 for SGD with momentum.
         has_master_weights: Whether it keeps an fp32 copy of the parameter, as for half-precision models.
         is_distributed: Whether the expert-data-parallel ranks share the states and master weights.
     """
@@ -58,8 +56,8 @@ class ExpertOptimizer:
 class ExpertMemory:
     """Bytes of one rank's owned experts and replicas: parameters, ``main_grad`` and optimizer.
 
-    The optimizer's are states and fp32 master weights; only resident replicas have some. Buffers are flat
-    copies for sending, received gradients, and their sums. The last four numbers are upper bounds.
+    The last four numbers are upper bounds; only resident replicas have an optimizer. Buffers are flat copies
+    for sending, received gradients, and their sums.
     """
 
     slot_parameters_bytes: int
@@ -86,7 +84,7 @@ class ExpertMemory:
         return sum(astuple(self))
 
     def describe(self) -> str:
-        """One line for the log, with readable units."""
+        """One line for the log."""
         sizes = (self.total_bytes, *astuple(self)[:3], self.above_expert_parallelism_bytes)
         return (
             "experts {}: parameters {}, gradients {}, optimizer {}, replicas at most {} (parameters {}, "
@@ -107,7 +105,7 @@ def expert_memory(
     expert_data_parallel_size: int,
     messages: MessageRule,
 ) -> ExpertMemory:
-    """Bytes of the experts of one rank. The module's text explains the other arguments.
+    """Bytes of the experts of one rank; the module's text explains the other arguments.
 
     A device owns ``slots_per_device`` experts in all layers of its pipeline stage, and at most
     ``owned_per_layer`` of one layer: E/D under Megatron's even map. It holds at most ``replicas_per_layer``
@@ -189,7 +187,6 @@ def _received_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int, messa
 
 
 def _readable(num_bytes: int) -> str:
-    """The number in the largest binary unit of which it has at least 1."""
     power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
     unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{num_bytes / 1024**power:.{1 if power else 0}f} {unit}"

@@ -1,6 +1,4 @@
-"""Exact quotas: how many tokens of each expert each device computes, planned from a micro-batch's counts.
-
-This planner is ours and follows the approach of ECHO and UltraEP.
+"""Exact quotas: how many tokens of each expert each device computes (ours, after ECHO and UltraEP).
 
 Shape letters: E experts, D devices.
 """
@@ -20,13 +18,9 @@ def quota_assignment(
 ) -> np.ndarray:
     """Plan which device computes how many tokens of each expert: int64 ``[E, D]``, from pairs ``[D, E]``.
 
-    A binary search finds the lowest ceiling of device loads that is possible with at most ``slots`` experts
-    of other owners on a device (m). An owner above the ceiling spills tokens of its most loaded experts
-    first, to devices with room in the nodes from which most of the expert's tokens come, then with the lowest
-    number.
-
-    Raises:
-        ValueError: The counts do not match the owners and devices.
+    A binary search finds the lowest possible ceiling of device loads with at most ``slots`` experts of other
+    owners on a device (m). An owner above the ceiling spills tokens of its most loaded experts first, to
+    devices with room in the nodes from which most of the expert's tokens come, then with the lowest number.
     """
     owner = np.asarray(owner_E, dtype=np.int64)
     num_experts, num_devices = len(owner), topology.num_devices

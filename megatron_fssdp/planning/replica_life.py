@@ -24,7 +24,7 @@ class ReplicaLife(Enum):
     """Until the strategy drops it. It has a ``main_grad`` and optimizer states of its own (FlexMoE)."""
 
     def sums_gradients(self, num_micro_batches: int) -> bool:
-        """Whether replicas sum gradients over micro-batches and send them to the owners once an iteration."""
+        """Whether replicas sum gradients over micro-batches and send them once an iteration."""
         return num_micro_batches > 1 and self not in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
 
 
@@ -85,7 +85,7 @@ class HeldReplicas:
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether replicas sum gradients over micro-batches (:meth:`ReplicaLife.sums_gradients`)."""
+        """See :meth:`ReplicaLife.sums_gradients`."""
         return self.life.sums_gradients(self.num_micro_batches)
 
     @property
@@ -95,10 +95,7 @@ class HeldReplicas:
 
     @property
     def layers_with_weights(self) -> int:
-        """Most layers whose replicas' weights are there at once; with recomputation, an upper bound.
-
-        If replicas live for a micro-batch, a layer counts once for each that waits for its backward pass.
-        """
+        """Most layers whose replicas' weights are there at once; with recomputation, an upper bound."""
         if self.life is ReplicaLife.LAYER_PASS:
             return min(self.stage.num_layers, 1)
         # Of the lives that ``auto`` selects from, a micro-batch needs most memory.

@@ -4,7 +4,7 @@ This planner is ours. Hecate (§4.2, Alg. 1) replicates by load as many experts 
 the compute before the layer. But one more expert may save more seconds than its transfer exposes, and where a
 replica goes decides which links carry tokens.
 
-The search (``Search`` in ``kernels.py``) compares all placements by one price, that of ``layer_seconds``:
+The search (``Search`` in ``kernels.py``) compares all placements by one price, that of ``layer_seconds.py``:
 
 1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice); water filling, in
    which owners give load away until they keep a part of the mean load, at six levels, and with several nodes
@@ -19,8 +19,8 @@ The search (``Search`` in ``kernels.py``) compares all placements by one price, 
 4. Replicas without which the placement costs no more are dropped.
 
 An expert is taken out once for all its moves. The price of a move then follows from the highest values
-without the expert and from what it adds. Without measured costs, the price is the highest device load. The
-search stops after a number of prices, not seconds, so all ranks find the same placement.
+without the expert and from what it adds. The search stops after a number of prices, not seconds, so all ranks
+find the same placement.
 
 Shape letters: D devices, E experts, N nodes.
 """
@@ -41,7 +41,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 
 LEAST_SAVING = 0.01
-"""Smallest saving of all replicas together, as a part of a layer's seconds: the error of the model."""
+"""Smallest saving of all replicas, as a part of a layer's seconds: the error of the model."""
 
 PRICES_PER_SIZE = 12
 """Most prices of a descent, over experts and devices together; it bounds the time of unusual layers."""
@@ -73,11 +73,9 @@ class LayerSearch:
     ) -> tuple[ExpertPlacement, float]:
         """The placement that the search finds, and its seconds.
 
-        A device has at most ``slots`` replicas (m), and ``most_replicated`` experts have some (t). There are
-        none if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed.
-
-        Raises:
-            ValueError: ``start`` has other owners, or a device with more than ``slots`` replicas.
+        A device has at most ``slots`` replicas (m), and ``most_replicated`` experts have some (t); or none,
+        if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed, or a ValueError beyond
+        these limits.
         """
         plain = ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices)
         if not slots or not most_replicated or not self.load_DE.any():
@@ -107,13 +105,10 @@ class LayerSearch:
 def plan_materialization(
     owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
 ) -> ExpertPlacement:
-    """Plan the placement with the lowest highest device load that the search finds.
+    """Plan the placement with the lowest highest device load that the search finds, without measured costs.
 
-    It serves where no costs are measured: transfers of ``overlap_degree`` experts (t) count as hidden. Loads
-    ``[D, E]`` are in any unit, and a device has at most ``slots`` replicas (m).
-
-    Raises:
-        ValueError: The loads do not match the owners ``[E]`` and devices.
+    Transfers of ``overlap_degree`` experts (t) count as hidden. Loads ``[D, E]`` are in any unit, and a
+    device has at most ``slots`` replicas (m).
     """
     owner = ExpertPlacement.owners_only(owner_E, topology.num_devices).owner_E
     load, wanted = np.asarray(load_DE, np.float64), (topology.num_devices, len(owner))
@@ -137,10 +132,9 @@ def layer_search(
     rematerialize: bool,
     hides: bool,
 ) -> LayerSearch:
-    """One layer with measured costs.
+    """One layer with measured costs; loads are those of an iteration, ``[D, E]``.
 
-    ``rematerialize`` says whether replicas are gathered and reduced with every micro-batch, ``hides`` whether
-    transfers run beside compute. Owners are int64 ``[E]``, loads those of an iteration, ``[D, E]``.
+    ``rematerialize``: replicas come and go with every micro-batch. ``hides``: transfers run beside compute.
     """
     num_experts, choices = len(owner_E), profile.sent_choices
     costs = price_arguments(

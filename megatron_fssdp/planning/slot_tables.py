@@ -31,8 +31,7 @@ _FINE, _SLOT_BITS, _TURN_BITS = 1 << 24, 22, 12  # parts of the numbers that are
 class SlotTable:
     """The expert in every slot of one layer, -1 if it is empty: ``expert_DU``, int64 ``[D, U]``, read-only.
 
-    A device's own experts are in its first slots, its replicas in its last ones, both ascending. The empty
-    slots lie between them.
+    A device's own experts are in its first slots, its replicas in its last ones, both ascending.
     """
 
     expert_DU: np.ndarray
@@ -44,10 +43,8 @@ class SlotTable:
     def of(cls, placement: ExpertPlacement, num_replica_slots: int, multiple: int = 1) -> "SlotTable":
         """The slots of a placement: the most experts that a device owns, and the replica slots.
 
-        Empty slots round U up to a multiple of ``multiple``.
-
-        Raises:
-            ValueError: A device holds more replicas than it has replica slots.
+        Empty slots round U up to a multiple of ``multiple``. More replicas than replica slots are a
+        ValueError.
         """
         replicas_D = placement.replicas_per_device_D
         if int(replicas_D.max()) > num_replica_slots:
@@ -79,7 +76,7 @@ class SlotTable:
 
     @property
     def slots_per_device(self) -> int:
-        """Number of slots of each device, U."""
+        """Slots of each device, U."""
         return int(self.expert_DU.shape[1])
 
     @property
@@ -89,7 +86,7 @@ class SlotTable:
 
     @cached_property
     def num_experts(self) -> int:
-        """Number of experts, E. Every expert is in a slot of its owner."""
+        """Number of experts, E; every one is in a slot of its owner."""
         return int(self.expert_DU.max()) + 1
 
     @cached_property
@@ -136,11 +133,8 @@ def dispatch_table(
 ) -> np.ndarray:
     """The table that follows any dispatch, of forecast or of exact counts, int64 ``[J, E]``.
 
-    Each slot has the share of the source's tokens that the dispatch sends to its device, rounded to 1/J by
-    largest remainders. Experts of which the source has no tokens are as in ``otherwise_JE``.
-
-    Raises:
-        ValueError: The dispatch sends tokens to a device that lacks their expert.
+    Slots share a source's tokens as the dispatch does, rounded to 1/J by largest remainders. Experts of which
+    the source has no tokens are as in ``otherwise_JE``. Devices without their expert are a ValueError.
     """
     sent_ED = dispatch.sent_ED(source)
     # Smaller parts are rounding errors.

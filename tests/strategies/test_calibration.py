@@ -15,12 +15,12 @@ from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, 
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from tests.drawn_examples import examples
-from tests.planning.cost.dense_traffic import pairs_traffic
-from tests.planning.cost.transfer_cost import transfer_seconds
 from tests.planning.placement_cases import (
     brute_force_dispatch_DED,
     owned_layers,
+    pairs_traffic,
     random_counts_DE,
+    transfer_seconds,
 )
 
 

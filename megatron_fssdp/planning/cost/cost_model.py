@@ -42,10 +42,7 @@ def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkC
 
 @dataclass(frozen=True)
 class LinkFit:
-    """A fitted cost and its errors.
-
-    ``r_squared`` is the explained share of the variance, and ``worst_relative_error`` that of any size.
-    """
+    """A fitted cost, the explained share of the variance, and the worst relative error."""
 
     cost: LinkCost
     r_squared: float

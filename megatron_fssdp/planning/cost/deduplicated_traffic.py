@@ -35,12 +35,10 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class TwoHops:
-    """Numbers of rows in both hops of one micro-batch, known to all ranks.
+    """Rows of both hops of one micro-batch, known to all ranks.
 
-    Attributes:
-        tokens_DN: Tokens of each source device that go to each node, however many of their experts are there;
-            int64 ``[D, N]``.
-        tokens_DD: Tokens of each source device (first axis) that go to each device, int64 ``[D, D]``.
+    From each source, ``tokens_DN`` tokens go to each node, however many of their experts are there, and
+    ``tokens_DD`` to each device; int64.
     """
 
     topology: Topology
@@ -85,12 +83,10 @@ class TwoHops:
 
 @dataclass(frozen=True)
 class TokenChoices:
-    """What is known about the experts of the tokens.
+    """Experts that a token selects, ``top_k`` (K), and how well the estimate of its places fits.
 
-    Attributes:
-        top_k: Number of experts that a token selects, K.
-        node_factor: Recorded number of different nodes of a token over the estimated one; 1 if unknown.
-        device_factor: The same for devices.
+    The factors are recorded numbers of different nodes and devices of a token over estimated ones; 1 if
+    unknown.
     """
 
     top_k: int
@@ -101,10 +97,7 @@ class TokenChoices:
 def expected_hops(
     load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, choices: TokenChoices
 ) -> TwoHops:
-    """Expected numbers of different tokens in both hops under even dispatch.
-
-    The loads are (token, k) pairs by source device and expert, ``[D, E]``, and may be fractions.
-    """
+    """Expected numbers of different tokens in both hops under even dispatch, from pairs ``[D, E]``."""
     dispatch = plan_dispatch("even", load_DE, placement, topology)
     most_D = load_DE.sum(axis=1) / choices.top_k
     tokens_DN = np.zeros((topology.num_devices, topology.num_nodes))
@@ -156,8 +149,8 @@ def hops_traffic(hops: TwoHops) -> BusiestLinks:
 def tokens_per_pair(topology: Topology, num_experts: int, choices: TokenChoices) -> tuple[float, float]:
     """Tokens that the deduplicated exchange sends for one pair of the usual one, inside and between nodes.
 
-    They are those of the busiest links under equal loads and even owners. The replica search multiplies the
-    bytes of pairs by them, because to count tokens it would look at whole nodes at each move.
+    They are those of the busiest links under equal loads and even owners. To count tokens, the replica search
+    would look at whole nodes at each move.
     """
     devices = topology.num_devices
     placement = ExpertPlacement.owners_only(np.arange(num_experts) * devices // num_experts, devices)

@@ -17,10 +17,10 @@ SIZES = ((16, 8), (64, 32), (256, 64), (256, 256), (512, 1024))
 
 @dataclass(frozen=True)
 class HostWork:
-    """What the host of a rank does for one layer, in seconds.
+    """Seconds in which the host of a rank plans for one layer.
 
-    It plans an iteration before the gate, on a GPU while it would wait; a micro-batch with its exact counts
-    after the gate; and its own part of the micro-batch's dispatch. The device waits for the latter two.
+    It plans an iteration before the gate, and a micro-batch with its exact counts after the gate; then its
+    own part of the micro-batch's dispatch. The device waits for the latter two.
     """
 
     before_gate_s: float = 0.0

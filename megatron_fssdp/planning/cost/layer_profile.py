@@ -22,13 +22,10 @@ class LayerProfile:
 
     Attributes:
         non_moe_s: Seconds of the forward pass of the compute before the layer, such as attention.
-        cluster: Costs of the links, and the throughput on experts.
-        expert_bytes: Bytes of the parameters of one expert.
         token_bytes: Bytes of one token's hidden state.
         flops_per_token: Floating-point operations of one expert's forward pass for one token.
         memory_capacity: Number of replicas that a device can hold for one layer (Hecate §4.2, m).
         gradient_bytes: Bytes of one expert's gradient as it is sent; ``None`` means ``expert_bytes``.
-        num_micro_batches: Number of micro-batches in an iteration.
         owned_bytes: Bytes of an expert with its master weights and optimizer states; ``None`` if unknown.
         messages: How a transfer divides an expert into messages.
         choices: What is known about the experts of the tokens; ``None`` if nothing is.
@@ -52,7 +49,7 @@ class LayerProfile:
 
     @property
     def sent_choices(self) -> TokenChoices | None:
-        """The choices that travel with the tokens of the deduplicated exchange; ``None`` without it."""
+        """The ``choices`` under the deduplicated exchange, with whose tokens they travel."""
         return self.choices if self.deduplicated else None
 
     @property
@@ -77,9 +74,6 @@ class LayerProfile:
         return inter if between else intra
 
     def overlap_degree(self, topology: Topology) -> int:
-        """Experts whose transfer hides under the compute before the layer: ``t = ⌊T_nonMoE · bw / size⌋``.
-
-        That is Hecate, §4.2, with the bandwidth of the slowest link; 0 if it costs nothing.
-        """
+        """Experts whose transfer hides before the layer: ``t = ⌊T_nonMoE · bw / size⌋`` (Hecate, §4.2)."""
         beta_s_per_byte = self.slowest_link(topology).beta_s_per_byte
         return int(self.non_moe_s / beta_s_per_byte / self.expert_bytes) if beta_s_per_byte else 0

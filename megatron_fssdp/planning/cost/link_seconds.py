@@ -27,8 +27,8 @@ class TransferTraffic:
 
     Attributes:
         busiest: Number of experts on the busiest links.
-        fill_hops: (hops inside a node, hops between nodes) before the last hop of the path on which these
-            take longest. A pipelined transfer takes this much longer than its busiest link.
+        fill_hops: Hops (inside a node, between nodes) before the last one of the path on which these take
+            longest: as much longer than its busiest link a pipelined transfer takes.
         num_hops: Hops of the longest path.
         num_experts: Moved experts, one for each replica; ``num_between_nodes`` of them change nodes.
     """
@@ -45,7 +45,7 @@ NO_TRANSFER = TransferTraffic()
 
 @kept_on
 def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
-    """Traffic of a transfer plan. The plan keeps it for the next call."""
+    """Traffic of a transfer plan."""
     if not len(plan.table):
         return NO_TRANSFER
     expert_P, source_P, device_P, depth_P = plan.table.T
@@ -78,12 +78,9 @@ def moves_traffic(source_P: np.ndarray, device_P: np.ndarray, topology: Topology
 
 @dataclass(frozen=True, eq=False)
 class LinkTimes:
-    """Seconds of a transfer on links inside nodes and between nodes.
+    """Seconds of a transfer on the busiest links inside nodes (``near_s``) and between them, with start-up.
 
-    Attributes:
-        near_s: Seconds on the link of the busiest device inside its node, ``near_start_s`` of it start-up.
-        far_s: Seconds on the NICs of the busiest node, ``far_start_s`` of it start-up.
-        in_turn: Whether the links inside nodes work after those between nodes, and not at the same time.
+    If ``in_turn``, the links inside nodes work after those between nodes.
     """
 
     near_s: float = 0.0
@@ -94,7 +91,7 @@ class LinkTimes:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the transfers on both kinds of links have ended."""
+        """Seconds until both kinds of links are done."""
         return self.near_s + self.far_s if self.in_turn else max(self.near_s, self.far_s)
 
     @property
@@ -122,8 +119,7 @@ class LinkSet:
         """Start-up plus transfer seconds of units (rows or experts) (FasterMoE, Eq. 2; Parm, Eq. 12).
 
         Between nodes, the largest of three bounds counts: of the busiest node's NICs, of the busiest device,
-        and of an average node at the bandwidth that remains when all NICs are busy. ``starts`` collectives
-        share the bytes.
+        and of an average node while all NICs are busy. ``starts`` collectives share the bytes.
         """
         near_s = busiest.near * bytes_per_unit * self.near.beta_s_per_byte
         far_s = bytes_per_unit * max(
@@ -142,7 +138,7 @@ class LinkSet:
 
 
 class ClusterLinks(NamedTuple):
-    """Links as used by dispatch and combine, by transfers from device to device, and by router counts."""
+    """Links as used by dispatch and combine, by transfers, and by router counts."""
 
     all_to_all: LinkSet
     transfer: LinkSet
@@ -179,9 +175,8 @@ def cluster_links(
     collectives, as Megatron does (``is_megatrons`` if its dispatcher moves the tokens).
 
     A fitted all-to-all or all-gather gives the bandwidth of each device while all devices use their NICs. In
-    an uneven all-to-all most NICs are idle, and the busiest node has the whole bandwidth ``inter_node`` of
-    the description. A fitted point-to-point transfer limits one device; the limit of a node is
-    ``inter_node``.
+    an uneven all-to-all most NICs are idle, and the busiest node has the whole bandwidth ``inter_node``. A
+    fitted point-to-point transfer limits one device; the limit of a node is ``inter_node``.
     """
     far = link_cost(cluster.inter_node)
     all_to_all: CollectiveName = "all_to_all"
@@ -203,11 +198,7 @@ def cluster_links(
 
 
 def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
-    """The nodes of an expert-parallel group whose devices fill one node after the other.
-
-    Raises:
-        ValueError: The group does not fit the nodes.
-    """
+    """The nodes of a group that fills one node after the other; a ValueError if it does not fit them."""
     per_node = cluster.devices_per_node
     if num_devices > cluster.num_devices or (num_devices > per_node and num_devices % per_node):
         raise ValueError(
@@ -224,15 +215,10 @@ class SteppedExchange:
     """A layer's exchanges and experts in the steps of FasterMoE's smart schedule (§4.2, Fig. 8).
 
     Messages run in the order ``S_0 … S_{n−1}, R_0 … R_{n−1}`` (``dispatchers/smart_schedule.py``), and
-    compute in the order ``C_0 … C_{n−1}``. Step 0 uses the links inside a group. The other steps share the
-    links between groups in equal parts. Compute is divided evenly. Each step pays the start-up seconds of the
-    whole exchange, and some seconds of the host on each lane. The price does not know that smaller GEMMs are
-    slower, and that weight gradients are written in every step.
-
-    Attributes:
-        num_steps: Number of groups of devices, and so of steps; the paper's n. At least 2.
-        between_nodes: Whether the steps after step 0 use links between nodes. Otherwise there is one node.
-        host_s: Seconds of the host for each step, on the lane of messages and on that of compute.
+    compute in the order ``C_0 … C_{n−1}``. Step 0 uses the links inside a group; the others share those
+    between groups in equal parts, between nodes if ``between_nodes``. Compute is divided evenly. Each of the
+    ``num_steps``, at least 2, pays the start-up of the whole exchange, and ``host_s`` on each lane. The price
+    does not know that smaller GEMMs are slower, and that weight gradients are written in every step.
     """
 
     num_steps: int

@@ -46,7 +46,6 @@ class ScheduledLayer:
         num_tokens: Number of tokens of one MP group, B·L.
         hidden_size: Model dimension, M, in numbers of ``element_bytes``.
         num_rows: Number of (token, k) pairs that are sent, E·T. With a capacity factor f it is k·f·B·L.
-        n_mp: Number of ranks of an MP group, N_MP; ``n_esp`` of an ESP group, ``n_ep`` of an EP group.
         is_split: Whether the ranks of an MP group have different tokens, as under sequence parallelism.
     """
 
@@ -112,11 +111,7 @@ ScheduleCosts = Mapping[tuple[Kind, Group], LinkCost]
 
 
 def schedule_seconds(schedule: Schedule, layer: ScheduledLayer, costs: ScheduleCosts) -> float:
-    """Seconds of the collectives of a forward pass (Parm, Eq. 1, 11 and 14).
-
-    Raises:
-        KeyError: The cost of a collective is missing.
-    """
+    """Seconds of the collectives of a forward pass (Parm, Eq. 1, 11 and 14); all costs must be known."""
     return math.fsum(costs[kind, over].time_s(size) for kind, over, size in collectives_of(schedule, layer))
 
 

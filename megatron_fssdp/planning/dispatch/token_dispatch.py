@@ -50,12 +50,9 @@ class BusiestLinks:
 
 @dataclass(frozen=True, eq=False)
 class TokenDispatch:
-    """A dispatch. Combine has the same traffic in the other direction.
+    """A dispatch of pairs ``counts_DE``. Combine has the same traffic in the other direction.
 
-    Attributes:
-        counts_DE: (token, k) pairs by source device and expert, ``[D, E]``.
-        tokens_ED: Pairs of each expert that each device computes, float64 ``[E, D]``. A row sums to the pairs
-            of its expert.
+    A device computes ``tokens_ED`` pairs of each expert, float64; a row sums to the expert's pairs.
     """
 
     counts_DE: np.ndarray
@@ -119,13 +116,7 @@ class TokenDispatch:
 def plan_dispatch(
     policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
 ) -> TokenDispatch:
-    """Plan the dispatch of exact or expected counts ``[D, E]``, which may be fractions, under a policy.
-
-    Without replicas all policies give the same dispatch.
-
-    Raises:
-        ValueError: The counts do not match the placement, or the placement the topology.
-    """
+    """Plan the dispatch of counts ``[D, E]``, which may be fractions; a ValueError if sizes do not match."""
     wanted = (topology.num_devices, placement.num_experts)
     if np.shape(counts_DE) != wanted or placement.num_devices != topology.num_devices:
         raise ValueError(
@@ -163,7 +154,7 @@ def _exact(
 ) -> np.ndarray:
     """Tokens by expert and device that level the loads of devices, or the even ones where that gains little.
 
-    This is for prices what ``runtime/slots/exact_shares.py`` computes on the device.
+    For prices, this is what ``runtime/slots/exact_shares.py`` computes on the device.
     """
     present_ED, total_E = placement.present_ED, counts_DE.sum(axis=0).astype(np.float64)
     prior_ED = even_ED + present_ED * ((total_E + 1) * ANY_HOLDER / present_ED.sum(axis=1))[:, None]

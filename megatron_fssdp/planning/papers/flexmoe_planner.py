@@ -1,6 +1,6 @@
 """FlexMoE: resident replicas that expand, shrink and migrate step by step (Hecate §2.3, §5.1).
 
-A resident replica has optimizer states, so creating one costs a transfer of all of them. Owners never move.
+A resident replica has optimizer states, so creating one costs a transfer of all of them.
 
 Shape letters: E experts, D devices, N nodes.
 """
@@ -33,15 +33,8 @@ def next_resident_placement(
     While the most loaded device has more than ``threshold`` times the mean load, the expert with the highest
     load per replica expands to the least loaded device. If that device has none of its ``slots`` free, its
     replica with the lowest load shrinks first. Then replicas migrate to nodes that already hold their expert.
-
-    Args:
-        placement: The present placement, which is returned if nothing pays.
-        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
-        topology: Nodes of the devices.
-        saving_s: Seconds that a step from one placement to another one saves while the placement is kept.
-        slots: Most replicas that a device may hold of the layer.
-        threshold: Maximum over mean device load up to which no replica expands.
-        most_steps: Most expansions, and most migrations.
+    There are at most ``most_steps`` of either kind. ``saving_s`` are the seconds that a step from one
+    placement to another saves while it is kept; counts are those of an iteration.
     """
     for steps_of in (
         lambda present: _expansions(present, counts_DE, topology, threshold, slots),

@@ -30,8 +30,6 @@ def heterogeneous_sharding(
     device. Remaining ties go to the present owner (its node, then the device), then to the lowest number, so
     a second run with the same loads moves nothing. On one node this rule changes only which device has which
     load.
-
-    Loads ``[L, E]`` are in any non-negative unit. An expert whose owner stays the same stays in its slot.
     """
     load = np.asarray(load_LE)
     node_D, size_N = topology.node_of_device_D, np.bincount(topology.node_of_device_D)
@@ -91,12 +89,7 @@ def permuted_owners(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -
 
 
 def check_exchangeable(owner_E: np.ndarray, num_devices: int) -> None:
-    """Check that an exchange of experts is possible and useful; on one device it need not be.
-
-    Raises:
-        ValueError: The devices own different numbers of experts. Or every device owns only one, so an
-            exchange would only change which device has which load.
-    """
+    """Raise a ValueError unless devices own equally many experts, two or more, or there is one device."""
     owned_D = np.bincount(owner_E, minlength=num_devices)
     if np.ptp(owned_D) or (owned_D[0] < 2 and num_devices > 1):
         raise ValueError(

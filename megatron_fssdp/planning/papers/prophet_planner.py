@@ -25,9 +25,7 @@ class ProphetModel:
     The methods take numbers or arrays of equal shapes, with one entry for each case.
 
     Attributes:
-        num_devices: Number of devices, the paper's ``D``.
         input_bytes: Bytes of one input (one token's hidden state), ``size(input)``.
-        expert_bytes: Bytes of one expert's parameters, and ``gradient_bytes`` of its gradients.
         bytes_per_s: Mean bandwidth of a device while all devices exchange inputs, ``B̄``.
         inputs_per_s: Inputs for which a device computes the expert's forward pass in a second, ``t``.
         non_expert_s: Seconds of the forward pass of the computation between two MoE layers, ``FNEC``.
@@ -94,11 +92,7 @@ def greedy_placements(
     is balanced: ``max(H) − min(H) < α · I / E`` (Eq. 7, ``α`` is ``balance``). The result is the sequence of
     first steps with the fewest modelled seconds, or no step if none lowers them.
 
-    Owners are integers ``[E]``, (token, k) pairs of an iteration ``[D, E]``, and ``slots`` the most replicas
-    of a device.
-
-    Raises:
-        ValueError: The counts do not match the owners and devices.
+    The (token, k) pairs ``[D, E]`` are those of an iteration, and a device has at most ``slots`` replicas.
     """
     num_experts, num_devices = len(owner_E), model.num_devices
     plain = ExpertPlacement.owners_only(owner_E, num_devices)

@@ -26,8 +26,6 @@ def sparse_materialization(
     The paper leaves some points open. Ties of load go to the lowest expert. An expert without load gets no
     replicas and no slots. If an expert cannot place all its replicas because no device without it has a free
     slot, the next experts get them. Slots that the last expert cannot use stay empty.
-
-    Owners are integers ``[E]``, loads ``[E]`` in any non-negative unit.
     """
     placement = ExpertPlacement.owners_only(owner_E, topology.num_devices)
     load = np.asarray(load_E)

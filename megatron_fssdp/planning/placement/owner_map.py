@@ -32,15 +32,10 @@ class SlotMove(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OwnerMap:
-    """One-to-one map from (layer, expert) to (device, slot).
-
-    Attributes:
-        device_LE: Owner of each expert of each layer, int64 ``[L, E]``, read-only.
-        slot_LE: Slot of each expert on its owner, int64 ``[L, E]``, read-only.
+    """One-to-one map from (layer, expert) to (device, slot), both int64 ``[L, E]`` and read-only.
 
     Raises:
-        ValueError: Two experts share a slot, or there are more experts than devices and they do not fill all
-            slots of equal devices.
+        ValueError: Two experts share a slot, or a slot is free although experts are more than devices.
     """
 
     device_LE: np.ndarray
@@ -75,12 +70,8 @@ class OwnerMap:
     def even(cls, num_layers: int, num_experts: int, num_devices: int) -> "OwnerMap":
         """The map with which a training starts: every layer's experts as in :func:`even_owners`.
 
-        With fewer experts than devices, a layer's owners are those of the layer before, each one device
-        further, so that every device owns equally many of all layers, or one less. Slots are numbered layer
-        by layer.
-
-        Raises:
-            ValueError: There are more experts than devices, but not a multiple of them.
+        With fewer experts than devices, each layer's owners are one device further than those of the layer
+        before, so that memory stays even. Slots are numbered layer by layer.
         """
         device_LE = np.tile(even_owners(num_experts, num_devices), (num_layers, 1))
         if num_experts < num_devices:
@@ -117,17 +108,14 @@ class OwnerMap:
         return {int(expert): int(self.slot_LE[layer, expert]) for expert in experts}
 
     def expert_in(self, device: int, slot: int) -> tuple[int, int]:
-        """The (layer, expert) in a slot of a device. The slot may not be free."""
+        """The (layer, expert) in a slot of a device, which may not be free."""
         ((layer, expert),) = np.argwhere((self.device_LE == device) & (self.slot_LE == slot)).tolist()
         return layer, expert
 
     def with_owners(self, device_LE: np.ndarray) -> "OwnerMap":
-        """A map with new owners, integers ``[L, E]``. Experts that stay on their device stay in their slot.
+        """A map with new owners, integers ``[L, E]``, or a ValueError if a device has too few slots.
 
-        Others take the slots that experts leave, and free slots, both in ascending order.
-
-        Raises:
-            ValueError: A device does not exist, or gets more experts than it has slots for.
+        Experts that stay on their device stay in their slot. Others take open slots in ascending order.
         """
         device_LE = np.asarray(device_LE, dtype=np.int64)
         slot_LE, stays_LE = self.slot_LE.copy(), device_LE == self.device_LE
@@ -157,13 +145,13 @@ class OwnerMap:
         return blake2b(self.device_LE.tobytes() + self.slot_LE.tobytes(), digest_size=16).digest()
 
     def as_lists(self) -> dict[str, Any]:
-        """The map as plain lists and numbers, for a checkpoint. :meth:`from_lists` is the inverse."""
+        """The map as plain lists and numbers, for a checkpoint."""
         lists = {"device_LE": self.device_LE.tolist(), "slot_LE": self.slot_LE.tolist()}
         return {**lists, "num_devices": self.num_devices}
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, Any]) -> "OwnerMap":
-        """The map from what :meth:`as_lists` returned."""
+        """The inverse of :meth:`as_lists`."""
         return cls(lists["device_LE"], lists["slot_LE"], int(lists["num_devices"]))
 
 
@@ -193,12 +181,9 @@ class ResidentMap:
         return {expert: experts.index(expert) for expert in sorted(experts) if expert != EMPTY}
 
     def holding(self, placements: Sequence[ExpertPlacement]) -> "ResidentMap":
-        """A map that holds the replicas of other placements, one for every layer.
+        """A map with the replicas of other placements, one for each layer; a ValueError without enough slots.
 
-        Replicas that are already in this map keep their slots. New replicas take the lowest free slots.
-
-        Raises:
-            ValueError: A device gets more replicas of a layer than it has resident slots.
+        Replicas that stay keep their slots. New ones take the lowest free slots.
         """
         expert_LDW = self.expert_LDW.copy()
         for layer, device in np.ndindex(expert_LDW.shape[:2]):

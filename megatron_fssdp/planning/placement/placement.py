@@ -94,7 +94,7 @@ class ExpertPlacement:
         return tuple(np.flatnonzero(self.present_ED[:, device]).tolist())
 
     def digest(self) -> bytes:
-        """A 16-byte hash of owners and presence. Equal placements have equal hashes on all ranks."""
+        """A 16-byte hash of owners and presence, equal on all ranks."""
         shape = np.array(self.present_ED.shape, dtype="<i8").tobytes()
         owners = self.owner_E.astype("<i8").tobytes()
         presence = np.packbits(self.present_ED).tobytes()
@@ -111,14 +111,9 @@ class ExpertPlacement:
 
 
 def even_owners(num_experts: int, num_devices: int) -> np.ndarray:
-    """The owners with which a training starts: expert e is on device ``floor(e D / E)``, int64 ``[E]``.
+    """Megatron's owners, with which a training starts: expert e on device ``floor(e D / E)``, int64 ``[E]``.
 
-    They are Megatron's. With fewer experts than devices, which Megatron does not support, every expert is on
-    a device of its own.
-
-    Raises:
-        ValueError: A number is not positive, or there are more experts than devices but not a multiple of
-            them.
+    Megatron does not support fewer experts than devices. Other experts must be a multiple of the devices.
     """
     if num_devices < 1 or num_experts < 1 or (num_experts > num_devices and num_experts % num_devices):
         raise ValueError(

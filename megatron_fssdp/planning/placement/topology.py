@@ -14,9 +14,7 @@ from megatron_fssdp.planning.arrays import frozen_array
 
 @dataclass(frozen=True)
 class Topology:
-    """Partition of the devices of an expert-parallel group into nodes.
-
-    ``node_of_device`` has the node of every device in the group's order; nodes are numbered from 0.
+    """Partition of an expert-parallel group into nodes; ``node_of_device`` has their numbers from 0 on.
 
     Raises:
         ValueError: There is no device, or a node number is missing.
@@ -41,7 +39,7 @@ class Topology:
 
     @classmethod
     def from_labels(cls, labels: Sequence[Hashable]) -> "Topology":
-        """A topology from the label of each device's node, such as a host name; the first label is node 0."""
+        """A topology from the label of each device's node, such as a host name."""
         number_of = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         return cls(tuple(number_of[label] for label in labels))
 
@@ -75,13 +73,12 @@ class Topology:
 
     @cached_property
     def smallest_and_largest_node(self) -> tuple[int, int]:
-        """Number of devices of the smallest and of the largest node."""
+        """Numbers of devices of the smallest and of the largest node."""
         sizes = [len(devices) for devices in self.devices_by_node]
         return min(sizes), max(sizes)
 
     @cached_property
     def _is_uniform(self) -> bool:
-        """Whether nodes are equal and contiguous in rank order."""
         return self.node_of_device == tuple(
             np.repeat(range(self.num_nodes), self.num_devices // self.num_nodes)
         )
@@ -98,7 +95,7 @@ class Topology:
 def kept_on[Keeper, Result](
     build: Callable[[Keeper, Topology], Result],
 ) -> Callable[[Keeper, Topology], Result]:
-    """Let a function keep its last result on its first argument, a frozen object, for the same topology."""
+    """Keep a function's last result on its first argument, a frozen object, for the same topology."""
 
     @wraps(build)
     def kept(keeper: Keeper, topology: Topology) -> Result:
@@ -115,8 +112,8 @@ class GroupRing:
     """The exchange partners of one rank, step by step, under the smart schedule (FasterMoE, §4.2).
 
     Consecutive ranks, ``num_ranks`` in all, form groups of equal size, and the groups form a ring. In each
-    step ``rank`` sends rows to one group and receives rows from one. It exchanges with its own group in the
-    last step if ``own_last``, and otherwise in the first one. All ranks need the same value.
+    step ``rank`` sends rows to one group and receives rows from one; its own group has the last step if
+    ``own_last``, and otherwise the first one. All ranks need the same value.
 
     Raises:
         ValueError: The group size does not divide the number of ranks.
@@ -136,11 +133,7 @@ class GroupRing:
 
     @classmethod
     def of(cls, rank: int, topology: Topology, group_size: int | None = None) -> "GroupRing":
-        """The ring of a rank. By default, groups are the nodes, or single ranks for unequal nodes or one.
-
-        Raises:
-            ValueError: The group size does not divide the number of ranks.
-        """
+        """The ring of a rank. By default, groups are the nodes, or single ranks for unequal nodes or one."""
         if group_size is None:
             smallest, largest = topology.smallest_and_largest_node
             group_size = smallest if smallest == largest and topology.num_nodes > 1 else 1
@@ -152,11 +145,11 @@ class GroupRing:
         return self.num_ranks // self.group_size
 
     def receivers(self, step: int) -> range:
-        """The ranks to which this rank sends rows: group ``own − k``, k steps after that of the own group."""
+        """The ranks to which this rank sends rows: group ``own − k``."""
         return self._group(-step - self.own_last)
 
     def senders(self, step: int) -> range:
-        """The ranks whose rows this rank computes: group ``own + k``, k steps after that of the own group."""
+        """The ranks whose rows this rank computes: group ``own + k``, k steps after the own group's."""
         return self._group(step + self.own_last)
 
     def _group(self, distance: int) -> range:

@@ -28,10 +28,8 @@ class TransferEdge(NamedTuple):
 class TransferPlan:
     """The transfers of one layer between D devices. Those of an expert form a tree with its owner as root.
 
-    Attributes:
-        num_devices: Number of devices, D.
-        table: Expert, source, destination and depth of each edge, int64 ``[P, 4]``, read-only. An edge comes
-            after the edge that brings the expert to its source.
+    A row of ``table``, int64 ``[P, 4]``, has expert, source, destination and depth of an edge. It comes after
+    the edge that brings the expert to its source.
     """
 
     num_devices: int
@@ -46,11 +44,7 @@ class TransferPlan:
         return tuple(map(TransferEdge._make, self.table.tolist()))
 
     def check_serves(self, placement: ExpertPlacement) -> None:
-        """Check that the edges bring every expert from its owner to all its holders, and to no other device.
-
-        Raises:
-            ValueError: An edge starts on a wrong device, or an expert reaches a wrong set of devices.
-        """
+        """Raise a ValueError unless the edges bring every expert from its owner to exactly its holders."""
         if not len(self.table) and not placement.num_replicas:
             return
         expert_P, source_P, destination_P, depth_P = self.table.T
@@ -106,10 +100,7 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
     Inside a node, the edges form a binary tree over the holders in cyclic order, from the leader on. In a
     star, the leader's link would carry the expert more often; in a chain, the depth would grow with the size
     of the node instead of its logarithm. Of equal depth, edges between nodes come first, so that a leader
-    sends to the next node before it sends inside its own node.
-
-    Raises:
-        ValueError: The placement and the topology have different numbers of devices.
+    sends to the next node before it sends inside its own node. Placement and topology have the same devices.
     """
     num_devices = placement.num_devices
     if num_devices != topology.num_devices:
@@ -129,11 +120,7 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
 def additional_transfer(
     planned: ExpertPlacement, corrected: ExpertPlacement, topology: Topology
 ) -> TransferPlan:
-    """The gathers from owners of the replicas that ``corrected`` has and ``planned`` lacks.
-
-    Raises:
-        ValueError: The placements have different owners, or the topology has other devices.
-    """
+    """The gathers from owners of the replicas that ``planned`` lacks; a ValueError if owners differ."""
     if not np.array_equal(planned.owner_E, corrected.owner_E) or (
         planned.present_ED.shape != corrected.present_ED.shape
     ):
