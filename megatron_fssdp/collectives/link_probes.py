@@ -107,16 +107,10 @@ def measure_collective(
     All ranks of ``everyone`` call it. The result uses the longest :func:`median_s` of all ranks and is equal
     on all of them.
 
-    Args:
-        name: A ``CollectiveName`` of the cluster descriptions.
-        group: Process group of this rank, with at least two ranks. ``None`` if this rank only waits.
-        everyone: Process group of all ranks that measure.
-        device: Device of the messages' tensors.
-        message_bytes: Sizes to measure, in bytes that the busiest device sends. With this definition, the
-            bandwidths of all collectives are comparable.
-        num_repetitions: Number of measured calls for each size.
-        num_near: Number of other ranks of the group in a device's own node. If all ranks exchange with all,
-            bytes to these ranks are not counted.
+    The name is a ``CollectiveName`` of cluster descriptions. The group of this rank has at least two ranks,
+    and is ``None`` if the rank only waits. Sizes are bytes that the busiest device sends, so that the
+    bandwidths of all collectives are comparable. If all ranks exchange with all, bytes to the ``num_near``
+    other ranks of a device's own node are not counted.
     """
     calls: list[tuple[Callable[[], object], int]] = [
         _prepare(name, num_bytes, group, device, num_near) if group is not None else (lambda: None, 0)

@@ -25,8 +25,7 @@ group comes last. The rows of a step leave just before the compute of the step b
 connection (``CUDA_DEVICE_MAX_CONNECTIONS=1``), its kernels wait in the order of their issue, and the first
 compute would otherwise wait for nearly all rows.
 
-**Host waits.** One for each forward pass, as in Megatron's dispatcher: for the counts. There is none in the
-backward pass.
+**Host waits.** One for each forward pass, as in Megatron's dispatcher: for the counts.
 
 **Backward pass.** It runs the same steps with gradients in place of rows and results. Each step has a
 separate autograd graph for the experts. Hooks on the experts' Parameters, also DDP's, therefore run once for

@@ -82,23 +82,13 @@ class SparseTransfer:
     Every rank of the group must make the same calls in the same order, even if it has nothing to send.
     Between the start of a transfer and its wait, nothing else must use the group.
 
-    Args:
-        group: Process group of the expert-parallel ranks, which are the devices of the plan.
-        plan: Edges along which each expert travels.
-        num_elements: Number of elements of one expert's flat tensor.
-        dtype: Data type of gathered experts. Gradients can have another one.
-        device: Device of all tensors.
-        messages: How an expert is divided into messages. On each device, a reduction needs
-            ``messages.buffered_bytes`` for each child.
-        one_queue: Whether the device runs the kernels of all streams in the order of their issue. A transfer
-            then issues at each point of the program (``transfer_lanes.py``) as many batches as the plan has
-            hops on its longest path. Equal on all ranks, unused on CPU.
-        journal: List to which the timer of every started transfer is appended.
-        what: Name of the moved experts in error messages.
-
-    Attributes:
-        received_experts: Experts that have a replica on this device, ascending; the plan brings them.
-        shared_experts: Experts that this device sends without receiving them, ascending; usually owned ones.
+    The ranks of the group are the devices of the plan. An expert is a flat tensor of ``num_elements``, and
+    ``dtype`` is that of gathered experts; gradients can have another one. ``messages`` divides an expert, and
+    a reduction needs ``messages.buffered_bytes`` for each child on a device. If the device runs the kernels
+    of all streams in the order of their issue (``one_queue``, equal on all ranks, unused on CPU), a transfer
+    issues at each point of the program (``transfer_lanes.py``) as many batches as the plan has hops on its
+    longest path. ``journal`` gets the timer of every started transfer, and ``what`` names the experts in
+    error messages.
     """
 
     def __init__(
@@ -118,8 +108,8 @@ class SparseTransfer:
         self.num_elements, self.dtype, self.device = num_elements, dtype, torch.device(device)
         self.messages, self._journal, self._what = messages, journal, what
         received, forwarded = ({edge.expert for edge in edges} for edges in plan.edges_of(self.rank))
-        self.received_experts = tuple(sorted(received))
-        self.shared_experts = tuple(sorted(forwarded - received))
+        self.received_experts = tuple(sorted(received))  # that have a replica on this device
+        self.shared_experts = tuple(sorted(forwarded - received))  # sent, but not received; usually owned
         self._on_cuda = self.device.type == "cuda"
         self._one_queue = one_queue and self._on_cuda
         if self._on_cuda:

@@ -51,20 +51,11 @@ class PlannedLayer:
     Passes of an iteration share one set of replica slots. A pass of a single micro-batch takes a set of its
     own, so that several micro-batches can be in flight, and gives it back.
 
-    All layers of a model share the clock and the timer.
-
-    Args:
-        context: The data of the layer that the strategy may use.
-        groups: Process groups of the layer, and the nodes of its ranks.
-        experts: Experts of the layer that have Parameters on this rank.
-        strategy: Strategy that plans the layer.
-        clock: Clock of iterations.
-        timer: Timer of the parts of passes.
-        measure: Whether this rank keeps the device loads, bytes and times that reports show. On CUDA, the
-            host must wait for the times of transfers.
-        check_plans: Whether to compare the plans of all ranks before they are used.
-        least_slots: Replica slots that exist from the start. Further ones are added when a plan needs them.
-        slot_multiple: Number of which the slots of a device are a multiple; empty slots are added.
+    All layers of a model share the clock and the timer. A rank with ``measure`` keeps the device loads, bytes
+    and times that reports show; on CUDA, its host must wait for the times of transfers. ``check_plans``
+    compares the plans of all ranks before they are used. ``least_slots`` replica slots exist from the start,
+    and further ones are added when a plan needs them. The slots of a device are a multiple of
+    ``slot_multiple``; empty slots are added.
     """
 
     def __init__(

@@ -244,7 +244,7 @@ class SlotLayer(PlannedLayer):
         return self.leave_experts(results)
 
     def leave_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Mark where the experts' backward pass begins, at their results ``[R, M]``."""
+        """Mark where the experts' backward pass begins, at their results; the pass goes on with them."""
         one, following = self._in_use, self.following
         is_late = self._has_late_gradients(one)
         settles = following is not None and following.groups.transfers is not None
@@ -269,9 +269,10 @@ class SlotLayer(PlannedLayer):
         return output
 
     def advance_transfers(self, hidden: torch.Tensor | None = None) -> None:
-        """Mark a point of the program, the same on all ranks (``transfer_lanes.py``); one queue needs it.
+        """Mark a point of the program for devices with one queue (``transfer_lanes.py``).
 
-        The backward pass has a point where the gradient of ``hidden`` is complete, if it is given.
+        All ranks must have the same points. The backward pass has one where the gradient of ``hidden`` is
+        complete, if it is given.
         """
         group = self.groups.transfers
         if group is None or not self.groups.one_queue:
