@@ -6,10 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def naming_failures(place: str) -> Iterator[None]:
-    """Add a note with ``place``, such as "SparseAllGather of layer 3", to errors inside the context.
-
-    An error such as a lost connection does not show by itself which operation it interrupted.
-    """
+    """Note ``place`` in errors, as a lost connection does not show which operation it interrupted."""
     try:
         yield
     except Exception as error:

@@ -26,22 +26,15 @@ from megatron_fssdp.collectives.transfer_lanes import stream_lane
 
 @dataclass(frozen=True, eq=False)
 class CountsOnTheWay:
-    """Counts that travel to this rank's host.
+    """Counts that travel to this rank's host."""
 
-    Attributes:
-        gathered: Gathered counts. On CUDA they are kept until the copy is complete.
-        works: The gather, if it is under way; on the CPU only.
-        copy: The counts' copy in the host's memory; the counts themselves on the CPU.
-        copied: Event after the copy; ``None`` on the CPU.
-    """
-
-    gathered: Tensor
-    works: Sequence[dist.Work]
-    copy: Tensor
-    copied: torch.cuda.Event | None
+    gathered: Tensor  # On CUDA, they are kept until the copy is complete.
+    works: Sequence[dist.Work]  # the gather, on the CPU only
+    copy: Tensor  # in the host's memory
+    copied: torch.cuda.Event | None  # after the copy; None on the CPU
 
     def wait(self) -> Tensor:
-        """Make the host wait, and return the gathered counts on the host, ``[X, D, E]``."""
+        """Wait on the host for the gathered counts, ``[X, D, E]``."""
         wait_for(self.works)
         if self.copied is not None:
             self.copied.synchronize()
@@ -51,14 +44,9 @@ class CountsOnTheWay:
 def start_counts(
     counts_E: Tensor, group: dist.ProcessGroup, peers: dist.ProcessGroup | None = None
 ) -> CountsOnTheWay:
-    """Start to gather the counts of all ranks on this rank's host.
+    """Start to gather the counts ``[E]`` of all expert-parallel ranks, and those of their ``peers`` if any.
 
-    Every rank of both groups must call it.
-
-    Args:
-        counts_E: Counts of this rank, ``[E]``; E and the dtype are equal on all ranks.
-        group: Process group of the expert-parallel ranks.
-        peers: Process group of the expert-tensor-parallel peers; ``None`` if there are none.
+    Every rank of both groups must call it, with as many counts of the same dtype.
     """
     num_experts = len(counts_E)
     if peers is not None:

@@ -14,32 +14,22 @@ from megatron_fssdp.planning.placement.topology import Topology
 _WORD_BYTES = 4
 _MESSAGE_BYTES = (1 << 16, 1 << 19, 1 << 22)
 _LONGEST_S = 0.05
-"""Seconds of a message that is worth a measurement of its own.
-
-Experts can have hundreds of MiB, and a fast link reaches its full speed only there. Where the size takes
-longer, the smaller messages have reached it already.
-"""
+"""A fast link reaches its full speed only with whole experts, of hundreds of MiB. Where they take longer than
+this, the smaller messages have reached it already."""
 _REPETITIONS = 4
 _MOST_ROUNDS = 8
-"""Limit of the repetitions of a round in which the fit finds no cost for bytes.
-
-Other processes on the same cores can delay the small messages of a round as much as the large ones. The
-shortest times of all rounds count, so each further round can only come closer to an undisturbed one.
-"""
+"""Other processes on the same cores can delay small messages as much as large ones, and the fit then finds no
+cost for bytes. The shortest times of all rounds count, so further rounds come closer to undisturbed ones."""
 
 
 def measure_links(
     group: dist.ProcessGroup, topology: Topology, device: torch.device, most_bytes: int = 0
 ) -> tuple[LinkCost, LinkCost]:
-    """Measure the cost of one direction of a link inside a node, and of a node's NIC.
+    """Measure the cost of one direction of a link inside a node, and of a node's NIC; equal on all ranks.
 
-    All ranks of the group call it. During a measurement, all links of a class are busy at the same time, in a
-    ring, as they are in a dispatch. If the group has no link of one class, that class gets the cost of the
-    other one. A group of one rank gets zero latency and the lowest beta. Messages of ``most_bytes`` are
-    measured as well where they are fast enough.
-
-    Returns:
-        Cost of an intra-node link and of an inter-node link, equal on all ranks.
+    All ranks of the group call it. All links of a class are busy at the same time, in a ring, as in a
+    dispatch. A class without a link gets the cost of the other one, and a group of one rank zero latency and
+    the lowest beta. Messages of ``most_bytes`` are measured as well where they are fast enough.
     """
     rings = (
         [list(devices) for devices in topology.devices_by_node if len(devices) > 1],
@@ -114,20 +104,13 @@ def measure_collective(
 ) -> LinkFit:
     """Measure the cost of one collective while all groups run it at the same time.
 
-    All ranks of ``everyone`` call it. The result, alpha (seconds) and beta (seconds per byte), uses the
-    longest :func:`median_s` of all ranks and is equal on all of them.
+    All ranks of ``everyone`` call it. The result uses the longest :func:`median_s` of all ranks and is equal
+    on all of them.
 
-    Args:
-        name: ``point_to_point``, ``row_exchange``, ``all_to_all``, ``all_gather``, ``reduce_scatter``,
-            ``all_reduce`` or ``broadcast``.
-        group: Process group of this rank, with at least two ranks. ``None`` if this rank only waits.
-        everyone: Process group of all ranks that measure.
-        device: Device of the messages' tensors.
-        message_bytes: Message sizes to measure: bytes that the busiest device sends. With this definition,
-            the bandwidths of all collectives are comparable.
-        num_repetitions: Number of measured calls for each size.
-        num_near: Number of other ranks of the group in a device's own node, for collectives in which all
-            ranks exchange with all. Bytes that the device sends to these ranks are not counted.
+    The name is a ``CollectiveName`` of cluster descriptions. The group of this rank has at least two ranks,
+    and is ``None`` if the rank only waits. Sizes are bytes that the busiest device sends, so that the
+    bandwidths of all collectives are comparable. If all ranks exchange with all, bytes to the ``num_near``
+    other ranks of a device's own node are not counted.
     """
     calls: list[tuple[Callable[[], object], int]] = [
         _prepare(name, num_bytes, group, device, num_near) if group is not None else (lambda: None, 0)
@@ -146,15 +129,12 @@ def measure_collective(
 def median_s(
     call: Callable[[], object], everyone: dist.ProcessGroup, device: torch.device, num_repetitions: int
 ) -> float:
-    """Median seconds of a call; before each, all ranks of ``everyone`` meet at a barrier.
-
-    A first call, which includes the time to connect, does not count.
-    """
+    """Median seconds of a call, before which all ranks of ``everyone`` meet at a barrier."""
     seconds = []
     for _ in range(1 + num_repetitions):
         dist.barrier(group=everyone)
         seconds.append(elapsed_s(call, device))
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds[1:])  # The first call includes the time to connect.
 
 
 def _prepare(

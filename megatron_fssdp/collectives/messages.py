@@ -49,11 +49,8 @@ def start_exchange(
     """Start messages as one batch, and copy this rank's own.
 
     Each message is the other rank in the group and a contiguous tensor to send or to fill. Messages of two
-    ranks are matched by their order. Exchanges that run at the same time need different tags.
-
-    Returns:
-        Operations to wait for before the received tensors are read, and the rest, each of them once. NCCL has
-        one operation for the whole batch.
+    ranks are matched by their order. Exchanges that run at the same time need different tags. The result is
+    the operations to wait for before received tensors are read, then the rest; NCCL has one for the batch.
     """
     own = group.rank()
     kept = [[x for rank, x in messages if rank == own] for messages in (sent, received)]
@@ -85,12 +82,10 @@ def wait_for(works: Iterable[dist.Work]) -> None:
 
 
 def connect_pairs(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Send one element between every two ranks of a group, and return the seconds that it took.
+    """Open the connections between every two ranks of a group, and return the seconds that it took.
 
-    NCCL opens the connection of two ranks when their first message is sent. In a training, this would be the
-    moment in which a plan first moves an expert between them. Every rank of the group must make the first
-    call, which also creates the group's communicator; further calls do nothing. The host waits until all
-    connections are open.
+    NCCL would open them when a plan first moves an expert between two ranks. Every rank of the group must
+    make the first call, which also creates the group's communicator; further calls do nothing.
     """
     if group in _connected_groups:
         return 0.0

@@ -1,4 +1,4 @@
-"""Checks of ranks, each of which plans alone: that they made the same plan, and that all can do something."""
+"""Checks that ranks, each of which plans alone, made the same plan."""
 
 import hashlib
 from collections import Counter
@@ -7,16 +7,11 @@ import torch.distributed as dist
 
 
 def check_agreement(digest: bytes, group: dist.ProcessGroup, what: str) -> None:
-    """Raise an error on every rank of the group if the ranks' digests are not all equal.
-
-    Args:
-        digest: Hash of the data that should be equal on all ranks; any length.
-        group: Process group of the ranks to compare; all of them must call this function.
-        what: Name of the compared data for the error message, for example "placement of layer 3".
+    """Compare the digests of all ranks of the group, each of which must call it.
 
     Raises:
         RuntimeError: The digests differ. The message names ``what`` and the ranks whose digest differs from
-            the most common one. If several digests are equally common, the one of the lowest rank counts.
+            the most common one.
     """
     world_size = group.size()
     digests = [b""] * world_size

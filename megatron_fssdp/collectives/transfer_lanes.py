@@ -46,28 +46,18 @@ Steps = Generator[None, None, Results]
 
 @dataclass(eq=False)
 class TransferTimer:
-    """When a transfer ran, and when its caller waited for it. It keeps none of the transfer's tensors alive.
+    """When a transfer ran, and when its caller waited for it. It keeps no tensors alive."""
 
-    Attributes:
-        is_gather: Whether it is a SparseAllGather; otherwise it is a SparseReduceScatter.
-        num_bytes: Bytes that it moves between all devices in total.
-        begin: Moment at which the lane began the transfer; ``None`` before, or if there was nothing to do.
-        end: Moment at which it was complete. With one connection, the wait issues this moment, so that the
-            transfer seems to last until the wait if it has ended before.
-        waits: For each wait, its begin and the moment at which the waiting thread or stream could go on.
-    """
-
-    is_gather: bool = True
-    num_bytes: int = 0
-    begin: Moment | None = None
+    is_gather: bool = True  # otherwise a SparseReduceScatter
+    num_bytes: int = 0  # between all devices in total
+    begin: Moment | None = None  # on the lane; None if there was nothing to do
+    # With one connection, the wait issues this moment, so a transfer seems to last at least until the wait.
     end: Moment | None = None
+    # The begin of each wait, and the moment at which the waiting thread or stream could go on.
     waits: list[tuple[Moment, Moment]] = field(default_factory=list)
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds of the transfer on its lane, and those for which its callers had to stop.
-
-        Valid after the wait. On CUDA, the host waits until they are known.
-        """
+        """Seconds on the lane, and those for which callers had to stop; on CUDA, the host waits for them."""
         if self.begin is None or self.end is None:
             return 0.0, 0.0
         busy_s = seconds_between(self.begin, self.end)
@@ -141,14 +131,12 @@ def _drained(steps: Steps) -> Results:
 
 
 class StreamTransfer(PendingTransfer):
-    """A transfer on a :class:`StreamLane`.
+    """A transfer on a :class:`StreamLane`, with the arguments of :meth:`StreamLane.submit`.
 
     It keeps the caller's tensors alive until the wait. After the wait, the waiting stream is ordered behind
     the transfer, so memory that belongs to this stream can be given back without ``record_stream``. Under
     Megatron's combined 1F1B schedule, the memory can belong to another stream than the waiting one, on which
     its use is then recorded.
-
-    The arguments are those of :meth:`StreamLane.submit`.
     """
 
     def __init__(
@@ -168,10 +156,9 @@ class StreamTransfer(PendingTransfer):
         self._ready = self._submitted_on.record_event()
 
     def issue(self) -> None:
-        """Issue the batches of one point, without the end of the transfer.
+        """Issue the batches of one point.
 
-        The end waits for the last batch on the transfer's stream. In the one queue of the device, this would
-        hold up everything behind it.
+        The end is left out: it waits for the last batch, which would hold up all that is queued behind it.
         """
         for _ in range(min(self._at_once, self.num_batches - self.num_issued)):
             self._issue_next()
@@ -264,11 +251,9 @@ def thread_lane(group: dist.ProcessGroup) -> ThreadLane:
 
 
 def stream_lane(group: dist.ProcessGroup, device: torch.device, use: str = "transfers") -> StreamLane:
-    """The lane for one use of a process group on a CUDA device; it is created at the first call.
-
-    Torch hands out streams from a pool of 32 and begins again after the last one. A new stream for each
-    transfer would soon be that of an earlier transfer or of another library.
-    """
+    """The lane for one use of a process group on a CUDA device; it is created at the first call."""
+    # Torch hands out streams from a pool of 32 and begins again after the last one. A new stream for each
+    # transfer would soon be that of an earlier transfer or of another library.
     lanes = _stream_lanes.setdefault(group, {})
     # Tests replace the class by that of a virtual device, whose streams serve that device alone.
     key = (use, device, torch.cuda.Stream)
@@ -278,10 +263,6 @@ def stream_lane(group: dist.ProcessGroup, device: torch.device, use: str = "tran
 
 
 def advance_transfers(group: dist.ProcessGroup) -> None:
-    """Mark a point of the program, at which the group's transfers issue their next batches.
-
-    All ranks of the group must call it at the same points. It does nothing for CPU tensors, whose transfers a
-    thread drives, and nothing if everything has been issued.
-    """
+    """Mark a point of the program, the same on all ranks, at which the group's transfers issue batches."""
     for lane in _stream_lanes.get(group, {}).values():
         lane.advance()

@@ -53,13 +53,9 @@ from megatron_fssdp.planning.placement.topology import Topology
 class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Sends each token once to each node, and there once to each device that has one of its slots.
 
-    No CUDA graph can contain its preprocessing, in which the host waits.
-    The positional arguments are Megatron's, over slots: ``config.num_moe_experts`` is D * U.
-
-    Args:
-        topology: Nodes of the expert-parallel ranks.
-        most_choices: Largest number of slots to which a token goes, K. Default: the router's top-k. A routing
-            map that is padded to the capacity needs the number of experts.
+    The positional arguments are Megatron's, over slots: ``config.num_moe_experts`` is D * U. ``most_choices``
+    is the largest number of slots to which a token goes, K. Default: the router's top-k. A routing map that
+    is padded to the capacity needs the number of experts.
     """
 
     def __init__(
@@ -124,10 +120,9 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return self._copy(token, hidden_states.view(-1, hidden_states.shape[-1]), payload)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the rows to the relays, and from there to the devices, beside overlapped shared experts.
+        """Send rows ``[A, M]`` and their payload through both hops, beside overlapped shared experts.
 
-        Takes rows ``[A, M]`` and their payload; returns the tokens that have a choice on this device,
-        ``[R, M]``, and theirs, ``[R, 2K]``.
+        Returns the tokens that have a choice on this device, ``[R, M]``, and their payload, ``[R, 2K]``.
         """
         rows, payload = hidden_states, probs
         if self.shared_experts is not None:
@@ -239,10 +234,7 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._counts_U = torch.from_numpy(counts_XDW[:, :, self.local_expert_indices].sum(axis=(0, 1)))
 
     def _copy(self, token: Tensor, rows: Tensor, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of rows ``[T, M]`` and payload ``[T, 2K]`` for the next hop.
-
-        ``token`` has the token of each copy, then numbers without meaning; int64.
-        """
+        """Copies for the next hop; ``token`` has the token of each copy, then numbers without meaning."""
         sends, _ = self._splits[len(self._copies)]
         copies = _Copies(token[: sum(sends)], len(rows))
         self._copies.append(copies)

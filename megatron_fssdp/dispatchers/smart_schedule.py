@@ -25,8 +25,7 @@ group comes last. The rows of a step leave just before the compute of the step b
 connection (``CUDA_DEVICE_MAX_CONNECTIONS=1``), its kernels wait in the order of their issue, and the first
 compute would otherwise wait for nearly all rows.
 
-**Host waits.** One for each forward pass, as in Megatron's dispatcher: for the counts. There is none in the
-backward pass.
+**Host waits.** One for each forward pass, as in Megatron's dispatcher: for the counts.
 
 **Backward pass.** It runs the same steps with gradients in place of rows and results. Each step has a
 separate autograd graph for the experts. Hooks on the experts' Parameters, also DDP's, therefore run once for
@@ -70,10 +69,7 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     Experts must be whole, and their weight gradients must not be delayed: Megatron can delay those of one run
     of the experts only. The positional arguments are Megatron's, over slots: ``config.num_moe_experts`` is
-    D * U.
-
-    Args:
-        ring: Groups of the expert-parallel ranks, seen from this rank.
+    D * U. The ring is seen from this rank.
     """
 
     def __init__(
@@ -90,10 +86,7 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self._counts_DU = torch.empty(0)
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Count the rows, as Megatron does, and return those of this device's slots by source, ``[D, U]``.
-
-        They travel to the host in the place of the rows of each slot from all sources.
-        """
+        """Count rows as Megatron does, but keep the sources of those for this device's slots, ``[D, U]``."""
         counts = super().preprocess(routing_map)
         if self.num_local_experts > 1:
             counts = self.num_global_tokens_per_local_expert
@@ -134,10 +127,10 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         or on none, and so must ``probs``.
 
         Args:
-            rows: Rows in the order of sending, ``[A, M]``.
+            rows: Rows in the order of sending, ``[A, M]``; the results are in the same order.
             probs: Probabilities of these rows, ``[A]``.
             experts: Forward pass of Megatron's expert module with U slots. It is called once for each step,
-                with the rows of the step, also if there are none.
+                also without rows.
             await_weights: Function that waits for replicas' weights, ``None`` if there are no transfers; all
                 ranks agree in this. The forward pass calls it before each step with rows for replicas, and
                 before the last step, which is then that of the own group: most rows for replicas come from
@@ -145,9 +138,6 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 backward pass calls it before its first step.
             in_transfer: Slots of these replicas, counted from 0. ``experts`` must not use the weights of
                 slots without rows; a forward pass that quantizes all weights (fp8) does.
-
-        Returns:
-            Results of the rows that this rank sent, ``[A, M]``.
         """
         one_pass = _Pass(
             replace(self.ring, own_last=await_weights is not None),
@@ -180,16 +170,11 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Pass:
-    """What the steps of one forward pass and its backward pass share.
-
-    Attributes:
-        counts_DU: Rows for each of this device's slots from each source, int64 ``[D, U]`` on the host.
-        send_D: Number of rows that this rank sends to each rank, ``[D]``.
-    """
+    """What the steps of one forward pass and its backward pass share."""
 
     ring: GroupRing
-    counts_DU: Tensor
-    send_D: list[int]
+    counts_DU: Tensor  # rows for each of this device's slots from each source, int64 on the host
+    send_D: list[int]  # rows that this rank sends to each rank
     experts: Experts
     await_weights: Callable[[], object]
     in_transfer: Sequence[int]
@@ -227,14 +212,9 @@ class _Pass:
     ) -> None:
         """Send this rank's rows, compute on received rows, and receive the results of this rank's rows.
 
-        The host does not wait for a CUDA device.
-
-        Args:
-            outgoing: Tensors whose rows travel together, ``[A, ...]`` each, by destination.
-            results: Contiguous tensors to fill with the results of these rows, ``[A, ...]`` each, in this
-                order.
-            compute: Function from the number of a step and its rows, in the order of senders, to result
-                tensors with as many rows.
+        The rows of all ``outgoing`` tensors, ``[A, ...]`` each by destination, travel together, and fill
+        ``results``, contiguous, in the same order. ``compute`` gets the number of a step and its rows in the
+        order of senders, and returns tensors with as many rows. The host does not wait for a CUDA device.
         """
         ring, receive_D = self.ring, self.counts_DU.sum(dim=1).tolist()
         outgoing = [x.contiguous() for x in outgoing]

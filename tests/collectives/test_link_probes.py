@@ -124,15 +124,9 @@ def test_real_links_cost_something_and_one_device_has_none() -> None:
     assert run_ranks(measure, 1, (0,)) == [(no_link, no_link)]
 
 
-def pairs(rank: int) -> dist.ProcessGroup:
-    """The group of this rank, in a world of two groups of two ranks."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return groups[rank // 2]
-
-
 def measure_all(rank: int, world_size: int) -> list[LinkFit]:
     """All collectives in pairs and in the whole world, and one among ranks 0 and 1 while the others wait."""
-    of_pairs = pairs(rank)
+    of_pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     groups = [(group, name) for group in (of_pairs, dist.group.WORLD) for name in get_args(CollectiveName)]
     groups.append((of_pairs if rank < 2 else None, "point_to_point"))
     return [

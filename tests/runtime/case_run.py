@@ -47,7 +47,6 @@ class CaseResult:
 
 
 def compare_with_reference(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[str, CaseResult]:
-    """Run every case on this rank; return results by name of the case."""
     results = {}
     if cases[0].device == "cpu":  # non-reentrant checkpoints run outside of the patches for CPU ranks
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
@@ -78,7 +77,6 @@ class CaseRun:
         return draw_inputs(self.case, self.world_size, self.rng)
 
     def run(self) -> CaseResult:
-        """Run the iterations of the case, and compare each of them."""
         case, runtime = self.case, self.runtime
         for iteration in range(case.num_iterations):
             batches = [self.draw() for _ in range(case.schedule.count("F"))]

@@ -26,10 +26,9 @@ POLICIES = tuple(dict.fromkeys((*get_args(DispatchPolicy), "exact")))
 
 
 class DrawnPlacements(Strategy[EpSettings]):
-    """A strategy for tests: with every plan a new random placement of one kind, and a policy.
+    """With every plan a new random placement of one kind, and a policy.
 
-    The plans depend on the case, the layer and the number of iterations, in whatever order layers are
-    planned.
+    Plans depend on the case, the layer and the number of iterations, in whatever order layers are planned.
     """
 
     window = 100  # the strategy ignores the loads, but counts the iterations
@@ -44,7 +43,6 @@ class DrawnPlacements(Strategy[EpSettings]):
         return self.case.corrects
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Draw the next placement; all ranks draw the same ones."""
         if context.resident is not None:
             transfer = two_level_transfer(context.resident, context.topology)
             return LayerPlan(context.resident, transfer, gather_ahead=False, resident=True)

@@ -17,54 +17,37 @@ MODEL_DIM, FFN_DIM = 5, 6
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One combination to compare with the reference.
-
-    Attributes:
-        placement: "owners", "random", "everywhere", "nowhere_else" (random, but one device holds nothing at
-            all), "replicas_only" (random, but one device owns nothing and holds a replica), or the name of a
-            strategy with known costs, whose ``settings`` are (key, value) pairs.
-        owners: Owner of each expert; Megatron's even owners by default.
-        moves: Whether each iteration begins with new, uneven owners.
-        routing: "skewed", "dropped" (some choices are missing, some tokens have none) or "one_expert".
-        tokens: Tokens of each rank; some random small numbers by default.
-        schedule: Order of forward and backward passes of an iteration's micro-batches; "E" is an evaluation
-            between iterations, after them.
-        overlaps: Whether transfers have a group of their own and may begin before the layer.
-        early: Share of the weights that travels beside the experts of the layer before.
-        corrects: Whether replicas change when the counts of the first micro-batch are known.
-        driven: Whether a loop marks iterations.
-        repeats: Whether the loop breaks off the passes of each iteration and begins them again.
-        frozen: Which tensors of an expert are not trained.
-        late: Whether Parameters hold NaN until the runtime has waited for them.
-        inputs: Which of "hidden" and "probs" require a gradient.
-    """
+    """One combination to compare with the reference."""
 
     name: str
     life: ReplicaLife = ReplicaLife.ITERATION
+    # "owners", "random", "everywhere", "nowhere_else" (random, but one device holds nothing at all),
+    # "replicas_only" (random, but one device owns nothing and holds a replica), or the name of a strategy
+    # with known costs and these settings.
     placement: str = "random"
     settings: tuple[tuple[str, object], ...] = ()
     num_layers: int = 2
     num_experts: int = 8
     top_k: int = 2
-    owners: tuple[int, ...] | None = None
-    moves: bool = False
+    owners: tuple[int, ...] | None = None  # of each expert; Megatron's even owners by default
+    moves: bool = False  # Each iteration begins with new, uneven owners.
     num_nodes: int = 2
-    routing: str = "skewed"
-    tokens: tuple[int, ...] | None = None
+    routing: str = "skewed"  # or "dropped" (some choices are missing, some tokens have none) or "one_expert"
+    tokens: tuple[int, ...] | None = None  # of each rank; some random small numbers by default
     num_iterations: int = 2
-    schedule: str = "FB"
+    schedule: str = "FB"  # order of passes of the micro-batches; "E" is an evaluation after the iteration
     recompute: str | None = None
-    overlaps: bool = True
-    early: float = 0.0
-    corrects: bool = False
-    driven: bool = True
-    repeats: bool = False
+    overlaps: bool = True  # Transfers have a group of their own and may begin before the layer.
+    early: float = 0.0  # share of the weights that travels beside the experts of the layer before
+    corrects: bool = False  # Replicas change when the counts of the first micro-batch are known.
+    driven: bool = True  # A loop marks iterations.
+    repeats: bool = False  # The loop breaks off the passes of each iteration and begins them again.
     peers: int = 1
     has_main_grad: bool = False
-    frozen: tuple[int, ...] = ()
-    late: bool = False
+    frozen: tuple[int, ...] = ()  # tensors of an expert that are not trained
+    late: bool = False  # Parameters hold NaN until the runtime has waited for them.
     one_queue: bool = False
-    inputs: tuple[str, ...] = ("hidden", "probs")
+    inputs: tuple[str, ...] = ("hidden", "probs")  # that require a gradient
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
 

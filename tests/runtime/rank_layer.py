@@ -116,7 +116,6 @@ class RankLayer:
         self.slots.own(owner_E, self.parameters, self._layout())
 
     def keep(self, strategy: DrawnPlacements, number: int) -> None:
-        """Change the resident replicas to a drawn placement."""
         context = self.slots.context
         placement = strategy.drawn(context, number).placement
         own = {e: p for e, p in self.parameters.items() if context.owner_E[e] == self.groups.device}
@@ -132,7 +131,6 @@ class RankLayer:
             parameter.data.fill_(torch.nan)
 
     def arrive(self) -> None:
-        """Bring the values of the last optimizer step."""
         for parameter, value in self._arriving:
             parameter.data.copy_(value)
         self._arriving = []

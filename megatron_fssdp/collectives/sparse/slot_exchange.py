@@ -31,11 +31,11 @@ class SlotQuantity(Protocol):
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of one slot; equal for all slots of all devices."""
+        """Number of elements of one slot, equal on all devices."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of the elements of all slots."""
+        """Data type of the elements."""
 
     @property
     def device(self) -> torch.device:
@@ -61,18 +61,17 @@ def exchange_slots(
     buffer_bytes: int = 64 * 2**20,
     are_copies: bool = False,
 ) -> None:
-    """Move or copy the contents of slots to other slots of the group's devices.
+    """Move or copy the contents of slots to other slots of the group's devices, one quantity at a time.
 
     Every rank of the group must call it with the same moves and ``buffer_bytes``, and with quantities of the
     same names, sizes and dtypes in the same order. Ranks where nothing moves run as many all-to-alls.
 
     Args:
         group: Process group of the ranks; device ``d`` of the moves is group rank ``d``.
-        moves: Moves of which every slot is a source once and a destination once. With ``are_copies``, a slot
-            is a destination once, or a source any number of times.
-        quantities: Quantities that each slot has. They are exchanged one at a time.
-        buffer_bytes: Largest total size in bytes of the outgoing and the incoming buffer on any device,
-            without memory that a quantity's ``read`` or the communication library needs.
+        moves: Moves of which every slot is a source once and a destination once. With ``are_copies``, sources
+            keep their contents, and a slot is a destination once, or a source any number of times.
+        quantities: Quantities that each slot has.
+        buffer_bytes: Largest total size of the outgoing and the incoming buffer on any device.
         are_copies: Whether sources keep their contents.
 
     Raises:
@@ -112,10 +111,7 @@ def exchange_slots(
 
 
 def _piece_elements(quantity: SlotQuantity, most_slots: int, buffer_bytes: int) -> int:
-    """Number of elements of a slot to move at once.
-
-    All devices use the same number. The device with the most moving slots (``most_slots``) determines it.
-    """
+    """Number of elements of a slot to move at once; the device with the most moving slots limits it."""
     bytes_per_element = 2 * most_slots * quantity.dtype.itemsize
     if buffer_bytes < bytes_per_element:
         raise ValueError(

@@ -82,23 +82,13 @@ class SparseTransfer:
     Every rank of the group must make the same calls in the same order, even if it has nothing to send.
     Between the start of a transfer and its wait, nothing else must use the group.
 
-    Args:
-        group: Process group of the expert-parallel ranks; device numbers of the plan are ranks in it.
-        plan: Edges along which each expert travels.
-        num_elements: Number of elements of one expert's flat tensor.
-        dtype: Data type of gathered experts. Gradients can have another one.
-        messages: How an expert is divided into messages. On each device, a reduction needs
-            ``messages.buffered_bytes`` for each child.
-        one_queue: Whether the CUDA device runs the kernels of all streams in the order of their issue
-            (``CUDA_DEVICE_MAX_CONNECTIONS=1``). A transfer then issues its batches at several points of the
-            program (``transfer_lanes.py``), as many at each point as the plan has hops on its longest path.
-            Equal on all ranks. Unused on CPU.
-        journal: List to which the timer of every started transfer is appended.
-        what: Name of the moved experts in error messages.
-
-    Attributes:
-        received_experts: Experts that have a replica on this device, ascending; the plan brings them.
-        shared_experts: Experts that this device sends without receiving them, ascending; usually owned ones.
+    The ranks of the group are the devices of the plan. An expert is a flat tensor of ``num_elements``, and
+    ``dtype`` is that of gathered experts; gradients can have another one. ``messages`` divides an expert, and
+    a reduction needs ``messages.buffered_bytes`` for each child on a device. If the device runs the kernels
+    of all streams in the order of their issue (``one_queue``, equal on all ranks, unused on CPU), a transfer
+    issues at each point of the program (``transfer_lanes.py``) as many batches as the plan has hops on its
+    longest path. ``journal`` gets the timer of every started transfer, and ``what`` names the experts in
+    error messages.
     """
 
     def __init__(
@@ -118,8 +108,8 @@ class SparseTransfer:
         self.num_elements, self.dtype, self.device = num_elements, dtype, torch.device(device)
         self.messages, self._journal, self._what = messages, journal, what
         received, forwarded = ({edge.expert for edge in edges} for edges in plan.edges_of(self.rank))
-        self.received_experts = tuple(sorted(received))
-        self.shared_experts = tuple(sorted(forwarded - received))
+        self.received_experts = tuple(sorted(received))  # that have a replica on this device
+        self.shared_experts = tuple(sorted(forwarded - received))  # sent, but not received; usually owned
         self._on_cuda = self.device.type == "cuda"
         self._one_queue = one_queue and self._on_cuda
         if self._on_cuda:
@@ -134,11 +124,9 @@ class SparseTransfer:
     ) -> PendingTransfer:
         """Start SparseAllGather. Its ``wait()`` returns this rank's replicas, flat tensors by expert.
 
-        Args:
-            owned: Flat tensors ``[num_elements]`` of :attr:`shared_experts`. The caller must not write to
-                them before the wait.
-            out: Flat tensors of :attr:`received_experts` to fill; ``None`` allocates them.
-            fill: Function that fills ``owned``. The lane calls it before it sends.
+        ``owned`` has flat tensors ``[num_elements]`` of :attr:`shared_experts`, to which the caller must not
+        write before the wait. The lane calls ``fill``, which fills them, before it sends. ``out`` has tensors
+        of :attr:`received_experts` to fill; ``None`` allocates them.
         """
         received = self._new(self.received_experts, self.dtype) if out is None else dict(out)
         chunk_elements = self._chunk_elements(self.dtype, num_stages(self.plan.max_depth + 1, adds=False))
@@ -157,12 +145,10 @@ class SparseTransfer:
         A device on the path adds the received parts to its own part (:class:`ReductionCargo`). Parts in fp32
         avoid the rounding of sums that are passed on, and need twice the bytes.
 
-        Args:
-            partial: Flat tensors ``[num_elements]`` of :attr:`received_experts`. Add those of
-                :attr:`shared_experts` if the sums include the owner's own part. The caller must not write to
-                the tensors before the wait.
-            dtype: Data type of the parts, equal on all ranks; by default that of the experts.
-            out: Flat tensors to fill with the sums, of any dtype; ``None`` allocates them.
+        ``partial`` has flat tensors ``[num_elements]`` of :attr:`received_experts`, and of
+        :attr:`shared_experts` if the sums include the owner's own part. The caller must not write to them
+        before the wait. ``dtype`` is that of the parts, equal on all ranks; by default that of the experts.
+        ``out`` has tensors to fill with the sums, of any dtype; ``None`` allocates them.
         """
         dtype = dtype or self.dtype
         sums = self._new(self.shared_experts, dtype) if out is None else dict(out)

@@ -13,18 +13,15 @@ from megatron_fssdp.collectives.messages import wait_for
 class GatherCargo:
     """Contents of SparseAllGather: chunks of weights arrive in their final memory and are sent on from there.
 
-    Args:
-        storage: Flat tensor ``[num_elements]`` of every expert that this device sends or receives.
-        chunk_elements: Number of elements in a chunk; the last chunk can be shorter.
-
-    Attributes:
-        inbox: By (expert, chunk), the messages that have been posted: the buffer to fill and its work handle.
+    ``storage`` has the flat tensor ``[num_elements]`` of every expert that this device sends or receives. The
+    last chunk of an expert can be shorter than ``chunk_elements``.
     """
 
     is_gather = True
 
     def __init__(self, storage: Mapping[int, Tensor], chunk_elements: int) -> None:
         self._storage, self._chunk_elements = storage, chunk_elements
+        # Posted messages by (expert, chunk): the buffer to fill and the work handle.
         self.inbox: defaultdict[tuple[int, int], list[tuple[Tensor, dist.Work]]] = defaultdict(list)
 
     def receive_buffer(self, expert: int, chunk: int) -> Tensor:
@@ -55,7 +52,7 @@ class ReductionCargo(GatherCargo):
         partial: This device's own flat part ``[num_elements]`` of every expert that it holds. The part of an
             expert whose sum ends here is optional.
         results: Flat tensor ``[num_elements]`` to fill for every expert whose sum ends here.
-        chunk_elements: Number of elements in a chunk; the last chunk can be shorter.
+        chunk_elements: Number of elements in a chunk.
         dtype: Data type of the parts.
     """
 

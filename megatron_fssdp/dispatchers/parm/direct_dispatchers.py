@@ -74,14 +74,9 @@ class S2Dispatcher(S1Dispatcher):
     """Exchanges the rows of tokens that all tensor-parallel ranks have.
 
     The routing maps must be equal on all tensor-parallel ranks, because each rank computes from its map which
-    rows the others send. Any map over slots will do, with replicas too. The host waits at one place, before
-    the all-to-all, as in Megatron's dispatcher. The arguments are those of Megatron's dispatchers, over
-    slots. Building the object is collective over the tensor-parallel ranks.
-
-    Routing maps must not be padded for quantized experts, because a rank's share of them is no multiple.
-
-    Attributes:
-        simultaneous: Whether to pass results on slice by slice (SAA) or after all of them have arrived.
+    rows the others send. Any map over slots will do, with replicas too, but not one that is padded for
+    quantized experts, because a rank's share is no multiple. The host waits at one place, before the
+    all-to-all, as in Megatron's dispatcher. Building the object is collective over the tensor-parallel ranks.
     """
 
     def __init__(
@@ -90,18 +85,14 @@ class S2Dispatcher(S1Dispatcher):
         dropping = copy(config)
         dropping.moe_pad_expert_input_to_capacity = False  # A rank's share of an expert's rows varies.
         super().__init__(num_local_experts, local_expert_indices, dropping, pg_collection)
-        self.simultaneous = True
+        self.simultaneous = True  # Results are passed on slice by slice (SAA), not after all have arrived.
         self._groups = ParmGroups.of(config, pg_collection)
         self._peers = pg_collection.tp
         self._device_Y = self._groups.devices_of_peers()
         self._place_TW = torch.empty(0)
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        """Divide the rows among the tensor-parallel ranks and exchange counts.
-
-        Returns:
-            Hidden states ``[T, M]`` and probabilities ``[T, W]``; the next phase forms the rows.
-        """
+        """Divide the rows among the tensor-parallel ranks and exchange counts; the next phase forms them."""
         self.hidden_shape, self.probs = hidden_states.shape, probs
         size, num_slots = self._peers.size(), routing_map.shape[1]
         slot_W = torch.arange(num_slots, device=routing_map.device)

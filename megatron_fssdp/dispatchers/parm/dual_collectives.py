@@ -27,7 +27,7 @@ class _Dual(torch.autograd.Function):
 def call_with_dual(there: OnRows, back: OnRows, *tensors: Tensor) -> tuple[Tensor, ...]:
     """``there(*tensors)``; the backward pass is ``back`` of the results' gradients.
 
-    If they contain collectives, the tensors must require a gradient on all ranks or on none.
+    With collectives in them, the tensors must require a gradient on all ranks or on none.
     """
     results: tuple[Tensor, ...] = _Dual.apply(there, back, *tensors)
     return results

@@ -41,14 +41,7 @@ class ParmDispatcher(MoETokenDispatcher):
     schedule is selected before the first phase and the gate of divided tokens. No CUDA graph can hold them.
 
     The positional arguments are those of Megatron's dispatchers, over slots: ``config.num_moe_experts`` is
-    the number of slots of all devices.
-
-    Args:
-        selector: Selects the schedules; layers with the same groups share it.
-
-    Attributes:
-        decision: The selector's decision for the present forward pass, or for the last one.
-        owners_only: Whether no expert of the layer is in several slots; the caller keeps it up to date.
+    the number of slots of all devices. Layers with the same groups share the selector.
     """
 
     def __init__(
@@ -61,9 +54,9 @@ class ParmDispatcher(MoETokenDispatcher):
         selector: ScheduleSelector,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.owners_only = True
+        self.owners_only = True  # No expert is in several slots; the caller keeps this up to date.
         self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
-        self.decision: Any = None
+        self.decision: Any = None  # for the present forward pass, or for the last one
         self._arguments = num_local_experts, local_expert_indices, config, pg_collection
         self._selector, self._groups = selector, ParmGroups.of(config, pg_collection)
         self._dispatchers: dict[Schedule, Any] = {}
@@ -72,10 +65,9 @@ class ParmDispatcher(MoETokenDispatcher):
         self._is_divided = self._adds_shared = False
 
     def begin(self, hidden_states: Tensor) -> bool:
-        """Select the schedule of the forward pass that begins.
+        """Select the schedule for undivided hidden states ``[sequence, batch, M]`` at the begin of a pass.
 
-        Takes the layer's hidden states ``[sequence, batch, M]`` before any division. Returns whether this
-        rank must dispatch its own part of the tokens instead of all of them.
+        Returns whether this rank must dispatch its own part of the tokens instead of all of them.
         """
         self.decision = decision = self._selector.of(hidden_states, owners_only=self.owners_only)
         self._is_divided = self._groups.are_equal and decision.schedule in ("s1", "megatron")
@@ -92,8 +84,7 @@ class ParmDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
         """Phase 1: exchange counts, permute tokens ``[sequence, batch, M]`` for their slots ``[T, W]``.
 
-        Raises:
-            RuntimeError: The tokens are not divided as the schedule requires.
+        They must be divided as the schedule requires.
         """
         if self._whole is None:
             self.begin(hidden_states)
@@ -173,15 +164,11 @@ class DividedGate:
         """Begin a forward pass of the dispatcher and run the router.
 
         The layer's ``route`` calls it instead of the router and returns the last two results. The layer's
-        ``preprocess`` then goes on with the first one in place of the hidden states that it is given. Shared
-        experts compute with all tokens.
+        ``preprocess`` then goes on with the first one in place of the hidden states that it is given.
 
         Hidden states ``[sequence, batch, M]`` and the mask of padding tokens, bool ``[sequence, batch]``, are
-        equal on all tensor-parallel ranks.
-
-        Returns:
-            Tokens to dispatch ``[sequence, batch, M]``, their probabilities ``[T, E]`` and their routing map,
-            bool ``[T, E]``. Under ``s1`` and ``megatron`` they are this rank's part of the sequence.
+        equal on all tensor-parallel ranks. Returns the tokens to dispatch, under ``s1`` and ``megatron`` this
+        rank's part of the sequence, with their probabilities and routing map, ``[T, E]``.
         """
         router = self._router
         if not dispatcher.begin(hidden):

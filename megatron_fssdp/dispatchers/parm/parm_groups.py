@@ -10,22 +10,13 @@ from megatron_fssdp.planning.cost.tensor_schedules import Group
 
 @dataclass(frozen=True, eq=False)
 class ParmGroups:
-    """Process groups of one MoE layer, seen from one rank.
+    """Process groups of one MoE layer, seen from one rank."""
 
-    Attributes:
-        devices: Expert-parallel group, with one rank for each of D devices (EP).
-        parts: Expert-tensor-parallel group: the X ranks that share each expert of a device (ESP).
-        all_parts: All parts of all devices (EP&ESP); part x of device d is rank ``d * X + x``.
-        tensor_parallel: Tensor-parallel group of Y ranks (MP).
-        are_equal: Whether the tensor-parallel ranks are several and have the same tokens, which is so without
-            sequence parallelism.
-    """
-
-    devices: dist.ProcessGroup
-    parts: dist.ProcessGroup
-    all_parts: dist.ProcessGroup
-    tensor_parallel: dist.ProcessGroup
-    are_equal: bool
+    devices: dist.ProcessGroup  # EP: expert-parallel, one rank for each of D devices
+    parts: dist.ProcessGroup  # ESP: expert-tensor-parallel, the X ranks that share each expert of a device
+    all_parts: dist.ProcessGroup  # EP&ESP; part x of device d is rank d * X + x
+    tensor_parallel: dist.ProcessGroup  # MP, Y ranks
+    are_equal: bool  # Several tensor-parallel ranks have the same tokens: without sequence parallelism.
 
     @classmethod
     def of(cls, config: Any, pg_collection: Any) -> Self:

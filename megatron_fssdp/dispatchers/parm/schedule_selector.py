@@ -37,13 +37,10 @@ _Calls = dict[tuple[Kind, Group], tuple[int, Callable[[], object]]]
 
 @dataclass(frozen=True)
 class Decision:
-    """The schedule of a forward pass, and the modelled seconds of each candidate that was compared.
-
-    ``simultaneous`` says whether schedule ``s2`` passes results on slice by slice (Parm's SAA).
-    """
+    """The schedule of a forward pass, and the modelled seconds of each candidate that was compared."""
 
     schedule: Schedule
-    simultaneous: bool
+    simultaneous: bool  # ``s2`` passes results on slice by slice (Parm's SAA).
     predicted_s: Mapping[Schedule, float] = field(default_factory=dict)
 
 
@@ -51,17 +48,13 @@ class Decision:
 class ScheduleSelector:
     """Selects the schedule for all layers of a model with the same process groups.
 
-    All ranks of a pipeline stage (``everyone``, Megatron's ``tp_dp_cp``) make the same selection.
-
-    Attributes:
-        setting: Name of a schedule, or ``auto``.
-        config: Megatron's ``TransformerConfig`` as the user wrote it.
+    All ranks of a pipeline stage make the same selection.
     """
 
-    setting: str
-    config: Any
+    setting: str  # name of a schedule, or "auto"
+    config: Any  # Megatron's TransformerConfig as the user wrote it
     groups: ParmGroups
-    everyone: dist.ProcessGroup
+    everyone: dist.ProcessGroup  # the ranks of the stage, Megatron's tp_dp_cp
     _decisions: dict[tuple[torch.Size, bool], Decision] = field(init=False, default_factory=dict)
     _costs: ScheduleCosts | None = field(init=False, default=None)
 

@@ -35,18 +35,12 @@ class SharedRoute:
     """How many rows tensor-parallel ranks exchange with the parts of the experts.
 
     It works without autograd. Every rank of both groups must call each method, even without rows.
-
-    Attributes:
-        device_Y: Device number of each tensor-parallel rank, ``[Y]``.
-        send_YD: Number of rows that each tensor-parallel rank sends to each device, ``[Y, D]``. Every part of
-            the device receives all of them.
-        receive_S: Number of rows that this rank receives from each rank of all parts, ``[S]``.
     """
 
     groups: ParmGroups
-    device_Y: Sequence[int]
-    send_YD: list[list[int]]
-    receive_S: list[int]
+    device_Y: Sequence[int]  # device number of each tensor-parallel rank
+    send_YD: list[list[int]]  # rows that each tensor-parallel rank sends to every part of each device
+    receive_S: list[int]  # rows that this rank receives from each rank of all parts
 
     @property
     def rank(self) -> int:

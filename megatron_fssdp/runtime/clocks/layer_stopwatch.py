@@ -15,11 +15,10 @@ _Span = tuple[Moment, Moment]  # begin and end
 
 @dataclass(eq=False)
 class LayerStopwatch:
-    """Times of one layer's forward passes.
+    """Times of one layer's forward passes, without recomputed ones.
 
-    A recomputed forward pass is a part of the backward pass and is not counted. The first iteration with
-    measurements is cold: kernels are loaded or compiled, memory is allocated and communicators connect. It
-    counts only until another iteration is measured.
+    The first iteration with measurements is cold: kernels are loaded or compiled, memory is allocated and
+    communicators connect. It counts only until another iteration is measured.
     """
 
     num_rows: int = 0  # in all counted forward passes of the experts
@@ -29,10 +28,7 @@ class LayerStopwatch:
     _begin: Moment | None = None
 
     def layer_begins(self, device: torch.device) -> None:
-        """Mark the start of the compute before the layer, after its transfers were posted.
-
-        Then neither the host's planning and posting nor, on CUDA, the device's wait for the host count.
-        """
+        """Mark the start of the compute before the layer, after the host has planned and posted transfers."""
         self._begin = None if in_backward() else now(device.type == "cuda")
 
     def tokens_ready(self) -> None:

@@ -27,23 +27,14 @@ Part = Literal["other", "dispatch", "experts", "combine"]
 
 @dataclass
 class PassSeconds:
-    """Seconds of the parts of one layer, summed over the forward or the backward passes of an iteration.
+    """Seconds of the parts of one layer, summed over the forward or the backward passes of an iteration."""
 
-    Attributes:
-        other_s: From the beginning of the transformer layer to the dispatch: attention, the gate, and shared
-            experts that do not overlap.
-        dispatch_s: From the exchange of counts to the sorted rows, the plan of the layer included. Under a
-            schedule in steps, this also includes the combine.
-        experts_s: The experts on this rank.
-        combine_s: From the experts' results to the layer's output, with the wait for slower ranks.
-        experts_slowest_s: The experts on the slowest of the ranks that were combined.
-    """
-
-    other_s: float = 0.0
+    other_s: float = 0.0  # until the dispatch: attention, the gate, and shared experts that do not overlap
+    # From the exchange of counts to the sorted rows, with the layer's plan; in steps, with the combine too.
     dispatch_s: float = 0.0
     experts_s: float = 0.0
-    combine_s: float = 0.0
-    experts_slowest_s: float = 0.0
+    combine_s: float = 0.0  # with the wait for slower ranks
+    experts_slowest_s: float = 0.0  # on the slowest of the ranks that were combined
 
     @property
     def is_measured(self) -> bool:
@@ -66,10 +57,8 @@ class PassSeconds:
 class PassTimer:
     """The sequence of parts that all layers of a rank share. It runs from the begin to the end of iterations.
 
-    Attributes:
-        is_usable: Whether the passes of this rank are one sequence. Megatron's combined 1F1B schedule runs
-            segments of two micro-batches in turn, on two streams, so there is nothing to measure.
-        is_running: Whether parts are measured now.
+    It is not usable if passes are no sequence: Megatron's combined 1F1B schedule runs segments of two
+    micro-batches in turn, on two streams.
     """
 
     def __init__(self) -> None:
@@ -84,10 +73,7 @@ class PassTimer:
         self.is_running = self.is_usable
 
     def stop(self) -> None:
-        """End the iteration, and add the seconds of every part to its layer.
-
-        On CUDA, the host waits until the device has reached the last mark.
-        """
+        """End the iteration, and add the seconds of every part to its layer; on CUDA, the host waits."""
         self.is_running = False
         for (total, part, begin), (_, _, end) in pairwise(self._marks):
             if total is not None and part is not None:
@@ -95,10 +81,9 @@ class PassTimer:
         self._marks.clear()
 
     def enter(self, total: PassSeconds | None, part: Part | None, is_cuda: bool | None = None) -> None:
-        """Mark that a part begins now, and that the part before it ends.
+        """Mark that a part begins now, whose seconds are added to ``total``, and that the last one ends.
 
-        Its seconds are added to ``total``. Both are ``None`` for what is outside of all parts. ``is_cuda`` is
-        ``None`` if it runs on the device of the last part.
+        Both are ``None`` outside of all parts. ``is_cuda`` is ``None`` on the device of the last part.
         """
         if is_cuda is not None:
             self._is_cuda = is_cuda
@@ -113,11 +98,12 @@ class PassTimer:
     ) -> None:
         """Mark a border between two parts of a layer, in this pass and in the backward pass to come.
 
-        The timer must be running. A forward pass that is recomputed counts as a part of the backward pass.
+        The timer must be running. A forward pass that is recomputed counts as a part of the backward pass,
+        which reaches the border when the gradient of ``tensor`` is complete.
 
         Args:
             seconds: Seconds of the layer's forward and of its backward passes.
-            tensor: Tensor whose gradient is complete when the backward pass reaches the border, any shape.
+            tensor: A tensor of the pass, any shape.
             forward: Part that begins now; ``None`` if the layer ends here.
             backward: Part that begins there in the backward pass; ``None`` if the layer ends there.
         """

@@ -48,10 +48,9 @@ class LayerShape:
 
 
 def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions: int) -> float:
-    """Measure the flop/s of a device in expert compute over both passes; the median of some runs counts.
+    """Measure the flop/s of a device in expert compute over both passes, one expert after the other.
 
-    One expert is computed after the other, as by Megatron's ``SequentialMLP``. All experts have equally many
-    rows, to within one.
+    All experts have equally many rows, to within one. The median of some runs counts.
     """
     x = shape.drawn(shape.num_rows, shape.model_dim, device=device, scale=1)
     fc1_size, experts = (shape.ffn_dim * (2 if shape.gated else 1), shape.model_dim), range(shape.num_experts)
@@ -75,10 +74,7 @@ def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions:
 
 
 def attention_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions: int) -> float:
-    """Measure the flop/s of a device in attention over both passes; the median of some runs counts.
-
-    Attention consists of projections and scaled dot products, without a mask.
-    """
+    """Measure the flop/s of a device in attention without a mask over both passes, likewise."""
     x = shape.drawn(shape.num_samples, shape.seq_length, shape.model_dim, device=device, scale=1)
     into, out = (shape.drawn(n * shape.model_dim, shape.model_dim, device=device) for n in (3, 1))
     upstream = torch.ones_like(x)

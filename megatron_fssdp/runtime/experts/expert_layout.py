@@ -29,11 +29,7 @@ class ExpertLayout:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> "ExpertLayout":
-        """The layout of one expert's tensors.
-
-        Raises:
-            ValueError: The tensors differ in dtype, so one flat tensor cannot hold them.
-        """
+        """The layout of one expert's tensors, which must have one dtype to fit into one flat tensor."""
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) != 1:
             raise ValueError(
@@ -71,27 +67,19 @@ class ExpertLayout:
 class LocalExperts:
     """The Parameters of the experts of one layer on this rank.
 
-    Megatron registered those of owned experts; this class only refers to them.
-
-    Attributes:
-        what: Name of the layer in error messages.
-        parameters: Parameters of the experts that this rank owns, ascending by expert.
-        residents: Parameters of this rank's resident replicas, by expert.
-        told_layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
-        await_parameters: Function that returns when the Parameters have the values of the last optimizer
-            step. Whoever reads their contents in a forward pass calls it first. Megatron's distributed
-            optimizer can gather Parameters as late as in the forward pass that needs them.
-        await_gradients: Function that orders the current stream behind all that autograd has added to the
-            gradients of owned experts so far, which may happen on another stream. Whoever reads or adds to
-            these gradients in a backward pass calls it first.
-        told_device: Device of the tensors of a rank that owns no expert.
+    Megatron registered those of owned experts; this class only refers to them. A rank that owns no expert
+    must be told the layout and the device.
     """
 
-    what: str
-    parameters: ParametersByExpert
-    residents: ParametersByExpert = field(default_factory=dict)
+    what: str  # name of the layer in error messages
+    parameters: ParametersByExpert  # of the experts that this rank owns, ascending
+    residents: ParametersByExpert = field(default_factory=dict)  # of this rank's resident replicas
     told_layout: ExpertLayout | None = None
+    # Returns when the Parameters have the values of the last optimizer step. Whoever reads them in a forward
+    # pass calls it first: Megatron's distributed optimizer may gather Parameters as late as there.
     await_parameters: Callable[[], object] = lambda: None
+    # Orders the current stream behind all that autograd, perhaps on another one, has added to gradients of
+    # owned experts. Whoever reads or adds to these gradients in a backward pass calls it first.
     await_gradients: Callable[[], object] = lambda: None
     told_device: torch.device | None = None
 
@@ -114,7 +102,7 @@ class LocalExperts:
 
     @property
     def all_parameters(self) -> ParametersByExpert:
-        """Parameters of owned experts and of resident replicas, by expert."""
+        """Parameters of owned experts and of resident replicas."""
         return {**self.parameters, **self.residents}
 
     @property

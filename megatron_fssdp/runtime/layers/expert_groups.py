@@ -11,9 +11,10 @@ from megatron_fssdp.planning.placement.topology import Topology
 class ExpertGroups:
     """Process groups and nodes that one MoE layer works with, seen from one rank.
 
-    A "device" of a plan is an expert-parallel rank. Under expert tensor parallelism, each device consists of
-    X ranks, and each of these ranks has one part of every expert of the device. An example with 6 ranks,
-    3 devices and X = 2::
+    A "device" of a plan is a rank of ``expert_parallel``. Under expert tensor parallelism, each device
+    consists of X ranks, and each of these ranks has one part of every expert of the device. These peers have
+    different expert-parallel groups and exchange different tokens, but have the same topology and plans. An
+    example with 6 ranks, 3 devices and X = 2::
 
                      device 0    device 1    device 2
         part 0        rank 0      rank 2      rank 4
@@ -23,31 +24,17 @@ class ExpertGroups:
                              transfers                 0, 2, 4             (its row, a second process group)
                              expert_tensor_parallel    2, 3                (its column)
                              everyone                  0, 1, 2, 3, 4, 5    (all)
-
-    Attributes:
-        expert_parallel: Process group of the ranks that share the layer's experts. Device ``d`` of every plan
-            is rank ``d`` of this group.
-        topology: Nodes of these ranks.
-        transfers: Another process group of the same ranks, only for SparseAllGather and SparseReduceScatter,
-            which run at the same time as other collectives. ``None`` if the strategy has no transfers.
-        expert_tensor_parallel: Process group of the ranks that share each of this rank's experts. Every rank
-            has one part of an expert's FFN dimension. These peers have different expert-parallel groups and
-            exchange different tokens, but have the same topology and plans. ``None`` if experts are whole.
-        everyone: Process group of all parts of all devices, Megatron's ``tp_ep``. Part ``x`` of device ``d``
-            is rank ``d X + x``. ``None`` stands for ``expert_parallel``.
-        one_queue: Whether CUDA devices run the kernels of all streams in the order of their issue
-            (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Transfers then issue their messages at several points of the
-            program. Equal on all ranks.
-
-    Raises:
-        ValueError: The size of the expert-parallel group does not fit the topology.
     """
 
     expert_parallel: dist.ProcessGroup
-    topology: Topology
+    topology: Topology  # nodes of these ranks
+    # Only for SparseAllGather and SparseReduceScatter, which run at the same time as other collectives. None
+    # if the strategy has no transfers.
     transfers: dist.ProcessGroup | None = None
-    expert_tensor_parallel: dist.ProcessGroup | None = None
+    expert_tensor_parallel: dist.ProcessGroup | None = None  # None if experts are whole
+    # Megatron's tp_ep: part x of device d is rank d X + x. None stands for ``expert_parallel``.
     everyone: dist.ProcessGroup | None = None
+    # CUDA devices run the kernels of all streams in the order of their issue (``transfer_lanes.py``).
     one_queue: bool = False
 
     def __post_init__(self) -> None:
@@ -64,5 +51,5 @@ class ExpertGroups:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices."""
+        """Number of expert-parallel ranks."""
         return self.topology.num_devices

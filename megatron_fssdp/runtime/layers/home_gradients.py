@@ -22,22 +22,16 @@ from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers, add
 class HomeGradients:
     """Brings the replicas' gradients of one layer to their owners. All ranks make the same calls in order.
 
-    Shape letters: D devices, E experts.
-
-    Attributes:
-        is_home: Whether no gradient of a replica is missing at its owner.
-        on_home: Function that is called when all gradients of an iteration have reached the owners.
-        on_complete: Function that is called when a backward pass of the layer is complete.
-        delays_weight_gradients: Whether the weight gradients are computed apart from the backward pass.
-        own: Passes of single micro-batches whose gradients are not home.
+    If the caller's experts compute weight gradients apart from their backward pass, it sets
+    ``delays_weight_gradients`` and marks them as computed.
     """
 
     def __init__(self, layer: PlannedLayer) -> None:
         self._layer = layer
-        self.on_home: Callable[[], object] = lambda: None
-        self.on_complete: Callable[[], object] = lambda: None
+        self.on_home: Callable[[], object] = lambda: None  # All gradients have reached the owners.
+        self.on_complete: Callable[[], object] = lambda: None  # A backward pass of the layer is complete.
         self.delays_weight_gradients = False
-        self.own: list[SlotPass] = []
+        self.own: list[SlotPass] = []  # Passes of single micro-batches whose gradients are not home.
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -83,8 +77,8 @@ class HomeGradients:
     def settle(self, *, with_iteration: bool = True) -> None:
         """Wait for the gradients on their way home, at a moment when other compute has hidden them.
 
-        For resident replicas, this does one step of their all-reduce. Those of the iteration's replicas are
-        awaited only ``with_iteration``.
+        Resident replicas take one step of their all-reduce. Those of the iteration's replicas are awaited
+        only ``with_iteration``.
         """
         self._end_those_over()
         shared = self._layer.shared if with_iteration else None
@@ -133,7 +127,6 @@ class HomeGradients:
             self._complete(self._over.popleft())
 
     def _complete(self, one: SlotPass) -> None:
-        """Send the gradients of a backward pass home, or after the last one those of the whole iteration."""
         clock = self._layer.clock
         self._num_complete += 1
         is_last = self._num_complete == clock.num_micro_batches
@@ -169,7 +162,6 @@ class HomeGradients:
         transfers.reduce(accumulation_dtype(dtype) if is_summed else dtype)
 
     def _sum_residents(self) -> None:
-        """Start the all-reduce of resident replicas' gradients, if it has not started."""
         if self._resident_sums is None:
             experts, plan = self._layer.experts, self._layer.plan
             assert plan is not None
@@ -190,11 +182,9 @@ def sum_over_holders(
 ) -> Iterator[None]:
     """Sum an iteration's gradients over the resident holders of each expert, in three steps of an iterator.
 
-    The first step starts SparseReduceScatter. The second one waits for it and starts SparseAllGather of the
-    sums, and the last one waits for that and writes the sums into the gradients. The caller lets other work
-    hide what is running. All ranks of the group take the same steps in the same order.
-
-    The transfer is one of all elements of an expert, in the data type of the sums.
+    The first step starts SparseReduceScatter, the second one SparseAllGather of the sums, and the last one
+    writes them into the gradients. The caller lets other work hide what is running. All ranks of the group
+    take the same steps in the same order. The transfer is one of whole experts, in the sums' data type.
     """
     held = {}
     for expert in (*transfer.received_experts, *transfer.shared_experts):

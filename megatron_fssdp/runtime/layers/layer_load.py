@@ -17,48 +17,28 @@ from megatron_fssdp.strategies.layer_plan import LayerContext
 class LayerLoad:
     """What one layer did in one iteration, summed over its micro-batches and all its devices.
 
-    A pair is a token together with one of its selected experts.
-
-    Attributes:
-        layer: Megatron's layer number.
-        counts_DE: Pairs by source device and expert, int64 ``[D, E]``.
-        owner_D: Pairs that each device would compute under plain expert parallelism, int64 ``[D]``.
-        device_D: Pairs that each device computed under the placement in use, int64 ``[D]``.
-        by_nodes_N: Tokens whose experts have their owners under plain expert parallelism on 1, 2, … N nodes,
-            int64 ``[N]``.
-        by_devices_D: Tokens whose experts have these owners on 1, 2, … D devices, int64 ``[D]``.
-        num_replicas: Number of replicas in the plan that has most of them; micro-batches may have own plans.
-        spag_bytes, sprs_bytes: Bytes that SparseAllGather and SparseReduceScatter moved between devices.
-        cross_node_tokens: Number of pairs that were dispatched to another node.
-        spag_s, sprs_s: Seconds that they took on this rank.
-        spag_exposed_s, sprs_exposed_s: The part of these for which this rank's compute had to wait.
-        placements: Placement of the last plan. A report of several expert-parallel groups has one placement
-            for each group.
-        schedule: Order of collectives in the last forward pass (Parm); ``None`` if it was not recorded.
-        schedule_predicted_s: Modelled seconds of every schedule in the comparison that selected ``schedule``.
-        strategy: The strategy that ``auto`` selected for the layer; ``None`` under other strategies.
-        forward, backward: Seconds of the forward and of the backward passes on this rank.
+    A pair is a token together with one of its selected experts. Arrays are int64.
     """
 
-    layer: int
-    counts_DE: np.ndarray
-    owner_D: np.ndarray
-    device_D: np.ndarray
-    by_nodes_N: np.ndarray
-    by_devices_D: np.ndarray
-    num_replicas: int = 0
-    spag_bytes: int = 0
-    sprs_bytes: int = 0
-    cross_node_tokens: int = 0
-    spag_s: float = 0.0
-    spag_exposed_s: float = 0.0
+    layer: int  # Megatron's number
+    counts_DE: np.ndarray  # pairs by source device and expert
+    owner_D: np.ndarray  # pairs that each device would compute under plain expert parallelism
+    device_D: np.ndarray  # pairs that each device computed under the placement in use
+    by_nodes_N: np.ndarray  # tokens whose experts, under plain expert parallelism, are on 1, 2, … N nodes
+    by_devices_D: np.ndarray  # likewise for devices
+    num_replicas: int = 0  # of the plan with most of them, as micro-batches may have plans of their own
+    spag_bytes: int = 0  # that SparseAllGather moved between devices
+    sprs_bytes: int = 0  # that SparseReduceScatter moved
+    cross_node_tokens: int = 0  # pairs that were dispatched to another node
+    spag_s: float = 0.0  # on this rank
+    spag_exposed_s: float = 0.0  # the part of these for which this rank's compute had to wait
     sprs_s: float = 0.0
     sprs_exposed_s: float = 0.0
-    placements: tuple[ExpertPlacement, ...] = ()
-    schedule: str | None = None
-    schedule_predicted_s: dict[str, float] = field(default_factory=dict)
-    strategy: str | None = None
-    forward: PassSeconds = field(default_factory=PassSeconds)
+    placements: tuple[ExpertPlacement, ...] = ()  # of the last plan; reports have one for each group
+    schedule: str | None = None  # order of collectives in the last forward pass (Parm), if recorded
+    schedule_predicted_s: dict[str, float] = field(default_factory=dict)  # of all that were compared
+    strategy: str | None = None  # that ``auto`` selected
+    forward: PassSeconds = field(default_factory=PassSeconds)  # on this rank
     backward: PassSeconds = field(default_factory=PassSeconds)
 
     def add_tokens(self, placement: ExpertPlacement, device_D: np.ndarray, cross_node: int) -> None:

@@ -37,17 +37,10 @@ def profile_layers(
     combined; this also reduces the noise of a few iterations. All ranks that plan together or share owners
     get the same numbers: those of the slowest compute and of the least memory.
 
-    Args:
-        layers: Layers of this rank, at least one.
-        groups: Process groups of the expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
-        free_bytes: Bytes that are free on this rank's device at the memory peak of an iteration.
-        token_bytes: Bytes of one token's hidden state.
-        owned_bytes: Bytes that move with one expert when its owner changes.
-        num_micro_batches: Number of micro-batches in an iteration.
-        held: For how many layers, and how long, replicas exist at the same time.
-        device: Device of the tensors for collectives.
-        choices: What is known about the experts of the tokens.
-        deduplicated: Whether all tokens travel by the deduplicated exchange.
+    The groups are those of expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
+    ``free_bytes`` are free on this rank's device at the memory peak of an iteration, ``held`` says for how
+    many layers, and how long, replicas exist at the same time, and ``device`` has the tensors for
+    collectives. The other arguments are fields of :class:`LayerProfile`.
     """
     first = layers[0]
     layout = first.experts.layout()

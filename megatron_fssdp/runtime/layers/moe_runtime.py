@@ -32,13 +32,8 @@ class MoERuntime:
         end_passes         after the last backward pass
         end_iteration      after the optimizer step
 
-    Without a loop, see :class:`IterationClock`.
-
-    Args:
-        strategy: Strategy that plans every layer.
-        measure: Whether the first device of each group keeps the device loads, bytes and times of transfers
-            for reports, and every rank the seconds of its passes.
-        check_plans: Whether to compare every plan across ranks.
+    Without a loop, see :class:`IterationClock`. To ``measure`` means that for reports the first device of
+    each group keeps the device loads, bytes and times of transfers, and every rank the seconds of its passes.
     """
 
     def __init__(self, strategy: Strategy, *, measure: bool = False, check_plans: bool = False) -> None:
@@ -110,9 +105,7 @@ class MoERuntime:
     def begin_iteration(self, num_micro_batches: int, iteration: int | None = None) -> None:
         """Mark the start of an iteration; its plans are made from the loads of earlier iterations.
 
-        Args:
-            num_micro_batches: Number of backward passes of the iteration; 0 for an evaluation.
-            iteration: Number of the iteration, for messages.
+        An evaluation has 0 micro-batches. The number of the iteration is for messages.
         """
         self.clock.driven = True
         self.timer.stop()
@@ -207,11 +200,7 @@ class _SharedCounts:
         wait_for(self._gathered.works)
 
     def take(self) -> None:
-        """Give every layer the numbers of all ranks.
-
-        Raises:
-            RuntimeError: The ranks have not made the same plans.
-        """
+        """Give every layer the numbers of all ranks, which must have made the same plans."""
         numbers_SN = self._gathered.wait()[0].numpy()
         digest_S = numbers_SN[:, 0]
         if (digest_S != digest_S[0]).any():

@@ -35,18 +35,14 @@ from megatron_fssdp.strategies.strategy import Strategy
 class IterationClock:
     """State of the running iteration, shared by all layers of a model.
 
-    Attributes:
-        driven: Whether the passes belong to an iteration that a loop has marked. Otherwise each forward pass
-            is planned alone, gathers its replicas, and sends their gradients home before its backward pass
-            ends, so that a layer in a user's own loop is balanced as well.
-        num_micro_batches: Number of backward passes in the running iteration; 0 outside of an iteration and
-            in an evaluation.
-        iteration: Number of the running iteration in the loop's log, for messages; ``None`` if unknown.
+    It is ``driven`` if a loop has marked it. Otherwise each forward pass is planned alone, gathers its
+    replicas, and sends their gradients home before its backward pass ends, so that a layer in a user's own
+    loop is balanced as well.
     """
 
     driven: bool = False
-    num_micro_batches: int = 0
-    iteration: int | None = None
+    num_micro_batches: int = 0  # backward passes; 0 outside of an iteration and in an evaluation
+    iteration: int | None = None  # number in the loop's log, for messages
 
 
 class PlannedLayer:
@@ -55,26 +51,11 @@ class PlannedLayer:
     Passes of an iteration share one set of replica slots. A pass of a single micro-batch takes a set of its
     own, so that several micro-batches can be in flight, and gives it back.
 
-    Args:
-        context: The data of the layer that the strategy may use.
-        groups: Process groups of the layer, and the nodes of its ranks.
-        experts: Experts of the layer that have Parameters on this rank.
-        strategy: Strategy that plans the layer.
-        clock: Clock of iterations that all layers of the model share.
-        timer: Timer of the parts of all layers' passes.
-        measure: Whether this rank keeps the device loads, bytes and times that reports show. On CUDA, the
-            host must wait for the times of transfers.
-        check_plans: Whether to compare the plans of all ranks before they are used.
-        least_slots: Replica slots that exist from the start. Further ones are added when a plan needs them.
-        slot_multiple: Number of which the slots of a device are a multiple; empty slots are added.
-
-    Attributes:
-        history: Loads of the last iterations.
-        journal: Timers of the transfers of the running iteration.
-        is_first: Whether the model chunk of this layer has no MoE layer before it.
-        together: The layers that are planned together with this one; ``None`` if each rank plans it alone.
-        waiting: Function that returns a context manager, which is entered around waits for transfers.
-        shared: Pass of the running iteration; ``None`` before it is planned.
+    All layers of a model share the clock and the timer. A rank with ``measure`` keeps the device loads, bytes
+    and times that reports show; on CUDA, its host must wait for the times of transfers. ``check_plans``
+    compares the plans of all ranks before they are used. ``least_slots`` replica slots exist from the start,
+    and further ones are added when a plan needs them. The slots of a device are a multiple of
+    ``slot_multiple``; empty slots are added.
     """
 
     def __init__(
@@ -95,12 +76,12 @@ class PlannedLayer:
         self.clock, self.timer = clock or IterationClock(), timer or PassTimer()
         self.measure, self._checks_plans = measure, check_plans
         self.history = LoadHistory(strategy.window, context.num_devices, context.num_experts)
-        self.journal: list[TransferTimer] = []
-        self.is_first = True
-        self.together: SharedPlans | None = None
+        self.journal: list[TransferTimer] = []  # of the running iteration
+        self.is_first = True  # The model chunk has no MoE layer before this one.
+        self.together: SharedPlans | None = None  # None if each rank plans the layer alone
         self.waiting = self.timer.waiting
         self._num_replica_slots, self._slot_multiple = least_slots, slot_multiple
-        self.shared: SlotPass | None = None
+        self.shared: SlotPass | None = None  # The pass of the iteration, once it is planned.
         self._ready: LayerPlan | None = None
         self._received: tuple[bytes, LayerContext, LayerPlan] | None = None
         self._last_made: tuple[object, SlotPass] | None = None
@@ -117,27 +98,20 @@ class PlannedLayer:
 
     @property
     def _transfers(self) -> ReplicaTransfers | None:
-        """Transfers of the iteration's plan."""
         return None if self.shared is None else self.shared.transfers
 
     def _await_parameters(self) -> None:
-        """Wait for the Parameters of the last optimizer step.
-
-        Ranks with copies of the same experts gather them together, and their plans differ. So this place must
-        not depend on a plan.
-        """
+        # Ranks with copies of the same experts gather them together, and their plans differ. So this place
+        # must not depend on a plan.
         if self.groups.transfers is not None:
             self.experts.await_parameters()
 
     # Changes between iterations.
 
     def own(self, owner_E: np.ndarray, parameters: ParametersByExpert, layout: ExpertLayout) -> None:
-        """Set new owners, without resident replicas; only between iterations.
+        """Set new owners, int64 ``[E]``, without resident replicas; only between iterations.
 
-        Args:
-            owner_E: New owner of each expert, int64 ``[E]``.
-            parameters: Parameters of each expert that this rank owns, ascending by expert.
-            layout: Shapes of one expert's tensors, needed on a rank that owns no expert.
+        A rank that owns no expert, and thus has no ``parameters``, needs the layout.
         """
         experts = replace(self.experts, parameters=parameters, residents={}, told_layout=layout)
         self._own(replace(self.context, owner_E=owner_E, resident=None), experts)
@@ -152,7 +126,6 @@ class PlannedLayer:
         self.context, self.experts = context, experts
 
     def _drop(self) -> None:
-        """Drop the plan of the iteration, and its replicas."""
         self.shared = self._ready = None
 
     # Plans.
@@ -184,14 +157,12 @@ class PlannedLayer:
         return plan
 
     def _plan_after_gate(self, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int) -> LayerPlan:
-        """What the strategy makes of a plan for the exact counts of a micro-batch, or the plan itself."""
         new = plan_after_gate(self.strategy, self.context, counts_DE, plan, num_micro_batches)
         if new is not plan:
             self._compare(new)
         return new
 
     def _compare(self, plan: LayerPlan) -> None:
-        """Check, if requested, that all ranks have made the same plan."""
         if not self._checks_plans:
             return
         what = f"the plan of layer {self.context.layer}"
@@ -233,8 +204,7 @@ class PlannedLayer:
     ) -> SlotPass:
         """Put a plan's experts into slots, for an iteration (``is_shared``) or for one micro-batch.
 
-        ``counts_DE``, int64 ``[D, E]``, are counts by which tokens are shared out, if the plan's dispatch
-        depends on counts; by default a forecast.
+        If the plan's dispatch depends on counts, tokens are shared out by ``counts_DE``, or by a forecast.
         """
         self._make_room(int(plan.placement.replicas_per_device_D.max()))
         # Plans often stay from one iteration to the next.

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 class SharedPlans:
-    """The layers of one group of ranks that plan them together.
-
-    Args:
-        group: Process group of the ranks, which all have the same layers in the same order.
-    """
+    """The layers of a group of ranks that plan them together; all ranks have the same ones in one order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.layers: list[PlannedLayer] = []

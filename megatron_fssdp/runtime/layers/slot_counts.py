@@ -15,14 +15,8 @@ from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 class SlotCounts:
     """The counts of one layer in an iteration.
 
-    Args:
-        topology: Nodes of the devices.
-        plain_owner_E: Owner of each expert under plain expert parallelism, int64 ``[E]``.
-        measures_spread: Whether to count on how many nodes and devices the experts of a token are.
-
-    Attributes:
-        num_counting: Number of ranks that count each token, where tensor-parallel ranks all route the same
-            ones.
+    ``plain_owner_E``, int64 ``[E]``, are the owners under plain expert parallelism. With ``measures_spread``,
+    it also counts on how many nodes and devices the experts of a token are.
     """
 
     def __init__(self, topology: Topology, plain_owner_E: np.ndarray, measures_spread: bool) -> None:
@@ -31,7 +25,7 @@ class SlotCounts:
         self._counts_W: torch.Tensor | None = None
         self._num_slots, self._is_clear = -1, True
         self._spread: torch.Tensor | None = None
-        self.num_counting = 1
+        self.num_counting = 1  # Ranks that count each token: several if tensor-parallel ranks all route it.
 
     def open(self, one: SlotPass, device: torch.device) -> torch.Tensor:
         """The counts of the present iteration by slot, int64 ``[W]``; the address stays while W does."""
@@ -42,13 +36,7 @@ class SlotCounts:
         return self._counts_W
 
     def add(self, one: SlotPass, routing_map: torch.Tensor, slot_map: torch.Tensor) -> None:
-        """Count the tokens of a forward pass; the host does not wait.
-
-        Args:
-            one: The pass.
-            routing_map: Experts that each token selected, bool ``[T, E]``.
-            slot_map: Slots to which they go, bool ``[T, W]``.
-        """
+        """Count tokens by their experts ``[T, E]`` and slots ``[T, W]``, bool; the host does not wait."""
         if self._measures_spread:
             spread = token_spread(routing_map, self._plain_owner_E, self._topology)
             self._spread = spread if self._spread is None else self._spread + spread
@@ -56,7 +44,7 @@ class SlotCounts:
             self.open(one, slot_map.device).add_(slot_map.sum(0))
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop the counts."""
         self._spread = None
         if self._counts_W is not None and not self._is_clear:
             self._counts_W.zero_()
@@ -73,13 +61,10 @@ class SlotCounts:
         return torch.cat(numbers) if numbers else None
 
     def take(self, numbers_SN: np.ndarray, shared: SlotPass | None, load: LayerLoad, measure: bool) -> None:
-        """Add the numbers of all ranks to the load of the iteration.
+        """Add the numbers of all ranks, int64, to the load of the iteration.
 
-        Args:
-            numbers_SN: Numbers by rank, int64; part x of device d is row d X + x.
-            shared: Pass of the iteration.
-            load: Load of the iteration.
-            measure: Whether to add device loads and what plain expert parallelism would have done.
+        Part x of device d is row d X + x. ``measure`` also adds device loads and what plain expert
+        parallelism would have done.
         """
         num_devices = self._topology.num_devices
         numbers_DN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1]).sum(axis=1)
@@ -113,10 +98,7 @@ class SlotCounts:
 
 
 def token_spread(routing_map: torch.Tensor, owner_E: np.ndarray, topology: Topology) -> torch.Tensor:
-    """Tokens whose experts have owners on 1, 2, … N nodes, then on 1, 2, … D devices; int64 ``[N + D]``.
-
-    The host does not wait for the device. Tokens without an expert are not counted.
-    """
+    """Tokens whose experts have owners on 1, 2, … N nodes, then on 1, 2, … D devices; int64 ``[N + D]``."""
     device, selected = routing_map.device, routing_map.float()
     histograms = []
     for place_E, num_places in (

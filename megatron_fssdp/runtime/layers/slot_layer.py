@@ -51,32 +51,21 @@ from megatron_fssdp.strategies.layer_plan import LayerPlan
 class SlotLayer(PlannedLayer):
     """One MoE layer on this rank. All ranks of the layer's groups call its methods in the same order.
 
-    Further arguments are those of :class:`PlannedLayer`.
-
-    Args:
-        measures_spread: Whether the ranks count on how many nodes and devices the experts of a token are;
-            equal on all ranks.
-
-    Attributes:
-        following: The next MoE layer on this rank.
-        before: The MoE layer before this one on this rank.
-        load: Loads, bytes and times of the running iteration.
-        counts: Counts of the running iteration on the device.
-        stopwatch: Stopwatch of the layer; ``None`` while the layer is not measured.
-        on_pass: Function that is called with the pass in use whenever another one comes into use. The caller
-            binds its dispatcher and its experts to the slots.
-        gradients: Gradients of the running iteration. If the caller's experts compute weight gradients apart
-            from their backward pass, it sets ``delays_weight_gradients`` and marks them as computed.
+    The arguments are those of :class:`PlannedLayer`, and whether the ranks count on how many nodes and
+    devices the experts of a token are (``measures_spread``, equal on all ranks).
     """
 
     def __init__(self, *planned: Any, measures_spread: bool = False, **options: Any) -> None:
         super().__init__(*planned, **options)
         context = self.context
+        # The next and the previous MoE layer on this rank.
         self.following: SlotLayer | None = None
         self.before: SlotLayer | None = None
+        # Of the running iteration, on the host and on the device.
         self.load = LayerLoad.empty(context)
         self.counts = SlotCounts(context.topology, context.owner_E, measures_spread)
         self.stopwatch: LayerStopwatch | None = None
+        # Called when a pass comes into use: the caller binds its dispatcher and its experts to the slots.
         self.on_pass: Callable[[SlotPass], object] = lambda one: None
         self.gradients = HomeGradients(self)
         self.gradients.on_complete = self._prefetch_before
@@ -255,10 +244,7 @@ class SlotLayer(PlannedLayer):
         return self.leave_experts(results)
 
     def leave_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Mark where the experts' backward pass begins: at their results ``[R, M]``.
-
-        The pass goes on with the result.
-        """
+        """Mark where the experts' backward pass begins, at their results; the pass goes on with them."""
         one, following = self._in_use, self.following
         is_late = self._has_late_gradients(one)
         settles = following is not None and following.groups.transfers is not None
@@ -283,10 +269,10 @@ class SlotLayer(PlannedLayer):
         return output
 
     def advance_transfers(self, hidden: torch.Tensor | None = None) -> None:
-        """Mark a point of the program, at which transfers issue their next messages (``transfer_lanes.py``).
+        """Mark a point of the program for devices with one queue (``transfer_lanes.py``).
 
-        Only devices with one queue need such points. All ranks must have the same points in the same order.
-        The backward pass has a point where the gradient of ``hidden`` is complete, if it is given.
+        All ranks must have the same points. The backward pass has one where the gradient of ``hidden`` is
+        complete, if it is given.
         """
         group = self.groups.transfers
         if group is None or not self.groups.one_queue:
@@ -350,7 +336,6 @@ class SlotLayer(PlannedLayer):
         super()._drop()
 
     def _begin_anew(self) -> None:
-        """Drop replicas, gradients and counts, after a wait for the transfers that use their memory."""
         if self._transfers is not None:
             self._transfers.drop()
         self.gradients.begin_anew()

@@ -19,44 +19,29 @@ from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 @dataclass(eq=False)
 class SlotPass:
-    """What the forward passes under one plan share, and their backward passes with them.
-
-    Attributes:
-        digest: Digest of the plan.
-        slots: Expert in each slot.
-        parameters_U: Parameters of each slot of this device; ``None`` for an empty slot.
-        table_EJ: Share table of this device on the device (``remap.by_number``). ``None`` if slots are
-            Megatron's own local experts, so that nothing has to be remapped, or if shares are exact.
-        holders: What exact shares need to know of the plan (``exact_shares.py``); ``None`` without them.
-        transfers: Transfers of the replicas; ``None`` if the plan has none, or resident ones.
-        is_shared: Whether all passes of an iteration use it. Otherwise it belongs to one micro-batch.
-        counts_DE: Counts of the micro-batch to which the pass belongs, int64 ``[D, E]``; ``None`` if shared.
-        is_recomputed: Whether the forward pass runs in a backward pass.
-        has_backward: Whether a backward pass follows the last forward pass.
-        is_over: Whether the gradients of a micro-batch's pass are complete.
-        has_gradients: Whether replicas have gradients that belong to their owners.
-        holds_each_pass: Whether the weights are released after each pass and gathered again
-            (re-materialization).
-        num_slots: Number of slots of all devices, W.
-    """
+    """What the forward passes under one plan share, and their backward passes with them."""
 
     plan: LayerPlan
-    digest: bytes
-    slots: SlotTable
-    parameters_U: Sequence[ExpertParameters | None]
+    digest: bytes  # of the plan
+    slots: SlotTable  # which expert is in which slot
+    parameters_U: Sequence[ExpertParameters | None]  # of each slot of this device; None for an empty slot
+    # Share table of this device, on it (``remap.by_number``). None if slots are Megatron's own local experts,
+    # so that nothing has to be remapped, or if shares are exact.
     table_EJ: torch.Tensor | None
-    holders: Holders | None
-    transfers: ReplicaTransfers | None
-    is_shared: bool = True
-    counts_DE: np.ndarray | None = None
-    is_recomputed: bool = False
-    has_backward: bool = False
-    is_over: bool = False
+    holders: Holders | None  # if shares are exact
+    transfers: ReplicaTransfers | None  # None without replicas, or with resident ones
+    is_shared: bool = True  # All passes of an iteration use it. Otherwise it belongs to one micro-batch.
+    counts_DE: np.ndarray | None = None  # of this micro-batch, int64
+    is_recomputed: bool = False  # The forward pass runs in a backward pass.
+    has_backward: bool = False  # A backward pass follows the last forward pass.
+    is_over: bool = False  # The gradients of a micro-batch's pass are complete.
 
     def __post_init__(self) -> None:
         # Attributes, because every forward pass asks for them.
         self.num_slots = self.slots.num_slots
+        # Whether replicas have gradients that belong to their owners.
         self.has_gradients = self.transfers is not None or self.plan.resident
+        # Whether the weights are released after each pass and gathered again.
         self.holds_each_pass = self.transfers is not None and self.plan.rematerialize
 
 
@@ -65,8 +50,7 @@ def source_table(
 ) -> np.ndarray:
     """The share table of one source device under a plan's dispatch, int64 ``[J, E]``.
 
-    A dispatch that depends on counts is planned for ``counts_DE``, integers: forecasts, or those of a
-    micro-batch. ``None`` without any: nearest holders first.
+    A dispatch that depends on counts is planned for ``counts_DE``, integers; without any, it is even.
     """
     placement = plan.placement
     if plan.dispatch_policy == "owner":

@@ -11,9 +11,6 @@ from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.selection_report import IterationSpread, SelectionReport
 
-LATEST = 200
-"""Most iterations whose seconds are kept."""
-
 
 class StrategySelector:
     """Asks ``auto`` at its interval to select strategies, and records how long iterations took since.
@@ -26,7 +23,7 @@ class StrategySelector:
         self, strategy: AutoStrategy, groups: Sequence[dist.ProcessGroup], device: torch.device
     ) -> None:
         self._strategy, self._groups, self._device = strategy, groups, device
-        self._seconds: deque[float] = deque(maxlen=LATEST)
+        self._seconds: deque[float] = deque(maxlen=200)
 
     def note(self, seconds: float) -> None:
         """Record the seconds that an iteration took on this rank."""
@@ -35,8 +32,7 @@ class StrategySelector:
     def select(self, executors: Sequence[SlotLayer], iteration: int) -> SelectionReport | None:
         """Reconsider strategies if the strategy does so after ``iteration`` complete iterations.
 
-        All ranks of all groups must call it, with at least one layer of the pipeline stage. The result is the
-        selected strategies and their predicted saving, or ``None``.
+        All ranks of all groups must call it, with at least one layer of the pipeline stage.
         """
         is_measured = executors[0].context.profile is not None
         num_known = executors[0].history.num_seen if is_measured else 0

@@ -9,8 +9,7 @@ def call_in_backward(call: Callable[[], object], tensor: torch.Tensor) -> torch.
     """Call ``call()`` once in the backward pass, when the gradient of a tensor is complete.
 
     The pass must go on with the result. It requires a gradient even if ``tensor`` does not, as above frozen
-    layers, so that the backward pass reaches this point. Without gradients (evaluation, the first pass of
-    activation recomputation) nothing happens.
+    layers, so that the backward pass reaches this point. Without gradients nothing happens.
     """
     if not torch.is_grad_enabled():
         return tensor

@@ -19,7 +19,8 @@ validly; only the loads differ a little from those that were planned.
 
 The matrices are small, so the number of operators is what costs time. Sums along devices are therefore
 products with constant matrices of zeros and ones, and two quantities that are treated alike stand side by
-side in one matrix ``[D, 2E]``. All numbers are float64, in which whole numbers of tokens are exact.
+side, ``[D, 2E]``. All numbers are float64, in which whole numbers of tokens are exact. The rule and its
+constants are those by which planners price exact dispatch (``token_dispatch.py``).
 
 Shape letters: T tokens, E experts, D devices, W slots of all devices.
 """
@@ -32,68 +33,40 @@ import torch
 from torch import Tensor
 
 from megatron_fssdp.collectives.device_clock import elapsed_s
+from megatron_fssdp.planning.dispatch.token_dispatch import ANY_HOLDER, ENOUGH, EXPONENTS, LEAST_LOAD
 from megatron_fssdp.runtime.slots.remap import number_tokens_ET, route_to, sent_to
 
-EXPONENTS = (3, 1) * 4
-"""Exponent of the correction in each round of levelling. 1 is Sinkhorn's iteration, stable but slow: it
-leaves a part s of an error, 0 ≤ s < 1. The exponents 3 and 1 together leave s·(3s - 2)."""
-
-ENOUGH = 1.005
-"""Even dispatch stays if its highest device load divided by that of the exact shares is at most this."""
-
-_ANY_HOLDER = 0.02  # part of the prior for holders that even dispatch may give nothing
-_LEAST_LOAD = 1e-4  # in mean loads; keeps the weights of devices without tokens finite
 _RUNS = 5  # the first one is slow
 _PARTS = 2.0**20  # of a token, while parts are added up
 
 
 @dataclass(frozen=True, eq=False)
 class Holders:
-    """A plan as the exact shares of one source see it. Made once for each plan. Float64 but for the slots.
+    """A plan as the exact shares of one source see it. Made once for each plan. Float64 but for the slots."""
 
-    Attributes:
-        source: Number of this device.
-        slot_ED: A slot of the expert for each expert and device: the device's, if it has one; int64.
-        present: 1 where a device holds an expert, ``[D, E]``.
-        num_chosen: Over how many holders even dispatch splits a source's tokens, ``[D, E]``.
-        turn: Turn of each holder when even dispatch deals out this source's remainders, from 0; D for devices
-            that get none of the source's tokens. ``[D, E]``.
-        any_holder: Part of the prior that each holder gets in any case, ``[D, E]``.
-        is_away: 1 where a source lacks an expert and its node has it, then where its node lacks it, twice
-            side by side: ``[2, D, 2E]``.
-        from_away: Which devices get what comes from sources of their node, then from other nodes:
-            ``[D, 2D]``.
-        lines: Sums over earlier devices of a node, then over all devices of the node: ``[2D, D]``.
-        earlier: Sums over all earlier devices, ``[D, D]``; ``until`` includes the device itself.
-        difference: Difference from the device before, ``[D, D]``.
-        reaches: 1 where the source's tokens on each of both lines can go, ``[2, D, 1]``.
-        is_source: 1 for this device, ``[D, 1]``.
-    """
-
-    source: int
-    slot_ED: Tensor
-    present: Tensor
-    num_chosen: Tensor
+    source: int  # number of this device
+    slot_ED: Tensor  # a slot of each expert for each device: the device's, if it has one; int64
+    present: Tensor  # 1 where a device holds an expert, [D, E]
+    num_chosen: Tensor  # over how many holders even dispatch splits a source's tokens, [D, E]
+    # Turn of each holder when even dispatch deals out this source's remainders, from 0; D for devices that
+    # get none of the source's tokens. [D, E]
     turn: Tensor
-    any_holder: Tensor
-    is_away: Tensor
-    from_away: Tensor
-    lines: Tensor
-    earlier: Tensor
-    until: Tensor
-    difference: Tensor
-    reaches: Tensor
-    is_source: Tensor
+    any_holder: Tensor  # part of the prior that each holder gets in any case, [D, E]
+    # 1 where a source lacks an expert and its node has it, then where its node lacks it, twice side by side.
+    is_away: Tensor  # [2, D, 2E]
+    from_away: Tensor  # which devices get what comes from their node, then from other nodes, [D, 2D]
+    lines: Tensor  # sums over earlier devices of a node, then over all devices of the node, [2D, D]
+    earlier: Tensor  # sums over all earlier devices, [D, D]
+    until: Tensor  # sums that include the device itself, [D, D]
+    difference: Tensor  # from the device before, [D, D]
+    reaches: Tensor  # 1 where the source's tokens on each of both lines can go, [2, D, 1]
+    is_source: Tensor  # 1 for this device, [D, 1]
 
     @classmethod
     def of(cls, slot_ED: Any, node_D: Any, source: int, device: torch.device | None = None) -> "Holders":
-        """Derive the tensors of one source from a plan; the host does not wait for the device.
+        """Derive the tensors of one source from ``SlotTable.slot_ED`` and the nodes of the devices.
 
-        Args:
-            slot_ED: :attr:`~megatron_fssdp.planning.slot_tables.SlotTable.slot_ED`, on the host.
-            node_D: Node of each device, int64 ``[D]``, on the host.
-            source: Number of this device.
-            device: Device of the tensors; the CPU by default.
+        Both are arrays of the host, which does not wait for the device.
         """
         slot_ED, node_D = np.asarray(slot_ED), np.asarray(node_D)
         num_experts, num_devices = slot_ED.shape
@@ -113,7 +86,7 @@ class Holders:
             present,
             num_chosen,
             np.where(chosen > 0, turn, num_devices),
-            present * (_ANY_HOLDER / present.sum(0)),
+            present * (ANY_HOLDER / present.sum(0)),
             np.tile(np.stack([near, far]), 2),
             np.hstack([same_node, ones]),
             np.vstack([same_node * earlier, same_node]),
@@ -182,7 +155,7 @@ def _levelled(total_E: Tensor, even: Tensor, holders: Holders) -> Tensor:
     by_expert = prior.t()
     load_E = total_E / total_E.sum().clamp_(min=1).div_(len(prior))  # in mean device loads
     weight = torch.ones_like(prior[:, 0])
-    least = weight * _LEAST_LOAD
+    least = weight * LEAST_LOAD
     for exponent in EXPONENTS:
         per_weight = torch.addmv(least, prior, load_E / by_expert.mv(weight))
         if exponent == 1:

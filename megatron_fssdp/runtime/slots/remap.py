@@ -35,18 +35,9 @@ def remap_by_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Route to the slots that a share table names.
 
-    The n-th token of expert e, from 1 and in the order of the rows, goes to slot ``table_EJ[e, n % J]``. Rows
-    with fewer experts, or with none, are allowed. An entry of ``probs`` moves with its expert even if the map
-    is false there.
-
-    Args:
-        routing_map: Whether each token goes to each expert, bool ``[T, E]``.
-        probs: Routing probabilities, ``[T, E]`` of any floating type. The gradient is a gather.
-        table_EJ: Share table of this device (:func:`by_number`), on the same device.
-        num_slots: Slots of all devices together, D*U.
-
-    Returns:
-        Routing map of the slots, bool ``[T, W]``, and their probabilities, ``[T, W]``.
+    The n-th token of expert e, from 1 and in the order of the rows, goes to slot ``table_EJ[e, n % J]``
+    (:func:`by_number`). Routing map, bool, and probabilities are ``[T, E]``, those of the result ``[T, W]``.
+    An entry of ``probs`` moves with its expert even if the map is false there.
     """
     place_ET = number_tokens_ET(routing_map).bitwise_and_(table_EJ.shape[1] - 1)
     return route_to(table_EJ.gather(1, place_ET), routing_map, probs, num_slots)

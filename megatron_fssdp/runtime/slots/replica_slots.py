@@ -26,8 +26,7 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertPar
 class ReplicaSlots:
     """Replica slots with the weights and the gradient sums of the experts that they hold.
 
-    Replicas always have gradients, because only its owner knows whether an expert is frozen, and it then
-    drops them.
+    Replicas always have gradients: only its owner knows whether an expert is frozen, and it then drops them.
     """
 
     def __init__(self, layout: ExpertLayout, device: torch.device) -> None:
@@ -118,7 +117,7 @@ class _Memory:
         self.give_back()
 
     def take(self) -> bool:
-        """Take the memory, and return whether there was none. Memory that is there stays where it is."""
+        """Take the memory, and return whether there was none."""
         # A resize to the same size would move the contents, which a transfer may be writing.
         is_new = not self.storage.nbytes()
         if is_new:
@@ -126,7 +125,6 @@ class _Memory:
         return is_new
 
     def give_back(self) -> None:
-        """Give the memory back."""
         self.storage.resize_(0)
 
 

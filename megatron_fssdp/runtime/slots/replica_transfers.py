@@ -29,11 +29,9 @@ from megatron_fssdp.strategies.layer_plan import LayerPlan
 class ReplicaTransfers:
     """Weights and gradients of the replicas of one plan. All ranks of the group make the same calls in order.
 
-    Args:
-        plan: Plan of an iteration or of one micro-batch, whose experts the slots hold.
-        bind: Function that binds a transfer plan, for so many elements of each expert, to the layer's group.
-        splits: Whether a part of the weights travels beside the experts of the layer before.
-        waiting: Function that returns a context manager, which is entered around waits for transfers.
+    ``slots`` hold the experts of ``plan``, and ``bind`` is ``PlannedLayer.bind``. If transfers are split
+    (``splits``), a part of the weights travels beside the experts of the layer before. ``waiting`` returns a
+    context manager that is entered around waits for transfers.
     """
 
     def __init__(

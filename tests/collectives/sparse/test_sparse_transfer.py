@@ -29,18 +29,13 @@ def draw_case(rng, num_devices):
     return placement, plan, messages, num_elements, dtype
 
 
-def weights_of(case, num_experts, num_elements, dtype):
-    generator = torch.Generator().manual_seed(1000 + case)
-    return torch.randn(num_experts, num_elements, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def parts_of(case, rank, num_experts, num_elements, dtype):
-    generator = torch.Generator().manual_seed(7919 * case + rank)
+def drawn(seed, num_experts, num_elements, dtype):
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_experts, num_elements, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def check_gather(case, transfer, placement, out):
-    weights = weights_of(case, placement.num_experts, transfer.num_elements, transfer.dtype)
+    weights = drawn(1000 + case, placement.num_experts, transfer.num_elements, transfer.dtype)
     owned = {e: weights[e].clone() for e in transfer.shared_experts}
     storage = {e: torch.empty_like(weights[e]) for e in transfer.received_experts} if out else None
     replicas = transfer.start_all_gather(owned, out=storage).wait()
@@ -54,7 +49,7 @@ def check_gather(case, transfer, placement, out):
 def check_reduction(case, transfer, placement, result_dtype):
     shape = (placement.num_experts, transfer.num_elements, transfer.dtype)
     held = (*transfer.shared_experts, *transfer.received_experts)
-    own = parts_of(case, transfer.rank, *shape)
+    own = drawn(7919 * case + transfer.rank, *shape)
     partial = {e: own[e].clone() for e in held}
     kind = {"dtype": result_dtype or transfer.dtype}
     sums, again = (
@@ -68,7 +63,7 @@ def check_reduction(case, transfer, placement, result_dtype):
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
     for e, got in sums.items():
         assert got.dtype == (result_dtype or transfer.dtype)
-        parts = [parts_of(case, holder, *shape)[e].double() for holder in placement.holders(e)]
+        parts = [drawn(7919 * case + holder, *shape)[e].double() for holder in placement.holders(e)]
         wanted = torch.stack(parts).sum(0)
         scale = torch.stack(parts).abs().sum(0)
         limit = max(tolerance[transfer.dtype], tolerance[got.dtype])
@@ -123,10 +118,7 @@ def add_small_to_large(rank, world_size):
 def test_half_precision_is_added_in_fp32_and_rounded_once():
     # In bf16, 256 + 1 is 256.
     owner, *others = run_ranks(add_small_to_large, 4)
-    assert owner == [
-        (torch.bfloat16, [260.0] * 3),
-        (torch.float64, [259.0] * 3),
-    ]
+    assert owner == [(torch.bfloat16, [260.0] * 3), (torch.float64, [259.0] * 3)]
     assert others == [[{}, {}]] * 3
 
 
@@ -141,7 +133,7 @@ def overlap_transfers(rank, world_size):
         transfer = SparseTransfer(
             group, plan, num_elements=5000, dtype=torch.float32, messages=FixedMessages(4096)
         )
-        full = weights_of(case, 6, 5000, torch.float32)
+        full = drawn(1000 + case, 6, 5000, torch.float32)
         transfers.append(transfer)
         weights.append(full)
         pending.append(transfer.start_all_gather({e: full[e] for e in transfer.shared_experts}))

@@ -88,7 +88,6 @@ class RankDependent(DrawnPlacements):
     """A broken strategy: the plan of layer 2 depends on the rank, but the placement does not."""
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
-        """Plan without replicas; rank 2 differs in how it would dispatch."""
         plan = LayerPlan.owners_only(context)
         differs = context.layer == 2 and dist.get_rank() == 2
         return replace(plan, dispatch_policy="owner" if differs else "even")

@@ -112,7 +112,6 @@ OTHERS = re.compile(
 
 
 def cases_of(world_size: int, is_slow: bool) -> list[LayerCase]:
-    """Cases that run together."""
     cases = FOUR if world_size == 4 else ALONE
     return [case for case in cases if bool(OTHERS.fullmatch(case.name)) == is_slow]
 

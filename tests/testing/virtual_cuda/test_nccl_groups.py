@@ -13,8 +13,7 @@ from megatron_fssdp.testing import run_ranks
 from tests.support.virtual_cuda import EventKind, FindingKind, virtual_cuda
 
 WORLD_SIZE = 2
-
-
+# Results of all_calls on both ranks.
 RESULTS = {
     "all_reduce": ([3.0] * 2,) * 2,
     "broadcast": ([2.0] * 2,) * 2,
@@ -29,7 +28,6 @@ RESULTS = {
     "coalesced all_reduce": ([3.0, 30.0],) * 2,
     "all_gather_object": ([0, 1],) * 2,
 }
-"""Results of :func:`all_calls` on both ranks."""
 
 
 def full(*shape: int, value: float = 0.0, device: str = "cuda") -> torch.Tensor:

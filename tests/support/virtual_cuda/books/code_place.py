@@ -40,11 +40,10 @@ def _name_of_file(path: str) -> tuple[str, bool] | None:
 def code_place() -> str:
     """The place of the operation that runs now, as ``file:line``.
 
-    The place is the innermost line of the plugin, followed by up to two of its callers in the plugin. If the
-    plugin called Megatron there, the innermost line of Megatron comes first. If no code of the plugin is on
-    the stack, the place is the innermost line outside of torch and the standard library, for example a line
-    of the test. Operations of a backward pass are marked, because autograd calls most of them without a line
-    of Python.
+    It is the innermost line of the plugin, followed by up to two of its callers in the plugin. If the plugin
+    called Megatron there, the innermost line of Megatron comes first. If no code of the plugin is on the
+    stack, it is the innermost line outside of torch and the standard library. Operations of a backward pass
+    are marked, because autograd calls most of them without a line of Python.
     """
     ours: list[str] = []
     inside_megatron: list[str] = []

@@ -24,23 +24,18 @@ class FindingList:
         self._add(Finding(FindingKind.RACE, told, place, _told(other), other.place, block.place))
 
     def freed_in_use(self, block: Block, access: Access, place: str) -> None:
-        """Report memory that was given back while a stream used it.
-
-        The place at which the end of a tensor is noticed depends on the operations that follow. Findings
-        that differ only by this place are equal.
-        """
+        # The place at which the end of a tensor is noticed depends on the operations that follow. Findings
+        # that differ only by this place are equal.
         what = f"end of memory of {name_of(block.stream)} (record_stream or a wait is missing)"
         kind, told = FindingKind.FREED_IN_USE, _told(access)
         self._add(Finding(kind, what, place, told, access.place, block.place), with_place=False)
 
     def use_after_free(self, what: str, block: Block) -> Finding:
-        """Report the use of memory that was given back, and return the finding."""
         finding = Finding(FindingKind.USE_AFTER_FREE, what, code_place(), memory_place=block.place)
         self._add(finding)
         return finding
 
     def wrong_tensor(self, kind: FindingKind, what: str) -> None:
-        """Report a tensor that an operator or NCCL does not accept."""
         self._add(Finding(kind, what, code_place()))
 
     def _add(self, finding: Finding, *, with_place: bool = True) -> None:

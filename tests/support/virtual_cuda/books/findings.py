@@ -5,8 +5,6 @@ from enum import StrEnum
 
 
 class FindingKind(StrEnum):
-    """The kinds of defects that a virtual device finds."""
-
     RACE = "race between streams"
     FREED_IN_USE = "memory given back while a stream may still use it"
     USE_AFTER_FREE = "use of memory that was given back"
@@ -40,8 +38,6 @@ class Finding:
 
 
 class EventKind(StrEnum):
-    """The kinds of entries in the log of a virtual device."""
-
     OPERATOR = "operator"
     COLLECTIVE = "collective"
     P2P_BATCH = "P2P batch"

@@ -25,27 +25,17 @@ class Access:
 
 @dataclass(eq=False)
 class Block:
-    """One allocation.
+    """One allocation."""
 
-    Attributes:
-        storage: Weak reference to the storage; it expires when no tensor uses the storage any more.
-        stream: Number of the stream that was current at the allocation.
-        is_pinned: Whether this is page-locked memory of the host, not memory of the device.
-        recorded: Streams for which ``record_stream`` was called.
-        accesses: Uses that a later use may still conflict with.
-        last: Last use by each actor.
-        is_free: Whether the memory was given back although the storage still exists (``resize_(0)``).
-    """
-
-    storage: StorageWeakRef
-    stream: int
+    storage: StorageWeakRef  # It expires when no tensor uses the storage any more.
+    stream: int  # that was current at the allocation
     place: str
     num_bytes: int
-    is_pinned: bool = False
-    recorded: set[int] = field(default_factory=set)
-    accesses: list[Access] = field(default_factory=list)
-    last: dict[int, Access] = field(default_factory=dict)
-    is_free: bool = False
+    is_pinned: bool = False  # page-locked memory of the host, not memory of the device
+    recorded: set[int] = field(default_factory=set)  # streams for which record_stream was called
+    accesses: list[Access] = field(default_factory=list)  # that a later use may still conflict with
+    last: dict[int, Access] = field(default_factory=dict)  # of each actor
+    is_free: bool = False  # The memory was given back although the storage still exists (resize_(0)).
 
     def conflicts(self, access: Access, is_ordered: Callable[[int, int, int], bool]) -> Iterator[Access]:
         """Earlier uses of the same bytes that are not ordered before this one, of which one writes."""

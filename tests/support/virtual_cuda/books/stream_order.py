@@ -4,13 +4,9 @@ Every stream, and the host, has a vector clock: for each actor, the number of it
 certainly complete before the next operation of the clock's owner starts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-HOST = -1
-"""Number of the host among the actors. Streams have numbers from 0."""
-
-DEFAULT_STREAM = 0
-"""Number of the default stream."""
+HOST, DEFAULT_STREAM = -1, 0  # numbers of actors; other streams follow
 
 Clock = dict[int, int]
 """From the number of an actor to the number of its last operation that is known to be complete."""
@@ -82,3 +78,28 @@ class StreamOrder:
         for stream in recorded:
             _merge(clock, self._clocks[stream])
         return clock
+
+
+class UnfinishedWork:
+    """Operations whose data arrives only when a stream or the host knows that they are complete."""
+
+    def __init__(self, order: StreamOrder) -> None:
+        self._order = order
+        self._works: list[tuple[int, int, Callable[[], object]]] = []
+
+    def finish_later(self, stream: int, finish: Callable[[], object]) -> None:
+        """Call a function when something waits for the last operation of a stream, or at the end."""
+        self._works.append((stream, self._order.num_operations, finish))
+
+    def finish_known(self, actor: int) -> None:
+        """Call the functions of the operations that are complete for a stream or for the host."""
+        for work in list(self._works):
+            stream, number, finish = work
+            if stream != actor and self._order.is_ordered(actor, stream, number):
+                self._works.remove(work)
+                finish()
+
+    def finish_all(self) -> None:
+        """Call all functions, in the order in which the operations were issued."""
+        while self._works:
+            self._works.pop(0)[2]()

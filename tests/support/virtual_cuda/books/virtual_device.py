@@ -11,38 +11,32 @@ from tests.support.virtual_cuda.books.device_log import DeviceLog, name_of, new_
 from tests.support.virtual_cuda.books.finding_list import FindingList
 from tests.support.virtual_cuda.books.findings import EventKind, Finding
 from tests.support.virtual_cuda.books.memory_blocks import Access, Block, MemoryBlocks, byte_range
-from tests.support.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST, Clock, StreamOrder
-from tests.support.virtual_cuda.books.unfinished_work import UnfinishedWork
+from tests.support.virtual_cuda.books.stream_order import (
+    DEFAULT_STREAM,
+    HOST,
+    Clock,
+    StreamOrder,
+    UnfinishedWork,
+)
 
 _current: list["VirtualDevice"] = []
 
 
 def current_device() -> "VirtualDevice":
-    """The virtual device of this process.
-
-    Raises:
-        RuntimeError: The code is not inside ``with virtual_cuda()``.
-    """
     if not _current:
         raise RuntimeError("virtual_cuda: a stream or an event was used outside of `with virtual_cuda()`")
     return _current[-1]
 
 
 class VirtualDevice(DeviceLog):
-    """What happened on a virtual CUDA device, and which defects it showed.
-
-    Attributes:
-        capability: Compute capability to report, as (major, minor).
-        index: Index of the current device; ``torch.cuda.set_device`` changes it.
-        memory: Allocations of the device and page-locked allocations of the host.
-    """
+    """What happened on a virtual CUDA device, and which defects it showed."""
 
     def __init__(self, capability: tuple[int, int], num_devices: int, total_memory: int) -> None:
         super().__init__(lambda: self.current_stream)
         self.capability = capability
         self.num_devices = num_devices
         self.total_memory = total_memory
-        self.index = 0
+        self.index = 0  # torch.cuda.set_device changes it.
         self.order = StreamOrder()
         self.memory = MemoryBlocks()
         self.found = FindingList()

@@ -23,17 +23,12 @@ Originals = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Collective:
-    """A method of process groups.
+    """A method of process groups."""
 
-    Attributes:
-        name: Name for the log.
-        touched: From the group and the arguments of the method to the tensors that it reads and writes.
-        run: Does the work over gloo, given the original methods, the group and the arguments; None calls the
-            original method and waits.
-    """
-
-    name: str
-    touched: Callable[..., Touched]
+    name: str  # for the log
+    touched: Callable[..., Touched]  # by a call with this group and these arguments
+    # Does the work over gloo, given the original methods, the group and the arguments. None calls the
+    # original method and waits.
     run: Callable[..., None] | None = None
 
 
@@ -105,9 +100,7 @@ def _reduce_scatter(originals: Originals, group: ProcessGroup, outputs: Any, giv
         originals["reduce_scatter"](group, outputs, given, opts).wait()
         return
     if opts.reduceOp != dist.ReduceOp.SUM:
-        raise NotImplementedError(
-            "virtual_cuda: reduce_scatter of different sizes is implemented for sums only"
-        )
+        raise NotImplementedError("virtual_cuda: reduce_scatter of different sizes can only sum")
     parts = [torch.empty_like(outputs[0]) for _ in range(group.size())]
     _exchange(originals, group, parts, given[0])
     outputs[0].copy_(torch.stack(parts).sum(0))

@@ -41,11 +41,7 @@ class VirtualWork:
 class Operation:
     """What NCCL does in one go: a collective, a message, or several of either that were coalesced.
 
-    Attributes:
-        receives: Functions that start to receive, and return a function that waits.
-        others: Functions that start something else, and return a function that waits.
-        is_async: Whether it was asked to run beside the current stream.
-        stops_host: Whether the host waits for its end.
+    ``receives`` and ``others`` start to receive or something else, and return a function that waits.
     """
 
     name: str = ""
@@ -54,11 +50,10 @@ class Operation:
     receives: list[Start] = field(default_factory=list)
     others: list[Start] = field(default_factory=list)
     num_messages: int = 0
-    is_async: bool = False
-    stops_host: bool = False
+    is_async: bool = False  # beside the current stream
+    stops_host: bool = False  # The host waits for its end.
 
     def add(self, part: "Operation") -> None:
-        """Coalesce an operation with the ones before."""
         self.reads += part.reads
         self.writes += part.writes
         self.receives += part.receives

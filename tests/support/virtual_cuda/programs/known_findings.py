@@ -12,19 +12,14 @@ from tests.support.virtual_cuda.books.findings import Finding, FindingKind
 
 @dataclass(frozen=True)
 class KnownFinding:
-    """A finding that Megatron's code causes on every device.
-
-    Attributes:
-        file: File of Megatron whose code the finding is about, as in ``megatron/core/…``.
-        operation: Name of the operator of that file which takes part in the finding.
-        of_stream: The finding is about memory of a stream that this file makes, wherever the memory is used.
-            ``operation`` is then the name of the stream that uses it.
-    """
+    """A finding that Megatron's code causes on every device."""
 
     kind: FindingKind
-    file: str
-    operation: str
+    file: str  # as in megatron/core/…
+    operation: str  # the operator of that file which takes part in the finding
     reason: str
+    # The finding is about memory of a stream that this file makes, wherever the memory is used. The operation
+    # is then the name of the stream that uses it.
     of_stream: bool = False
 
     def explains(self, finding: Finding) -> bool:
@@ -69,7 +64,6 @@ KNOWN_IN_MEGATRON = (
         of_stream=True,
     ),
 )
-"""All known findings. They appear in reports, apart from the others."""
 
 
 def explained(

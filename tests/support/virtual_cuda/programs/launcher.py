@@ -17,11 +17,8 @@ from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
 from tests.support.virtual_cuda.programs.known_findings import explained
 from tests.support.virtual_cuda.programs.megatron_loop import megatron_on_virtual_cuda
 
-EXIT_FINDINGS = 3
-"""Exit code of a rank whose program succeeded, but whose device has findings."""
-
+EXIT_FINDINGS = 3  # The program succeeded, but the device has findings.
 REPORT_VARIABLE = "MEGATRON_FSSDP_VIRTUAL_CUDA_REPORT"
-"""Environment variable with the folder for the reports of all ranks."""
 
 USAGE = """usage: [torchrun …] -m tests.support.virtual_cuda [--report FOLDER] SCRIPT.py ARGS…
        [torchrun …] -m tests.support.virtual_cuda [--report FOLDER] -m MODULE ARGS…
@@ -75,13 +72,7 @@ def run_program(words: list[str], is_module: bool) -> int:
 
 
 def report(device: VirtualDevice, code: int, folder: Path | None) -> int:
-    """Print the findings of this rank's device, write them into a file if asked, and return the exit code.
-
-    Args:
-        device: Virtual device of this rank.
-        code: Exit code of the program.
-        folder: Folder for the file ``rank<N>.json``; None for no file.
-    """
+    """Print the findings of this rank's device, write them into a folder, and return the exit code."""
     rank = int(os.environ.get("RANK", "0"))
     unknown, known = explained(device.findings)
     counts = device.counts
