@@ -25,11 +25,9 @@ if TYPE_CHECKING:
 def examine_machine(
     run: "RunConfig | None" = None, folders: Sequence[tuple[str, Path]] = ()
 ) -> tuple[Finding, ...]:
-    """Run all checks that apply, in the order of the report; this imports torch and Megatron.
+    """Check this machine, and a run on it if there is one; this imports torch and Megatron.
 
-    Args:
-        run: Run to check on this machine; ``None`` checks the machine only.
-        folders: Setting or option that names a checkpoint folder, and the folder.
+    ``folders`` are checkpoint folders, each after the setting or option that names it.
     """
     with quiet_output():
         torch = look_for("torch", "torch")

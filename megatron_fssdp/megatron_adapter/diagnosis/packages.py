@@ -40,7 +40,7 @@ class InstalledPackage:
 
 
 def look_for(package: str, distribution: str, part: str = "") -> InstalledPackage:
-    """Find a package, with its name in an import and its name for pip, and import it or a part of it."""
+    """Find a package by its names in an import and for pip, and import it or a part of it."""
     location = error = broken_by = ""
     try:
         if spec := importlib.util.find_spec(package):  # This imports the parents of a dotted name.
@@ -60,7 +60,7 @@ def look_for(package: str, distribution: str, part: str = "") -> InstalledPackag
 
 
 def check_python() -> Finding:
-    """Check whether the Python interpreter is new enough."""
+    """Check the version of the interpreter."""
     found, wanted = f"{platform.python_version()} ({sys.executable})", TESTED_VERSIONS["python"]
     if is_tested("python", platform.python_version()):
         return Finding("Python", found)
@@ -76,10 +76,7 @@ def check_torch(torch: InstalledPackage) -> Finding:
 
 
 def check_megatron(megatron: InstalledPackage) -> Finding:
-    """Check whether Megatron is installed, can be imported and is a tested release.
-
-    An untested release is only a note, because missing seams decide whether it works.
-    """
+    """Check Megatron. An untested release is only a note, because missing seams decide whether it works."""
     name, distribution = "Megatron", "megatron-core"
     if broken_by := megatron.broken_by:
         found = f"{megatron} cannot be imported because of {broken_by}"

@@ -1,7 +1,6 @@
 """Registers the plugin with Megatron's command line and training loop.
 
-This module wraps Megatron's functions for runs of a script, once, and states the reason for each. Only what
-layer specs and subclasses cannot change is wrapped.
+Only what layer specs and subclasses cannot change is wrapped, once.
 """
 
 import os
@@ -138,7 +137,7 @@ def check_started_as_rank() -> None:
 
 
 def _follow(requested: RequestedStrategy) -> None:
-    """Let Megatron build and save models with the requested strategy, of which there is one."""
+    """Let Megatron build and save models with the requested strategy."""
     global _requested
     _requested = requested
     if (session := requested.session) is None:

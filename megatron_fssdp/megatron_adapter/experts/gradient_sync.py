@@ -50,16 +50,11 @@ class _Slot:
 def take_over(
     parameters: Iterable[torch.nn.Parameter], layer: SlotLayer, finish_gradients: Callable[[], None]
 ) -> None:
-    """Declare that replicas add to the gradients of these Parameters.
+    """Declare that replicas add to the gradients of these Parameters of a layer's experts.
 
-    Parameters that DDP reduces together with the dense ones (expert parallelism of size 1) have no replicas,
-    and this function ignores them.
-
-    Args:
-        parameters: Parameters of experts.
-        layer: Layer of these experts.
-        finish_gradients: Function that completes the gradients of all layers. It is called before DDP reduces
-            them, on all ranks in the same order, and more than once in an iteration.
+    Those that DDP reduces together with the dense ones (expert parallelism of size 1) have no replicas and
+    are ignored. ``finish_gradients`` completes the gradients of all layers. It is called before DDP reduces
+    them, on all ranks in the same order, and more than once in an iteration.
     """
     layer.gradients.on_home = start_waiting
     for parameter in parameters:

@@ -59,6 +59,5 @@ def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
 
 
 def _advance(slots: SlotLayer, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Mark a point of the program after a part of attention, in the forward and in the backward pass."""
     outputs = output if isinstance(output, tuple) else (output,)
     slots.advance_transfers(next((one for one in outputs if isinstance(one, torch.Tensor)), None))

@@ -120,11 +120,7 @@ class TrainingHooks:
         return result
 
     def get_forward_backward_func(self, get_schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return Megatron's schedule of passes, wrapped.
-
-        Megatron's rerun state machine may repeat passes inside ``train_step``, so their beginning is detected
-        here.
-        """
+        """Return Megatron's schedule of passes, wrapped here because ``train_step`` may repeat passes."""
         schedule = get_schedule(*args, **kwargs)
         return wraps(schedule)(partial(self._forward_backward, schedule))
 
@@ -183,11 +179,7 @@ def _names_of_sets(data: str) -> Iterator[str]:
 
 
 def _report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
-    """Check that the model has the strategy's layers, and log one line about them. Collective.
-
-    Raises:
-        ConfigurationError: The model has no MoE layer, or an MoE layer is not the strategy's.
-    """
+    """Check that all MoE layers are the strategy's, and log one line about them. Collective."""
     layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
     ours = [layer for layer in layers if isinstance(layer, StrategyMoELayer)]
     total, num_ours = map(sum, zip(*of_all_ranks((len(layers), len(ours))), strict=True))
