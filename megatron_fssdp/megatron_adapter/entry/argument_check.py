@@ -176,7 +176,6 @@ def requested_by(args: Any) -> RequestedStrategy:
 
 
 def _validate(args: Any, on_cpu: bool) -> None:
-    """Run Megatron's own checks of the arguments and of the model's config."""
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
     if on_cpu:
         variables[cpu_runtime.DEVICE_VARIABLE] = "cpu"

@@ -1,13 +1,8 @@
 """Layer specs for users who build models from megatron-core's specs.
 
-All layers of a model should share one session, which has the loads and counts the iterations. Each call
-without a session starts a new one. The functions that return specs share these arguments and errors::
-
-    strategy    name of a strategy; by default the one of the command line
-    settings    settings of the strategy, with the keys of its YAML file
-    session     existing session to use instead of a new one
-
-    ConfigurationError    no strategy is given, or the settings are invalid for it
+All layers of a model should share one session, which has the loads and counts the iterations. A call without
+a session starts one for ``strategy``, by default that of the command line, and its ``settings``, which have
+the keys of its YAML file. Without a strategy, or with invalid settings, it raises a ConfigurationError.
 
 Transformer Engine's modules are used by default if it is installed and the config, where there is one,
 requests it. Options are those of Megatron's functions.

@@ -19,11 +19,7 @@ from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 @dataclass(frozen=True, eq=False)
 class StageOwners:
-    """Which device owns which expert of a pipeline stage.
-
-    Raises:
-        ValueError: The layer numbers do not match the layers of the owner map, or a number appears twice.
-    """
+    """Which device owns which expert of a pipeline stage."""
 
     owners: OwnerMap  # over the MoE layers of all model chunks of the stage
     layer_numbers: tuple[int, ...]  # Megatron's global ones, from 1; multi-token prediction comes last

@@ -78,8 +78,7 @@ class SlotExperts:
     def bind(self, parameters_U: Sequence[ExpertParameters | None], *, for_iteration: bool) -> None:
         """Compute with the Parameters of each slot of this device from now on; ``None`` for an empty slot.
 
-        ``for_iteration`` says that slots keep their contents for an iteration, so that weights may be
-        quantized once in it.
+        If they are ``for_iteration``, slots keep their contents, and weights may be quantized once in it.
         """
         if hasattr(self.module, "local_experts"):
             self._bind_sequential(parameters_U)

@@ -126,6 +126,6 @@ def install() -> None:
 
 
 def _has_experts(config: Any, layer: int) -> bool:
-    """Whether a layer, counted from 0 over all pipeline stages, has experts by Megatron's rule for GPT."""
+    # Megatron's rule for GPT; layers count from 0 over all pipeline stages.
     frequency = config.moe_layer_freq
     return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])

@@ -33,11 +33,8 @@ from megatron_fssdp.strategies.layer_plan import LayerContext
 class StrategyMoELayer(MoELayer):
     """An MoE layer whose experts are placed by a strategy.
 
-    It is built from a layer spec like Megatron's own layer, with one more argument, ``session``. Its public
-    methods are Megatron's steps of a forward pass, in this order; ``combine`` stays Megatron's own.
-
-    Raises:
-        ConfigurationError: The config has a feature that the strategy does not support.
+    It is built like Megatron's own layer, with one more argument, ``session``. Its public methods are
+    Megatron's steps of a forward pass, in this order; ``combine`` stays Megatron's own.
     """
 
     def __init__(
@@ -123,7 +120,6 @@ class StrategyMoELayer(MoELayer):
             self._session.slots.await_parameters(self._index)
 
     def _bind(self, one: SlotPass) -> None:
-        """Let dispatcher and experts work with the slots of a pass."""
         iteration = self._session.runtime.clock.iteration
         if iteration is None or iteration != self._checked_in:
             self._slot_experts.check_unchanged()
@@ -171,7 +167,6 @@ class StrategyMoELayer(MoELayer):
     def _compute(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, **buffers: Any
     ) -> tuple[torch.Tensor, None]:
-        """The forward pass of the expert module, see :class:`SlotExperts`."""
         layer = self.slot_layer
         in_steps = getattr(self.token_dispatcher, "compute_in_steps", None)
         if in_steps is not None:

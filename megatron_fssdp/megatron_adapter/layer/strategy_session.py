@@ -62,8 +62,7 @@ class StrategySession:
     ) -> ExpertGroups:
         """Return the process groups of a layer. The first call for a group is collective over its ranks.
 
-        ``expert_tensor_parallel`` has the ranks that share each expert, and ``everyone`` all ranks in the
-        expert-parallel groups of these ranks.
+        ``everyone`` are all ranks in the expert-parallel groups of the ranks that share an expert.
         """
         if expert_parallel.group_name in self._groups:
             return self._groups[expert_parallel.group_name]
@@ -119,11 +118,8 @@ def create_transfer_group(
     """Create a second process group of the expert-parallel ranks, and connect them; collective over them.
 
     Megatron's function creates it, because Megatron may change the time-outs of all groups that it has
-    created. Without a time-out, the group has torch's default.
-
-    Where the default group is bound to a device, torch would split the default group's communicator, and all
-    ranks of the training would have to take part. So it counts as unbound while the group is created, and
-    NCCL makes a communicator of its own.
+    created. Where the default group is bound to a device, torch would split the default group's communicator,
+    and all ranks of the training would have to take part. So it counts as unbound meanwhile.
     """
     everyone: Any = dist.group.WORLD
     on_nccl = dist.get_backend(expert_parallel) == "nccl"

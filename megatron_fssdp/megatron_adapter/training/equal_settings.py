@@ -1,7 +1,7 @@
 """Refuses a run on all ranks if one rank finds a reason, or if ranks have different settings.
 
-Every rank reads its own command line, its own file of ``--moe-strategy-config`` and its own environment, and
-then plans alone. Ranks that differ in them would wait for each other forever.
+Every rank reads its own command line, files and environment, and then plans alone. Ranks that differ in them
+would wait for each other forever.
 """
 
 import os

@@ -44,12 +44,9 @@ logger = logging.getLogger(__name__)
 class IterationDriver:
     """Begins and ends the iterations of one training under a strategy.
 
-    :meth:`begin` measures, or lets ``auto`` select, then re-shards owners or changes resident replicas.
-    :meth:`end`, after the optimizer step, collects what each layer did. The replicas' sums of gradients are
-    reset wherever Megatron resets those of its model chunks.
-
-    Raises:
-        ConfigurationError: Owners shall move or replicas be resident, and slots cannot be exchanged.
+    :meth:`begin` measures, or lets ``auto`` select, then re-shards owners or changes resident replicas. The
+    replicas' sums of gradients are reset wherever Megatron resets those of its model chunks. If owners shall
+    move or replicas be resident, and slots cannot be exchanged, the constructor raises a ConfigurationError.
     """
 
     def __init__(

@@ -76,8 +76,7 @@ class RunRecorder:
         """Record one iteration. Collective: all ranks call it if :attr:`wants_iteration` is true.
 
         ``step_result`` is that of Megatron's ``train_step``. Of the iteration's wall time on this rank,
-        ``passes_s`` are in forward passes, backward passes and the reduction of gradients. ``reshard`` and
-        ``selection`` say what was done before the step, if anything was.
+        ``passes_s`` are in forward passes, backward passes and the reduction of gradients.
         """
         args = get_args()
         iteration, is_logged = args.curr_iteration + 1, _is_logged()
