@@ -115,13 +115,10 @@ def recipes(checkout: Path) -> list[Recipe]:
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as words of a command line, as Megatron-LM's own test script does.
-
-    Tokenizers are left out: some recipes take their type from an environment variable.
-    """
+    """Return flags as words of a command line, as Megatron-LM's own test script does."""
     words: list[str] = []
     for flag, value in flags.items():
-        if flag.startswith("--tokenizer"):
+        if flag.startswith("--tokenizer"):  # Some recipes take their type from an environment variable.
             continue
         words.append(flag)
         if value is True:
@@ -140,10 +137,7 @@ class SmallCopy:
 
 
 def small_copy(recipe: Recipe) -> SmallCopy:
-    """Return a recipe with small sizes on at most eight ranks.
-
-    Its features stay. Parallel sizes become at most 2 or 4.
-    """
+    """Return a recipe with its features and small sizes, on at most eight ranks."""
     dropped = (*SCALED, *IRRELEVANT, *LEFT_OUT)
     kept = (flag for flag in recipe.flags if not any(fnmatch(flag, pattern) for pattern in dropped))
     flags = {flag: recipe.flags[flag] for flag in kept}
@@ -212,10 +206,7 @@ def _attention(recipe: Recipe) -> Flags:
 
 
 def refusals(found: Sequence[Recipe]) -> list[str | None]:
-    """Return the features of each recipe that the strategy refuses; ``None`` if it accepts the recipe.
-
-    A forked rank parses the recipes with Megatron's parser.
-    """
+    """Return the features of each recipe that the strategy refuses; ``None`` if it accepts the recipe."""
     (refused,) = run_ranks(_refusals, 1, list(found), preload=MEGATRON_PRELOAD, timeout_s=300)
     return refused
 
@@ -250,7 +241,7 @@ def _refusal(recipe: Recipe) -> str | None:
 
 
 def table(found: Sequence[Recipe], refused: Sequence[str | None]) -> str:
-    """Return the table of docs/compatibility.md about the recipes, between its marks."""
+    """Return the part of docs/compatibility.md about the recipes, with its marks."""
     cells = map(_cell, found, refused)
     lines = (f"| `{recipe.name}` | {cell} |" for recipe, cell in zip(found, cells, strict=True))
     return "\n".join([BEGIN, "", "| recipe | result |", "|---|---|", *lines, "", END])

@@ -49,7 +49,6 @@ def test_one_connection_means_one_queue_on_gpus(
 
 
 def note_timeouts() -> None:
-    """Note the time-outs of the two groups of the same ranks, before each iteration."""
     from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
     def begin_iteration(begin: Any, self: MoERuntime, *args: object) -> None:
