@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
-_IDENTITIES = (torch.Tensor.cuda, torch.Tensor.pin_memory)
-_CHANGED = frozenset({*_IDENTITIES, torch.Tensor.to, torch.Tensor.type})
+_IDENTITIES = (Tensor.cuda, Tensor.pin_memory)
+_CHANGED = frozenset({*_IDENTITIES, Tensor.to, Tensor.type})
 
 
 def _is_accelerator(device: object) -> bool:
@@ -32,9 +33,9 @@ class CpuDeviceMode(TorchFunctionMode):
             kwargs["device"] = _CPU
         if func in _IDENTITIES:
             return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _is_accelerator(args[1]):
+        if func is Tensor.to and len(args) > 1 and _is_accelerator(args[1]):
             args = (args[0], _CPU, *args[2:])
-        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        elif func is Tensor.type and len(args) == 1 and not kwargs:
             # Megatron's optimizers group parameters by this string. They compare it with
             # 'torch.cuda.FloatTensor' and similar names.
             return func(*args).replace("torch.", "torch.cuda.", 1)
@@ -99,11 +100,7 @@ def without_device_ids(barrier: Any, *args: Any, device_ids: object = None, **kw
 
 
 def uneven_all_gather(
-    all_gather: Callable[..., Any],
-    tensor_list: list[torch.Tensor],
-    tensor: torch.Tensor,
-    group: Any = None,
-    async_op: bool = False,
+    all_gather: Any, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
     """Accept tensors of different sizes, which expert tensor parallelism has, as NCCL does."""
     if async_op or _equal_sizes(tensor_list):
@@ -119,8 +116,8 @@ def uneven_all_gather(
 
 def uneven_reduce_scatter(
     reduce_scatter: Callable[..., Any],
-    output: torch.Tensor,
-    input_list: list[torch.Tensor],
+    output: Tensor,
+    input_list: list[Tensor],
     op: Any = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
@@ -136,7 +133,7 @@ def uneven_reduce_scatter(
     return None
 
 
-def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
+def _equal_sizes(tensors: Sequence[Tensor]) -> bool:
     # All ranks have lists of the same sizes, so all of them take the same branch.
     return len({tensor.shape for tensor in tensors}) <= 1
 

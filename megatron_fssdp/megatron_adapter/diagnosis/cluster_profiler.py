@@ -40,11 +40,7 @@ _Fits = dict[CollectiveName, dict[LinkClass, FittedLink]]
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What is measured, and how often.
-
-    Raises:
-        ConfigurationError: A setting is outside its range.
-    """
+    """What is measured, and how often. A setting outside its range raises a ConfigurationError."""
 
     name: str  # of the cluster in its description
     num_nodes: int | None = None  # equal nodes of ranks, in rank order; None: torchrun's machines

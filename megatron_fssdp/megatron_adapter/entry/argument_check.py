@@ -156,11 +156,7 @@ def fit_to_cpu(args: Any) -> str:
 
 
 def requested_by(args: Any) -> RequestedStrategy:
-    """Return the strategy of parsed arguments, for which this rank has the right Megatron and model.
-
-    Raises:
-        ConfigurationError: A setting is wrong, or the strategy does not support the model or an argument.
-    """
+    """Return the strategy of parsed arguments; refuse a model or an argument that it does not support."""
     name = args.moe_strategy
     settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
     if not isinstance(settings, PlacementSettings):

@@ -39,7 +39,7 @@ def requested_strategy() -> RequestedStrategy | None:
 
 
 def register(by_launcher: bool = False) -> None:
-    """Add the plugin to Megatron. Call this before Megatron parses its arguments.
+    """Add the plugin to Megatron, once. Call this before Megatron parses its arguments.
 
     A script that calls this may also run under the launcher: its call then changes nothing. Under
     ``--moe-strategy none``, the default, Megatron computes bitwise the same results as without the plugin,
@@ -49,7 +49,6 @@ def register(by_launcher: bool = False) -> None:
 
     Raises:
         ConfigurationError: The installed Megatron lacks a seam that the plugin needs.
-        RuntimeError: A script or the launcher called this twice.
     """
     global _registered_by
     if _registered_by == "launcher" and not by_launcher:

@@ -33,11 +33,8 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 class ResidentExperts:
     """Resident slots of a pipeline stage: replicas of experts with gradients and optimizer states.
 
-    ``step`` of Megatron's optimizer, which has loaded a checkpoint before, also steps the replicas.
-
-    Raises:
-        ConfigurationError: Experts are not trained, the optimizer is layer-wise, or an optimizer keeps a
-            state that cannot be copied.
+    ``step`` of Megatron's optimizer, which has loaded a checkpoint before, also steps the replicas. Frozen
+    experts, a layer-wise optimizer and states that cannot be copied are refused by a ConfigurationError.
     """
 
     def __init__(

@@ -25,11 +25,7 @@ _blanks: dict[tuple[ExpertLayout, torch.device, tuple[bool, ...]], ExpertParamet
 
 
 def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
-    """Return the Parameters of each local expert of a module, in the order of ``ExpertParameters``.
-
-    Raises:
-        ConfigurationError: The module is neither ``SequentialMLP`` nor ``TEGroupedMLP``.
-    """
+    """Return the Parameters of each local expert of a module, in the order of ``ExpertParameters``."""
     if hasattr(experts, "local_experts"):
         places = [(_linears(mlp), "") for mlp in experts.local_experts]
     elif hasattr(getattr(experts, "linear_fc1", None), "weight0"):

@@ -55,11 +55,7 @@ class _Entry(NamedTuple):
 
 
 def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[list[ParameterState]]:
-    """Return what this rank holds of every Parameter of every slot.
-
-    Raises:
-        ConfigurationError: This module cannot move the contents of an optimizer or of a state.
-    """
+    """Return what this rank holds of every Parameter of every slot; refuse states that cannot be moved."""
     members = list(members_of(optimizer))
     entries = {parameter: entry for member in members for parameter, entry in _entries(member)}
     if is_layer_wise(optimizer):

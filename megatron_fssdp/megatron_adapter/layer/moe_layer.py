@@ -60,12 +60,8 @@ class StrategyMoELayer(MoELayer):
             self.ep_group, pg_collection.expt_tp, getattr(pg_collection, "tp_ep", None)
         )
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
-        context = LayerContext(
-            self._global_number(),
-            owner_E,
-            groups.topology,
-            shares_evenly=Facts(config)["captures_preprocess"],
-        )
+        shares_evenly = Facts(config)["captures_preprocess"]
+        context = LayerContext(self._global_number(), owner_E, groups.topology, shares_evenly=shares_evenly)
         self.slot_layer = session.runtime.add_layer(
             context,
             groups,

@@ -51,7 +51,7 @@ class TrainingHooks:
 
     def __init__(self, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
         self._requested_strategy = requested_strategy
-        # Both exist when the model is built, if the run needs them.
+        # They exist when the model is built, if the run needs them.
         self._model: list[torch.nn.Module] = []
         self._driver: IterationDriver | None = None
         self._recorder: RunRecorder | None = None
