@@ -19,8 +19,7 @@ from megatron.training.global_vars import get_args
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
-from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer, install_launch_hooks
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.megatron_adapter.training.equal_settings import check_equal_settings, refused_together
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.megatron_adapter.layer.launch_hooks import _hook
+from megatron_fssdp.megatron_adapter.layer.moe_layer import _hook
 from megatron_fssdp.megatron_adapter.layer.strategy_session import (
     DEFAULT_OPTIONS,
     create_transfer_group,
