@@ -1,11 +1,8 @@
 """Megatron-LM's own training recipes with experts, what a strategy says to them, and small copies of them.
 
-The recipes are the functional tests of a Megatron-LM checkout. Only names, flags and verdicts are written
-down here; the texts stay in the checkout. ``python -m tests.megatron_adapter.recipes`` writes the table of
-docs/compatibility.md. It needs ``MEGATRON_LM_PATH``.
-
-A small copy trains on a few CPU ranks. It keeps every flag that is in none of the tables below, so that a new
-feature of Megatron is trained.
+The recipes are the functional tests of a Megatron-LM checkout (``MEGATRON_LM_PATH``). ``python -m
+tests.megatron_adapter.recipes`` writes the table of docs/compatibility.md. A small copy trains on a few CPU
+ranks. It keeps every flag that is in none of the tables below, so that a new feature of Megatron is trained.
 """
 
 import os

@@ -1,8 +1,4 @@
-"""A layer of a strategy equals Megatron's own, with every dispatcher of Megatron and of the plugin.
-
-``tests/runtime/layers/test_slot_layer.py`` compares the runtime alone with a reference without distributed
-logic.
-"""
+"""A layer of a strategy equals Megatron's own, with every dispatcher of Megatron and of the plugin."""
 
 import os
 from contextlib import ExitStack
