@@ -1,4 +1,4 @@
-"""Replaces functions of Megatron by functions that call them."""
+"""Replaces functions of Megatron by others, whose first argument is the original."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function of a module, class or object by ``around``, whose first argument is the original."""
+    """Replace a function of a module, class or object by ``around``."""
     setattr(owner, name, wrapped(around, getattr(owner, name)))
 
 
 def wrapped(around: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``around`` with the original as first argument."""
+    """Return ``around`` with the original as its first argument, under the original's name."""
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

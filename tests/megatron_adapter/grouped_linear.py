@@ -1,14 +1,12 @@
 """A stand-in for Transformer Engine's grouped linear layer, with its interface and without its kernels.
 
-Its state dict has the names of ``TEGroupedLinear``: ``weight0``, ``weight1``, …, ``bias0``, …
-and ``_extra_state``, ``_extra_state1``, …; its sharded state dict follows
-``TEGroupedLinear._sharded_state_dict_grouped`` of megatron-core 0.19.
+Its sharded state dict follows ``TEGroupedLinear._sharded_state_dict_grouped`` of megatron-core 0.19.
 
-Its forward and backward passes keep the contract of Transformer Engine's ``GroupedLinear`` as published
-(2.20): the number of weights is ``num_gemms``; a missing bias is an empty tensor; with
-``fuse_wgrad_accumulation`` the weights' gradients are added to ``main_grad`` of the tensors that the module
-had in its forward pass, which must still be alive, or overwrite it in the first micro-batch; autograd then
-gets no gradient, or a tensor without meaning if the weight has ``grad_added_to_main_grad``.
+Its passes keep the contract of Transformer Engine's ``GroupedLinear`` as published (2.20): a missing bias is
+an empty tensor; with ``fuse_wgrad_accumulation`` the weights' gradients are added to ``main_grad`` of the
+tensors that the module had in its forward pass, which must still be alive, or overwrite it in the first
+micro-batch; autograd then gets no gradient, or a tensor without meaning if the weight has
+``grad_added_to_main_grad``.
 """
 
 import dataclasses

@@ -1,11 +1,8 @@
 """Megatron-LM's own training recipes with experts, what a strategy says to them, and small copies of them.
 
-The recipes are the functional tests of a Megatron-LM checkout. Only names, flags and verdicts are written
-down here; the texts stay in the checkout. ``python -m tests.megatron_adapter.recipes`` writes the table of
-docs/compatibility.md. It needs ``MEGATRON_LM_PATH``.
-
-A small copy trains on a few CPU ranks. It keeps every flag that is in none of the tables below, so that a new
-feature of Megatron is trained.
+The recipes are the functional tests of a Megatron-LM checkout (``MEGATRON_LM_PATH``). ``python -m
+tests.megatron_adapter.recipes`` writes the table of docs/compatibility.md. A small copy trains on a few CPU
+ranks. It keeps every flag that is in none of the tables below, so that a new feature of Megatron is trained.
 """
 
 import os
@@ -115,13 +112,10 @@ def recipes(checkout: Path) -> list[Recipe]:
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as words of a command line, as Megatron-LM's own test script does.
-
-    Tokenizers are left out: some recipes take their type from an environment variable.
-    """
+    """Return flags as words of a command line, as Megatron-LM's own test script does."""
     words: list[str] = []
     for flag, value in flags.items():
-        if flag.startswith("--tokenizer"):
+        if flag.startswith("--tokenizer"):  # Some recipes take their type from an environment variable.
             continue
         words.append(flag)
         if value is True:
@@ -140,10 +134,7 @@ class SmallCopy:
 
 
 def small_copy(recipe: Recipe) -> SmallCopy:
-    """Return a recipe with small sizes on at most eight ranks.
-
-    Its features stay. Parallel sizes become at most 2 or 4.
-    """
+    """Return a recipe with its features and small sizes, on at most eight ranks."""
     dropped = (*SCALED, *IRRELEVANT, *LEFT_OUT)
     kept = (flag for flag in recipe.flags if not any(fnmatch(flag, pattern) for pattern in dropped))
     flags = {flag: recipe.flags[flag] for flag in kept}
@@ -212,10 +203,7 @@ def _attention(recipe: Recipe) -> Flags:
 
 
 def refusals(found: Sequence[Recipe]) -> list[str | None]:
-    """Return the features of each recipe that the strategy refuses; ``None`` if it accepts the recipe.
-
-    A forked rank parses the recipes with Megatron's parser.
-    """
+    """Return the features of each recipe that the strategy refuses; ``None`` if it accepts the recipe."""
     (refused,) = run_ranks(_refusals, 1, list(found), preload=MEGATRON_PRELOAD, timeout_s=300)
     return refused
 
@@ -250,7 +238,7 @@ def _refusal(recipe: Recipe) -> str | None:
 
 
 def table(found: Sequence[Recipe], refused: Sequence[str | None]) -> str:
-    """Return the table of docs/compatibility.md about the recipes, between its marks."""
+    """Return the part of docs/compatibility.md about the recipes, with its marks."""
     cells = map(_cell, found, refused)
     lines = (f"| `{recipe.name}` | {cell} |" for recipe, cell in zip(found, cells, strict=True))
     return "\n".join([BEGIN, "", "| recipe | result |", "|---|---|", *lines, "", END])

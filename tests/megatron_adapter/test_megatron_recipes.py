@@ -1,9 +1,8 @@
 """Megatron-LM's own training recipes: the table of docs/compatibility.md is true.
 
 The tests need a Megatron-LM checkout (``MEGATRON_LM_PATH``). Training all small copies takes most of an hour
-on two cores. Grouped experts and the flex dispatcher are Megatron's own, with
-stand-ins for the linear layers of Transformer Engine (``grouped_linear.py``) and for the kernels of DeepEP
-and HybridEP (``fused_dispatch.py``).
+on two cores, with stand-ins for the linear layers of Transformer Engine (``grouped_linear.py``) and for the
+kernels of DeepEP and HybridEP (``fused_dispatch.py``).
 """
 
 import os

@@ -116,7 +116,6 @@ class TrainingRun:
 
     @property
     def all_losses(self) -> tuple[float, ...]:
-        """The first losses of all iterations, and then their further ones."""
         return self.losses + self.other_losses
 
 
@@ -206,7 +205,7 @@ def before_iterations(do: Callable[[int, Any, Any], object]) -> None:
 
 
 def without_variables(arguments: str) -> tuple[str, dict[str, str]]:
-    """Take environment variables out of arguments, as a shell does with words in front of a command."""
+    """Take environment variables out of arguments, as a shell does in front of a command."""
     variables = dict[str, str](re.findall(r"\b([A-Z_]+)=(\S+)", arguments))
     return re.sub(r"\b[A-Z_]+=\S+", "", arguments), variables
 
@@ -230,7 +229,6 @@ def share_exactly() -> None:
 
 
 def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> float:
-    """Largest relative difference of two sequences of equal length."""
     assert len(got) == len(wanted) > 0
     return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
 
@@ -253,7 +251,6 @@ def assert_equal(run: TrainingRun, to: TrainingRun, *, since: int = 0) -> None:
 
 
 def command_line(model: Model, arguments: str, data: Path) -> list[str]:
-    """Script and arguments of a training, see :func:`train_on_all_ranks`."""
     return [
         str(model.script),
         *shlex.split(model.arguments),

@@ -20,14 +20,13 @@ def random_stage(
 
 
 def even_stage(stage: StageOwners) -> StageOwners:
-    """The owner map of the same layers that Megatron itself uses."""
+    """Megatron's own owners of the same layers."""
     owners = stage.owners
     even = OwnerMap.even(owners.num_layers, owners.num_experts, owners.num_devices)
     return StageOwners(even, stage.layer_numbers)
 
 
 def expert_modules(model: Sequence[torch.nn.Module]) -> dict[int, Any]:
-    """Expert modules of a rank's model chunks by layer number."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]

@@ -1,12 +1,8 @@
 """What the plugin adds to Megatron's saving and loading of checkpoints: hints, and no half-written ones.
 
 Hints are plain values in a checkpoint's common state with which a run continues as before. A checkpoint
-identifies experts by layer and number. It can be loaded without its hints, under any strategy and owner map
-and in stock Megatron, which ignores them. All ranks save the same values.
-
-Two files, which Megatron writes last, mark a folder as a ``torch_dist`` checkpoint. A run that resumes from
-an earlier iteration saves into folders that hold complete checkpoints. If such a save were killed, the old
-files would mark a mixture of old and new data as a checkpoint. They are therefore deleted before the save.
+can be loaded without its hints, under any strategy and owner map and in stock Megatron, which ignores them.
+All ranks save the same values.
 """
 
 import logging
@@ -33,8 +29,8 @@ from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
-# The order matters. If the save is killed between the two deletions, a load finds the second file, misses
-# the first one and fails.
+# Megatron writes these files last, and they mark a folder as a torch_dist checkpoint. The order matters: if a
+# save is killed between their deletions, a load finds the second file, misses the first one and fails.
 _MARKS = (".metadata", CONFIG_FNAME)
 
 
@@ -52,10 +48,7 @@ class OwnerHint:
         return None if all(lists is None for lists in stages) else {"stages": stages}
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
-        """Adopt a checkpoint's owner map. Every rank calls it.
-
-        No contents move, because experts are loaded afterwards, which fills every slot.
-        """
+        """Adopt a checkpoint's owner map. No contents move: experts are loaded afterwards into all slots."""
         group = parallel_state.get_pipeline_model_parallel_group()
         owners = fitting_owners(hint, metadata, self.slots.stage_owners(), group.rank(), group.size())
         if owners is not None:
@@ -72,7 +65,7 @@ class StrategyHint:
     slots: ExpertSlots
 
     def gather(self) -> dict[str, str]:
-        """Return the selected strategies by layer number (as text), for all pipeline stages. Collective."""
+        """Return the selected strategies by layer number (as text) of all stages. Collective."""
         named = {str(layer): self.strategy.selected(layer) for layer in self.slots.layer_numbers()}
         return {layer: name for stage in _of_all_stages(named) for layer, name in stage.items() if name}
 
@@ -137,13 +130,10 @@ def hints_of(strategy: Strategy, slots: ExpertSlots, runtime: MoERuntime) -> lis
 
 
 def wrap_checkpointing(checkpointing: Any, hints: list[CheckpointHint]) -> None:
-    """Wrap the functions of ``megatron.training.checkpointing`` that save and load.
-
-    Without hints, checkpoint formats that identify experts by position are possible.
-    """
+    """Wrap the functions of ``megatron.training.checkpointing`` that save and load."""
     wrap_save(checkpointing.dist_checkpointing)
     if not hints:
-        return
+        return  # Formats that identify experts by position are then possible.
 
     def generate_state_dict(generate: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         state = generate(args, *rest, **kwargs)
@@ -179,7 +169,11 @@ def take_or_log(hint: CheckpointHint, saved: Any, metadata: Mapping[str, Any]) -
 
 
 def wrap_save(dist_checkpointing: Any) -> None:
-    """Wrap ``save`` of ``megatron.core.dist_checkpointing``, so that it first deletes the two files."""
+    """Wrap ``save`` of ``megatron.core.dist_checkpointing``, so that it first deletes the marks.
+
+    A run that resumes from an earlier iteration saves into folders that hold complete checkpoints. If such a
+    save were killed, old marks would make a checkpoint of a mixture of old and new data.
+    """
 
     def save_with_new_marks(
         save: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
@@ -197,9 +191,7 @@ def wrap_save(dist_checkpointing: Any) -> None:
 def fitting_owners(
     hint: Any, metadata: Mapping[str, Any], stage: StageOwners | None, rank: int, num_stages: int
 ) -> OwnerMap | None:
-    """Return the owner map that a hint contains for this pipeline stage; ``None`` if it contains none.
-
-    ``stage`` has this run's owners of the pipeline stage, which is number ``rank`` of ``num_stages``.
+    """Return the owner map that a hint contains for stage ``rank``, whose present owners are ``stage``.
 
     Raises:
         ValueError: The hint comes from another layout or another model, or it is damaged.

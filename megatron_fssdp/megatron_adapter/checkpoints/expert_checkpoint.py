@@ -7,10 +7,9 @@ expert module and the rank. Here both come from the owner map::
                           the owner map puts in it     expert 5 of layer 1
                           it is saved under the name   expert 5 of layer 1
 
-Only layer and expert in the names and offsets of Megatron's entries are changed. Optimizer states follow,
-because Megatron finds them by the identity of the Parameters. If all layers of a decoder are alike, the layer
-is an axis of the stored tensor. Otherwise its number is a part of the key, which ``TransformerBlock`` and
-``HybridStack`` write later, so that a wrapper around them corrects it afterwards.
+Optimizer states follow, because Megatron finds them by the identity of the Parameters. If all layers of a
+decoder are alike, the layer is an axis of the stored tensor. Otherwise its number is a part of the key, which
+``TransformerBlock`` and ``HybridStack`` write later, so that a wrapper around them corrects it afterwards.
 """
 
 import re
@@ -35,10 +34,9 @@ _LOCAL_INDEX = re.compile(r"local_experts\.(\d+)\..*|.*\.(?:weight|bias|_extra_s
 
 
 def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
-    """Make an expert module's sharded state dict follow the owner map.
+    """Make the sharded state dict of a layer's experts follow the owner map, in which it has this index.
 
-    Call this when the layer of this index in the owner map is built. ``current`` returns the owners at the
-    time of a save or a load; without any, Megatron's even distribution applies.
+    ``current`` is asked at each save and load; without owners, Megatron's even distribution applies.
     """
     experts.sharded_state_dict = partial(_state_by_owner, experts, layer, current)
     _wrap_blocks()
@@ -58,7 +56,6 @@ def _state_by_owner(
     sharded_offsets: Any = (),
     metadata: Any = None,
 ) -> ShardedStateDict:
-    """Return the sharded state dict of an expert module, with every slot named after the expert in it."""
     state: ShardedStateDict = type(experts).sharded_state_dict(experts, prefix, sharded_offsets, metadata)
     stage, device = current(), experts.ep_group.rank()
     if stage is None or stage.owners.is_even:
@@ -72,7 +69,6 @@ def _state_by_owner(
     is_key = bool((metadata or {}).get("singleton_local_shards", False))
 
     def move(registered: int, layer_number: int, expert: int, entry: Any) -> Any:
-        """Give an entry the layer and the expert that are in its slot, where these are axes."""
         offset = list(entry.global_offset)
         if axes:
             offset[0] = layer_number - 1
@@ -109,7 +105,6 @@ def _build_and_move(build: Callable[..., Any], move: Callable[[Any], Any], *args
 def _block_state(
     stock: Any, block: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
 ) -> ShardedStateDict:
-    """Correct the layer number in the keys of experts that are in slots of another layer."""
     state, layers = stock(block, prefix, sharded_offsets, metadata), f"{prefix}layers."
     for entry in state.values():
         if (number := getattr(entry, _OWNER_LAYER, None)) is None:

@@ -19,10 +19,9 @@ _RESTORE = "call megatron_fssdp.restore_owners(model) on all ranks between two i
 
 
 def check_named_copies(experts: torch.nn.Module, layer: int, slots: ExpertSlots) -> None:
-    """Make an expert module refuse copies by name while names and contents of its slots do not agree.
+    """Make the experts of a layer of the owner map refuse copies by name while names and contents disagree.
 
-    ``layer`` is the module's index in the owner map of ``slots``. Megatron's own loading of a ``torch_dist``
-    checkpoint also uses the names, but it has put the right contents under them.
+    Megatron's own loading of a ``torch_dist`` checkpoint has put the right contents under the names.
     """
 
     def before_state_dict(module: Any, prefix: str, *_: Any) -> None:
@@ -54,11 +53,11 @@ def _refuse_moved(slots: ExpertSlots, what: str, prefix: str) -> None:
 
 
 def restore_owners(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
-    """Move all experts back to the places in which Megatron's names and local numbers mean them.
+    """Move all experts back to where Megatron's names mean them; return whether any moved on this stage.
 
     All ranks must call it between two iterations: after the optimizer step and before the next forward pass.
     Optimizer states travel too. The order lasts until the strategy's next re-shard. ``model`` is Megatron's,
-    or its chunks. Returns whether anything moved on this pipeline stage.
+    or its chunks.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     members = (getattr(module, "slots", None) for chunk in chunks for module in chunk.modules())

@@ -90,7 +90,7 @@ def _is_repaired(optimizer: Any) -> bool:
 
 
 def _start_empty_state(adam: torch.optim.Optimizer) -> None:
-    """Create the states with which Adam's first step begins, so that nothing else changes."""
+    # With these states, Adam's first step begins, so nothing else changes.
     for group in adam.param_groups:
         for parameter in group["params"]:
             device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")

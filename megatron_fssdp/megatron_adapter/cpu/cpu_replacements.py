@@ -1,7 +1,4 @@
-"""What CUDA's devices, streams and events, and a few functions of torch and Megatron, are on the CPU.
-
-A function whose first argument is the original one is called around it (:func:`.wrapped`).
-"""
+"""What CUDA's devices, streams and events, and a few functions of torch and Megatron, are on the CPU."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
-_IDENTITIES = (torch.Tensor.cuda, torch.Tensor.pin_memory)
-_CHANGED = frozenset({*_IDENTITIES, torch.Tensor.to, torch.Tensor.type})
+_IDENTITIES = (Tensor.cuda, Tensor.pin_memory)
+_CHANGED = frozenset({*_IDENTITIES, Tensor.to, Tensor.type})
 
 
 def _is_accelerator(device: object) -> bool:
@@ -35,9 +33,9 @@ class CpuDeviceMode(TorchFunctionMode):
             kwargs["device"] = _CPU
         if func in _IDENTITIES:
             return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _is_accelerator(args[1]):
+        if func is Tensor.to and len(args) > 1 and _is_accelerator(args[1]):
             args = (args[0], _CPU, *args[2:])
-        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        elif func is Tensor.type and len(args) == 1 and not kwargs:
             # Megatron's optimizers group parameters by this string. They compare it with
             # 'torch.cuda.FloatTensor' and similar names.
             return func(*args).replace("torch.", "torch.cuda.", 1)
@@ -47,7 +45,7 @@ class CpuDeviceMode(TorchFunctionMode):
 
 
 class FinishedStream:
-    """Replaces ``torch.cuda.Stream``: all work on this stream is done already, so nothing waits."""
+    """A ``torch.cuda.Stream`` whose work is always done, so nothing waits."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -57,12 +55,12 @@ class FinishedStream:
     wait_event = synchronize = wait_stream
 
     def record_event(self, event: "HostEvent | None" = None) -> "HostEvent":
-        """Return the event, or a new one if none is given. All work before it is done."""
+        """Return the event, or a new one."""
         return event or HostEvent()
 
 
 class HostEvent:
-    """Replaces ``torch.cuda.Event``: it records the time of the host, and nothing waits for it."""
+    """A ``torch.cuda.Event`` that records the time of the host, and for which nothing waits."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self._time_s = 0.0
@@ -77,7 +75,7 @@ class HostEvent:
     synchronize = wait
 
     def query(self) -> bool:
-        """Whether the work before the event is done; always true on the CPU."""
+        """All work before the event is done."""
         return True
 
     def elapsed_time(self, end: "HostEvent") -> float:
@@ -86,10 +84,9 @@ class HostEvent:
 
 
 def inside_the_device_mode(apply: Callable[..., Any], node: Any, *args: Any) -> Any:
-    """Run the Python code of a backward function inside :class:`CpuDeviceMode`.
+    """Run a backward function inside :class:`CpuDeviceMode`, which recomputed forward passes need.
 
     Torch removes a function mode while one of its own functions runs, such as ``torch.autograd.backward``.
-    Recomputed forward passes run inside it and need the mode.
     """
     if torch._C._len_torch_function_stack():
         return apply(node, *args)
@@ -98,22 +95,14 @@ def inside_the_device_mode(apply: Callable[..., Any], node: Any, *args: Any) -> 
 
 
 def without_device_ids(barrier: Any, *args: Any, device_ids: object = None, **kwargs: Any) -> Any:
-    """Run ``torch.distributed.barrier`` without the argument ``device_ids``, which only NCCL accepts."""
+    """Call ``torch.distributed.barrier`` without ``device_ids``, which only NCCL accepts."""
     return barrier(*args, **kwargs)
 
 
 def uneven_all_gather(
-    all_gather: Callable[..., Any],
-    tensor_list: list[torch.Tensor],
-    tensor: torch.Tensor,
-    group: Any = None,
-    async_op: bool = False,
+    all_gather: Any, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Accept tensors of different sizes, like NCCL.
-
-    In Megatron's expert tensor parallelism, every rank has another number of rows. gloo refuses them, but its
-    all-to-all does not.
-    """
+    """Accept tensors of different sizes, which expert tensor parallelism has, as NCCL does."""
     if async_op or _equal_sizes(tensor_list):
         return all_gather(tensor_list, tensor, group=group, async_op=async_op)
     sizes = [piece.numel() for piece in tensor_list]
@@ -127,8 +116,8 @@ def uneven_all_gather(
 
 def uneven_reduce_scatter(
     reduce_scatter: Callable[..., Any],
-    output: torch.Tensor,
-    input_list: list[torch.Tensor],
+    output: Tensor,
+    input_list: list[Tensor],
     op: Any = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
@@ -144,7 +133,7 @@ def uneven_reduce_scatter(
     return None
 
 
-def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
+def _equal_sizes(tensors: Sequence[Tensor]) -> bool:
     # All ranks have lists of the same sizes, so all of them take the same branch.
     return len({tensor.shape for tensor in tensors}) <= 1
 
@@ -155,10 +144,9 @@ def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def norm_under_sequence_parallelism(new: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build one of torch's norms also under sequence parallelism.
+    """Build one of torch's norms also under sequence parallelism, which Megatron refuses.
 
-    Megatron refuses it, although only the attribute ``sequence_parallel`` of their parameters is missing, by
-    which it sums the gradients over the tensor-parallel ranks.
+    Only an attribute of their parameters is missing, by which Megatron sums gradients over tensor ranks.
     """
     sequence_parallel, config.sequence_parallel = config.sequence_parallel, False
     try:
@@ -175,7 +163,7 @@ def attention_of_other_widths(
 ) -> None:
     """Build Megatron's attention also for the widths of multi-latent attention.
 
-    The class computes with any width, but takes that of its result from the config, as for ordinary heads.
+    The class computes with any width, but takes that of ordinary heads from the config.
     """
     build(attention, *args, **kwargs)
     if v_channels is not None:

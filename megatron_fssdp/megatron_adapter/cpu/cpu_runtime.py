@@ -1,11 +1,8 @@
 """Runs Megatron on CPU ranks over gloo, for laptops, tests and CI.
 
-Megatron assumes CUDA in many places. On a machine without an accelerator, or if ``MEGATRON_FSSDP_DEVICE=cpu``
-is set, :func:`install` gives these calls a meaning on the CPU.
-
-:class:`.CpuDeviceMode` replaces CUDA device arguments of all torch functions by the CPU, and :data:`_PATCHES`
-lists the attributes that are replaced, each with its reason. ``torch.cuda.is_available()`` stays or becomes
-``False``, because ``True`` breaks dynamo and ``torch.optim``.
+Megatron assumes CUDA in many places. :class:`.CpuDeviceMode` replaces CUDA device arguments of all torch
+functions by the CPU, and :data:`_PATCHES` lists the attributes that are replaced, each with its reason.
+``torch.cuda.is_available()`` stays or becomes ``False``, because ``True`` breaks dynamo and ``torch.optim``.
 """
 
 import functools
@@ -30,11 +27,10 @@ _installed = False
 
 
 def requested() -> bool:
-    """Whether this process should run Megatron on the CPU.
+    """Whether Megatron should run on the CPU: without an accelerator, or by ``MEGATRON_FSSDP_DEVICE=cpu``.
 
     Raises:
-        ConfigurationError: The environment variable ``MEGATRON_FSSDP_DEVICE`` names an unknown device, or one
-            that this machine does not have.
+        ConfigurationError: The variable names an unknown device, or one that this machine does not have.
     """
     asked = os.environ.get(DEVICE_VARIABLE, "").lower()
     if asked not in ("", "cpu", "cuda"):
@@ -139,7 +135,6 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "maybe_move_tensor_to_cpu": _always(replacements.move_to_host),  # it expects CUDA tensors
     },
     "megatron.core.transformer.torch_norm:WrappedTorchNorm": {
-        # It refuses sequence parallelism.
         "__new__": _around(replacements.norm_under_sequence_parallelism),
     },
     "megatron.core.transformer.dot_product_attention:DotProductAttention": {

@@ -40,11 +40,7 @@ _Fits = dict[CollectiveName, dict[LinkClass, FittedLink]]
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What is measured, and how often.
-
-    Raises:
-        ConfigurationError: A setting is outside its range.
-    """
+    """What is measured, and how often. A setting outside its range raises a ConfigurationError."""
 
     name: str  # of the cluster in its description
     num_nodes: int | None = None  # equal nodes of ranks, in rank order; None: torchrun's machines
@@ -66,7 +62,7 @@ class ProfileSettings:
             )
 
     def message_bytes(self) -> list[int]:
-        """Return the message sizes in bytes. Each is four times the previous one; the last is the largest."""
+        """Return the sizes of messages: each is four times the one before, and the last is the largest."""
         sizes = (self.least_bytes * 4**power for power in itertools.count())
         return [*itertools.takewhile(lambda size: size < self.most_bytes, sizes), self.most_bytes]
 
@@ -89,10 +85,7 @@ class ProfileSettings:
 def profile_cluster(settings: ProfileSettings, progress: Callable[[str], None]) -> ClusterDescription:
     """Measure the cluster. All ranks that torchrun started call this before a process group exists.
 
-    ``progress`` gets one line of text for each step, on rank 0. The description is equal on all ranks.
-
-    Raises:
-        ConfigurationError: These ranks cannot be measured; it is raised before any collective.
+    ``progress`` gets a line for each step, on rank 0. A ConfigurationError is raised before any collective.
     """
     world_size = int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -171,7 +164,7 @@ def measure_cluster(
 def _measure_links(
     settings: ProfileSettings, num_nodes: int, device: torch.device, say: Callable[[str], None]
 ) -> tuple[_Fits, FittedLink | None]:
-    """Measure all collectives on both classes of links, and a whole node's NICs; ``None`` for one node."""
+    """Return fits of all collectives by class of link, and of a node's NICs if there are several nodes."""
     everyone: Any = dist.group.WORLD
     ranks, per_node = range(dist.get_world_size()), dist.get_world_size() // num_nodes
     fits: _Fits = {name: {} for name in _NAMES}
@@ -234,7 +227,7 @@ def _lowest(value: float, device: torch.device) -> float:
 
 
 def _layer_shape(run: RunConfig | None, device: torch.device) -> LayerShape:
-    """Return the sizes of a run's MoE layer as one rank computes it under balanced load."""
+    # The sizes are those that one rank computes under balanced load.
     if run is None:
         return _GPU_SHAPE if device.type == "cuda" else _CPU_SHAPE
     model, num_samples = run.model, run.training.micro_batch_size

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from megatron_fssdp.config.run.sections import ParallelismArguments
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
-LEAST_FREE_BYTES = 1 << 30
-"""Less free space gives a note. A checkpoint of 75 million parameters takes about this many bytes."""
+LEAST_FREE_BYTES = 1 << 30  # Less gives a note. A checkpoint of 75 million parameters takes about as many.
 
 _SHOWN_PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "MEGATRON_FSSDP_")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH")
@@ -59,10 +58,7 @@ def shown_variables() -> Finding:
 
 
 def check_folder(path: Path, setting: str) -> Finding:
-    """Try to write to a folder for checkpoints, which ``setting`` names, or to the nearest one that exists.
-
-    No file is left behind, and a missing folder is not created.
-    """
+    """Try to write to a folder for checkpoints, which ``setting`` names, or to the nearest that exists."""
     name, nearest = "checkpoint folder", path.absolute()
     try:
         while not os.path.lexists(nearest):
@@ -114,7 +110,6 @@ def _backends(has_gpus: bool) -> list[Finding]:
 
 
 def _gpus(gpus: Gpus) -> Finding:
-    """Check which devices the ranks use by default."""
     import torch
 
     name, asked, visible = "GPUs", _asked(), os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip()
@@ -148,7 +143,6 @@ def _gpus(gpus: Gpus) -> Finding:
 
 
 def _topology(gpus: Gpus, parallelism: "ParallelismArguments | None") -> Finding:
-    """Check which nodes the strategies plan for."""
     name, started = "topology", _whole_number("WORLD_SIZE")
     found = f"1 node (this machine) of {f'{len(gpus.models)} GPUs' if gpus.models else 'CPU ranks'}"
     if started:
@@ -165,7 +159,6 @@ def _topology(gpus: Gpus, parallelism: "ParallelismArguments | None") -> Finding
 
 
 def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", device: str) -> Finding:
-    """Check whether a run's ranks, with its ``training.device``, fit on this machine."""
     name, num_ranks, started = "ranks", parallelism.nproc_per_node, _whole_number("WORLD_SIZE")
     if started not in (None, parallelism.world_size):
         return problem(

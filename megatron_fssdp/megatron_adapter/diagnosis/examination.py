@@ -1,12 +1,18 @@
-"""Runs all checks of a machine, in the order of the doctor's report."""
+"""Runs all checks of a machine for the doctor; those of Python, packages and planning kernels are here."""
 
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_fssdp.config.quiet_output import quiet_output
-from megatron_fssdp.megatron_adapter.diagnosis import packages
+from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.diagnosis.devices import (
     Gpus,
     check_devices,
@@ -14,9 +20,15 @@ from megatron_fssdp.megatron_adapter.diagnosis.devices import (
     look_at_gpus,
     shown_variables,
 )
-from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note
-from megatron_fssdp.megatron_adapter.diagnosis.packages import look_for
-from megatron_fssdp.megatron_adapter.support.broken_packages import TRANSFORMER_ENGINE, one_line
+from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, problem
+from megatron_fssdp.megatron_adapter.support import capabilities
+from megatron_fssdp.megatron_adapter.support.broken_packages import (
+    TRANSFORMER_ENGINE,
+    broken_package,
+    one_line,
+)
+from megatron_fssdp.megatron_adapter.support.capabilities import TESTED_VERSIONS, is_tested, pip_install
+from megatron_fssdp.planning.compiled_form import REBUILD, kernel_form
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.run.run_config import RunConfig
@@ -25,11 +37,9 @@ if TYPE_CHECKING:
 def examine_machine(
     run: "RunConfig | None" = None, folders: Sequence[tuple[str, Path]] = ()
 ) -> tuple[Finding, ...]:
-    """Run all checks that apply, in the order of the report; this imports torch and Megatron.
+    """Check this machine, and a run on it if there is one; this imports torch and Megatron.
 
-    Args:
-        run: Run to check on this machine; ``None`` checks the machine only.
-        folders: Setting or option that names a checkpoint folder, and the folder.
+    ``folders`` are checkpoint folders, each after the setting or option that names it.
     """
     with quiet_output():
         torch = look_for("torch", "torch")
@@ -40,13 +50,13 @@ def examine_machine(
             engine = replace(engine, error=megatron.error)
         gpus = look_at_gpus() if torch.works else Gpus()
         findings = [
-            packages.check_python(),
-            packages.check_torch(torch),
-            packages.check_megatron(megatron),
-            *packages.check_seams(megatron.works),
-            packages.check_transformer_engine(engine, bool(gpus.models)),
-            *packages.check_strategies(),
-            packages.check_kernels(),
+            _check_python(),
+            _check_torch(torch),
+            _check_megatron(megatron),
+            *check_seams(megatron.works),
+            _check_transformer_engine(engine, bool(gpus.models)),
+            *check_strategies(),
+            check_kernels(),
         ]
         if torch.works:
             findings += check_devices(gpus, run, engine.works)
@@ -65,3 +75,149 @@ def torch_report() -> str:
         return str(collect_env.get_pretty_env_info()).strip()
     except Exception as raised:  # torch may be missing or broken, which is a finding of its own
         return f"not available: {one_line(raised)}"
+
+
+@dataclass(frozen=True)
+class InstalledPackage:
+    """State of a package on this machine."""
+
+    version: str = "of unknown version"  # from the package itself, or else from pip
+    location: str = ""  # its folder; empty if it is not installed
+    error: str = ""  # from importing the package
+    broken_by: str = ""  # name of an optional package whose own code raised this error
+
+    @property
+    def works(self) -> bool:
+        """Whether it is installed and can be imported."""
+        return bool(self.location) and not self.error
+
+    def __str__(self) -> str:
+        # Megatron appends the commit of the repository around its folder, which need not be its own.
+        return f"{self.version.partition('+')[0]} ({self.location})"
+
+
+def look_for(package: str, distribution: str, part: str = "") -> InstalledPackage:
+    """Find a package by its names in an import and for pip, and import it or a part of it."""
+    location = error = broken_by = ""
+    try:
+        if spec := importlib.util.find_spec(package):  # This imports the parents of a dotted name.
+            location = next(iter(spec.submodule_search_locations or ()), os.path.dirname(spec.origin or ""))
+            importlib.import_module(part or package)
+    except Exception as raised:  # A broken installation may raise any error.
+        error, broken_by = one_line(raised), broken_package(raised) or ""
+    if not location:
+        return InstalledPackage()
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if version is None:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            version = InstalledPackage.version
+    return InstalledPackage(str(version), location, error, broken_by)
+
+
+def _check_python() -> Finding:
+    found, wanted = f"{platform.python_version()} ({sys.executable})", TESTED_VERSIONS["python"]
+    if is_tested("python", platform.python_version()):
+        return Finding("Python", found)
+    advice = f"wanted Python {wanted}: install it and create a new virtual environment with it"
+    return problem("Python", found, advice)
+
+
+def _check_torch(torch: InstalledPackage) -> Finding:
+    if not torch.works or is_tested("torch", torch.version):
+        return Finding("torch", torch.version) if torch.works else _unusable("torch", "torch", torch)
+    return problem("torch", torch.version, f"wanted torch {TESTED_VERSIONS['torch']}: {pip_install('torch')}")
+
+
+def _check_megatron(megatron: InstalledPackage) -> Finding:
+    name, distribution = "Megatron", "megatron-core"
+    if broken_by := megatron.broken_by:
+        found = f"{megatron} cannot be imported because of {broken_by}"
+        if broken_by == TRANSFORMER_ENGINE:  # its own finding is the problem, with the advice
+            return note(name, found)
+        return problem(name, f"{found}: {megatron.error}", _complete_or_none(broken_by))
+    if not megatron.works:
+        return _unusable(name, distribution, megatron)
+    if is_tested(distribution, megatron.version):
+        return Finding(name, str(megatron))
+    # This is only a note, because missing seams decide whether the release works.
+    advice = (
+        f"tested with {distribution} {TESTED_VERSIONS[distribution]}; another release may work if it has all "
+        f"seams: compare the first losses with those of --moe-strategy none, or {pip_install(distribution)}"
+    )
+    return note(name, str(megatron), advice)
+
+
+def _check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Finding:
+    name, distribution = TRANSFORMER_ENGINE, "transformer-engine"
+    if engine.error:
+        found = f"{engine} is installed, but cannot be imported: {engine.error}"
+        return problem(name, found, _complete_or_none(name))
+    if engine.location:
+        if is_tested(distribution, engine.version):
+            return Finding(name, engine.version)
+        advice = f"wanted {TESTED_VERSIONS[distribution]}: {pip_install(distribution)}"
+        return note(name, engine.version, advice)
+    if not has_gpus:
+        return Finding(name, "not installed; only needed on GPUs")
+    use = "if you want Megatron's fused layers, TEGroupedMLP or context parallelism"
+    return note(name, "not installed; optional", f"install it by NVIDIA's instructions {use}")
+
+
+def check_seams(has_megatron: bool) -> list[Finding]:
+    """Return a finding for the number of seams in the installed Megatron, and one for each missing seam."""
+    check, missing = "Megatron's seams", []
+    if not has_megatron:
+        return [note(check, "not checked, because Megatron cannot be imported")]
+    for seam in capabilities.SEAMS:
+        try:
+            reason = capabilities.absence(seam)
+        except Exception as raised:  # A module of Megatron may raise any error when it is imported.
+            reason = raised
+        if reason is None:
+            continue
+        name, found = f"seam {seam.path}", f"not in {seam.module} ({one_line(reason)})"
+        use = f"here the plugin {seam.purpose}, for {seam.needed_by}"
+        if seam.is_optional:
+            missing.append(note(name, found, f"{use}; other runs do not need it"))
+        else:
+            advice = f"no run starts without it: install a tested release: {pip_install('megatron-core')}"
+            missing.append(problem(name, found, f"{use}; {advice}"))
+    num = len(capabilities.SEAMS)
+    found = f"found {num - len(missing)} of {num} functions and classes that the plugin attaches to"
+    return [Finding(check, found), *missing]
+
+
+def check_strategies() -> list[Finding]:
+    """Return a finding for all installed strategies, and one for each that cannot be used."""
+    others = [f", {name} from {one.package}" for name, one in STRATEGIES.items() if one.package != SHIPPED]
+    findings = [Finding("strategies", f"{len(STRATEGIES) - len(others)} from {SHIPPED}{''.join(others)}")]
+    for broken in STRATEGIES.broken.values():
+        found = f"from {broken.package}, cannot be used: {broken.reason}"
+        advice = f"update the package, or remove it: pip uninstall {broken.package}; other strategies work"
+        findings.append(note(f"strategy {broken.name}", found, advice))
+    return findings
+
+
+def check_kernels() -> Finding:
+    """Say in which form planning kernels run; both forms give the same plans."""
+    name, form = "planning kernels", kernel_form()
+    if form == "compiled":
+        return Finding(name, form)
+    advice = "planning takes longer; install a C compiler and Python's headers, then install megatron-fssdp"
+    return note(name, form, f"{advice} again (in a checkout: {REBUILD})")
+
+
+def _complete_or_none(package: str) -> str:
+    return (
+        f"wanted a complete {package} or none: remove all its parts (pip list | grep -i -e transformer -e "
+        "apex, then pip uninstall them), or build it by NVIDIA's instructions for the installed torch"
+    )
+
+
+def _unusable(name: str, distribution: str, package: InstalledPackage) -> Finding:
+    if not package.location:
+        return problem(name, "not installed", pip_install(distribution))
+    advice = f"fix the cause that the message names, or install it again: {pip_install(distribution)}"
+    return problem(name, f"{package} cannot be imported: {package.error}", advice)

@@ -35,14 +35,11 @@ from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.limits import replace_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 
+# Switches of kernels that give the same results as Megatron's code without them.
 _NEED_A_GPU = (
-    "moe_grouped_gemm",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "use_flash_attn",
-    "tp_comm_overlap",
+    *("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"),
+    *("use_flash_attn", "tp_comm_overlap"),
 )
-"""Switches of kernels that give the same results as Megatron's code without them."""
 
 
 def check_arguments(
@@ -50,18 +47,10 @@ def check_arguments(
     world_size: int,
     *,
     on_cpu: bool,
-    ranks_here: int | None = None,
-    script_text: str = "",
+    ranks_here: int | None = None,  # None: they start on machines whose devices are not known here
+    script_text: str = "",  # source of the script, which may add arguments of its own
 ) -> None:
-    """Check the arguments of a training script as its ranks would, and what is missing on this machine.
-
-    Args:
-        words: The script's arguments.
-        world_size: Number of ranks.
-        on_cpu: Whether the ranks run on CPUs.
-        ranks_here: Number of ranks that start on this machine; None if they start on others, whose devices
-            and Megatron's own checks of them are not known here.
-        script_text: Source of a script that may add arguments of its own.
+    """Check the words of a training's command as its ranks would, and what is missing on this machine.
 
     Raises:
         ConfigurationError: The ranks would end with an error.
@@ -92,7 +81,7 @@ def check_arguments(
 
 
 def loaded_tokenizer(build: Callable[..., Any], args: Any, *rest: Any, **options: Any) -> Any:
-    """Build Megatron's tokenizer, or raise a ConfigurationError that names it."""
+    """Build Megatron's tokenizer, or raise an error that names it."""
     asked = f"--tokenizer-type {args.tokenizer_type} --tokenizer-model {args.tokenizer_model}"
     if args.tokenizer_type == "HuggingFaceTokenizer" and find_spec("transformers") is None:
         raise ConfigurationError(
@@ -167,11 +156,7 @@ def fit_to_cpu(args: Any) -> str:
 
 
 def requested_by(args: Any) -> RequestedStrategy:
-    """Return the strategy of parsed arguments, for which this rank has the right Megatron and model.
-
-    Raises:
-        ConfigurationError: A setting is wrong, or the strategy does not support the model or an argument.
-    """
+    """Return the strategy of parsed arguments; refuse a model or an argument that it does not support."""
     name = args.moe_strategy
     settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
     if not isinstance(settings, PlacementSettings):
@@ -187,7 +172,6 @@ def requested_by(args: Any) -> RequestedStrategy:
 
 
 def _validate(args: Any, on_cpu: bool) -> None:
-    """Run Megatron's own checks of the arguments and of the model's config, without their output."""
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
     if on_cpu:
         variables[cpu_runtime.DEVICE_VARIABLE] = "cpu"

@@ -20,11 +20,8 @@ USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy
 def launch(arguments: Sequence[str]) -> None:
     """Register the plugin, and then run a script with its arguments, like ``python SCRIPT.py ARGS…``.
 
-    The script is a path, or the name of one that comes with the package (``pretrain_gpt``; a file of such a
-    name is ``./pretrain_gpt``).
-
-    Raises:
-        SystemExit: The input is invalid. One line says why, and the exit code is 2.
+    The script is a path, or the name of one that comes with the package. Invalid input ends the process
+    by one line and exit code 2.
     """
     show_warnings_once()
     try:
@@ -37,8 +34,7 @@ def launch(arguments: Sequence[str]) -> None:
                 f"pretrain_gpt.py, or the name of one in the package ({', '.join(shipped_scripts())}); "
                 f"{USAGE}; for commands such as simulate: megatron-fssdp simulate --help"
             )
-        # Python does the same for a script: imports search the script's folder first, and sys.argv begins
-        # with the script.
+        # Python does the same for a script.
         sys.path.insert(0, str(script.resolve().parent))
         sys.argv = [str(script), *arguments[1:]]
 
@@ -73,8 +69,7 @@ def show_warnings_once() -> None:
 def report(error: ConfigurationError, to: TextIO | None = None) -> None:
     """Print one line for an error, by default to standard error.
 
-    Before process groups exist, all ranks get the same error and only rank 0 prints it. Afterwards every
-    rank prints its own.
+    Before process groups exist, all ranks get the same error and only rank 0 prints it.
     """
     import torch.distributed as dist
 

@@ -1,13 +1,8 @@
 """Layer specs for users who build models from megatron-core's specs.
 
-All layers of a model should share one session, which has the loads and counts the iterations. Each call
-without a session starts a new one. The functions that return specs share these arguments and errors::
-
-    strategy    name of a strategy; by default the one of the command line
-    settings    settings of the strategy, with the keys of its YAML file
-    session     existing session to use instead of a new one
-
-    ConfigurationError    no strategy is given, or the settings are invalid for it
+All layers of a model should share one session, which has the loads and counts the iterations. A call without
+a session starts one for ``strategy``, by default that of the command line, and its ``settings``, which have
+the keys of its YAML file. Without a strategy, or with invalid settings, it raises a ConfigurationError.
 
 Transformer Engine's modules are used by default if it is installed and the config, where there is one,
 requests it. Options are those of Megatron's functions.
@@ -35,11 +30,7 @@ from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 def start_session(strategy: str, settings: Mapping[str, Any] | None = None) -> StrategySession | None:
     """Start a session: one strategy for all layers of one model; ``None`` for the strategy ``none``.
 
-    The settings have the keys of the strategy's YAML file. On a machine without an accelerator, this also
-    makes Megatron run on the CPU, as ``register`` does. Call it before the model is built.
-
-    Raises:
-        ConfigurationError: The strategy is unknown, or the settings are invalid for it.
+    Call it before the model is built: as ``register``, it makes Megatron run on the CPU where it must.
     """
     check_seams(for_training=False)
     cpu_runtime.install()
@@ -55,7 +46,7 @@ def get_moe_module_spec(
     session: StrategySession | None = None,
     **options: Any,
 ) -> Any:
-    """Return Megatron's MoE module spec with a strategy: a builder for ``mlp`` of its transformer layer."""
+    """Return Megatron's MoE module spec with a strategy: a builder for ``mlp`` of a transformer layer."""
     session = _session(strategy, settings, session)
     use_te = HAVE_TE if use_te is None else use_te
     return _with_session(moe_module_specs.get_moe_module_spec(use_te=use_te, **options), session)
@@ -73,8 +64,7 @@ def get_gpt_decoder_block_spec(
 ) -> Any:
     """Return Megatron's GPT decoder block spec of this pipeline stage, with a strategy in its MoE layers.
 
-    It can be used as ``--spec megatron_fssdp get_gpt_decoder_block_spec``. The strategy is then the one of
-    ``--moe-strategy``. ``normalization`` and ``qk_l2_norm`` are those of the config by default. Call it after
+    It can be used as ``--spec megatron_fssdp get_gpt_decoder_block_spec``. Call it after
     ``parallel_state.initialize_model_parallel``, which knows the layers of this rank.
     """
     session = _session(strategy, settings, session)
@@ -97,11 +87,7 @@ def get_bert_layer_spec(
     settings: Mapping[str, Any] | None = None,
     session: StrategySession | None = None,
 ) -> Any:
-    """Return a spec for ``transformer_layer_spec`` of ``BertModel``, with a strategy in layers with experts.
-
-    Raises:
-        ConfigurationError: The model has no experts. For other errors, see the top of this module.
-    """
+    """Return a spec for ``transformer_layer_spec`` of a ``BertModel``, which must have experts."""
     if config.num_moe_experts is None:
         raise ConfigurationError(
             "spec: got a config without num_moe_experts, wanted a model with experts; set num_moe_experts"

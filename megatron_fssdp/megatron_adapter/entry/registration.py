@@ -1,7 +1,6 @@
 """Registers the plugin with Megatron's command line and training loop.
 
-This module wraps Megatron's functions for runs of a script, once, and states the reason for each. Only what
-layer specs and subclasses cannot change is wrapped.
+Only what layer specs and subclasses cannot change is wrapped, once.
 """
 
 import os
@@ -40,7 +39,7 @@ def requested_strategy() -> RequestedStrategy | None:
 
 
 def register(by_launcher: bool = False) -> None:
-    """Add the plugin to Megatron. Call this before Megatron parses its arguments.
+    """Add the plugin to Megatron, once. Call this before Megatron parses its arguments.
 
     A script that calls this may also run under the launcher: its call then changes nothing. Under
     ``--moe-strategy none``, the default, Megatron computes bitwise the same results as without the plugin,
@@ -50,7 +49,6 @@ def register(by_launcher: bool = False) -> None:
 
     Raises:
         ConfigurationError: The installed Megatron lacks a seam that the plugin needs.
-        RuntimeError: A script or the launcher called this twice.
     """
     global _registered_by
     if _registered_by == "launcher" and not by_launcher:
@@ -138,7 +136,7 @@ def check_started_as_rank() -> None:
 
 
 def _follow(requested: RequestedStrategy) -> None:
-    """Let Megatron build and save models with the requested strategy, of which there is one."""
+    """Let Megatron build and save models with the requested strategy."""
     global _requested
     _requested = requested
     if (session := requested.session) is None:

@@ -19,11 +19,7 @@ from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 @dataclass(frozen=True, eq=False)
 class StageOwners:
-    """Which device owns which expert of a pipeline stage.
-
-    Raises:
-        ValueError: The layer numbers do not match the layers of the owner map, or a number appears twice.
-    """
+    """Which device owns which expert of a pipeline stage."""
 
     owners: OwnerMap  # over the MoE layers of all model chunks of the stage
     layer_numbers: tuple[int, ...]  # Megatron's global ones, from 1; multi-token prediction comes last
@@ -36,21 +32,18 @@ class StageOwners:
             )
 
     def contents(self, device: int, layer: int) -> list[tuple[int, int]]:
-        """Return Megatron's layer number and the number of the expert in each slot of a device.
-
-        The slots are those that Megatron registered for this layer of the map.
-        """
+        """Return Megatron's layer number and the expert in each slot that a device registered for a layer."""
         local = self.owners.num_experts // self.owners.num_devices
         held = (self.owners.expert_in(device, layer * local + index) for index in range(local))
         return [(self.layer_numbers[index], expert) for index, expert in held]
 
     def as_lists(self) -> dict[str, Any]:
-        """Return plain lists of numbers for a checkpoint; :meth:`from_lists` is the inverse."""
+        """Return plain lists of numbers for a checkpoint."""
         return {"layer_numbers": list(self.layer_numbers), **self.owners.as_lists()}
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, Any]) -> "StageOwners":
-        """Rebuild the stage's owners from the result of :meth:`as_lists`."""
+        """Return the owners of which :meth:`as_lists` made lists."""
         return cls(OwnerMap.from_lists(lists), tuple(map(int, lists["layer_numbers"])))
 
 
@@ -79,11 +72,7 @@ class ExpertSlots:
         self._owners: OwnerMap | None = None
 
     def add_layer(self, layer: SlotLayer, experts: SlotExperts) -> int:
-        """Register a built layer, and return its index in the owner map.
-
-        Raises:
-            RuntimeError: Owners have moved already.
-        """
+        """Register a built layer before any owner moves, and return its index in the owner map."""
         if self._owners is not None:
             raise RuntimeError(
                 "MoE layer: got a layer that was built after a re-shard, wanted all layers before the first "
@@ -95,7 +84,7 @@ class ExpertSlots:
 
     @property
     def owners(self) -> OwnerMap:
-        """The current owner map. Before the first re-shard, it is Megatron's even distribution."""
+        """The current owner map; at first, it is Megatron's even distribution."""
         if self._owners is not None:
             return self._owners
         context = self.layers[0].context

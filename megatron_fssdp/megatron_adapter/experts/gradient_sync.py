@@ -40,8 +40,6 @@ _accumulating: set[torch.cuda.Stream] = set()  # Streams on which DDP adds gradi
 
 @dataclass
 class _Slot:
-    """What an attribute of a Parameter says about its gradient."""
-
     registered_in: SlotLayer  # the layer whose module has the Parameter
     layer: SlotLayer  # the layer whose expert the Parameter holds
     finish_gradients: Callable[[], None]
@@ -50,16 +48,11 @@ class _Slot:
 def take_over(
     parameters: Iterable[torch.nn.Parameter], layer: SlotLayer, finish_gradients: Callable[[], None]
 ) -> None:
-    """Declare that replicas add to the gradients of these Parameters.
+    """Declare that replicas add to the gradients of these Parameters of a layer's experts.
 
-    Parameters that DDP reduces together with the dense ones (expert parallelism of size 1) have no replicas,
-    and this function ignores them.
-
-    Args:
-        parameters: Parameters of experts.
-        layer: Layer of these experts.
-        finish_gradients: Function that completes the gradients of all layers. It is called before DDP reduces
-            them, on all ranks in the same order, and more than once in an iteration.
+    Those that DDP reduces together with the dense ones (expert parallelism of size 1) have no replicas and
+    are ignored. ``finish_gradients`` completes the gradients of all layers. It is called before DDP reduces
+    them, on all ranks in the same order, and more than once in an iteration.
     """
     layer.gradients.on_home = start_waiting
     for parameter in parameters:
@@ -150,12 +143,8 @@ def _slots(group: Any) -> list[_Slot]:
 
 
 def _is_home(group: Any) -> bool:
-    """Whether no layer of a bucket group misses gradients.
-
-    The interleaved schedule reduces a model chunk when its own backward passes are over. A Parameter that
-    holds an expert of another chunk gets its gradient later; only the end of all backward passes is late
-    enough.
-    """
+    # The interleaved schedule reduces a model chunk when its own backward passes are over. A Parameter that
+    # holds an expert of another chunk gets its gradient later; only the end of all passes is late enough.
     return all(
         slot.layer.gradients.is_home and _chunk(slot.layer) is _chunk(slot.registered_in)
         for slot in _slots(group)
@@ -163,7 +152,7 @@ def _is_home(group: Any) -> bool:
 
 
 def _chunk(layer: SlotLayer) -> SlotLayer:
-    """The first MoE layer of a layer's model chunk."""
+    # A model chunk is known by its first MoE layer.
     while not layer.is_first and layer.before is not None:
         layer = layer.before
     return layer

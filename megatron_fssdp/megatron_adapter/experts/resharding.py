@@ -81,10 +81,9 @@ class ExpertResharding:
 
     @torch.no_grad()
     def move(self, moves: Sequence[SlotMove], what: str, *, are_copies: bool = False) -> ReshardReport:
-        """Permute or copy contents of slots, equally on all ranks, and return what moved.
+        """Permute contents of slots, equally on all ranks; source slots keep contents that ``are_copies``.
 
-        ``what`` names the operation at errors, which are those of :meth:`execute`. If they ``are_copies``,
-        the source slots keep their contents.
+        ``what`` names the operation at errors, which are those of :meth:`execute`.
         """
         device = self.slots[0][0].device
         started_s = _synchronized_s(device)
@@ -111,20 +110,15 @@ class ExpertResharding:
 
 
 def _synchronized_s(device: torch.device) -> float:
-    """Return the current time in seconds, after all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def _finish_parameter_gathers(model_chunks: Sequence[Any]) -> None:
-    """Finish the all-gather of the experts' parameters if DDP overlaps it with the forward pass.
-
-    Before that, only the part of a Parameter that this rank's optimizer updates has the last step's values.
-    """
+    # If DDP overlaps the gather with the forward pass, only this rank's part of a Parameter has the values of
+    # the last step. In the first iteration and during evaluation, DDP has no hooks, and all are complete.
     for chunk in model_chunks:
-        # In the first iteration and during evaluation, DDP has removed the hooks and the parameters are
-        # complete.
         if not getattr(chunk, "remove_forward_pre_hook_handles", None):
             continue
         if chunk.overlap_param_gather_with_optimizer_step:

@@ -33,11 +33,8 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 class ResidentExperts:
     """Resident slots of a pipeline stage: replicas of experts with gradients and optimizer states.
 
-    ``step`` of Megatron's optimizer, which has loaded a checkpoint before, also steps the replicas.
-
-    Raises:
-        ConfigurationError: Experts are not trained, the optimizer is layer-wise, or an optimizer keeps a
-            state that cannot be copied.
+    ``step`` of Megatron's optimizer, which has loaded a checkpoint before, also steps the replicas. Frozen
+    experts, a layer-wise optimizer and states that cannot be copied are refused by a ConfigurationError.
     """
 
     def __init__(
@@ -121,12 +118,9 @@ class ResidentExperts:
         self._token_factor = None
 
     def hold(self, placements: Sequence[ExpertPlacement]) -> ReshardReport | None:
-        """Replace the replicas by those of each layer's placement, between iterations; all ranks call it.
+        """Replace the replicas by those of each layer's placement; all ranks call it between iterations.
 
-        It returns what was copied, or ``None`` if nothing changes.
-
-        Raises:
-            RuntimeError: The ranks got different placements.
+        It returns what was copied, or ``None`` if nothing changes. Ranks with other placements are an error.
         """
         digest = b"".join(placement.digest() for placement in placements)
         self._contents.agree_on(digest, "the placement of resident replicas")
@@ -145,11 +139,8 @@ class ResidentExperts:
         return report
 
     def _scale_and_note(self, scale_gradients: Callable[[Any], None], factor: float | torch.Tensor) -> None:
-        """Scale the model's gradients and keep the factor for the replicas.
-
-        Under ``--calculate-per-token-loss``, Megatron sums gradients over the data-parallel ranks and divides
-        the sums by the number of tokens, which it knows only after the last backward pass.
-        """
+        # Under --calculate-per-token-loss, Megatron sums gradients over the data-parallel ranks and divides
+        # the sums by the number of tokens, which it knows only after the last backward pass.
         self._token_factor = factor
         scale_gradients(factor)
 
@@ -177,7 +168,7 @@ class ResidentExperts:
         self._resident_optimizer.step_with_ready_grads()
 
     def _copy_settings(self) -> None:
-        """Copy learning rate, weight decay and other settings that change during a training."""
+        # Learning rate, weight decay and others change during a training.
         groups = {_identity(group): group for _, group in _groups(self._optimizer)}
         for _, group in _groups(self._resident_optimizer):
             settings = groups.get(_identity(group), {})
@@ -194,7 +185,7 @@ def _like(template: ExpertParameters) -> ExpertParameters:
 
 
 def _groups(optimizer: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield torch's optimizers inside Megatron's optimizer, with each of their parameter groups."""
+    """Yield the optimizers of torch inside Megatron's, with each of their parameter groups."""
     for member in members_of(optimizer):
         for group in member.optimizer.param_groups:
             yield member.optimizer, group
@@ -205,10 +196,8 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _start_states_like(model: Any, residents: Any) -> None:
-    """Create states of zeros, with the model's counters, for resident slots if the model has states already.
-
-    Muon leaves biases to Adam, so a parameter gets the states of a group with the same settings.
-    """
+    """If the model has states already, create those of resident slots: zeros, with the model's counters."""
+    # Muon leaves biases to Adam, so a parameter gets the states of a group with the same settings.
     examples: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for optimizer, group in _groups(model):
         for parameter in group["params"]:

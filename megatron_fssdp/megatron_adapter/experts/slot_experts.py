@@ -11,6 +11,7 @@ Shape letters: R rows that a rank receives, M model dimension, U slots of a devi
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,15 +20,12 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
 
 _LINEARS = ("linear_fc1", "linear_fc2")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 _blanks: dict[tuple[ExpertLayout, torch.device, tuple[bool, ...]], ExpertParameters] = {}
 
 
 def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
-    """Return the Parameters of each local expert of a module, in the order of ``ExpertParameters``.
-
-    Raises:
-        ConfigurationError: The module is neither ``SequentialMLP`` nor ``TEGroupedMLP``.
-    """
+    """Return the Parameters of each local expert of a module, in the order of ``ExpertParameters``."""
     if hasattr(experts, "local_experts"):
         places = [(_linears(mlp), "") for mlp in experts.local_experts]
     elif hasattr(getattr(experts, "linear_fc1", None), "weight0"):
@@ -52,10 +50,8 @@ def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
 class SlotExperts:
     """The forward pass of Megatron's expert module for the experts in the slots of this device.
 
-    The module is ``SequentialMLP``, or ``TEGroupedMLP`` with one weight tensor for each expert.
-
-    Raises:
-        ConfigurationError: The module stores its weights in another way.
+    The module is ``SequentialMLP``, or ``TEGroupedMLP`` with one weight tensor for each expert;
+    another one is a ConfigurationError.
     """
 
     def __init__(self, module: Any, num_experts: int) -> None:
@@ -78,8 +74,7 @@ class SlotExperts:
     def bind(self, parameters_U: Sequence[ExpertParameters | None], *, for_iteration: bool) -> None:
         """Compute with the Parameters of each slot of this device from now on; ``None`` for an empty slot.
 
-        ``for_iteration`` says that slots keep their contents for an iteration, so that weights may be
-        quantized once in it.
+        If they are ``for_iteration``, slots keep their contents, and weights may be quantized once in it.
         """
         if hasattr(self.module, "local_experts"):
             self._bind_sequential(parameters_U)
@@ -113,11 +108,7 @@ class SlotExperts:
             self._body._fused_ops = None  # They have the weights of before; the module builds them anew.
 
     def check_unchanged(self) -> None:
-        """Refuse what was done to the inside of Megatron's module since the layer was built.
-
-        Raises:
-            ConfigurationError: Linear layers or Parameters were wrapped or replaced, or hooks were added.
-        """
+        """Refuse, by a ConfigurationError, a module that was changed inside since the layer was built."""
         found = None
         if _structure_of(self.module) != self._structure:
             found = "linear layers that were wrapped or replaced (LoRA adapters, quantizers)"
@@ -139,17 +130,9 @@ class SlotExperts:
     ) -> tuple[torch.Tensor, None]:
         """Compute the slots' experts on their rows, as the forward pass of Megatron's module does.
 
-        The result depends on ``rows`` and ``probs`` also if all slots are empty. The autograd graphs of all
-        ranks therefore have the same collectives.
-
-        Args:
-            rows: Rows sorted by slot, ``[R, M]``.
-            tokens_per_expert: Number of rows of each slot, ``[U]``; the sum is R.
-            probs: Routing probability of each row, ``[R]``.
-            buffers: Further arguments of Megatron's module.
-
-        Returns:
-            Results of the rows, ``[R, M]``, and no bias.
+        Rows ``[R, M]`` are sorted by slot. There are ``tokens_per_expert`` ``[U]`` of each slot, and each has
+        a routing probability ``[R]``. The result is ``[R, M]``, and no bias. It depends on ``rows`` and
+        ``probs`` also if all slots are empty, so that the graphs of all ranks have the same collectives.
         """
         body = self._body
         if body.training != self.module.training:
@@ -164,7 +147,7 @@ class SlotExperts:
         return output, None
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the last backward pass has left (``--delay-wgrad-compute``)."""
+        """Compute the weight gradients that the last backward pass has left."""
         self._body.backward_dw()
         for parameter in self._body.parameters():
             if parameter.grad is not None:  # It was assigned, so the hooks of replicas have not been called.
@@ -172,7 +155,6 @@ class SlotExperts:
                     hook(parameter)
 
     def _mlp(self, parameters: Any) -> Any:
-        """The module of an expert: Megatron's own, or a copy that is bound to a replica's Parameters."""
         key = id(parameters[0])
         if key not in self._mlps:
             template = self.module.local_experts[0]
@@ -201,7 +183,6 @@ def _grouped_body(experts: Any, num_slots: int) -> Any:
 
 
 def _unbound(linear: Any) -> Any:
-    """A copy of a linear layer without weights."""
     copy = _like(linear)
     copy._parameters = {}
     # Megatron's own linear layers take main_grad in the forward pass, when replicas have none.
@@ -248,20 +229,14 @@ def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
 
 
 def _foreign_hooks(experts: Any) -> Iterator[str]:
-    """Names of the hooks inside of an expert module that neither Megatron nor Transformer Engine put there.
-
-    Megatron's DDP has a hook on every module. Hooks of the whole module see the rows of all of its experts.
-    """
+    """Names of hooks inside of an expert module that neither Megatron nor Transformer Engine put there."""
     for module in experts.modules():
-        if module is experts:
+        if module is experts:  # Its hooks see the rows of all of its experts.
             continue
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            for hook in hooks.values():
-                if (getattr(hook, "__module__", None) or "").split(".")[0] not in (
-                    "megatron",
-                    "transformer_engine",
-                ):
-                    yield getattr(hook, "__qualname__", None) or type(hook).__name__
+        for hook in chain.from_iterable(getattr(module, table).values() for table in _HOOKS):
+            origin = (getattr(hook, "__module__", None) or "").partition(".")[0]
+            if origin not in ("megatron", "transformer_engine"):  # Megatron's DDP has a hook on every module.
+                yield getattr(hook, "__qualname__", None) or type(hook).__name__
 
 
 def _linears(module: Any) -> list[Any]:

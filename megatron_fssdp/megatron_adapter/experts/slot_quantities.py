@@ -74,14 +74,10 @@ class PartedQuantity:
                     yield part[first - offset : last - offset], row_Q[first - start : last - start]
 
 
+# What a rank found in its slots, by name; different values of one name are an error, and so is a "problem".
 Facts = set[tuple[str, Any]]
-"""What a rank found in its slots, by name; different values of one name are an error.
-
-``problem`` says why its slots cannot be exchanged.
-"""
-
+# Of every trained Parameter: begin and end of the rank's part, and elements of the whole Parameter.
 Ranges = tuple[tuple[int, int, int], ...]
-"""For every trained Parameter: begin and end of the rank's part, and elements of the whole Parameter."""
 
 
 def slot_quantities(
@@ -90,9 +86,9 @@ def slot_quantities(
     expert_parallel: dist.ProcessGroup,
     expert_data_parallel: dist.ProcessGroup,
 ) -> list[PartedQuantity]:
-    """Return everything that travels with an expert: parameters, master weights and optimizer states.
+    """Return everything that travels with an expert: parameters, master weights and optimizer states, if any.
 
-    All ranks of both groups must call it. Before the first optimizer step there are no optimizer states.
+    All ranks of both groups must call it.
 
     Raises:
         ConfigurationError: The slots are not interchangeable, or an optimizer keeps a state that cannot be
@@ -141,7 +137,6 @@ def _problems_of_parts(copies: Sequence[Ranges]) -> Iterator[str]:
 
 
 def _conflict(facts: Facts) -> str | None:
-    """Why slots in which this was found cannot be exchanged; equal on all ranks."""
     values: dict[str, list[str]] = {}
     for name, value in sorted(facts, key=repr):
         values.setdefault(name, []).append(str(value))

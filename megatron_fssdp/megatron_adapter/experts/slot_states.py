@@ -55,11 +55,7 @@ class _Entry(NamedTuple):
 
 
 def parameter_states(slots: Sequence[ExpertParameters], optimizer: Any) -> list[list[ParameterState]]:
-    """Return what this rank holds of every Parameter of every slot. It does not communicate.
-
-    Raises:
-        ConfigurationError: This module cannot move the contents of an optimizer or of a state.
-    """
+    """Return what this rank holds of every Parameter of every slot; refuse states that cannot be moved."""
     members = list(members_of(optimizer))
     entries = {parameter: entry for member in members for parameter, entry in _entries(member)}
     if is_layer_wise(optimizer):
@@ -88,11 +84,8 @@ def is_layer_wise(optimizer: Any) -> bool:
 def sharing_group(
     slots: Sequence[ExpertParameters], optimizer: Any, expert_data_parallel: dist.ProcessGroup
 ) -> dist.ProcessGroup:
-    """Return the group whose ranks together hold the optimizer states of this rank's experts once.
-
-    With several instances of the distributed optimizer, each instance has all states, and its ranks are a
-    part of the expert-data-parallel group.
-    """
+    """Return the group whose ranks together hold the optimizer states of this rank's experts once."""
+    # Of several instances of the distributed optimizer, each has all states on a part of the ranks.
     for member in members_of(optimizer):
         buffers = member.buffers if type(member) is DistributedOptimizer and slots else ()
         if any(slots[0][0] in buffer.param_to_bucket for buffer in buffers):

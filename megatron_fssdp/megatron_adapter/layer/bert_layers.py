@@ -1,7 +1,6 @@
 """Adds experts to Megatron's BERT, whose layer specs have no experts and which ignores ``--num-experts``.
 
-``BertModel`` takes one spec for all its layers. A layer therefore decides by its number whether it has
-experts.
+``BertModel`` takes one spec for all layers, so a layer decides by its number whether it has experts.
 """
 
 import dataclasses
@@ -30,8 +29,8 @@ from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 logger = logging.getLogger(__name__)
 
+# The prefix, in checkpoints, of a dense layer's norm that is a part of the first linear layer.
 _FUSED_NORM = "pre_mlp_layernorm."
-"""Key prefix in checkpoints of a dense layer's norm that is a part of the first linear layer."""
 
 
 class BertLayer(TransformerLayer):
@@ -64,9 +63,8 @@ class BertLayer(TransformerLayer):
 def with_experts(spec: ModuleSpec, config: Any) -> ModuleSpec:
     """Return a spec of BERT's layers with Megatron's MoE layer in the layers that have experts.
 
-    Attention with its mask, norms and dropout stay as in the given spec of a dense layer. Experts are built
-    as in Megatron's GPT specs, of local or Transformer Engine modules as in the given spec. This is returned
-    unchanged if the model has no experts, or if its feed-forward layer is not Megatron's.
+    Experts are built as in Megatron's GPT specs, and all else as in the given spec of a dense layer. This is
+    returned unchanged if the model has no experts, or if its feed-forward layer is not Megatron's.
     """
     dense = spec.submodules
     is_dense = isinstance(dense.mlp, partial) and dense.mlp.func == MLP.as_mlp_submodule
@@ -89,11 +87,7 @@ def with_experts(spec: ModuleSpec, config: Any) -> ModuleSpec:
 
 
 def stock_spec(use_transformer_engine: bool) -> ModuleSpec:
-    """Return Megatron's own spec of a dense BERT layer, of local or Transformer Engine's modules.
-
-    Raises:
-        ConfigurationError: Transformer Engine is requested and not installed.
-    """
+    """Return Megatron's own spec of a dense BERT layer; Transformer Engine must be installed for its own."""
     if not use_transformer_engine:
         return bert_layer_specs.bert_layer_local_spec
     if not HAVE_TE:
@@ -105,18 +99,15 @@ def stock_spec(use_transformer_engine: bool) -> ModuleSpec:
 
 
 def install() -> None:
-    """Make every ``BertModel`` obey ``--num-experts``.
+    """Make every ``BertModel`` obey ``--num-experts``."""
 
-    The constructor of the model is wrapped and not the function that makes the spec. Scripts import
-    Megatron's specs by name, maybe before the plugin is registered. A model without experts is not changed.
-    """
-
+    # Scripts import Megatron's specs by name, maybe before the plugin is registered, so the model is wrapped.
     def build_with_experts(
         build: Any,
         self: Any,
         config: Any,
         num_tokentypes: int,
-        transformer_layer_spec: Any,
+        transformer_layer_spec: Any,  # Megatron may pass it by its name.
         *args: Any,
         **more: Any,
     ) -> None:
@@ -135,6 +126,6 @@ def install() -> None:
 
 
 def _has_experts(config: Any, layer: int) -> bool:
-    """Whether a layer, counted from 0 over all pipeline stages, has experts by Megatron's rule for GPT."""
+    # Megatron's rule for GPT; layers count from 0 over all pipeline stages.
     frequency = config.moe_layer_freq
     return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])

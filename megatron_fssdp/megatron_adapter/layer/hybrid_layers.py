@@ -1,8 +1,7 @@
 """The strategy's layer in Megatron's hybrid models, in which Mamba, attention and experts alternate.
 
-Their spec holds Megatron's MoE layer from the moment at which its module is imported, so the layer is
-replaced in the spec itself. Multi-token prediction of these models repeats a pattern of layers whose numbers
-start at 1 again, and Megatron 0.19 does not tell an MoE layer that it belongs there.
+Multi-token prediction of these models repeats a pattern of layers whose numbers start at 1 again, and
+Megatron 0.19 does not tell an MoE layer that it belongs there.
 """
 
 import inspect
@@ -20,10 +19,7 @@ _before: ContextVar[int | None] = ContextVar("layers of multi-token prediction b
 
 
 def numbers_before() -> int | None:
-    """Return how many layers of multi-token prediction come before the pattern that is being built.
-
-    It is ``None`` unless a layer of multi-token prediction is being built.
-    """
+    """Layers of multi-token prediction before the pattern that is being built; ``None`` outside of them."""
     return _before.get()
 
 
@@ -37,7 +33,7 @@ def with_layer(mlp: Any, layer: Any) -> Any:
 
 def install(layer: Any) -> None:
     """Build ``layer`` instead of ``MoELayer`` in hybrid models, and number layers of their prediction."""
-    # If the module is imported later, its spec looks up the strategy's layer itself.
+    # The spec has Megatron's layer since its import; if it is imported later, it finds the strategy's layer.
     if (module := sys.modules.get("megatron.core.models.hybrid.hybrid_layer_specs")) is not None:
         submodules = module.hybrid_stack_spec.submodules.moe_layer.submodules
         submodules.mlp = with_layer(submodules.mlp, layer)

@@ -1,10 +1,12 @@
-"""Megatron's MoE layer with experts in slots.
+"""Megatron's MoE layer with experts in slots, and the hooks of the transformer layer around it.
 
 Router, dispatcher, experts, shared experts, latent projections, recompute, CUDA graphs and checkpoint keys
 are Megatron's. This class builds the dispatcher for slots instead of experts, remaps the routing, lets the
 experts compute what is in the slots, and calls the runtime where weights and gradients of replicas travel.
 """
 
+from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
 from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
@@ -25,19 +28,19 @@ from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatche
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import TopologyAwareTopK, install_gate
 from megatron_fssdp.megatron_adapter.support.limits import Facts, slot_multiple
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 
 class StrategyMoELayer(MoELayer):
     """An MoE layer whose experts are placed by a strategy.
 
-    It is built from a layer spec like Megatron's own layer, with one more argument, ``session``. Its public
-    methods are Megatron's steps of a forward pass, in this order; ``combine`` stays Megatron's own.
-
-    Raises:
-        ConfigurationError: The config has a feature that the strategy does not support.
+    It is built like Megatron's own layer, with one more argument, ``session``. Its public methods are
+    Megatron's steps of a forward pass, in this order; ``combine`` stays Megatron's own.
     """
 
     def __init__(
@@ -63,12 +66,8 @@ class StrategyMoELayer(MoELayer):
             self.ep_group, pg_collection.expt_tp, getattr(pg_collection, "tp_ep", None)
         )
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
-        context = LayerContext(
-            self._global_number(),
-            owner_E,
-            groups.topology,
-            shares_evenly=Facts(config)["captures_preprocess"],
-        )
+        shares_evenly = Facts(config)["captures_preprocess"]
+        context = LayerContext(self._global_number(), owner_E, groups.topology, shares_evenly=shares_evenly)
         self.slot_layer = session.runtime.add_layer(
             context,
             groups,
@@ -123,7 +122,6 @@ class StrategyMoELayer(MoELayer):
             self._session.slots.await_parameters(self._index)
 
     def _bind(self, one: SlotPass) -> None:
-        """Let dispatcher and experts work with the slots of a pass."""
         iteration = self._session.runtime.clock.iteration
         if iteration is None or iteration != self._checked_in:
             self._slot_experts.check_unchanged()
@@ -171,7 +169,6 @@ class StrategyMoELayer(MoELayer):
     def _compute(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, **buffers: Any
     ) -> tuple[torch.Tensor, None]:
-        """The forward pass of the expert module, see :class:`SlotExperts`."""
         layer = self.slot_layer
         in_steps = getattr(self.token_dispatcher, "compute_in_steps", None)
         if in_steps is not None:
@@ -188,3 +185,49 @@ class StrategyMoELayer(MoELayer):
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """End the pass; the next layer's SparseAllGather starts."""
         return self.slot_layer.finish(super().postprocess(output, shared_expert_output))
+
+
+def install_launch_hooks(model: Iterable[torch.nn.Module]) -> None:
+    """Add a forward pre-hook to the transformer layers of the model chunks that contain our MoE layers.
+
+    The first one of a chunk starts its gather, and all mark points of clocks. If CUDA graphs of attention
+    bypass this hook, the gather starts with the dispatch instead. If the device has one queue for the kernels
+    of all streams, each part of attention also gets a hook, at which transfers issue their next messages.
+    """
+    for chunk in model:
+        first = True
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer) and isinstance(module.mlp, StrategyMoELayer):
+                _hook(module, module.mlp, first)
+                first = False
+
+
+def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
+    slots = moe.slot_layer
+    slots.is_first = first
+
+    def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if not is_graph_capturing():
+            slots.mark(hidden, "other", None)
+            if first and not in_backward():
+                slots.launch(hidden)
+
+    if layer.config.overlap_moe_expert_parallel_comm:
+        # The combined schedule calls the parts of the layer and not the layer, so that its hooks do not run.
+        # Attention is its first part, and the layer's forward pass begins with the same method.
+        def begin_and_attend(attention: Any, *args: Any, **kwargs: Any) -> Any:
+            begin(layer, args, kwargs)
+            return attention(*args, **kwargs)
+
+        wrap(layer, "_forward_attention", begin_and_attend)
+    else:
+        layer.register_forward_pre_hook(begin, with_kwargs=True)
+    if slots.groups.one_queue:
+        for part in layer.self_attention.children():
+            part.register_forward_hook(partial(_advance, slots))
+
+
+def _advance(slots: SlotLayer, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    outputs = output if isinstance(output, tuple) else (output,)
+    slots.advance_transfers(next((one for one in outputs if isinstance(one, torch.Tensor)), None))

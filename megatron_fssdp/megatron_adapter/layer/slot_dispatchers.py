@@ -76,7 +76,7 @@ class SlotDispatchers:
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> Any:
         """Run the gate where tensor-parallel ranks have the same tokens, on those that this rank dispatches.
 
-        The input of the layer is ``[sequence, batch, M]``, the mask of padding tokens ``[sequence, batch]``.
+        The input is ``[sequence, batch, M]``, the mask of padding tokens ``[sequence, batch]``.
         """
         slot_layer = self._layer.slot_layer
         slot_layer.plan_iteration()

@@ -1,7 +1,4 @@
-"""The requested strategy, and the runtime and process groups that the layers of a model share.
-
-SparseAllGather and SparseReduceScatter have a process group of their own. On GPUs it has options of NCCL.
-"""
+"""The requested strategy, and the runtime and process groups that the layers of a model share."""
 
 import os
 from dataclasses import dataclass
@@ -15,11 +12,7 @@ from megatron.core import parallel_state
 from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.config.loading import load_yaml
-from megatron_fssdp.config.strategy.strategy_settings import (
-    PlacementSettings,
-    StrategySettings,
-    checks_plans,
-)
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings, checks_plans
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.support.limits import Facts, check_limits
@@ -28,19 +21,16 @@ from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.registry import build_strategy
 
+# Name of the group of transfers in Megatron's file of NCCL options (--nccl-communicator-config-path).
 SHORT_NAME = "fssdp"
-"""Name of the group in Megatron's file of NCCL options (``--nccl-communicator-config-path``)."""
-
-# Transfers run beside compute, and Megatron's documentation recommends streams of high priority for this:
-# their kernels are scheduled before those of the compute. All other options are NCCL's defaults.
+# Transfers run beside compute. On streams of high priority, their kernels are scheduled first.
 DEFAULT_OPTIONS = {"is_high_priority_stream": True}
 
 
 class StrategySession:
-    """One strategy for one model, with its settings and the runtime that all layers share.
+    """One strategy but ``none`` for one model, with its settings and the runtime that all layers share.
 
-    Layer specs carry it to the layers. The time-out and the NCCL options are those of the process groups that
-    the session creates. The strategy ``none`` has no session.
+    Layer specs carry it to the layers. Time-out and NCCL options are those of the groups that it creates.
     """
 
     def __init__(
@@ -72,14 +62,13 @@ class StrategySession:
     ) -> ExpertGroups:
         """Return the process groups of a layer. The first call for a group is collective over its ranks.
 
-        ``expert_tensor_parallel`` has the ranks that share each expert, and ``everyone`` all ranks in the
-        expert-parallel groups of these ranks.
+        ``everyone`` are all ranks in the expert-parallel groups of the ranks that share an expert.
         """
         if expert_parallel.group_name in self._groups:
             return self._groups[expert_parallel.group_name]
         transfers = None
-        # Layers can have replicas, also if auto selects a strategy with replicas later. Transfers run beside
-        # the dispatch, so they need their own process group.
+        # Transfers run beside the dispatch, so they need their own process group. Layers can have replicas
+        # also if auto selects a strategy with replicas later.
         strategy = self.strategy
         has_transfers = strategy.overlaps or strategy.selects or strategy.may_replicate(1)
         if has_transfers and expert_parallel.size() > 1:
@@ -118,7 +107,7 @@ class RequestedStrategy:
 
 
 def nccl_options(args: Any) -> dict[str, Any]:
-    """Return the transfer group's NCCL options, with those of the file that Megatron's arguments name."""
+    """Return the transfer group's NCCL options, also of the file that Megatron's arguments name."""
     path = args.nccl_communicator_config_path
     return DEFAULT_OPTIONS | ((load_yaml(path).get(SHORT_NAME) if path else None) or {})
 
@@ -129,11 +118,8 @@ def create_transfer_group(
     """Create a second process group of the expert-parallel ranks, and connect them; collective over them.
 
     Megatron's function creates it, because Megatron may change the time-outs of all groups that it has
-    created. Without a time-out, the group has torch's default.
-
-    Where the default group is bound to a device, torch would split the default group's communicator, and all
-    ranks of the training would have to take part. So it counts as unbound while the group is created, and
-    NCCL makes a communicator of its own.
+    created. Where the default group is bound to a device, torch would split the default group's communicator,
+    and all ranks of the training would have to take part. So it counts as unbound meanwhile.
     """
     everyone: Any = dist.group.WORLD
     on_nccl = dist.get_backend(expert_parallel) == "nccl"

@@ -1,8 +1,7 @@
 """FasterMoE's topology-aware gate in Megatron's router (FasterMoE, §4.3).
 
-For debugging, Megatron's router can take the experts of each token from a recorded routing. The gate uses
-this extension point (``router_replay``). Scores, probabilities, auxiliary losses, capacities and expert
-biases therefore stay Megatron's own.
+The gate uses ``router_replay``, by which Megatron's router can take recorded experts for debugging. Scores,
+probabilities, auxiliary losses, capacities and expert biases therefore stay Megatron's own.
 
 Shape letters: T tokens, E experts, K choices per token.
 """
@@ -34,10 +33,7 @@ class TopologyAwareTopK:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, *_groups: Any, **_more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores ``[T, K]`` and indices, int64 ``[T, K]``, of each token's experts for the router.
-
-        It gives the scores by which it selects, ``[T, E]``, and the number of experts per token, K.
-        """
+        """Return scores and indices (int64) of each token's experts, ``[T, K]``, from scores ``[T, E]``."""
         node_D = np.asarray(self.topology.node_of_device)
         is_near_E = torch.from_numpy(node_D[self.owner_E] == node_D[self.device]).to(scores.device)
         fit = scores.detach().float()
@@ -49,11 +45,7 @@ class TopologyAwareTopK:
 
 
 def install_gate(router: Any, gate: TopologyAwareTopK) -> None:
-    """Install the topology-aware gate in a router: Megatron's ``TopKRouter`` of one layer.
-
-    Raises:
-        ConfigurationError: The experts of a node are fewer than the experts of a token.
-    """
+    """Install the gate in Megatron's ``TopKRouter``; a node with too few experts is a ConfigurationError."""
     config = router.config
     node_D = np.asarray(gate.topology.node_of_device)
     per_node = np.bincount(node_D[gate.owner_E], minlength=gate.topology.num_nodes)
@@ -72,21 +64,12 @@ def install_gate(router: Any, gate: TopologyAwareTopK) -> None:
 def select_experts(
     fit_TE: torch.Tensor, top_k: int, is_near_E: torch.Tensor, most_leaving: int
 ) -> torch.Tensor:
-    """Select the experts of every token so that only few tokens leave the node.
+    """Return each token's experts in order of selection, int64 ``[T, K]``; only few tokens leave the node.
 
     A token wants to leave if its best expert is in another node. Of these tokens, the ``most_leaving`` with
     the highest fit leave. Ties go to the lower expert and the lower token. The K experts of a token are
     selected one after another, and the limit holds for each of these selections. A token that may not leave
-    takes the best expert of this rank's node that is left.
-
-    Args:
-        fit_TE: How well every expert fits every token, ``[T, E]``; comparable between tokens.
-        top_k: Number of experts that a token selects, K, at least 1.
-        is_near_E: Whether an expert's owner is in this rank's node, bool ``[E]``; at least K are.
-        most_leaving: Most tokens that may leave the node.
-
-    Returns:
-        Experts of each token in the order of selection, int64 ``[T, K]``.
+    takes the best expert that is left with an owner in this rank's node (``is_near_E``, at least K).
     """
     is_taken_TE = torch.zeros_like(fit_TE, dtype=torch.bool)
     selections = []

@@ -34,7 +34,7 @@ def broken_package(error: BaseException) -> str | None:
 
 
 def broken_package_message(error: BaseException) -> str | None:
-    """Return one line about :func:`broken_package`: what was found, what is wanted, and the next step."""
+    """Return one line about :func:`broken_package`, with the next step."""
     if (name := broken_package(error)) is None:
         return None
     return (

@@ -14,13 +14,13 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_fssdp.config.errors import ConfigurationError
 
+# For pip. pyproject.toml repeats them, and a test compares.
 TESTED_VERSIONS = {
     "python": ">=3.12",
     "torch": ">=2.6",
     "megatron-core": ">=0.19,<0.21",
     "transformer-engine": ">=2.1",
 }
-"""Tested versions of each distribution, for pip. ``pyproject.toml`` repeats them, and a test compares."""
 
 
 def is_tested(distribution: str, version: str) -> bool:
@@ -153,11 +153,7 @@ def absence(seam: Seam) -> Exception | None:
 
 
 def check_seams(*, for_training: bool) -> None:
-    """Raise unless Megatron has all seams: those of megatron-core, and those of its training loop.
-
-    Raises:
-        ConfigurationError: A seam is missing, or megatron-core is not installed.
-    """
+    """Raise a ConfigurationError unless Megatron has all seams, also those of its training loop if asked."""
     for seam in SEAMS:
         if seam.is_optional or not (for_training or seam.module.startswith("megatron.core.")):
             continue

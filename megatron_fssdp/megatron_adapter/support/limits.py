@@ -249,17 +249,12 @@ REPLACEMENTS = (("dist_ckpt_optim_fully_reshardable", True), ("ckpt_assume_const
 
 
 def is_met(condition: CodeType, facts: Facts) -> bool:
-    """Whether facts meet a limit's condition."""
+    """Whether a limit's condition is true."""
     return bool(eval(condition, {}, facts))
 
 
 def check_limits(name: str, strategy: Strategy, settings: Any) -> None:
-    """Refuse Megatron's arguments or a ``TransformerConfig`` that the strategy of this name cannot serve.
-
-    Raises:
-        ConfigurationError: The settings ask for a refused feature, or their numbers of experts, devices,
-            slots and tokens do not fit each other or the strategy.
-    """
+    """Refuse, by a ConfigurationError, settings of a model that the strategy of this name cannot serve."""
     facts, who = Facts(settings, strategy), f"--moe-strategy {name}"
     for what, condition, advice in (*EVERY, *SOME):
         if is_met(condition, facts):
@@ -296,10 +291,7 @@ def check_limits(name: str, strategy: Strategy, settings: Any) -> None:
 
 
 def replace_checkpoint_arguments(who: str, args: Any) -> None:
-    """Replace parsed arguments that cannot save moved experts (:data:`REPLACED`), in place.
-
-    Rank 0 logs one line for each, which starts with ``who``, the strategy.
-    """
+    """Replace parsed arguments that cannot save moved experts (:data:`REPLACED`); rank 0 logs each."""
     for (what, condition, effect), (name, new) in zip(REPLACED, REPLACEMENTS, strict=False):
         if is_met(condition, Facts(args)):
             setattr(args, name, new)
@@ -311,9 +303,6 @@ def check_slots(config: Any, num_slots: int, num_devices: int, others: Collectio
     """Refuse a device's number of slots with which the back end of Megatron's flex dispatcher would fail.
 
     ``others`` are the numbers of slots with which other dispatchers of the process were built.
-
-    Raises:
-        ConfigurationError: The back end cannot have so many slots.
     """
     facts, wanted = Facts(config), ""
     num_ranks = num_devices * facts["parts"]

@@ -15,11 +15,7 @@ def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Top
 
     ``declared_nodes`` equal nodes divide all ranks in rank order, so that four ranks on one machine can be
     treated as two nodes. Otherwise, the variables that torchrun sets on each node decide, and host names if
-    they are not set. A collective over the group gathers them, because nodes may have different numbers of
-    ranks, and then no rank alone knows the nodes of the others.
-
-    Raises:
-        ConfigurationError: The number of ranks is not a multiple of ``declared_nodes``.
+    they are not set. A collective over the group gathers them, because nodes may have different sizes.
     """
     ranks = dist.get_process_group_ranks(group)
     if declared_nodes is not None:

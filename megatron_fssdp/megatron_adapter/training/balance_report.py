@@ -18,14 +18,13 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_p
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 60.0
-"""Seconds between two lines during a training: often enough to see a trend, too seldom to fill a log."""
+INTERVAL_S = 60.0  # between two lines: often enough to see a trend, too seldom to fill a log
 
 
 class BalanceReport:
-    """The loads of a pipeline stage's layers under their last plans, and the waits of all iterations.
+    """The loads of a stage's layers under their last plans, and the waits of all iterations.
 
-    Only one rank of a pipeline stage has one. It knows the loads of its own expert-parallel group.
+    One rank of a pipeline stage has it, and knows the loads of its own expert-parallel group.
     """
 
     def __init__(self, layers: Sequence[SlotLayer], strategy: str) -> None:
@@ -82,7 +81,6 @@ class BalanceReport:
         )
 
     def _balance(self) -> list[str]:
-        """Say how even the loads of the last iteration were, and how many replicas made them so."""
         found = [
             (layer, plan, load, layer.history.counts_DE(0))
             for layer, (plan, load) in zip(self._layers, self._last, strict=False)
@@ -131,7 +129,7 @@ def _plain_D(context: LayerContext, counts_DE: np.ndarray) -> np.ndarray:
 
 
 def _used_D(context: LayerContext, plan: LayerPlan, load: LayerLoad, counts_DE: np.ndarray) -> Any:
-    """Measured loads of the devices, or those of the plan. None if each micro-batch had its own plan."""
+    """Measured loads of the devices, or the plan's; None if each micro-batch had its own plan."""
     if load.device_D.any():
         return load.device_D
     return None if plan.each_micro_batch else plan.dispatch(counts_DE, context.topology).device_tokens_D

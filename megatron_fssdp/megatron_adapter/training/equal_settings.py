@@ -1,7 +1,7 @@
 """Refuses a run on all ranks if one rank finds a reason, or if ranks have different settings.
 
-Every rank reads its own command line, its own file of ``--moe-strategy-config`` and its own environment, and
-then plans alone. Ranks that differ in them would wait for each other forever.
+Every rank reads its own command line, files and environment, and then plans alone. Ranks that differ in them
+would wait for each other forever.
 """
 
 import os
@@ -28,11 +28,9 @@ _COMPARED = (*_SIZES, "micro_batch_size", "global_batch_size")
 
 @contextmanager
 def refused_together() -> Iterator[None]:
-    """Raise on all ranks what some of them raise inside. Collective: all ranks of the training enter it.
+    """Raise on all ranks a ConfigurationError that some of them raise inside. Collective over all ranks.
 
-    Raises:
-        ConfigurationError: A rank raised it inside. Each rank that raised none gets the message of the lowest
-            rank that did.
+    A rank that raised none gets the message of the lowest rank that did.
     """
     reason: ConfigurationError | None = None
     try:
@@ -46,12 +44,7 @@ def refused_together() -> Iterator[None]:
 
 
 def check_equal_settings(requested: RequestedStrategy, args: Any, *, to_boards: bool) -> None:
-    """Refuse ranks with different settings, and whether boards are requested. All ranks call it.
-
-    Raises:
-        ConfigurationError: Some ranks differ in the strategy, its settings, this package's version, options
-            that decide where tokens go, or an environment variable. It is raised on all ranks.
-    """
+    """Refuse, on all ranks, those with different settings or another request for boards. Collective."""
     of_ranks = of_all_ranks(_facts(requested, args, to_boards))
     first = of_ranks[0]
     # Other strategies have other settings, so a rank may lack a fact. The strategy is the first fact.

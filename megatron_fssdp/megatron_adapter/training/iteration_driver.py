@@ -1,7 +1,6 @@
 """What happens between two iterations of a Megatron training: measuring, selecting, re-sharding, replicating.
 
-All of it is collective: all ranks that hold experts of a pipeline stage come here in the same iterations and
-decide alike.
+All of it is collective: all ranks that hold experts of a pipeline stage decide alike.
 """
 
 import logging
@@ -37,11 +36,7 @@ from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.selection_report import SelectionReport
-from megatron_fssdp.strategies.strategy import (
-    MovesOwners,
-    ResidentReplicas,
-    mistakes_named,
-)
+from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, mistakes_named
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +44,9 @@ logger = logging.getLogger(__name__)
 class IterationDriver:
     """Begins and ends the iterations of one training under a strategy.
 
-    :meth:`begin` measures, or lets ``auto`` select, then re-shards owners or changes resident replicas.
-    :meth:`end`, after the optimizer step, collects what each layer did. The replicas' sums of gradients are
-    reset wherever Megatron resets those of its model chunks.
-
-    Raises:
-        ConfigurationError: Owners shall move or replicas be resident, and slots cannot be exchanged.
+    :meth:`begin` measures, or lets ``auto`` select, then re-shards owners or changes resident replicas. The
+    replicas' sums of gradients are reset wherever Megatron resets those of its model chunks. If owners shall
+    move or replicas be resident, and slots cannot be exchanged, the constructor raises a ConfigurationError.
     """
 
     def __init__(
@@ -97,7 +89,7 @@ class IterationDriver:
 
     @property
     def _groups_of_owners(self) -> list[dist.ProcessGroup]:
-        """The groups over which ranks agree if they must have equal plans or share owners."""
+        # Their ranks agree if they must have equal plans or share owners.
         return [
             self.runtime.layers[0].groups.expert_parallel,
             parallel_state.get_expert_tensor_parallel_group(),
@@ -129,7 +121,7 @@ class IterationDriver:
         self._began_s = time.perf_counter()
 
     def _zero_gradients(self, zero_of_chunk: Callable[[], None]) -> None:
-        """Set all gradients to zero. After the first model chunk, others find nothing to do."""
+        # After the first model chunk, others find nothing to do.
         zero_of_chunk()
         if self._residents is not None:
             self._residents.zero_gradients()
@@ -152,7 +144,6 @@ class IterationDriver:
         return loads
 
     def _tell_exchange(self) -> None:
-        """Log the layers whose tokens have travelled by the deduplicated exchange for the first time."""
         planned = {one.context.layer: one.plan for one in self.runtime.layers if one.plan is not None}
         numbers = {number for number, plan in planned.items() if plan.deduplicated} - self._told_exchange
         self._told_exchange |= numbers
@@ -204,7 +195,6 @@ class IterationDriver:
         report_memory(self._session, self._args, self.held)
 
     def _moved(self, iteration: int) -> ReshardReport | None:
-        """Reconsider owners or resident replicas if this iteration is one at which the strategy does so."""
         strategy, slots = self._session.strategy, self._session.slots
         if not slots.layers or slots.layers[0].context.num_devices == 1:
             return None
@@ -235,7 +225,7 @@ class IterationDriver:
     # they plan with the topology of the first one and the latest jump of any.
 
     def _mean_loads(self) -> np.ndarray:
-        """Return the mean loads per iteration over the expert-data-parallel copies, ``[L, D, E]``."""
+        """The mean loads of an iteration over the copies, ``[L, D, E]``."""
         copies, layers = parallel_state.get_expert_data_parallel_group(), self._session.slots.layers
         total = torch.from_numpy(np.stack([layer.history.total_DE() for layer in layers])).to(self._device)
         dist.all_reduce(total, group=copies)
@@ -243,7 +233,6 @@ class IterationDriver:
         return mean_LDE
 
     def _contexts_of_copies(self) -> list[LayerContext]:
-        """Return the contexts of all layers, equal on all expert-data-parallel copies."""
         layers = self._session.slots.layers
         copies = parallel_state.get_expert_data_parallel_group()
         nodes = torch.tensor(layers[0].context.topology.node_of_device, device=self._device)

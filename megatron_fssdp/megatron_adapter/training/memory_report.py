@@ -56,7 +56,7 @@ def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> E
 
 
 def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> HeldReplicas:
-    """Return how many replicas exist at once on this rank, in the largest iteration to come."""
+    """Return how many replicas exist at once on this rank in the largest iteration to come."""
     stage = PipelineStage(
         tuple(sum(isinstance(module, StrategyMoELayer) for module in chunk.modules()) for chunk in model),
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -76,7 +76,6 @@ def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> 
 
 
 def _most_micro_batches(args: Any) -> int:
-    """Return the largest number of micro-batches to come; ``--step-batch-size-schedule`` lets them grow."""
     now = int(num_microbatches_calculator.get_num_microbatches())
     if (schedule := getattr(args, "step_batch_size_schedule", None)) is None:
         return now

@@ -44,8 +44,6 @@ def describe_run(asked: Path, model: Iterable[torch.nn.Module], requested: Reque
 def record_folder(asked: Path, run: RunConfig | None, *, resumes: bool) -> Path:
     """Return the asked folder, or one beside it (``…-2``) if the asked one has the records of another run.
 
-    A run that ended before its first iteration has no records, so its folder is free.
-
     A run that ``resumes`` from a checkpoint continues the latest records of the same run: those with its
     model, its number of ranks and its checkpoints. ``run`` is None if no YAML can describe its settings.
     """
@@ -53,6 +51,7 @@ def record_folder(asked: Path, run: RunConfig | None, *, resumes: bool) -> Path:
     for number in count(1):
         folder = asked if number == 1 else asked.with_name(f"{asked.name}-{number}")
         metrics = folder / METRICS_FILE
+        # A run that ended before its first iteration has no records, so its folder is free.
         if not metrics.exists() or not metrics.stat().st_size:
             break
         used.append(folder)

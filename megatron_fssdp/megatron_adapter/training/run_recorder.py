@@ -1,7 +1,4 @@
-"""Collects the loss, loads and times of an iteration from all ranks, for a run's files and for boards.
-
-The boards are Megatron's, TensorBoard and Weights & Biases. It opens both on its last global rank, if the
-user requests them.
+"""Collects loss, loads and times of an iteration from all ranks, for a run's files and for Megatron's boards.
 
 Shape letters: D devices, E experts, L layers, N nodes.
 """
@@ -79,8 +76,7 @@ class RunRecorder:
         """Record one iteration. Collective: all ranks call it if :attr:`wants_iteration` is true.
 
         ``step_result`` is that of Megatron's ``train_step``. Of the iteration's wall time on this rank,
-        ``passes_s`` are in forward passes, backward passes and the reduction of gradients. ``reshard`` and
-        ``selection`` say what was done before the step, if anything was.
+        ``passes_s`` are in forward passes, backward passes and the reduction of gradients.
         """
         args = get_args()
         iteration, is_logged = args.curr_iteration + 1, _is_logged()
@@ -151,13 +147,12 @@ def boards_are_asked_for() -> bool:
 
 
 def _is_logged() -> bool:
-    """Whether Megatron logs a line for the running iteration."""
     args = get_args()
     return bool((args.curr_iteration + 1) % args.log_interval == 0)
 
 
 def _session(strategy: str, records: list[RankRecord]) -> RunSession | None:
-    """Return this start of the training on global rank 0, which has the ranks' records; None elsewhere."""
+    """Return this start of the training, on global rank 0, which has records; None elsewhere."""
     if not records:
         return None
     ranks_of = Counter(one.host for one in records)
@@ -203,8 +198,8 @@ def _selection(stage: int, report: SelectionReport) -> SelectionMetrics:
 def _write_to_boards(metrics: IterationMetrics | None, loads: Sequence[LayerLoad]) -> None:
     """Send an iteration's metrics and loads from global rank 0, which alone has them, to the last rank.
 
-    The last rank writes them: ``fssdp/KEY`` for a figure of the iteration, ``fssdp KEY/layer N`` for one of a
-    layer, and the load of each expert as a histogram. All ranks call this function.
+    Megatron has opened TensorBoard and Weights & Biases there. Figures are ``fssdp/KEY`` of an iteration and
+    ``fssdp KEY/layer N`` of a layer; the loads of experts are a histogram. All ranks call this function.
     """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     entry: list[Any] = [metrics and (metrics, [load.counts_DE.sum(axis=0) for load in loads])]
@@ -229,7 +224,6 @@ def _write_to_boards(metrics: IterationMetrics | None, loads: Sequence[LayerLoad
 
 
 def _scalars(record: IterationMetrics | LayerMetrics, prefix: str, suffix: str) -> dict[str, float]:
-    """Return the record's numbers by their names on a board."""
     return {
         f"{prefix}{key}{suffix}": float(value)
         for key, value in asdict(record).items()

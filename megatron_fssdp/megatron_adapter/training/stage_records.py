@@ -88,10 +88,7 @@ def _stage(ranks: list[RankRecord]) -> RankRecord:
 def _layer(
     copies: list[LayerLoad], groups: list[LayerLoad], passes: list[tuple[PassSeconds, PassSeconds]]
 ) -> LayerLoad:
-    """Combine the loads of a layer in several expert-parallel groups as if they were one group.
-
-    ``copies`` are groups without expert-tensor-parallel peers, which have the same loads.
-    """
+    """Combine a layer's loads in several groups; ``copies`` are those without expert-tensor peers."""
 
     def of(loads: list[LayerLoad], name: str) -> list[Any]:
         return list(map(attrgetter(name), loads))

@@ -19,8 +19,7 @@ from megatron.training.global_vars import get_args
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.layer.launch_hooks import install_launch_hooks
-from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer, install_launch_hooks
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.megatron_adapter.training.equal_settings import check_equal_settings, refused_together
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
@@ -51,7 +50,7 @@ class TrainingHooks:
 
     def __init__(self, requested_strategy: Callable[[], RequestedStrategy | None]) -> None:
         self._requested_strategy = requested_strategy
-        # Both exist when the model is built, if the run needs them.
+        # They exist when the model is built, if the run needs them.
         self._model: list[torch.nn.Module] = []
         self._driver: IterationDriver | None = None
         self._recorder: RunRecorder | None = None
@@ -120,11 +119,7 @@ class TrainingHooks:
         return result
 
     def get_forward_backward_func(self, get_schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return Megatron's schedule of passes, wrapped.
-
-        Megatron's rerun state machine may repeat passes inside ``train_step``, so their beginning is detected
-        here.
-        """
+        """Return Megatron's schedule of passes, wrapped here because ``train_step`` may repeat passes."""
         schedule = get_schedule(*args, **kwargs)
         return wraps(schedule)(partial(self._forward_backward, schedule))
 
@@ -183,11 +178,7 @@ def _names_of_sets(data: str) -> Iterator[str]:
 
 
 def _report_installation(model: list[torch.nn.Module], requested: RequestedStrategy) -> None:
-    """Check that the model has the strategy's layers, and log one line about them. Collective.
-
-    Raises:
-        ConfigurationError: The model has no MoE layer, or an MoE layer is not the strategy's.
-    """
+    """Check that all MoE layers are the strategy's, and log one line about them. Collective."""
     layers = [module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)]
     ours = [layer for layer in layers if isinstance(layer, StrategyMoELayer)]
     total, num_ours = map(sum, zip(*of_all_ranks((len(layers), len(ours))), strict=True))

@@ -1,13 +1,11 @@
 """Training resumes from every checkpoint under every strategy and expert-parallel size.
 
-Reader and writer are Megatron alone, ``ep``, ``fssdp`` before its first re-shard (``even``) and
-``fssdp`` that re-shards: a writer before its save, a reader in the iterations after its load
-(``moved``). Adam's learning rate is high and its averages are short, so that a wrong state shows in
-a few iterations.
+Reader and writer are Megatron alone, ``ep``, ``fssdp`` before its first re-shard (``even``) and ``fssdp``
+that re-shards: a writer before its save, a reader after its load (``moved``). Adam's learning rate is high
+and its averages are short, so that a wrong state shows in a few iterations.
 
-Megatron itself cannot resume the optimizer between EP 1 and larger EP sizes, because it chains a
-different number of optimizers. In these cases only the model is loaded, and the reference is a run
-of stock Megatron that does the same.
+Megatron itself cannot resume the optimizer between EP 1 and larger sizes, because it chains another number of
+optimizers. Then only the model is loaded, and the reference is a run of stock Megatron that does the same.
 """
 
 from functools import cache

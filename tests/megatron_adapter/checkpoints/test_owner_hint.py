@@ -24,6 +24,7 @@ from ..uneven_owners import even_stage, random_stage
 RNG = np.random.default_rng(1)
 FIRST, OTHER = STAGES = [random_stage(RNG, numbers, 4, 2) for numbers in ([1, 2], [3, 4])]
 BOTH = {"stages": [stage.as_lists() for stage in STAGES]}
+SWAPPED = {"stages": BOTH["stages"][::-1]}
 BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable"}
 EP4, EXPERTS8 = (StageOwners(OwnerMap.even(*sizes), (1, 2)) for sizes in ((2, 4, 4), (2, 8, 2)))
 TWICE = {"stages": [{**FIRST.as_lists(), "slot_LE": [[0] * 4] * 2}, None]}
@@ -41,12 +42,7 @@ def test_a_hint_of_the_same_layout_gives_the_saved_owner_map() -> None:
     ("hint", "metadata", "stage", "match"),
     [
         ({"stages": [FIRST.as_lists()]}, {}, FIRST, "1 pipeline stages, wanted 2"),
-        (
-            {"stages": BOTH["stages"][::-1]},
-            {},
-            FIRST,
-            "MoE layers 3, 4 .* on stage 0, wanted MoE layers 1, 2 ",
-        ),
+        (SWAPPED, {}, FIRST, "MoE layers 3, 4 .* on stage 0, wanted MoE layers 1, 2 "),
         (BOTH, {}, None, "wanted no MoE layers"),
         (BOTH, {}, EP4, "on 2 devices on stage 0, wanted .* on 4 devices"),
         (BOTH, {}, EXPERTS8, "4 experts on .*, wanted .* 8 experts"),

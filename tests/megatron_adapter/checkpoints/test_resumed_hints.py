@@ -35,8 +35,9 @@ def told_what_to_choose() -> None:
     AutoStrategy.price = each_its_own
 
 
-def test_a_resumed_run_keeps_the_selections_of_auto(text_data: Path, tmp_path: Path) -> None:
-    """In another layout."""
+def test_a_run_resumed_in_another_layout_keeps_the_selections_of_auto(
+    text_data: Path, tmp_path: Path
+) -> None:
     saving = f"{{EP2}} {SELECTING} --save {tmp_path / 'checkpoints'} --save-interval 6"
     strategy = f"{AUTO}{tmp_path / 'whole'}"
     whole = train(2, saving, text_data, strategy=strategy, before=told_what_to_choose)

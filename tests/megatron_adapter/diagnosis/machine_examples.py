@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fssdp.megatron_adapter.diagnosis import devices, examination, packages
+from megatron_fssdp.megatron_adapter.diagnosis import devices, examination
 from megatron_fssdp.megatron_adapter.diagnosis.devices import Gpus
+from megatron_fssdp.megatron_adapter.diagnosis.examination import InstalledPackage
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding
-from megatron_fssdp.megatron_adapter.diagnosis.packages import InstalledPackage
 
 HERE = "/site-packages/[it]"
 DEFAULTS = {"gpus": "0", "cores": "2", "python": "3.12.1", "torch": "2.6.0", "megatron": "0.19.2", "te": ""}
@@ -19,16 +19,11 @@ MODULES = {"torch": "torch", "megatron.core": "megatron", "transformer_engine": 
 def pose(monkeypatch: pytest.MonkeyPatch, machine: str = "") -> dict[str, str]:
     """Make the doctor find another machine, by default a healthy one with two CPU cores and no GPU.
 
-    Args:
-        monkeypatch: Changes what the doctor finds.
-        machine: Words ``key=value``: environment variables (others that the doctor reads are not set); the
-            number of ``gpus``, or their error; the number of ``cores``; the CUDA version of torch's
-            ``build``, if there is an NVIDIA driver; the versions of ``python``, ``torch``, ``megatron`` and
-            ``te``, empty for missing packages, with ``!ERROR`` if the import fails, and ``@PACKAGE`` if that
-            is the cause.
-
-    Returns:
-        The other words, by key.
+    The machine has words ``key=value``: environment variables (others that the doctor reads are not set); the
+    number of ``gpus``, or their error; the number of ``cores``; the CUDA version of torch's ``build``, if
+    there is an NVIDIA driver; the versions of ``python``, ``torch``, ``megatron`` and ``te``, empty for
+    missing packages, with ``!ERROR`` if the import fails, and ``@PACKAGE`` if that is the cause. Other words
+    are returned, by key.
     """
     words = {key: value for key, _, value in (word.partition("=") for word in machine.split())}
     found = {key: words.pop(key, default) for key, default in DEFAULTS.items()}
@@ -43,8 +38,8 @@ def pose(monkeypatch: pytest.MonkeyPatch, machine: str = "") -> dict[str, str]:
     monkeypatch.setattr(examination, "look_at_gpus", lambda: gpus or Gpus(error=found["gpus"]))
     monkeypatch.setattr(examination, "look_for", lambda name, *_: installed(found[MODULES[name]]))
     monkeypatch.setattr(examination, "quiet_output", contextlib.nullcontext)
-    monkeypatch.setattr(packages.platform, "python_version", lambda: found["python"])
-    monkeypatch.setattr(packages, "check_kernels", lambda: Finding("planning kernels", ""))
+    monkeypatch.setattr(examination.platform, "python_version", lambda: found["python"])
+    monkeypatch.setattr(examination, "check_kernels", lambda: Finding("planning kernels", ""))
     monkeypatch.setattr(devices, "usable_cores", lambda: int(found["cores"]))
     monkeypatch.setattr(devices, "_NVIDIA_DRIVER", Path("/no/such/driver" if build is None else "/"))
     monkeypatch.setattr(torch.version, "cuda", build or None)

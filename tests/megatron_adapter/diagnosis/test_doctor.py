@@ -11,11 +11,10 @@ import torch
 
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, BrokenStrategy
-from megatron_fssdp.megatron_adapter.diagnosis import devices, packages
+from megatron_fssdp.megatron_adapter.diagnosis import devices, examination
 from megatron_fssdp.megatron_adapter.diagnosis.devices import check_folder, look_at_gpus
-from megatron_fssdp.megatron_adapter.diagnosis.examination import examine_machine
+from megatron_fssdp.megatron_adapter.diagnosis.examination import InstalledPackage, examine_machine, look_for
 from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding
-from megatron_fssdp.megatron_adapter.diagnosis.packages import InstalledPackage, look_for
 from megatron_fssdp.megatron_adapter.support import capabilities
 from tests.megatron_adapter.diagnosis.machine_examples import pose
 
@@ -125,13 +124,13 @@ def test_a_package_that_fails_on_import_is_reported(tmp_path: Path, monkeypatch:
 
 
 def test_seams_are_found_and_missed_in_the_installed_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    (whole,) = packages.check_seams(True)
+    (whole,) = examination.check_seams(True)
     assert int(whole.found.split()[1]) == int(whole.found.split()[3]) > 20
 
     gone = capabilities.Seam("megatron.core.gone", "X", "does something", "something", is_optional=True)
     route = capabilities.Seam("megatron.core.gone", "Layer.route", "does something", "every run")
     monkeypatch.setattr(capabilities, "SEAMS", (route, gone))
-    _, needed, optional = packages.check_seams(True)
+    _, needed, optional = examination.check_seams(True)
     assert (needed.name, needed.verdict) == ("seam Layer.route", "problem")
     assert "not in megatron.core.gone (ModuleNotFoundError" in needed.found
     assert "does something, for every run" in needed.advice
@@ -142,7 +141,7 @@ def test_seams_are_found_and_missed_in_the_installed_megatron(monkeypatch: pytes
         raise RuntimeError("broken kernel")
 
     monkeypatch.setattr(capabilities.importlib, "import_module", fail)
-    assert "RuntimeError: broken kernel" in packages.check_seams(True)[1].found
+    assert "RuntimeError: broken kernel" in examination.check_seams(True)[1].found
 
 
 def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes(
@@ -150,8 +149,8 @@ def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes(
 ) -> None:
     entries = {"ep": STRATEGIES["ep"], "mine": replace(STRATEGIES["ep"], name="mine", package="my-package")}
     found = type("Found", (dict,), {"broken": {"lost": BrokenStrategy("lost", "brittle", "no module")}})
-    monkeypatch.setattr(packages, "STRATEGIES", found(entries))
-    usable, broken = packages.check_strategies()
+    monkeypatch.setattr(examination, "STRATEGIES", found(entries))
+    usable, broken = examination.check_strategies()
     assert usable == Finding("strategies", "1 from megatron-fssdp, mine from my-package")
     assert broken.verdict == "note"
     assert "brittle, cannot be used: no module" in broken.found
@@ -159,8 +158,8 @@ def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes(
 
 
 def test_plain_kernels_are_a_note_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "kernel_form", lambda: "plain Python (not compiled)")
-    plain = packages.check_kernels()
+    monkeypatch.setattr(examination, "kernel_form", lambda: "plain Python (not compiled)")
+    plain = examination.check_kernels()
     assert (plain.verdict, plain.found) == ("note", "plain Python (not compiled)")
     assert "install a C compiler" in plain.advice
 

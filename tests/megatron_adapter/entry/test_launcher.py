@@ -37,7 +37,6 @@ def test_strategy_none_equals_the_bare_script_bitwise(text_data: Path) -> None:
 
 
 def forbid_the_plugins_layer() -> None:
-    """Fail when any part of a strategy is built."""
     from megatron_fssdp.megatron_adapter.experts import gradient_sync
     from megatron_fssdp.megatron_adapter.layer import moe_layer
 
@@ -72,7 +71,6 @@ def test_bad_input_gives_one_line_before_process_groups_start(row: str, text_dat
 
 
 def remove_a_seam() -> None:
-    """Make Megatron look like a release that lacks something."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     del MoELayer.postprocess

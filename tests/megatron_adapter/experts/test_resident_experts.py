@@ -35,6 +35,7 @@ LAYOUTS = rows(
     CHANGING=CHANGING,
 )
 FIRST, SECOND, *SLOW = LAYOUTS
+EXPERT = {"is_expert_parallel": True}  # of a parameter group
 
 
 @pytest.mark.parametrize("name", [FIRST, SECOND, *slow(SLOW)])
@@ -95,11 +96,7 @@ def test_states_begin_like_those_of_parameters_with_equal_settings() -> None:
 
     def optimizers() -> list[torch.optim.Optimizer]:
         groups = [
-            {
-                "params": [Parameter(torch.ones(shape))],
-                "is_expert_parallel": True,
-                "wd_mult": float(len(shape)),
-            }
+            {"params": [Parameter(torch.ones(shape))], **EXPERT, "wd_mult": float(len(shape))}
             for shape in ((2, 2), (2,))
         ]
         return [torch.optim.SGD(groups[:1], lr=0.1, momentum=0.9), torch.optim.Adam(groups[1:])]

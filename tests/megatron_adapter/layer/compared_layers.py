@@ -24,48 +24,31 @@ REPLICAS = {"slots": 3, "overlap_degree": 4, "reshard_interval": 0}
 
 @dataclass(frozen=True)
 class Row:
-    """One layer: options of its config, its strategy and the strategy's settings.
-
-    Attributes:
-        later: Settings of the config that a CPU lacks something for.
-        fuses: Whether gradients are added to ``main_grad`` by the experts themselves.
-        split: Whether tensor-parallel ranks have different tokens.
-        nodes: Node of each expert-parallel rank; detected if empty.
-        silent: Ranks whose tokens select no expert.
-        in_segments: Whether the phases are separate autograd graphs whose inputs are freed, as under
-            Megatron's combined 1F1B schedule.
-        in_slices: Whether schedule ``s2`` passes results on slice by slice (Parm's SAA).
-    """
+    """One layer: options of its config, its strategy and the strategy's settings."""
 
     options: dict[str, Any]
     strategy: str = "fssdp"
     settings: dict[str, Any] = field(default_factory=lambda: REPLICAS)
-    later: dict[str, Any] = field(default_factory=dict)
-    fuses: bool = False
-    split: bool = True
+    later: dict[str, Any] = field(default_factory=dict)  # of the config; a CPU lacks something for them
+    fuses: bool = False  # whether the experts themselves add gradients to main_grad
+    split: bool = True  # whether tensor-parallel ranks have different tokens
     replicates: bool = True
-    nodes: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()  # of the expert-parallel ranks; detected if empty
     tokens: tuple[int, ...] = ()
-    silent: tuple[int, ...] = ()
-    in_segments: bool = False
-    in_slices: bool = True
+    silent: tuple[int, ...] = ()  # ranks whose tokens select no expert
+    in_segments: bool = False  # as under the combined 1F1B schedule, see _run_segments
+    in_slices: bool = True  # whether schedule s2 passes results on slice by slice (Parm's SAA)
 
 
 @dataclass
 class Found:
-    """What one rank found in three passes.
+    """What one rank found in three passes."""
 
-    Attributes:
-        error: Largest difference of a tensor, relative to its norm.
-        sent: Rows that the deduplicated exchange sends to other nodes, and in its last hop.
-        distinct: Pairs of a token and another node to which it goes, and pairs of a token and a device.
-    """
-
-    error: float = 0.0
+    error: float = 0.0  # the largest difference of a tensor, relative to its norm
     num_replicas: int = 0
     dispatcher: str = ""
-    sent: tuple[int, int] = (0, 0)
-    distinct: tuple[int, int] = (0, 0)
+    sent: tuple[int, int] = (0, 0)  # rows of the deduplicated exchange to other nodes, and in its last hop
+    distinct: tuple[int, int] = (0, 0)  # pairs of a token and another node, and of a token and a device
 
 
 def compare_rows(rank: int, rows: dict[str, Row]) -> dict[str, Found]:
@@ -133,7 +116,6 @@ def _select_nothing(layer: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Te
 
 
 def _count_rows(found: Found, dispatcher: Any, routing_map: torch.Tensor) -> None:
-    """Count the rows that the deduplicated exchange has sent in its last pass, and the necessary ones."""
     node_D = dispatcher._topology.node_of_device_D
     hit_TD = routing_map.unflatten(1, (len(node_D), -1)).any(dim=2).numpy()
     is_far_D = node_D != node_D[dispatcher.ep_rank]

@@ -7,26 +7,16 @@ from ..grouped_linear import fake_grouped_experts
 
 
 def moe_config(world_size: int, hidden_size: int, num_experts: int, **options: Any) -> Any:
-    """Megatron's config of a model whose layers have experts of 16 hidden units and no auxiliary loss.
-
-    ``options`` are further settings of ``TransformerConfig``, which replace those given here.
-    """
+    """Megatron's config of a model with small experts and no auxiliary loss; ``options`` win."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
         **{
-            "num_layers": 1,
-            "hidden_size": hidden_size,
-            "num_attention_heads": 1,
-            "ffn_hidden_size": 16,
-            "moe_ffn_hidden_size": 16,
-            "num_moe_experts": num_experts,
-            "expert_model_parallel_size": world_size,
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "use_cpu_initialization": True,
-            "gradient_accumulation_fusion": False,
+            **{"num_layers": 1, "hidden_size": hidden_size, "num_attention_heads": 1},
+            **{"ffn_hidden_size": 16, "moe_ffn_hidden_size": 16, "num_moe_experts": num_experts},
+            **{"expert_model_parallel_size": world_size, "moe_token_dispatcher_type": "alltoall"},
+            **{"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
+            **{"use_cpu_initialization": True, "gradient_accumulation_fusion": False},
             "add_bias_linear": False,
             **options,
         }
@@ -36,10 +26,9 @@ def moe_config(world_size: int, hidden_size: int, num_experts: int, **options: A
 def build_layer(
     config: Any, strategy: str, settings: dict[str, Any], *, fuses: bool = False, stock: bool = False
 ) -> Any:
-    """An MoE layer with number 1, with stand-ins for grouped linear layers if the config groups experts.
+    """An MoE layer, with stand-ins for grouped linear layers, which may add gradients to ``main_grad``.
 
-    They add their weights' gradients to ``main_grad`` if the layer ``fuses``. A ``stock`` layer is Megatron's
-    own, from the same submodules.
+    A ``stock`` layer is Megatron's own, from the same submodules.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
 

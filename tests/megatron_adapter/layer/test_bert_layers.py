@@ -33,7 +33,6 @@ def model_of(spec: Any, num_experts: int | None = 4, **keys: Any) -> Any:
 
 
 def kinds_of(model: Any) -> list[str]:
-    """Class of the feed-forward part of every layer."""
     return [type(layer.mlp).__name__ for layer in model.encoder.layers]
 
 

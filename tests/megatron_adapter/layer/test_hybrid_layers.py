@@ -37,8 +37,7 @@ def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder() -> Non
         assert indices == [0, None, None]
 
 
-def _config(world_size: int) -> Any:
-    return moe_config(world_size, HIDDEN, EXPERTS, num_layers=LAYERS, hidden_dropout=0.0)
+CONFIG = partial(moe_config, hidden_size=HIDDEN, num_experts=EXPERTS, num_layers=LAYERS, hidden_dropout=0.0)
 
 
 def _session() -> Any:
@@ -57,7 +56,7 @@ def _compare(rank: int, world_size: int) -> tuple[Any, ...]:
     from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
     hybrid_stack_spec.submodules.moe_layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
-    config, groups = _config(world_size), ProcessGroupCollection.use_mpu_process_groups()
+    config, groups = CONFIG(world_size), ProcessGroupCollection.use_mpu_process_groups()
 
     def build() -> Any:
         return HybridStack(
@@ -109,7 +108,7 @@ def _numbers_of_later_layers(rank: int, world_size: int) -> tuple[list[int], lis
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     build_our_layer(_session())
-    config = _config(world_size)
+    config = CONFIG(world_size)
     build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
     layers: list[Any] = []
 
@@ -126,15 +125,10 @@ def _numbers_of_later_layers(rank: int, world_size: int) -> tuple[list[int], lis
         submodules = SimpleNamespace(mtp_model_layer=None, enorm=lambda **_: make_layer())
         # The rest of the layer needs Transformer Engine.
         with suppress(AttributeError):
-            Later(config, submodules, depth, mtp_layer_pattern="*E", pg_collection=_Groups())
+            groups = SimpleNamespace(cp=None, tp=None)  # never used
+            Later(config, submodules, depth, mtp_layer_pattern="*E", pg_collection=groups)
     assert stock is MultiTokenPredictionLayer.__init__
     return [layer.slot_layer.context.layer for layer in layers], [layer._index for layer in layers]
-
-
-class _Groups:
-    """Process groups that are never used."""
-
-    cp = tp = None
 
 
 def build_our_layer(session: Any) -> None:

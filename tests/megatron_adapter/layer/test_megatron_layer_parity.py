@@ -1,8 +1,4 @@
-"""A layer of a strategy equals Megatron's own, with every dispatcher of Megatron and of the plugin.
-
-``tests/runtime/layers/test_slot_layer.py`` compares the runtime alone with a reference without distributed
-logic.
-"""
+"""A layer of a strategy equals Megatron's own, with every dispatcher of Megatron and of the plugin."""
 
 import os
 from contextlib import ExitStack
@@ -20,6 +16,7 @@ from megatron_fssdp.strategies.fssdp import FssdpStrategy
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..fused_dispatch import install_fused_dispatch
+from ..training_run import slow
 from .compared_layers import REPLICAS, Found, Row, compare_rows
 
 CAPACITY = {"moe_expert_capacity_factor": 1.0}
@@ -77,8 +74,6 @@ EXPERT_MODULES = {
     ),
 }
 UNEVEN_TOKENS: dict[str, Any] = {"tokens": (5, 9, 1, 12), "silent": (1, 2), "replicates": False}
-
-
 ONCE = {**REPLICAS, "exchange": "deduplicated"}
 
 
@@ -193,11 +188,7 @@ def test_output_and_all_gradients_with_the_exchanges_of_the_plugin() -> None:
         assert sum(found.sent[1] for found in of_ranks) == sum(found.distinct[1] for found in of_ranks), name
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [*LAYOUTS[:2], *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[2:])],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [*LAYOUTS[:2], *slow(LAYOUTS[2:])], ids=str)
 def test_output_and_all_gradients_under_tensor_parallelism(layout: tuple[int, int, int]) -> None:
     tp, etp, ep = layout
     results = run_megatron_ranks(_compare_tensor_parallel, max(tp, etp * ep), tp=tp, etp=etp, ep=ep)
@@ -257,7 +248,6 @@ def _compare_tensor_parallel(rank: int, world_size: int) -> dict[str, Found]:
 
 
 def _register_scheduled() -> None:
-    """Register a strategy with replicas, a schedule and steps."""
     settings = type("ScheduledSettings", (FssdpSettings, EpSettings), {})
     register_strategy(
         "scheduled", settings=settings, strategy=FssdpStrategy, summary="replicas and a schedule"

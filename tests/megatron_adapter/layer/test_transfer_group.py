@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.megatron_adapter.layer.launch_hooks import _hook
+from megatron_fssdp.megatron_adapter.layer.moe_layer import _hook
 from megatron_fssdp.megatron_adapter.layer.strategy_session import (
     DEFAULT_OPTIONS,
     create_transfer_group,
@@ -49,7 +49,6 @@ def test_one_connection_means_one_queue_on_gpus(
 
 
 def note_timeouts() -> None:
-    """Note the time-outs of the two groups of the same ranks, before each iteration."""
     from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
     def begin_iteration(begin: Any, self: MoERuntime, *args: object) -> None:

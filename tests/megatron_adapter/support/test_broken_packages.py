@@ -18,14 +18,10 @@ CODES = (
     "raise RuntimeError('Found empty `transformer-engine` meta package installed.')",
     "raise FileNotFoundError('Could not find shared object file for Transformer Engine core lib.')",
 )
+MAIN = ("-c", "from megatron_fssdp.cli.app import main; main()")
 COMMANDS = {
-    "doctor": ("-c", "from megatron_fssdp.cli.app import main; main()", "doctor"),
-    "train": (
-        "-c",
-        "from megatron_fssdp.cli.app import main; main()",
-        "train",
-        "{ROOT}/configs/gpt_moe_tiny.yaml",
-    ),
+    "doctor": (*MAIN, "doctor"),
+    "train": (*MAIN, "train", "{ROOT}/configs/gpt_moe_tiny.yaml"),
     "launcher": ("-m", "megatron_fssdp", "script.py", "--moe-strategy", "fssdp"),
 }
 

@@ -1,7 +1,4 @@
-"""When a training fails, all ranks end, and a line says in which iteration and where.
-
-A repeated iteration leaves no trace.
-"""
+"""When a training fails, all ranks end, and a line says where; a repeated iteration leaves no trace."""
 
 import os
 import re
@@ -21,7 +18,15 @@ from megatron_fssdp.megatron_adapter.training.stopped_training import how_to_go_
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.testing.ranks import RankError
 
-from ..training_run import TrainingRun, assert_equal, relative_difference, train, train_on_all_ranks, wrap
+from ..training_run import (
+    TrainingRun,
+    assert_equal,
+    relative_difference,
+    slow,
+    train,
+    train_on_all_ranks,
+    wrap,
+)
 
 SHORT = "{EP2} --train-iters 5"
 NO_RERUN = f"{SHORT} --rerun-mode disabled"
@@ -31,7 +36,6 @@ ANOTHER = 17  # Megatron's exit code if a repeated iteration gave another result
 
 
 def is_time(rank: str = "1") -> bool:
-    """Whether this is the rank and the iteration that fail."""
     from megatron.training.global_vars import get_args
 
     return os.environ["RANK"] == rank and get_args().curr_iteration + 1 == FAILS_IN
@@ -67,8 +71,6 @@ MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"  # Megatron's own
 
 
 def spoil_gradients() -> None:
-    """Make the gradient of the last layer's output NaN on rank 1."""
-
     def spoiling(forward: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         output, bias = forward(self, *args, **kwargs)
         if is_time() and self.layer_number == 2:
@@ -79,7 +81,6 @@ def spoil_gradients() -> None:
 
 
 def plan_alone() -> None:
-    """From one iteration on, have rank 1 plan no replicas in layer 2."""
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
     from megatron_fssdp.strategies.fssdp import FssdpStrategy
     from tests.support.random_placement import plain_transfer
@@ -111,9 +112,7 @@ STOPPED: dict[str, tuple[str, Callable[[], None], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*list(STOPPED)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(STOPPED)[2:])]
-)
+@pytest.mark.parametrize("name", [*list(STOPPED)[:2], *slow(list(STOPPED)[2:])])
 def test_all_ranks_stop_and_name_the_place(name: str, text_data: Path) -> None:
     strategy, before, said = STOPPED[name]
     with pytest.raises(RankError, match=said) as caught:
@@ -205,9 +204,7 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["spAG", *(pytest.param(n, marks=pytest.mark.slow) for n in list(KILLED)[1:])]
-)
+@pytest.mark.parametrize("name", ["spAG", *slow(list(KILLED)[1:])])
 def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
     name: str, text_data: Path, tmp_path: Path
 ) -> None:

@@ -101,7 +101,6 @@ def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.Monk
 
 
 def at_end(do: Callable[[Any, Any], None]) -> None:
-    """At the end of every iteration, call a function with the driver and its account of memory."""
     from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
     from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
 

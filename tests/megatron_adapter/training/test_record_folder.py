@@ -32,12 +32,8 @@ def test_another_run_gets_a_folder_of_its_own(tmp_path: Path, caplog: pytest.Log
     assert f"go to {second}" in caplog.text
     record(second, run)
     assert record_folder(asked, run, resumes=False) == tmp_path / "records-3"
-
-
-def test_a_run_that_ended_before_its_first_iteration_leaves_its_folder_free(tmp_path: Path) -> None:
-    record(tmp_path / "records", run_of())
-    (tmp_path / "records" / "metrics.jsonl").write_text("")
-    assert record_folder(tmp_path / "records", run_of(), resumes=False) == tmp_path / "records"
+    (second / METRICS_FILE).write_text("")  # of a run that ended before its first iteration
+    assert record_folder(asked, run, resumes=False) == second
 
 
 def test_a_resumed_run_continues_its_own_records(tmp_path: Path) -> None:

@@ -88,7 +88,6 @@ def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
 
 
 def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devices: int) -> None:
-    """Compare with the metrics of the same iterations."""
     placements = read_placements(record_dir)
     assert placements.iterations.tolist() == [entry.iteration for entry in metrics]
     assert placements.present_ILED.shape == (3, 2, 8, num_devices)
@@ -177,10 +176,7 @@ def force_hot_expert() -> None:
 # With all experts everywhere, every token stays on its device. Measured seconds can ask for fewer.
 @pytest.mark.parametrize(
     ("settings", "slots", "bound"),
-    [
-        ("slots=2", 2, 1.10),
-        pytest.param("slots=8 overlap_degree=8", 8, 1.01, marks=pytest.mark.slow),
-    ],
+    [("slots=2", 2, 1.10), pytest.param("slots=8 overlap_degree=8", 8, 1.01, marks=pytest.mark.slow)],
 )
 def test_fssdp_balances_a_forced_hot_expert(
     settings: str, slots: int, bound: float, text_data: Path, tmp_path: Path
@@ -222,9 +218,7 @@ def test_boards_have_the_figures_of_logged_iterations(text_data: Path, tmp_path:
     tokens_ILE = read_loads(records).counts_ILDE.sum(axis=2)
     assert "lm loss" in events.Tags()["scalars"]  # written by Megatron itself
     logged = [entry for entry in read_metrics(records) if entry.iteration in (2, 4)]
-    told = [
-        (step, values) for step, values in trained.notes if any(name.startswith("fssdp") for name in values)
-    ]
+    told = [(step, of) for step, of in trained.notes if any(name.startswith("fssdp") for name in of)]
     assert [step for step, _ in told] == [2, 4]
     for entry, (_, of_wandb) in zip(logged, told, strict=True):
         wanted = figures("fssdp/{}", entry, "iteration")
@@ -251,7 +245,6 @@ def figures(name: str, record: Any, but: str) -> dict[str, float]:
 
 
 def fake_wandb() -> None:
-    """Install on each rank a module that records its calls."""
     module: Any = types.ModuleType("wandb")
 
     def log(values: dict[str, Any], step: int | None = None) -> None:

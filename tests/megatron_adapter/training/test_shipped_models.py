@@ -1,7 +1,6 @@
 """Megatron takes the arguments of every shipped model and builds models with the parameters that are counted.
 
-Models are built on a meta device at full width. Models of more than four layers are cut to two layers and 16
-experts.
+They are built on a meta device at full width; those of more than four layers are cut to two, and 16 experts.
 """
 
 import shlex
@@ -101,20 +100,13 @@ def _elements(job: Job) -> int:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
-    from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
-    from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
-    from megatron_fssdp.megatron_adapter.support.limits import check_limits
-    from megatron_fssdp.strategies.registry import build_strategy
+    from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments, requested_by
 
     sys.argv = [f"pretrain_{job.family}.py", *job.words]
     args = parse_args(add_strategy_arguments)
     args.world_size = job.num_ranks
     validate_args(args)
-    name = args.moe_strategy
-    settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
-    assert name == job.strategy
-    if name != "none":
-        check_limits(name, build_strategy(name, settings), args)
+    assert requested_by(args).name == job.strategy
 
     config = core_transformer_config_from_args(args)
     # One rank holds the whole model.

@@ -70,13 +70,7 @@ def test_indivisible_sequences_are_refused(text_data: Path) -> None:
     assert any("schedule s2 " in message for message in run.messages)
 
 
-def _compare(
-    name: str,
-    data: Path,
-    folder: Path,
-    strategies: list[str],
-    num_iterations: int,
-) -> None:
+def _compare(name: str, data: Path, folder: Path, strategies: list[str], num_iterations: int) -> None:
     def lengthened(more: str, iterations: int) -> Layout:
         layout = LAYOUTS[name]
         return replace(layout, arguments=f"{layout.arguments} {more}", num_iterations=iterations)

@@ -148,9 +148,8 @@ def of_matrix(name: str, more: str) -> Layout:
     return replace(layout, settings=settings, num_iterations=20)
 
 
-Case = tuple[
-    Layout, Callable[[], None] | None, float
-]  # what is called first, and the bound of losses in fp32
+# A layout, what is called first, and the bound of losses in fp32.
+Case = tuple[Layout, Callable[[], None] | None, float]
 CASES: dict[str, Case] = {
     "combined schedule": (combined(Layout(2, 2, BATCH16, ADAPTIVE)), allow_fp32, 3e-5),
     **{
