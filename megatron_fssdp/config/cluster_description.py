@@ -1,8 +1,7 @@
 """Description of a cluster in numbers: links, throughput and memory.
 
-Planners weigh costs with these numbers, and the simulator computes seconds from them. ``megatron-fssdp
-profile`` measures a cluster and writes its description. Descriptions can also be written by hand. The files
-in ``configs/clusters/`` state the source of every figure.
+``megatron-fssdp profile`` measures a cluster and writes its description. The files in ``configs/clusters/``
+state the source of every figure.
 """
 
 from pathlib import Path
@@ -78,13 +77,7 @@ class ClusterDescription(Settings):
 
 
 def load_cluster(path_or_name: Path | str) -> ClusterDescription:
-    """Read a cluster description from a YAML file, or by a name in ``configs/clusters``.
-
-    A name is looked up in the working folder, then among the descriptions that come with the package.
-
-    Raises:
-        ConfigurationError: No such file or name exists, or the file is not a valid cluster description.
-    """
+    """Read a description from a YAML file, or by its name, or raise a ConfigurationError."""
     path = Path(path_or_name)
     if not (path.is_file() or path.suffix in (".yaml", ".yml") or len(path.parts) != 1):
         known = known_clusters()
@@ -98,5 +91,4 @@ def load_cluster(path_or_name: Path | str) -> ClusterDescription:
 def cluster_yaml(description: ClusterDescription, comment: str = "") -> str:
     """Return a description as YAML text that :func:`load_cluster` reads, below the lines of a comment."""
     header = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
-    data = description.model_dump(mode="json", exclude_none=True)
-    return header + format_yaml(data, width=100)
+    return header + format_yaml(description.model_dump(mode="json", exclude_none=True))

@@ -52,7 +52,7 @@ def test_bad_yaml_is_one_clear_line(tmp_path, text, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("none", "no such file"), ("", "is a folder"), ("latin", "utf-8")]
+    ("name", "words"), [("none", "no such file"), ("", "is a directory"), ("latin", "utf-8")]
 )
 def test_what_is_no_text_file_is_refused(tmp_path, name, words):
     (tmp_path / "latin").write_bytes(b"a: \xe9\xff")

@@ -40,10 +40,9 @@ NCCL's documentation asks for this setting in such programs, from NCCL 2.26 on. 
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Tokenized data: the path of its ``.bin`` and ``.idx`` files, and a folder for Megatron's caches.
+    """Tokenized data: ``prefix`` of its ``.bin`` and ``.idx`` files, and a folder for Megatron's caches.
 
-    ``vocab_size`` counts the token ids, that of the end of a document (``eod_id``) included. Documents are
-    split as a whole; their number is None if it is unknown.
+    ``vocab_size`` includes the id that ends a document.
     """
 
     prefix: Path
@@ -66,9 +65,8 @@ def megatron_arguments(
 ) -> list[str]:
     """Return the arguments of a Megatron pretraining script for a run.
 
-    What the run gives under Megatron's names wins over what is derived here, and null removes it. Without
-    ``data``, Megatron's own arguments name it (``data.external``). A resumed run continues from its own
-    checkpoints.
+    What the run gives under Megatron's names wins over what is derived here, and null removes it. ``data`` is
+    None for ``data.external``.
 
     Raises:
         ConfigurationError: The data has too few documents for its split, or Megatron lacks an argument.
@@ -103,14 +101,9 @@ def trace_folder(training: TrainingArguments, out_dir: Path) -> Path:
 def run_config_from_arguments(
     args: Any, family: Literal["gpt", "bert"], ranks_per_node: int, on_cpu: bool, strategy: Mapping[str, Any]
 ) -> RunConfig:
-    """Describe a run by its parsed arguments, for a script that no YAML describes.
+    """Describe a run by Megatron's checked arguments, or raise a ConfigurationError if a YAML cannot.
 
-    The settings have what the package computes with, and all other arguments that differ from Megatron's
-    default. The data is described as external, with the size of the vocabulary. ``args`` are Megatron's
-    arguments after its own checks, ``strategy`` has a name and settings as in a run's YAML.
-
-    Raises:
-        ConfigurationError: A run's YAML cannot describe these arguments.
+    The settings have what the package computes with, and what differs from Megatron's default.
     """
     data: dict[str, Any] = {section: {} for section in SECTIONS}
     for name, action in megatron_options.options().items():
@@ -133,7 +126,6 @@ def run_config_from_arguments(
 
 
 def _derived(config: RunConfig, installation: Installation, out_dir: Path) -> dict[str, Any]:
-    """Return what follows from other settings, from the machine and from the folder."""
     model, training = config.model, config.training
     values: dict[str, Any] = {"override_opt_param_scheduler": True}
     if training.save_checkpoints:

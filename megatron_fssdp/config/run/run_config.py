@@ -1,8 +1,8 @@
-"""All settings of one training run, as one YAML file holds them, and what they must have in common.
+"""All settings of one training run, and what they must have in common.
 
 Megatron refuses many contradictions by itself, before any rank starts. The rules here are for what it ignores
-silently, what only fails when the ranks build the model, and what the simulator computes with. Texts have
-names of keys in braces, each of which becomes the key with its section and value.
+silently, what only fails when the ranks build the model, and what the simulator computes with. In their
+texts, a key in braces becomes the key with its section and value.
 """
 
 import json
@@ -47,7 +47,7 @@ _OF_BERT: Mapping[str, tuple[Any, ...]] = {
 
 
 class StrategySection(Settings):
-    """The MoE load-balancing strategy of a run and the strategy's own settings."""
+    """The MoE load-balancing strategy of a run."""
 
     name: str = Field(default="none", description="Name of the strategy.")
     settings: dict[str, Any] = Field(
@@ -61,7 +61,7 @@ class StrategySection(Settings):
 
 
 class RunConfig(Settings):
-    """Settings of a training run: model, data, parallelism, training and strategy."""
+    """Settings of a training run."""
 
     model_config = ConfigDict(title="megatron-fssdp training run")
 
@@ -171,8 +171,6 @@ def _sizes(run: RunConfig, values: Mapping[str, Any]) -> Iterator[str]:
 
 def _model(model: sections.ModelArguments, values: Mapping[str, Any]) -> Iterator[str]:
     layers = model.moe_layer_freq
-    if isinstance(layers, int) and layers < 1:
-        yield f"model.moe_layer_freq: got {layers}, wanted 1 or more"
     if isinstance(layers, tuple) and len(layers) != model.num_layers:
         yield f"model.moe_layer_freq lists {len(layers)} layers, wanted {{num_layers}}; give 0 or 1 for each"
     if model.num_experts is not None and model.moe_router_topk > model.num_experts:
@@ -181,7 +179,7 @@ def _model(model: sections.ModelArguments, values: Mapping[str, Any]) -> Iterato
         yield "model: got only one of moe_router_num_groups and moe_router_group_topk; set both or neither"
     if model.moe_shared_expert_intermediate_size is not None and model.add_bias_linear:
         yield "{add_bias_linear}: Megatron has no biases in shared experts; set it to false"
-    if model.moe_router_load_balancing_type == "none" and model.moe_aux_loss_coeff:
+    if values.get("moe_router_load_balancing_type") == "none" and values.get("moe_aux_loss_coeff"):
         yield "{moe_aux_loss_coeff} has no effect with {moe_router_load_balancing_type}; change one of them"
     if model.num_query_groups > 1 and not model.group_query_attention:
         yield "{num_query_groups} has no effect without model.group_query_attention; set it to true"

@@ -1,8 +1,7 @@
 """The sections ``model``, ``data``, ``parallelism`` and ``training`` of a run's YAML.
 
-Three sections hold arguments of Megatron under their own names, with Megatron's defaults. The models declare
-those that this package computes with. Any other argument of Megatron can stand beside them
-(:mod:`.megatron_options` checks it). The keys with a description are the package's own.
+All but ``data`` declare the arguments of Megatron that this package computes with, with Megatron's defaults.
+Any other argument can stand beside them. The keys with a description are the package's own.
 """
 
 from pathlib import Path
@@ -22,7 +21,7 @@ def _own(default: Any, description: str, **limits: Any) -> Any:
 
 
 class Section(Settings):
-    """Keys of one section. Keys that are not declared are arguments of Megatron as well."""
+    """A section with arguments of Megatron."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -64,12 +63,10 @@ class ModelArguments(Section):
     qk_pos_emb_head_dim: Annotated[int, Field(ge=2)] = 64
     v_head_dim: _Size = 128
     num_experts: Annotated[int, Field(ge=2, le=100_000)] | None = None
-    moe_layer_freq: int | tuple[Literal[0, 1], ...] = 1
+    moe_layer_freq: _Size | tuple[Literal[0, 1], ...] = 1
     moe_ffn_hidden_size: _Size | None = None
     moe_shared_expert_intermediate_size: _Size | None = None
     moe_router_topk: _Size = 2
-    moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
-    moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
     mtp_num_layers: Annotated[int, Field(ge=1, le=100)] | None = None
 
     @property
@@ -101,16 +98,13 @@ class ModelArguments(Section):
     @property
     def moe_layers(self) -> tuple[bool, ...]:
         """Whether each layer is an MoE layer: one boolean for each of the ``num_layers`` layers."""
-        each = self.moe_layer_freq
-        if isinstance(each, int):
-            return tuple(
-                self.num_experts is not None and layer % each == 0 for layer in range(self.num_layers)
-            )
-        return tuple(self.num_experts is not None and bool(is_moe) for is_moe in each)
+        freq = self.moe_layer_freq
+        marks = [layer % freq == 0 for layer in range(self.num_layers)] if isinstance(freq, int) else freq
+        return tuple(self.num_experts is not None and bool(is_moe) for is_moe in marks)
 
 
 class ParallelismArguments(Section):
-    """Number of ranks and parallel sizes. The data parallel size follows from the others."""
+    """Number of ranks and parallel sizes."""
 
     nproc_per_node: int = _own(1, "Number of ranks on each machine.", ge=1)
     num_nodes: int = _own(1, "Number of machines that torchrun spans.", ge=1)

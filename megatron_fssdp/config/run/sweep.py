@@ -93,11 +93,7 @@ class SweepConfig(Settings):
 
 
 def load_sweep(file: Path) -> SweepConfig:
-    """Read the YAML of a sweep. Files of the run that lie beside it get the sweep's folder in their paths.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or its settings are invalid.
-    """
+    """Read the YAML of a sweep. Files of the run that lie beside it get the sweep's folder in their paths."""
     sweep = validate(SweepConfig, load_yaml(file), str(file))
     beside = ((name, file.parent / name) for name in sweep.run)
     run = tuple(str(path) if path.exists() else name for name, path in beside)
@@ -116,10 +112,9 @@ def sweep_schema() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep: its strategy, and ``key=value`` overrides of the strategy's and the run's settings.
+    """One run of a sweep, with ``key=value`` overrides of the strategy's and the run's settings.
 
-    The name of its ``folder`` stays the same if the sweep grows. Runs of a ``group`` differ only in seed and
-    repetition (from 1).
+    Its ``folder`` stays the same if the sweep grows. Runs of a ``group`` differ only in seed and repetition.
     """
 
     folder: str
@@ -132,14 +127,7 @@ class PlannedRun:
 
 
 def planned_runs(sweep: SweepConfig) -> list[PlannedRun]:
-    """Return all runs of a sweep, in the order in which they are run.
-
-    All strategies take turns: a machine that becomes slower during the sweep slows all of them, and an
-    interrupted sweep has runs of every strategy.
-
-    Raises:
-        ConfigurationError: Two runs would have the same folder.
-    """
+    """Return all runs in order: strategies take turns, so that a machine that slows down slows them alike."""
     common = tuple(map(_override, sweep.settings, sweep.settings.values()))
     runs = [
         _run(strategy, dict(zip(sweep.vary, values, strict=True)), common, seed, repetition)
@@ -182,7 +170,7 @@ def _run(
 
 
 def _override(key: str, value: Any) -> str:
-    """Return ``key=value`` as options take it: they read the value as YAML, and JSON is YAML."""
+    """Return ``key=value`` as options take it; JSON is YAML."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 

@@ -1,8 +1,6 @@
 """The keys of every shipped strategy, in one place: each class has those of its bases and its own.
 
-``nodes`` and ``record_dir`` belong to all of them, ``exchange`` to all with ``ExchangeKeys``. FasterMoE's
-smart schedule and gate (``FasterMoEKeys``) belong to ``fastermoe``, and to ``ep``, where they can be studied
-alone. So does Parm's ``schedule``, which is the purpose of ``parm``.
+FasterMoE's smart schedule and gate and Parm's ``schedule`` also belong to ``ep``, to be studied alone.
 """
 
 from collections.abc import Mapping
@@ -166,7 +164,6 @@ class FlexmoeSettings(ExchangeKeys):
     """``flexmoe``: FlexMoE: resident replicas with optimizer states of their own."""
 
     counts_of_experts: ClassVar[tuple[str, ...]] = ("slots",)
-    decided_for_all: ClassVar[tuple[str, ...]] = ("overlap",)
 
     slots: int = key(
         1,
@@ -206,10 +203,7 @@ class AutoSettings(ExchangeKeys):
     )
 
     candidate_settings: ClassVar[Mapping[str, type[Any]]] = {}
-    """Settings models of the strategies that can be selected in addition to ``ep``, each under a key.
-
-    The table of strategies adds the keys.
-    """
+    """Settings models of the candidates in addition to ``ep``; the table of strategies adds their keys."""
 
     @property
     def travel(self) -> TokenTravel:

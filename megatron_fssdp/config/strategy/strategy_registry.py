@@ -1,8 +1,6 @@
 """Every strategy by name: the shipped ones, those that a program registers, and those of installed packages.
 
-This table is the only list of strategies. Settings, command line, JSON Schema, simulator, reports, ``auto``'s
-candidates and the documentation's tables read it. It holds data and import strings, so that reading it
-imports no strategy.
+This table is the only list of strategies. Reading it imports none of them.
 """
 
 import inspect
@@ -39,10 +37,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True)
 class RegisteredStrategy:
-    """What is known of a strategy before it is built; see :func:`register_strategy`.
-
-    ``strategy`` is ``None`` for Megatron's own layer, under which nothing is planned.
-    """
+    """What :func:`register_strategy` is told of a strategy; ``none`` has no class that plans."""
 
     name: str
     settings: type[StrategySettings]
@@ -69,7 +64,7 @@ class BrokenStrategy(NamedTuple):
 
 
 class StrategyRegistry(Mapping[str, RegisteredStrategy]):
-    """Strategies by name, in the order of all lists; installed packages are loaded when first needed."""
+    """Strategies by name; installed packages are loaded when first needed."""
 
     def __init__(self, entries: Iterable[RegisteredStrategy], group: str = ENTRY_POINTS) -> None:
         self._group = group
@@ -97,11 +92,7 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         return self._broken
 
     def add(self, entry: RegisteredStrategy) -> None:
-        """Register one more strategy; its package is noted here while an installed package is loaded.
-
-        Raises:
-            ConfigurationError: The name is taken or no name, or something else in the entry does not fit.
-        """
+        """Register one more strategy, or raise a ConfigurationError if it does not fit."""
         entry = replace(entry, package=self._loading or entry.package)
         problem = ""
         if entry.name in self._entries:
@@ -162,12 +153,11 @@ def register_strategy(
     ``megatron_fssdp.strategies``; a script of your own calls it before Megatron parses its arguments.
 
     Args:
-        name: What users type: a lower-case letter, then such letters, digits and underscores.
-        settings: Pydantic model of the strategy's keys, a subclass of ``PlacementSettings`` in which every
-            key has a default.
-        strategy: The class of the strategy, a function that makes one from its settings, or either as
+        name: A lower-case letter, then such letters, digits and underscores.
+        settings: Model of the strategy's keys, each of which has a default.
+        strategy: The strategy's class, a function that makes one from its settings, or either as
             ``"module:attribute"``, which is imported when a strategy is built.
-        summary: One line about it, for help texts and tables.
+        summary: One line for help texts and tables.
         colour: ``#RRGGBB`` in pictures and on report pages. Default: a colour that is left.
         candidate: Whether ``auto`` may select it. It then has a key of this name under ``auto``.
         ranked: Whether what-if reports rank it unless they are told names.
@@ -230,12 +220,7 @@ STRATEGIES = StrategyRegistry(
 def resolve_strategy(
     name: str, config_path: Path | str | None = None, overrides: Sequence[str] = ()
 ) -> StrategySettings:
-    """Return a strategy's settings: the keys of a YAML file, then ``key=value`` overrides.
-
-    Raises:
-        ConfigurationError: The strategy or a key is unknown, a value has the wrong type, or settings exclude
-            each other.
-    """
+    """Return a strategy's settings: the keys of a YAML file, then ``key=value`` overrides."""
     data = {} if config_path is None else load_yaml(config_path)
     sources = [] if config_path is None else [str(config_path)]
     if overrides:
@@ -245,7 +230,7 @@ def resolve_strategy(
 
 
 def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategySettings:
-    """Validate a strategy's keys, which a file or option ``source`` gives; errors are the same."""
+    """Validate a strategy's keys, which ``source`` gives, or raise a ConfigurationError."""
     if name not in STRATEGIES:
         broken = STRATEGIES.broken.get(name)
         raise ConfigurationError(str(broken) if broken else unknown_name("MoE strategy", name, STRATEGIES))

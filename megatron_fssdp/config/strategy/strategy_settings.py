@@ -1,7 +1,6 @@
 """Settings that strategies share, validated and immutable, and the variables for debugging.
 
-Each strategy has one settings model. Its keys are given without the strategy's name, for example
-``--moe-strategy-set slots=2``. The models of the shipped strategies are in ``shipped_settings.py``.
+The models of the shipped strategies are in ``shipped_settings.py``.
 """
 
 import os
@@ -25,8 +24,7 @@ PROFILE_VARIABLE, CHECK_VARIABLE = "FSSDP_PROFILE_ITERATIONS", "FSSDP_CHECK_PLAN
 def profile_iterations() -> int:
     """Iterations in which compute, links and memory are measured before costs decide anything.
 
-    Times of the first one, which is cold, count only if it is the only one. Three are enough on all machines
-    that were tried; ``FSSDP_PROFILE_ITERATIONS`` gives another number to tests.
+    Times of the first one, which is cold, count only if it is the only one. Tests set another number.
     """
     return _number_in(PROFILE_VARIABLE, "3", r"0*[1-9][0-9]*", "a whole number of at least 1")
 
@@ -51,10 +49,7 @@ ExchangeUse = Literal["megatron", "deduplicated", "by_price"]
 
 @dataclass(frozen=True)
 class TokenTravel:
-    """How the tokens of a layer travel to their experts and back, from the settings of the same names.
-
-    Without a ``group_size``, a group of the smart schedule is the ranks of a node.
-    """
+    """How the tokens of a layer travel to their experts and back, from the settings of the same names."""
 
     schedule: CollectiveOrder = "megatron"
     smart_schedule: SmartScheduleUse = False
@@ -74,10 +69,8 @@ def key(
 
     ``no_effect_if`` has the values of other keys under which the setting does nothing. It is then refused.
     """
-    extra = {"no_effect_if": {other: list(values) for other, values in (no_effect_if or {}).items()}}
-    return Field(  # type: ignore[call-overload]
-        default=default, description=description, json_schema_extra=extra if no_effect_if else None, **limits
-    )
+    extra = {"no_effect_if": dict(no_effect_if)} if no_effect_if else None
+    return Field(default, description=description, json_schema_extra=extra, **limits)  # type: ignore[call-overload]
 
 
 class StrategySettings(Settings):
