@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import Settings, load_yaml, unknown_name, validate
+from megatron_fssdp.config.loading import Settings, load_yaml, setting, unknown_name, validate
 from megatron_fssdp.config.shipped_files import known_clusters
 from megatron_fssdp.config.yaml_text import format_yaml
 
@@ -30,11 +30,9 @@ class LinkDescription(Settings):
 class FittedLink(LinkDescription):
     """Cost of a link under one collective, fitted to measurements."""
 
-    r_squared: float | None = Field(
-        default=None, le=1, description="Coefficient of determination of the fit; 1 is perfect."
-    )
-    worst_relative_error: float | None = Field(
-        default=None, ge=0, description="Largest relative error of the fit over all measured sizes."
+    r_squared: float | None = setting(None, "Coefficient of determination of the fit; 1 is perfect.", le=1)
+    worst_relative_error: float | None = setting(
+        None, "Largest relative error of the fit over all measured sizes.", ge=0
     )
 
 
@@ -54,21 +52,17 @@ class ClusterDescription(Settings):
     non_expert_flops_per_s: float = Field(
         gt=0, description="The same in attention and dense layers, in floating-point operations per second."
     )
-    memory_bytes: int | None = Field(default=None, gt=0, description="Memory of one device, in bytes.")
-    collectives: dict[CollectiveName, dict[LinkClass, FittedLink]] = Field(
-        default_factory=dict,
-        description=(
-            "Measured costs of single collectives, which replace intra_node and inter_node. A bandwidth is "
-            "per device and counts the bytes that the busiest device sends over links of the class. "
-            "inter_node counts bytes to other nodes while all devices of a node send at once. Two "
-            "exceptions: for point_to_point one device sends alone; for all_to_all and row_exchange, "
-            "messages inside the nodes travel at the same time. row_exchange is an all-to-all with a size "
-            "for each pair of devices, as in a dispatch."
-        ),
+    memory_bytes: int | None = setting(None, "Memory of one device, in bytes.", gt=0)
+    collectives: dict[CollectiveName, dict[LinkClass, FittedLink]] = setting(
+        {},
+        "Measured costs of single collectives, which replace intra_node and inter_node. A bandwidth is per "
+        "device and counts the bytes that the busiest device sends over links of the class. inter_node "
+        "counts bytes to other nodes while all devices of a node send at once. Two exceptions: for "
+        "point_to_point one device sends alone; for all_to_all and row_exchange, messages inside the nodes "
+        "travel at the same time. row_exchange is an all-to-all with a size for each pair of devices, as in "
+        "a dispatch.",
     )
-    sources: dict[str, str] = Field(
-        default_factory=dict, description="Source of each figure, by the figure's key above."
-    )
+    sources: dict[str, str] = setting({}, "Source of each figure, by the figure's key above.")
 
     @property
     def num_devices(self) -> int:

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -34,6 +34,17 @@ class Settings(BaseModel):
     def key_problems(cls, data: Mapping[str, Any]) -> Problems:
         """Return what is wrong with keys that pydantic cannot judge."""
         return {}
+
+
+def setting(
+    default: Any, description: str, no_effect_if: Mapping[str, tuple[Any, ...]] | None = None, **limits: Any
+) -> Any:
+    """A setting with a default, a text for users, and pydantic's limits such as ``ge=1``.
+
+    ``no_effect_if`` has the values of other keys under which the setting does nothing. It is then refused.
+    """
+    extra: Any = {"no_effect_if": no_effect_if} if no_effect_if else None
+    return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:

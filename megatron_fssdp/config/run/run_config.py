@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from megatron_fssdp.config.loading import Problems, Settings
+from megatron_fssdp.config.loading import Problems, Settings, setting
 from megatron_fssdp.config.run import megatron_options, sections
 from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 
@@ -49,10 +49,8 @@ _OF_BERT: Mapping[str, tuple[Any, ...]] = {
 class StrategySection(Settings):
     """The MoE load-balancing strategy of a run."""
 
-    name: str = Field(default="none", description="Name of the strategy.")
-    settings: dict[str, Any] = Field(
-        default_factory=dict, description="The strategy's own keys, as for --moe-strategy-set."
-    )
+    name: str = setting("none", "Name of the strategy.")
+    settings: dict[str, Any] = setting({}, "The strategy's own keys, as for --moe-strategy-set.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -5,19 +5,14 @@ Any other argument can stand beside them. The keys with a description are the pa
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from megatron_fssdp.config.loading import Settings
+from megatron_fssdp.config.loading import Settings, setting
 
 _Size = Annotated[int, Field(ge=1)]
 _Positions = Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"]
-
-
-def _own(default: Any, description: str, **limits: Any) -> Any:
-    """A key of this package."""
-    return Field(default=default, description=description, **limits)
 
 
 class Section(Settings):
@@ -34,7 +29,7 @@ class Section(Settings):
 class ModelArguments(Section):
     """Architecture of a GPT or BERT model, dense or with mixture-of-experts layers."""
 
-    family: Literal["gpt", "bert"] = _own(
+    family: Literal["gpt", "bert"] = setting(
         "gpt", "gpt predicts the next token. bert predicts masked words and the order of sentences."
     )
     bert_binary_head: bool = True
@@ -106,9 +101,9 @@ class ModelArguments(Section):
 class ParallelismArguments(Section):
     """Number of ranks and parallel sizes."""
 
-    nproc_per_node: int = _own(1, "Number of ranks on each machine.", ge=1)
-    num_nodes: int = _own(1, "Number of machines that torchrun spans.", ge=1)
-    declared_nodes: int | None = _own(
+    nproc_per_node: int = setting(1, "Number of ranks on each machine.", ge=1)
+    num_nodes: int = setting(1, "Number of machines that torchrun spans.", ge=1)
+    declared_nodes: int | None = setting(
         None,
         "Number of equal nodes that the placement strategies assume, in the order of the ranks, regardless "
         "of the real machines. Default: the nodes are detected.",
@@ -148,26 +143,26 @@ class ParallelismArguments(Section):
 class DataSettings(Settings):
     """Training data and tokenizer."""
 
-    path: Path | None = _own(
+    path: Path | None = setting(
         None,
         "Folder written by `megatron-fssdp data build`. Default: the default corpus (the sources of Python's "
         "standard library), built once beside the output folder.",
     )
-    tokenizer: Literal["bpe", "bytes", "wordpiece"] = _own(
+    tokenizer: Literal["bpe", "bytes", "wordpiece"] = setting(
         "bpe",
         "Tokenizer of the default corpus if path is not given. bert needs wordpiece, which uses only the "
         "sentences of docstrings and comments.",
     )
-    vocab_size: int = _own(
+    vocab_size: int = setting(
         4096, "Vocabulary size of the default corpus's tokenizer, special tokens included.", ge=257
     )
-    split: str = _own(
+    split: str = setting(
         "95,5,0",
         "Shares of the documents for training, validation and test. Without training.eval_interval, all "
         "documents are used for training.",
         pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){0,2}$",
     )
-    external: bool = _own(
+    external: bool = setting(
         False,
         "Whether arguments of Megatron, such as training.data_path, name data and tokenizer. If true, path "
         "and tokenizer are ignored.",
@@ -177,18 +172,18 @@ class DataSettings(Settings):
 class TrainingArguments(Section):
     """Batch sizes, optimizer, precision, logs and checkpoints."""
 
-    device: Literal["auto", "cpu", "cuda"] = _own(
+    device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Kind of devices. auto: CUDA devices if there are any, else CPUs."
     )
-    transformer_engine: bool | None = _own(
+    transformer_engine: bool | None = setting(
         None,
         "Whether the machines with GPUs have Transformer Engine. Default: whether this machine has it; for "
         "commands that are printed on a machine without GPUs: true.",
     )
-    save_checkpoints: bool = _own(
+    save_checkpoints: bool = setting(
         True, "Whether the run writes checkpoints: into save, by default checkpoints in its folder."
     )
-    tensorboard: bool = _own(
+    tensorboard: bool = setting(
         False,
         "Whether Megatron writes TensorBoard events into the folder tensorboard in the output folder. "
         "tensorboard_dir names another folder.",

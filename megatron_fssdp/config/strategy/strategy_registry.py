@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field, create_model
 
@@ -49,27 +49,13 @@ class RegisteredStrategy:
     package: str = SHIPPED
 
 
-class BrokenStrategy(NamedTuple):
-    """A strategy that an installed package announces by this name and that could not be registered."""
-
-    name: str
-    package: str
-    reason: str
-
-    def __str__(self) -> str:
-        return (
-            f"strategy '{self.name}' of the installed package {self.package} cannot be used: {self.reason}; "
-            f"update the package, or remove it with pip uninstall {self.package}"
-        )
-
-
 class StrategyRegistry(Mapping[str, RegisteredStrategy]):
     """Strategies by name; installed packages are loaded when first needed."""
 
     def __init__(self, entries: Iterable[RegisteredStrategy], group: str = ENTRY_POINTS) -> None:
         self._group = group
         self._entries = {entry.name: entry for entry in entries}
-        self._broken: dict[str, BrokenStrategy] = {}
+        self._broken: dict[str, str] = {}
         self._is_loaded = False
         self._loading: str | None = None
 
@@ -86,8 +72,8 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         return len(self._with_installed())
 
     @property
-    def broken(self) -> Mapping[str, BrokenStrategy]:
-        """Strategies of installed packages that could not be registered, by name."""
+    def broken(self) -> Mapping[str, str]:
+        """What is wrong with each strategy of an installed package that could not be registered, by name."""
         self._with_installed()
         return self._broken
 
@@ -128,10 +114,13 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
                     raise ConfigurationError(f"{point.value} registered no strategy of this name")
             except Exception as error:  # whatever goes wrong in another package
                 reason = str(error) if isinstance(error, ConfigurationError) else repr(error)
-                broken = BrokenStrategy(point.name, self._loading, " ".join(reason.split()))
-                self._broken.setdefault(point.name, broken)
+                text = (
+                    f"strategy '{point.name}' of the installed package {self._loading} cannot be used: "
+                    f"{' '.join(reason.split())}; update the package, or pip uninstall {self._loading}"
+                )
+                self._broken.setdefault(point.name, text)
                 if os.environ.get("RANK", "0") == "0":
-                    logger.warning(f"[fssdp] {broken}. Other strategies are not affected")
+                    logger.warning(f"[fssdp] {text}. Other strategies are not affected")
             finally:
                 self._loading = None
         return self._entries
@@ -233,7 +222,7 @@ def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategyS
     """Validate a strategy's keys, which ``source`` gives, or raise a ConfigurationError."""
     if name not in STRATEGIES:
         broken = STRATEGIES.broken.get(name)
-        raise ConfigurationError(str(broken) if broken else unknown_name("MoE strategy", name, STRATEGIES))
+        raise ConfigurationError(broken or unknown_name("MoE strategy", name, STRATEGIES))
     entry = STRATEGIES[name]
     for key in data:
         owners = [other for other, one in STRATEGIES.items() if key in one.settings.model_fields]

@@ -5,15 +5,14 @@ The models of the shipped strategies are in ``shipped_settings.py``.
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, model_validator
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import Settings
+from megatron_fssdp.config.loading import Settings, setting
 
 KEEP_OWNERS = "set reshard_interval=0 (under auto smartmoe=false)"
 """Advice in error messages for setups in which owners cannot be moved."""
@@ -62,23 +61,12 @@ class TokenTravel:
         return "by_price" in (self.smart_schedule, self.exchange)
 
 
-def key(
-    default: Any, description: str, no_effect_if: Mapping[str, tuple[Any, ...]] | None = None, **limits: float
-) -> Any:
-    """A setting with a default, a text for users, and pydantic's limits such as ``ge=1``.
-
-    ``no_effect_if`` has the values of other keys under which the setting does nothing. It is then refused.
-    """
-    extra = {"no_effect_if": dict(no_effect_if)} if no_effect_if else None
-    return Field(default, description=description, json_schema_extra=extra, **limits)  # type: ignore[call-overload]
-
-
 class StrategySettings(Settings):
     """Keys of every strategy."""
 
     model_config = ConfigDict(validate_default=True)
 
-    record_dir: Path | None = key(
+    record_dir: Path | None = setting(
         None, "Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records."
     )
 
@@ -99,7 +87,7 @@ class StrategySettings(Settings):
 class PlacementSettings(StrategySettings):
     """Keys shared by all strategies that run on the placement runtime."""
 
-    nodes: int | None = key(
+    nodes: int | None = setting(
         None,
         "Number of equal nodes that the ranks form, in the order of ranks. Default: detected from "
         "LOCAL_WORLD_SIZE, or from host names.",
@@ -141,7 +129,7 @@ class PlacementSettings(StrategySettings):
 class ExchangeKeys(PlacementSettings):
     """The key ``exchange``."""
 
-    exchange: ExchangeUse = key(
+    exchange: ExchangeUse = setting(
         "megatron",
         "What travels to the experts. 'megatron' sends a token once for each of its experts. "
         "'deduplicated' sends it once to each node that computes one of its experts, and there once to "
@@ -165,25 +153,25 @@ class ExchangeKeys(PlacementSettings):
 class FasterMoEKeys(PlacementSettings):
     """Keys of FasterMoE's smart schedule (§4.2) and topology-aware gate (§4.3)."""
 
-    smart_schedule: SmartScheduleUse = key(
+    smart_schedule: SmartScheduleUse = setting(
         False,
         "Whether to use FasterMoE's smart schedule (§4.2): ranks exchange tokens with one group of ranks "
         "after another, and experts compute one group's tokens while the next are sent. 'by_price': in the "
         "layers and iterations in which modelled seconds say that it saves time. No GPU has run it yet.",
     )
-    group_size: int | None = key(
+    group_size: int | None = setting(
         None,
         "Number of ranks in a group of the smart schedule. It must divide the number of expert-parallel "
         "ranks. Default: the ranks of a node, or one rank if there is only one node.",
         no_effect_if={"smart_schedule": (False,)},
         ge=1,
     )
-    router: Literal["stock", "topology_aware"] = key(
+    router: Literal["stock", "topology_aware"] = setting(
         "stock",
         "Router of the MoE layers. 'topology_aware' is FasterMoE's gate (§4.3), which CHANGES THE ROUTING "
         "and therefore the losses: only the share leaving_share of a rank's tokens can go to other nodes.",
     )
-    leaving_share: float | None = key(
+    leaving_share: float | None = setting(
         None,
         "Required for router=topology_aware: share of a rank's tokens that can leave their node. The paper "
         "uses W_net / (M * W_local): the bandwidth of a node's network divided by that of its M devices "
