@@ -61,7 +61,7 @@ def compose(files: Iterable[Path | str]) -> Composition:
     Where no file exists, a path is the name of one that comes with the package.
     """
     names = tuple(map(str, files))
-    return Composition(names, tuple(layer for name in names for layer in _layers(_asked(Path(name)), ())))
+    return Composition(names, tuple(layer for name in names for layer in _layers(name, ())))
 
 
 def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunConfig:
@@ -99,26 +99,23 @@ def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return merged(low, high)
 
 
-def _asked(path: Path) -> Path:
-    file = path if path.exists() else shipped_run(path) or path
-    if file.suffix or file.exists():
-        return file
-    close = closest(path.as_posix(), list(shipped_runs()))
-    hint = f"did you mean '{close}'? " if close else ""
-    raise ConfigurationError(
-        f"{path}: no such file, and the package has no config of that name; {hint}"
-        "`megatron-fssdp configs` lists all names"
-    )
-
-
-def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
+def _layers(name: str, above: tuple[Path, ...]) -> Iterator[Layer]:
     """Yield the layers of a file, from bottom to top. ``above`` is the chain of files that include it."""
+    beside = Path(os.path.normpath(above[-1].parent / name)) if above else Path(name)
+    file = beside if beside.exists() else shipped_run(name) or beside
     if any(os.path.realpath(other) == os.path.realpath(file) for other in above):
         circle = " → ".join(map(str, (*above, file)))
         raise ConfigurationError(
             f"{above[0]}: files include each other in a circle, {circle}; remove one include"
         )
     try:
+        if not (file.suffix or file.exists()):
+            close = closest(name, list(shipped_runs()))
+            hint = f"did you mean '{close}'? " if close else ""
+            raise ConfigurationError(
+                f"{file}: no such file, and the package has no config of that name; {hint}"
+                "`megatron-fssdp configs` lists all names"
+            )
         data = load_yaml(file)
     except ConfigurationError as error:
         raise ConfigurationError(f"{above[-1]}: include: {error}" if above else str(error)) from None
@@ -128,8 +125,7 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
             f"{file}: include: got {describe_value(names)}, wanted a list of YAML files, such as [model.yaml]"
         )
     for name in names:
-        beside = Path(os.path.normpath(file.parent / name))
-        yield from _layers(beside if beside.exists() else shipped_run(name) or beside, (*above, file))
+        yield from _layers(name, (*above, file))
     yield Layer(str(file), data)
 
 

@@ -121,8 +121,7 @@ class ProphetSettings(SlotKeys):
         None,
         "Number of devices to which a selected expert is not sent: those with the fewest tokens for it "
         "(Pro-Prophet §IV-B, n). If it is given, only the paper's Eq. 1 to 8 decide. Default: the number "
-        "among 0, 1, 2, 4, … with the fewest seconds over the real links, or no replicas if they are "
-        "faster.",
+        "among 0, 1, 2, 4, … with the fewest seconds over the real links, or no replicas if they are faster.",
         no_effect_if=NO_SLOTS,
         ge=0,
     )

@@ -61,16 +61,13 @@ def test_auto_selects_schedules_unless_tokens_travel_once():
         assert settings.travel.schedule == schedule
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "read"),
-    [
+def test_variables_for_debugging_are_checked(monkeypatch):
+    assert (profile_iterations(), checks_plans()) == (3, False)
+    for variable, value, read in (
         ("FSSDP_PROFILE_ITERATIONS", "0", profile_iterations),
         ("FSSDP_PROFILE_ITERATIONS", "two", profile_iterations),
         ("FSSDP_CHECK_PLANS", "true", checks_plans),
-    ],
-)
-def test_variables_for_debugging_are_checked(variable, value, read, monkeypatch):
-    assert (profile_iterations(), checks_plans()) == (3, False)
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigurationError, match=f"{variable}: got '{value}', wanted"):
-        read()
+    ):
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(ConfigurationError, match=f"{variable}: got '{value}', wanted"):
+            read()
