@@ -41,7 +41,6 @@ class EpSettings(ExchangeKeys, FasterMoEKeys):
 class SlotKeys(ExchangeKeys):
     """Keys of strategies whose replicas live for an iteration or less."""
 
-    counts_of_experts: ClassVar[tuple[str, ...]] = ("slots",)
     decided_for_all: ClassVar[tuple[str, ...]] = ("overlap",)
 
     slots: int | None = setting(
@@ -61,7 +60,6 @@ class SlotKeys(ExchangeKeys):
 class FssdpSettings(SlotKeys):
     """``fssdp``: fully sharded sparse data parallelism (Hecate): replicas by recent loads."""
 
-    counts_of_experts = ("slots", "overlap_degree")
     decided_for_all = ("overlap", "reshard_interval")
     overlap_degree: int | None = setting(
         None,
@@ -161,8 +159,6 @@ class SmartmoeSettings(ExchangeKeys):
 
 class FlexmoeSettings(ExchangeKeys):
     """``flexmoe``: FlexMoE: resident replicas with optimizer states of their own."""
-
-    counts_of_experts: ClassVar[tuple[str, ...]] = ("slots",)
 
     slots: int = setting(
         1,

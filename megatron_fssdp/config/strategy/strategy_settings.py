@@ -94,9 +94,6 @@ class PlacementSettings(StrategySettings):
         ge=1,
     )
 
-    counts_of_experts: ClassVar[tuple[str, ...]] = ()
-    """Keys that count experts of a layer. Their values cannot exceed the number of experts."""
-
     decided_for_all: ClassVar[tuple[str, ...]] = ()
     """Keys that a candidate of ``auto`` cannot set, because all layers share their values."""
 
@@ -117,8 +114,8 @@ class PlacementSettings(StrategySettings):
 
     def check_num_experts(self, num_experts: int) -> None:
         """Raise a ConfigurationError if a key counts more experts than a layer has."""
-        for key in self.counts_of_experts:
-            value = getattr(self, key)
+        for key in ("slots", "overlap_degree"):
+            value = getattr(self, key, None)
             if value is not None and value > num_experts:
                 raise ConfigurationError(
                     f"{key}: got {value}, wanted 0 to {num_experts}, the number of experts of a layer; "
