@@ -16,7 +16,7 @@ from megatron_fssdp.config.written_files import cannot_write
 
 LOCK_FILE = ".lock"
 HELD_VARIABLE = "MEGATRON_FSSDP_HELD_FOLDER"
-"""Environment variable by which ``train`` tells its ranks the folder that it holds for them."""
+"""By this variable, ``train`` tells its ranks the folder that it holds for them."""
 
 _held: dict[Path, IO[str]] = {}
 

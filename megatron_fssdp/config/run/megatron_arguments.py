@@ -14,10 +14,8 @@ from megatron_fssdp.config.run.sections import TrainingArguments
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 _NO_GPU_KERNELS = {
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
+    **dict.fromkeys(("gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion"), False),
     "no_persist_layer_norm": True,
-    "apply_rope_fusion": False,
 }
 """Without kernels that are in Apex or in Transformer Engine; Megatron does not ask whether they exist."""
 
@@ -32,10 +30,7 @@ ON_CPU = {
 }
 
 LAUNCH_ORDER = ("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-"""A variable of ranks on GPUs. Transfers and dispatch use two communicators at the same time.
-
-NCCL's documentation asks for this setting in such programs, from NCCL 2.26 on. Older versions ignore it.
-"""
+"""NCCL asks for this variable where communicators are used at the same time; before 2.26 it is ignored."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Every strategy by name: the shipped ones, those that a program registers, and those of installed packages.
-
-This table is the only list of strategies. Reading it imports none of them.
-"""
+"""The only list of strategies: shipped ones, those that a program registers, and those of other packages."""
 
 import inspect
 import logging
@@ -24,10 +21,8 @@ from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "megatron_fssdp.strategies"
-"""Group of entry points in which packages name a function without arguments that registers a strategy."""
-
 SHIPPED = "megatron-fssdp"
-"""Package of the strategies that are part of this one."""
+"""The ``package`` of strategies that come with this project."""
 
 BASELINE = "ep"
 """Plain expert parallelism, which the others are compared with and which ``auto`` starts from."""

@@ -1,7 +1,4 @@
-"""Settings that strategies share, validated and immutable, and the variables for debugging.
-
-The models of the shipped strategies are in ``shipped_settings.py``.
-"""
+"""Settings that strategies share, validated and immutable, and the variables for debugging."""
 
 import os
 import re
