@@ -177,7 +177,7 @@ def _model(model: sections.ModelArguments, values: Mapping[str, Any]) -> Iterato
         yield "model: got only one of moe_router_num_groups and moe_router_group_topk; set both or neither"
     if model.moe_shared_expert_intermediate_size is not None and model.add_bias_linear:
         yield "{add_bias_linear}: Megatron has no biases in shared experts; set it to false"
-    if values.get("moe_router_load_balancing_type") == "none" and values.get("moe_aux_loss_coeff"):
+    if model.moe_router_load_balancing_type == "none" and model.moe_aux_loss_coeff:
         yield "{moe_aux_loss_coeff} has no effect with {moe_router_load_balancing_type}; change one of them"
     if model.num_query_groups > 1 and not model.group_query_attention:
         yield "{num_query_groups} has no effect without model.group_query_attention; set it to true"

@@ -62,6 +62,8 @@ class ModelArguments(Section):
     moe_ffn_hidden_size: _Size | None = None
     moe_shared_expert_intermediate_size: _Size | None = None
     moe_router_topk: _Size = 2
+    moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
+    moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
     mtp_num_layers: Annotated[int, Field(ge=1, le=100)] | None = None
 
     @property
