@@ -30,7 +30,7 @@ def configs_command(
     from megatron_fssdp.config.yaml_text import format_yaml
 
     # The files can be parts of a run, so they are not validated.
-    sys.stdout.write(format_yaml(compose(names).data, width=100) if names else shipped_names())
+    sys.stdout.write(format_yaml(compose(names).data) if names else shipped_names())
 
 
 def schema_command(

@@ -1,8 +1,7 @@
 """Description of a cluster in numbers: links, throughput and memory.
 
-Planners weigh costs with these numbers, and the simulator computes seconds from them. ``megatron-fssdp
-profile`` measures a cluster and writes its description. Descriptions can also be written by hand. The files
-in ``configs/clusters/`` state the source of every figure.
+``megatron-fssdp profile`` measures a cluster and writes its description. The files in ``configs/clusters/``
+state the source of every figure.
 """
 
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import Settings, load_yaml, unknown_name, validate
+from megatron_fssdp.config.loading import Settings, load_yaml, setting, unknown_name, validate
 from megatron_fssdp.config.shipped_files import known_clusters
 from megatron_fssdp.config.yaml_text import format_yaml
 
@@ -31,11 +30,9 @@ class LinkDescription(Settings):
 class FittedLink(LinkDescription):
     """Cost of a link under one collective, fitted to measurements."""
 
-    r_squared: float | None = Field(
-        default=None, le=1, description="Coefficient of determination of the fit; 1 is perfect."
-    )
-    worst_relative_error: float | None = Field(
-        default=None, ge=0, description="Largest relative error of the fit over all measured sizes."
+    r_squared: float | None = setting(None, "Coefficient of determination of the fit; 1 is perfect.", le=1)
+    worst_relative_error: float | None = setting(
+        None, "Largest relative error of the fit over all measured sizes.", ge=0
     )
 
 
@@ -55,21 +52,17 @@ class ClusterDescription(Settings):
     non_expert_flops_per_s: float = Field(
         gt=0, description="The same in attention and dense layers, in floating-point operations per second."
     )
-    memory_bytes: int | None = Field(default=None, gt=0, description="Memory of one device, in bytes.")
-    collectives: dict[CollectiveName, dict[LinkClass, FittedLink]] = Field(
-        default_factory=dict,
-        description=(
-            "Measured costs of single collectives, which replace intra_node and inter_node. A bandwidth is "
-            "per device and counts the bytes that the busiest device sends over links of the class. "
-            "inter_node counts bytes to other nodes while all devices of a node send at once. Two "
-            "exceptions: for point_to_point one device sends alone; for all_to_all and row_exchange, "
-            "messages inside the nodes travel at the same time. row_exchange is an all-to-all with a size "
-            "for each pair of devices, as in a dispatch."
-        ),
+    memory_bytes: int | None = setting(None, "Memory of one device, in bytes.", gt=0)
+    collectives: dict[CollectiveName, dict[LinkClass, FittedLink]] = setting(
+        {},
+        "Measured costs of single collectives, which replace intra_node and inter_node. A bandwidth is per "
+        "device and counts the bytes that the busiest device sends over links of the class. inter_node "
+        "counts bytes to other nodes while all devices of a node send at once. Two exceptions: for "
+        "point_to_point one device sends alone; for all_to_all and row_exchange, messages inside the nodes "
+        "travel at the same time. row_exchange is an all-to-all with a size for each pair of devices, as in "
+        "a dispatch.",
     )
-    sources: dict[str, str] = Field(
-        default_factory=dict, description="Source of each figure, by the figure's key above."
-    )
+    sources: dict[str, str] = setting({}, "Source of each figure, by the figure's key above.")
 
     @property
     def num_devices(self) -> int:
@@ -78,13 +71,7 @@ class ClusterDescription(Settings):
 
 
 def load_cluster(path_or_name: Path | str) -> ClusterDescription:
-    """Read a cluster description from a YAML file, or by a name in ``configs/clusters``.
-
-    A name is looked up in the working folder, then among the descriptions that come with the package.
-
-    Raises:
-        ConfigurationError: No such file or name exists, or the file is not a valid cluster description.
-    """
+    """Read a description from a YAML file, or by its name, or raise a ConfigurationError."""
     path = Path(path_or_name)
     if not (path.is_file() or path.suffix in (".yaml", ".yml") or len(path.parts) != 1):
         known = known_clusters()
@@ -98,5 +85,4 @@ def load_cluster(path_or_name: Path | str) -> ClusterDescription:
 def cluster_yaml(description: ClusterDescription, comment: str = "") -> str:
     """Return a description as YAML text that :func:`load_cluster` reads, below the lines of a comment."""
     header = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
-    data = description.model_dump(mode="json", exclude_none=True)
-    return header + format_yaml(data, width=100)
+    return header + format_yaml(description.model_dump(mode="json", exclude_none=True))

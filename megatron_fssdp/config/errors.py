@@ -6,10 +6,8 @@ _ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F,
 class ConfigurationError(ValueError):
     """Invalid input from a user: settings, arguments, files, or a model that is not supported.
 
-    The message states the problem, the value that was found, what is accepted, and the next step. It is
-    always one line, because control characters (for example in file names) are written as escapes. The
-    launcher and the command line print the message without a traceback and exit with code 2. The error is
-    raised on every rank, before any process group is used.
+    The message is always one line, because control characters (for example in file names) are written as
+    escapes. The launcher and the command line print it without a traceback and exit with code 2.
     """
 
     def __init__(self, message: str) -> None:

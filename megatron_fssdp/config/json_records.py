@@ -7,22 +7,16 @@ from pydantic import Field, TypeAdapter, ValidationError
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A number of things in a record: 0 or more, and small enough for NumPy's int64."""
 
-
-# Building an adapter takes longer than reading a record.
-_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}  # making one takes longer than reading a record
 
 
 def parse_record[RecordT](record_cls: type[RecordT], text: str | bytes) -> RecordT:
-    """Read one JSON object into a dataclass, without converting types.
-
-    The annotations can carry pydantic's limits. Keys that the dataclass does not have are ignored.
+    """Read one JSON object into a dataclass, without converting types; unknown keys are ignored.
 
     Raises:
-        ValueError: The object does not fit the dataclass. The message is one line with key and problem.
+        ValueError: The object does not fit. The message is one line with key and problem.
     """
-    if record_cls not in _ADAPTERS:
-        _ADAPTERS[record_cls] = TypeAdapter(record_cls)
-    adapter = _ADAPTERS[record_cls]
+    adapter = _ADAPTERS.get(record_cls) or _ADAPTERS.setdefault(record_cls, TypeAdapter(record_cls))
     try:
         record: RecordT = adapter.validate_json(text, strict=True)
         return record

@@ -6,14 +6,14 @@ Every mistake of a user gives a :class:`ConfigurationError` with a one-line mess
 import difflib
 import json
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -26,7 +26,7 @@ Problems = dict[tuple[str, ...], str]
 
 
 class Settings(BaseModel):
-    """Settings that never change and refuse keys that they do not declare."""
+    """Immutable settings that refuse keys which they do not declare."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,21 +39,25 @@ class Settings(BaseModel):
 ModelT = TypeVar("ModelT", bound=Settings)
 
 
-def load_yaml(path: Path | str) -> dict[str, Any]:
-    """Read a YAML file that holds one mapping of keys to values. An empty file is an empty mapping.
+def setting(
+    default: Any, description: str, no_effect_if: Mapping[str, tuple[Any, ...]] | None = None, **limits: Any
+) -> Any:
+    """A setting with a default, a text for users, and pydantic's limits such as ``ge=1``.
 
-    Raises:
-        ConfigurationError: The file cannot be read, is not valid YAML, or does not hold a mapping.
+    ``no_effect_if`` has the values of other keys under which the setting does nothing. It is then refused.
     """
+    extra: Any = {"no_effect_if": no_effect_if} if no_effect_if else None
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def load_yaml(path: Path | str) -> dict[str, Any]:
+    """Read a YAML file that is empty or holds one mapping of keys to values."""
     path = Path(path)
     try:
         text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise ConfigurationError(f"{path}: no such file; give the path of a YAML file") from None
-    except IsADirectoryError:
-        raise ConfigurationError(f"{path}: is a folder; give the path of a YAML file") from None
     except (OSError, ValueError) as error:  # a ValueError is about bytes that are no UTF-8, or in the name
-        raise ConfigurationError(f"{path}: cannot be read ({error}); give a YAML file in UTF-8") from None
+        reason = str(getattr(error, "strerror", error)).lower()
+        raise ConfigurationError(f"{path}: {reason}; give the path of a YAML file in UTF-8") from None
     data = parse_yaml(text, str(path))
     if data is not None and not isinstance(data, dict):
         raise ConfigurationError(
@@ -70,13 +74,7 @@ def apply_overrides(
 
 
 def parse_override(text: str, asked_by: str) -> dict[str, Any]:
-    """Return ``key=value`` as nested mappings; messages start with the option ``asked_by``.
-
-    The key can be dotted (``training.train_iters=5``). The value is read as YAML (``1e-4``, ``[a, b]``).
-
-    Raises:
-        ConfigurationError: The text is not ``key=value``.
-    """
+    """Return ``dotted.key=value`` as nested mappings; the value is read as YAML (``1e-4``, ``[a, b]``)."""
     key, separator, value = text.partition("=")
     path = key.strip().split(".")
     if not separator or not all(path):
@@ -90,10 +88,7 @@ def parse_override(text: str, asked_by: str) -> dict[str, Any]:
 
 
 def merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine nested mappings key by key. Where both have a key, the value of ``high`` wins.
-
-    A ``null`` in place of a mapping changes nothing.
-    """
+    """Combine nested mappings; values of ``high`` win, but ``null`` in place of a mapping changes nothing."""
     result = dict(low)
     for key, value in high.items():
         below = low.get(key)
@@ -112,8 +107,7 @@ def validate(  # noqa: UP047  # doctor is read by older Pythons
     ``source`` is the file or option that the values come from, or finds it for a key's path and its problem.
 
     Raises:
-        ConfigurationError: The values are invalid. One line has the source, and for each problem the path of
-            the key, the value that was got, and what is wanted. Of many problems, the last ones are counted.
+        ConfigurationError: The values are invalid. One line has all problems; of many, the last are counted.
     """
     problems = model_cls.key_problems(data)
     try:
@@ -201,13 +195,10 @@ def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel]:
     """Return the model that holds the keys at a path."""
     for part in path:
         # Items of a list and keys of a mapping have no field.
-        if field := model.model_fields.get(part):
-            model = next(_models_in(field.annotation), model)
+        kinds = [model.model_fields[part].annotation] if part in model.model_fields else []
+        for kind in kinds:  # the list grows by what unions and collections consist of
+            kinds += typing.get_args(kind)
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                model = kind
+                break
     return model
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in typing.get_args(annotation):
-        yield from _models_in(inner)

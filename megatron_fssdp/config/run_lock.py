@@ -1,7 +1,6 @@
 """A lock that a live run holds on its folder, so that no other process writes there.
 
-The system frees it when its holder ends, also if it was killed. The file stays; its text is for messages
-only.
+The system frees it when its holder ends, also if it was killed. The file stays, with a text for messages.
 """
 
 import fcntl
@@ -17,20 +16,16 @@ from megatron_fssdp.config.written_files import cannot_write
 
 LOCK_FILE = ".lock"
 HELD_VARIABLE = "MEGATRON_FSSDP_HELD_FOLDER"
-"""Environment variable by which ``train`` tells its ranks the folder that it holds for them."""
+"""By this variable, ``train`` tells its ranks the folder that it holds for them."""
 
 _held: dict[Path, IO[str]] = {}
 
 
 def hold(folder: Path, asked_by: str) -> int:
-    """Hold a run's folder until :func:`release`, or until this process ends; the folder is created.
+    """Create and hold a run's folder until :func:`release`, or raise a ConfigurationError.
 
-    Returns:
-        The lock's file descriptor. Processes that inherit it hold the folder, too. It is -1 if the file
-        system has no locks, or if the process that started this one holds the folder for it.
-
-    Raises:
-        ConfigurationError: A live run holds the folder, or it cannot be written.
+    Returns the lock's file descriptor. Processes that inherit it hold the folder, too. It is -1 if the file
+    system has no locks, or if the process that started this one holds the folder for it.
     """
     place = folder.resolve()
     if _is_held_for_us(place):

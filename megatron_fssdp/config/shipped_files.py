@@ -15,10 +15,7 @@ def shipped_folder() -> Path:
 
 
 def shipped_runs() -> dict[str, Path]:
-    """Return the shipped YAML files of runs and parts of runs, by name.
-
-    A name is the path below ``configs/`` without suffix, for example ``models/mixtral-8x7b``.
-    """
+    """Return the shipped YAML files of runs and parts of runs by name, such as ``models/mixtral-8x7b``."""
     folder = shipped_folder()
     files = {path.relative_to(folder).with_suffix(""): path for path in sorted(folder.rglob(f"*{_SUFFIX}"))}
     return {name.as_posix(): path for name, path in files.items() if name.parts[0] != _CLUSTERS}
@@ -32,17 +29,11 @@ def shipped_run(name: Path | str) -> Path | None:
 
 
 def shipped_scripts() -> dict[str, Path]:
-    """Return the training scripts that come with the package, by name, for example ``pretrain_gpt``.
-
-    A printed command has the name, because the path is different on every machine.
-    """
+    """Return the package's training scripts by name, which is the same on every machine."""
     return {path.stem: path for path in sorted(_PACKAGE.glob("pretraining/pretrain_*.py"))}
 
 
 def known_clusters() -> dict[str, Path]:
-    """Return the files of cluster descriptions by name.
-
-    Files in ``configs/clusters`` of the working folder take precedence over shipped files.
-    """
+    """Return cluster descriptions by name; those in the working folder win over those of the package."""
     folders = (shipped_folder() / _CLUSTERS, _FOLDER / _CLUSTERS)
     return {path.stem: path for folder in folders for path in sorted(folder.glob(f"*{_SUFFIX}"))}

@@ -22,12 +22,10 @@ _LINE_BYTES = 32
 def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
     """Yield an empty temporary folder. When the block ends, its files move into ``folder``.
 
-    The files replace those of the same names only after all of them are written. A process that is killed
-    leaves at most a folder ``.partial-…`` behind.
+    A process that is killed leaves at most a folder ``.partial-…`` behind.
 
     Raises:
-        ConfigurationError: A file cannot be written because of missing rights, a full disk, or something of
-            the same name that is no regular file. No file was replaced, unless the final renaming failed.
+        ConfigurationError: A file cannot be written. No file was replaced, unless the final renaming failed.
     """
     folder = Path(folder)
     refuse_non_folder(folder, asked_by)
@@ -48,12 +46,7 @@ def written_whole(folder: Path | str, asked_by: str) -> Iterator[Path]:
 
 @contextmanager
 def written_file(path: Path | str, asked_by: str) -> Iterator[Path]:
-    """Yield the temporary path of one file, as :func:`written_whole` does for several.
-
-    Raises:
-        ConfigurationError: The file cannot be written, or ``path`` is no regular file. The latter is found
-            before the block begins.
-    """
+    """Yield the temporary path of one file; before, refuse a ``path`` that is no regular file."""
     path = Path(path)
     refuse_special_file(path, asked_by)
     with written_whole(path.parent, asked_by) as partial:
@@ -61,9 +54,9 @@ def written_file(path: Path | str, asked_by: str) -> Iterator[Path]:
 
 
 def refuse_foreign(path: Path | str, asked_by: str, beginning: bytes) -> None:
-    """Raise a ConfigurationError where a file would replace what this package did not write.
+    """Raise a ConfigurationError where a file with this beginning would replace what is not our own.
 
-    ``beginning`` has the first bytes of the new file. Commands that work for minutes call this before.
+    Commands that work for minutes call this before.
     """
     refuse_special_file(path, asked_by)
     if not os.path.exists(path):
@@ -72,8 +65,7 @@ def refuse_foreign(path: Path | str, asked_by: str, beginning: bytes) -> None:
         found = file.read(_BEGINNING_BYTES)
     if found and _mark(found) != _mark(beginning):
         raise ConfigurationError(
-            f"{asked_by} {path}: exists, and this command did not write it; give another path, or remove "
-            f"the file"
+            f"{asked_by} {path}: exists, and this command did not write it; give another path or remove it"
         )
 
 

@@ -100,7 +100,7 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         ((*BUILD, "--tokenizer", "bpe", "--vocab-size", -1), "--vocab-size: got -1"),
         # names and files that do not exist
         (("train", "nowhere.yaml"), "nowhere.yaml: no such file"),
-        (("train", "done"), "done: is a folder"),
+        (("train", "done"), "done: is a directory"),
         (("train",), "CONFIG.yaml"),
         ((*SIMULATE, "--loads", "nowhere"), "or give the folder of a run"),
         ((*SIMULATE, "--loads", "W33"), "did you mean 'W3'"),

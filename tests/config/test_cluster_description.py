@@ -4,24 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.config.cluster_description import (
-    ClusterDescription,
-    FittedLink,
-    LinkDescription,
-    cluster_yaml,
-    load_cluster,
-)
+from megatron_fssdp.config.cluster_description import FittedLink, cluster_yaml, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 
-EXAMPLE = ClusterDescription(
-    name="pair",
-    num_nodes=2,
-    devices_per_node=1,
-    intra_node=LinkDescription(alpha_s=1e-5, bandwidth_bytes_per_s=1e10),
-    inter_node=LinkDescription(alpha_s=1e-5, bandwidth_bytes_per_s=1e9),
-    expert_flops_per_s=1e12,
-    non_expert_flops_per_s=1e12,
-)
+EXAMPLE = load_cluster("hecate-a")
 
 
 @pytest.mark.parametrize("name", ["pair", "§ 1: '#'", "2", "null"])

@@ -52,7 +52,7 @@ def test_bad_yaml_is_one_clear_line(tmp_path, text, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("none", "no such file"), ("", "is a folder"), ("latin", "utf-8")]
+    ("name", "words"), [("none", "no such file"), ("", "is a directory"), ("latin", "utf-8")]
 )
 def test_what_is_no_text_file_is_refused(tmp_path, name, words):
     (tmp_path / "latin").write_bytes(b"a: \xe9\xff")
@@ -63,11 +63,8 @@ def test_what_is_no_text_file_is_refused(tmp_path, name, words):
 def test_overrides_are_dotted_yaml_values_and_leave_the_original_alone():
     data = {"inner": {"size": 1}}
     result = apply_overrides(data, ["inner.size=3", "inner.rate=1e-2", "names=[a, b]", "other.deep.er=null"])
-    assert result == {
-        "inner": {"size": 3, "rate": 0.01},
-        "names": ["a", "b"],
-        "other": {"deep": {"er": None}},
-    }
+    inner = {"size": 3, "rate": 0.01}
+    assert result == {"inner": inner, "names": ["a", "b"], "other": {"deep": {"er": None}}}
     assert data == {"inner": {"size": 1}}
     for override in ("inner", "=1", "inner..size=1", "inner.size=[1"):
         with pytest.raises(ConfigurationError, match=r"wanted key=value|not valid YAML"):

@@ -118,50 +118,42 @@ def test_every_figure_of_a_cluster_has_a_source(name: str) -> None:
     assert cluster.inter_node.bandwidth_bytes_per_s <= inside
 
 
-# The stated number in billions, what it counts, and the allowed difference: half of the last digit.
+# The stated numbers in billions, by what they count.
 STATED = {
-    "hecate-gpt-moe-s": ("matrices_of_layers", 1.84, 0.005),
-    "hecate-gpt-moe-l": ("matrices_of_layers", 7.36, 0.005),
-    "hecate-bert-moe": ("matrices_of_layers", 3.27, 0.005),
-    "hecate-bert-moe-deep": ("matrices_of_layers", 6.54, 0.005),
-    "fastermoe-moe-gpt-s": ("matrices_of_layers", 0.86, 0.005),
-    "fastermoe-moe-gpt": ("matrices_of_layers", 3.42, 0.005),
-    "fastermoe-moe-gpt-l": ("matrices_of_layers", 13.7, 0.05),
-    "fastermoe-moe-bert-deep": ("matrices_of_layers", 1.71, 0.005),
-    "fastermoe-moe-bert-deep-l": ("matrices_of_layers", 27.4, 0.05),
-    "fastermoe-moe-bert-wide": ("matrices_of_layers", 3.27, 0.005),
-    "fastermoe-moe-bert-wide-l": ("matrices_of_layers", 13.1, 0.05),
-    "mixtral-8x7b": ("total", 46.7, 0.05),
-    "mixtral-8x22b": ("total", 141, 0.5),
-    "deepseekmoe-16b": ("total", 16.4, 0.05),
-    "deepseek-v3": ("main_model", 671, 0.5),
-    "qwen3-30b-a3b": ("total", 30.5, 0.05),
-    "qwen3-235b-a22b": ("total", 235, 0.5),
-    "gpt-oss-120b": ("total", 116.83, 0.005),
+    "matrices_of_layers": (
+        "hecate-gpt-moe-s 1.84, hecate-gpt-moe-l 7.36, hecate-bert-moe 3.27, hecate-bert-moe-deep 6.54, "
+        "fastermoe-moe-gpt-s 0.86, fastermoe-moe-gpt 3.42, fastermoe-moe-gpt-l 13.7, "
+        "fastermoe-moe-bert-deep 1.71, fastermoe-moe-bert-deep-l 27.4, fastermoe-moe-bert-wide 3.27, "
+        "fastermoe-moe-bert-wide-l 13.1"
+    ),
+    "total": (
+        "mixtral-8x7b 46.7, mixtral-8x22b 141, deepseekmoe-16b 16.4, qwen3-30b-a3b 30.5, "
+        "qwen3-235b-a22b 235, gpt-oss-120b 116.83"
+    ),
+    "main_model": "deepseek-v3 671",
+    "activated": "mixtral-8x7b 12.9, mixtral-8x22b 39, deepseekmoe-16b 2.8, qwen3-235b-a22b 22",
 }
-STATED_FOR_A_TOKEN = {
-    "mixtral-8x7b": (12.9, 0.05),
-    "mixtral-8x22b": (39, 0.5),
-    "deepseekmoe-16b": (2.8, 0.05),
-    "deepseek-v3": (36.6 + 0.93, 0.05),  # the stated 36.6 leave out the embeddings
-    "qwen3-235b-a22b": (22, 0.5),
-    "gpt-oss-120b": (5.13 + 0.58, 0.005),  # the stated 5.13 leave out the embeddings
-    "qwen3-30b-a3b": (3.3, 0.06),  # 3.35; without gates it would be 3.34
-}
+SIZES = [(name, *one.split()) for name, models in STATED.items() for one in models.split(", ")]
 
 
-@pytest.mark.parametrize("name", STATED)
-def test_models_have_the_stated_sizes(name: str) -> None:
-    what, billions, tolerance = STATED[name]
-    assert getattr(counted(name), what) / 1e9 == pytest.approx(billions, abs=tolerance)
-    if name in STATED_FOR_A_TOKEN:
-        billions, tolerance = STATED_FOR_A_TOKEN[name]
-        assert counted(name).activated / 1e9 == pytest.approx(billions, abs=tolerance)
+@pytest.mark.parametrize(("what", "model", "billions"), SIZES)
+def test_models_have_the_stated_sizes(what: str, model: str, billions: str) -> None:
+    half_of_last_digit = 0.5 / 10 ** len(billions.partition(".")[2])
+    assert getattr(counted(model), what) / 1e9 == pytest.approx(float(billions), abs=half_of_last_digit)
 
 
-def test_layer_of_later_tokens_has_the_stated_size() -> None:
-    """DeepSeek's description of its weights states 11.5 B for the layer and its projection, without norms."""
-    assert counted("deepseek-v3").multi_token_prediction / 1e9 == pytest.approx(11.6, abs=0.1)
+@pytest.mark.parametrize(
+    ("what", "model", "billions", "tolerance"),
+    [
+        ("activated", "deepseek-v3", 36.6 + 0.93, 0.05),  # the stated 36.6 leave out the embeddings
+        ("activated", "gpt-oss-120b", 5.13 + 0.58, 0.005),  # the stated 5.13 leave out the embeddings
+        ("activated", "qwen3-30b-a3b", 3.3, 0.06),  # 3.35; without gates it would be 3.34
+        # DeepSeek's description of its weights states 11.5 for the layer and its projection, without norms.
+        ("multi_token_prediction", "deepseek-v3", 11.6, 0.1),
+    ],
+)
+def test_sizes_that_are_stated_differently(what: str, model: str, billions: float, tolerance: float) -> None:
+    assert getattr(counted(model), what) / 1e9 == pytest.approx(billions, abs=tolerance)
 
 
 # Layers, embedding and hidden size in Pro-Prophet's Table III.

@@ -45,9 +45,7 @@ def test_a_pipe_is_refused_before_the_work_and_stays(tmp_path: Path) -> None:
 
 
 def test_something_else_in_the_place_of_the_folder_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match="--out /dev/null: is not a folder but a device or a pipe; give another path"
-    ):
+    with pytest.raises(ConfigurationError, match="--out /dev/null: is not a folder but a device or a pipe"):
         write_both(Path("/dev/null"))
 
 

@@ -1,7 +1,4 @@
-"""Combines a run's settings from YAML files, the files that these ``include``, and options of a command.
-
-All of them are layers on each other: for each key, the value of the topmost layer wins.
-"""
+"""Combines a run's settings: files, those that they ``include``, and options are layers on each other."""
 
 import os
 import re
@@ -21,10 +18,7 @@ INCLUDE_KEY = "include"
 
 
 class Layer(NamedTuple):
-    """The keys and values of one file, without those of files that it includes, or of one option.
-
-    ``name`` is the file's path or the option as typed. Error messages about the values start with it.
-    """
+    """What one file itself has, or one option; ``name`` is the file's path, or the option as typed."""
 
     name: str
     data: Mapping[str, Any]
@@ -32,10 +26,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Composition:
-    """Layers of settings: all files with those that they include, then options. Higher, later layers win.
-
-    ``names`` are the files as the user gave them.
-    """
+    """Layers of settings, of which later ones win; ``names`` are the files as the user gave them."""
 
     names: tuple[str, ...]
     layers: tuple[Layer, ...]
@@ -50,19 +41,14 @@ class Composition:
         return Composition(self.names, (*self.layers, *layers))
 
     def validated(self) -> RunConfig:
-        """Build the settings of the run.
-
-        Raises:
-            ConfigurationError: The settings are invalid. One line names every problem, after the file or
-                option that gives the wrong value. For values that contradict each other, these are the
-                options that give one of them, or else the files.
-        """
+        """Build the settings, or raise a ConfigurationError that names the layer of each problem."""
         return validate(RunConfig, self.data, self._source)
 
     def _source(self, path: tuple[str, ...], text: str) -> str:
         for layer in reversed(self.layers):
             if path and _holds(layer.data, path):
                 return layer.name
+        # Values contradict each other: an option that gives one of them is the cause, or else the files.
         options = (layer for layer in self.layers if layer.name.startswith("-"))
         words = set(re.findall(r"\w+", text))
         causes = [one.name for one in options if words.intersection(_names_in(one.data))]
@@ -72,22 +58,14 @@ class Composition:
 def compose(files: Iterable[Path | str]) -> Composition:
     """Read settings files, of which later ones win, and all files that they include.
 
-    A path in ``include`` is relative to the folder of its file. Where no file exists, it is the name of one
-    that comes with the package (``shipped_files.shipped_run``).
-
-    Raises:
-        ConfigurationError: A file cannot be read, or includes itself directly or through others.
+    Where no file exists, a path is the name of one that comes with the package.
     """
     names = tuple(map(str, files))
-    return Composition(names, tuple(layer for name in names for layer in _layers(_asked(Path(name)), ())))
+    return Composition(names, tuple(layer for name in names for layer in _layers(name, ())))
 
 
 def load_run(files: Iterable[Path | str], overrides: Iterable[str] = ()) -> RunConfig:
-    """Read the validated settings of a run: files, of which later ones win, then ``key=value`` overrides.
-
-    Raises:
-        ConfigurationError: A file cannot be read (see :func:`compose`) or the settings are invalid.
-    """
+    """Read the validated settings of a run: files (:func:`compose`), then ``key=value`` overrides."""
     return compose(files).under(set_layers(overrides)).validated()
 
 
@@ -97,13 +75,7 @@ def set_layers(overrides: Iterable[str]) -> list[Layer]:
 
 
 def words_layer(words: Sequence[str], below: Mapping[str, Any]) -> Layer:
-    """Return the layer of ``-- WORDS``: arguments in Megatron's own form, which are settings like all others.
-
-    An argument that ``below`` has stays in its section there.
-
-    Raises:
-        ConfigurationError: Megatron's parser refuses a word.
-    """
+    """Return the layer of ``-- WORDS``, Megatron's own form; what ``below`` has stays in its section."""
     name = f"-- {' '.join(words)}"
     try:
         given = megatron_options.parsed(words)
@@ -127,27 +99,23 @@ def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return merged(low, high)
 
 
-def _asked(path: Path) -> Path:
-    """Find the file for a path or for the name of a shipped file."""
-    file = path if path.exists() else shipped_run(path) or path
-    if file.suffix or file.exists():
-        return file
-    close = closest(path.as_posix(), list(shipped_runs()))
-    hint = f"did you mean '{close}'? " if close else ""
-    raise ConfigurationError(
-        f"{path}: no such file, and the package has no config of that name; {hint}"
-        "`megatron-fssdp configs` lists all names"
-    )
-
-
-def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
+def _layers(name: str, above: tuple[Path, ...]) -> Iterator[Layer]:
     """Yield the layers of a file, from bottom to top. ``above`` is the chain of files that include it."""
+    beside = Path(os.path.normpath(above[-1].parent / name)) if above else Path(name)
+    file = beside if beside.exists() else shipped_run(name) or beside
     if any(os.path.realpath(other) == os.path.realpath(file) for other in above):
         circle = " → ".join(map(str, (*above, file)))
         raise ConfigurationError(
             f"{above[0]}: files include each other in a circle, {circle}; remove one include"
         )
     try:
+        if not (file.suffix or file.exists()):
+            close = closest(name, list(shipped_runs()))
+            hint = f"did you mean '{close}'? " if close else ""
+            raise ConfigurationError(
+                f"{file}: no such file, and the package has no config of that name; {hint}"
+                "`megatron-fssdp configs` lists all names"
+            )
         data = load_yaml(file)
     except ConfigurationError as error:
         raise ConfigurationError(f"{above[-1]}: include: {error}" if above else str(error)) from None
@@ -157,8 +125,7 @@ def _layers(file: Path, above: tuple[Path, ...]) -> Iterator[Layer]:
             f"{file}: include: got {describe_value(names)}, wanted a list of YAML files, such as [model.yaml]"
         )
     for name in names:
-        beside = Path(os.path.normpath(file.parent / name))
-        yield from _layers(beside if beside.exists() else shipped_run(name) or beside, (*above, file))
+        yield from _layers(name, (*above, file))
     yield Layer(str(file), data)
 
 

@@ -20,10 +20,7 @@ _INCLUDE = {
 
 
 def run_config_schema() -> dict[str, Any]:
-    """Return the JSON Schema of one YAML file of a run, with all arguments of the installed Megatron.
-
-    ``strategy.name`` decides the schema of ``strategy.settings``.
-    """
+    """Return the JSON Schema of one YAML file of a run, with all arguments of the installed Megatron."""
     schema = RunConfig.model_json_schema()
     schema["properties"] = {INCLUDE_KEY: _INCLUDE, **schema["properties"]}
     del schema["required"]  # a file can be a part of a run

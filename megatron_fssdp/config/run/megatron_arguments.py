@@ -14,10 +14,8 @@ from megatron_fssdp.config.run.sections import TrainingArguments
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 _NO_GPU_KERNELS = {
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
+    **dict.fromkeys(("gradient_accumulation_fusion", "masked_softmax_fusion", "apply_rope_fusion"), False),
     "no_persist_layer_norm": True,
-    "apply_rope_fusion": False,
 }
 """Without kernels that are in Apex or in Transformer Engine; Megatron does not ask whether they exist."""
 
@@ -32,18 +30,14 @@ ON_CPU = {
 }
 
 LAUNCH_ORDER = ("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-"""A variable of ranks on GPUs. Transfers and dispatch use two communicators at the same time.
-
-NCCL's documentation asks for this setting in such programs, from NCCL 2.26 on. Older versions ignore it.
-"""
+"""NCCL asks for this variable where communicators are used at the same time; before 2.26 it is ignored."""
 
 
 @dataclass(frozen=True)
 class TokenizedData:
-    """Tokenized data: the path of its ``.bin`` and ``.idx`` files, and a folder for Megatron's caches.
+    """Tokenized data: ``prefix`` of its ``.bin`` and ``.idx`` files, and a folder for Megatron's caches.
 
-    ``vocab_size`` counts the token ids, that of the end of a document (``eod_id``) included. Documents are
-    split as a whole; their number is None if it is unknown.
+    ``vocab_size`` includes the id that ends a document.
     """
 
     prefix: Path
@@ -66,9 +60,8 @@ def megatron_arguments(
 ) -> list[str]:
     """Return the arguments of a Megatron pretraining script for a run.
 
-    What the run gives under Megatron's names wins over what is derived here, and null removes it. Without
-    ``data``, Megatron's own arguments name it (``data.external``). A resumed run continues from its own
-    checkpoints.
+    What the run gives under Megatron's names wins over what is derived here, and null removes it. ``data`` is
+    None for ``data.external``.
 
     Raises:
         ConfigurationError: The data has too few documents for its split, or Megatron lacks an argument.
@@ -103,14 +96,9 @@ def trace_folder(training: TrainingArguments, out_dir: Path) -> Path:
 def run_config_from_arguments(
     args: Any, family: Literal["gpt", "bert"], ranks_per_node: int, on_cpu: bool, strategy: Mapping[str, Any]
 ) -> RunConfig:
-    """Describe a run by its parsed arguments, for a script that no YAML describes.
+    """Describe a run by Megatron's checked arguments, or raise a ConfigurationError if a YAML cannot.
 
-    The settings have what the package computes with, and all other arguments that differ from Megatron's
-    default. The data is described as external, with the size of the vocabulary. ``args`` are Megatron's
-    arguments after its own checks, ``strategy`` has a name and settings as in a run's YAML.
-
-    Raises:
-        ConfigurationError: A run's YAML cannot describe these arguments.
+    The settings have what the package computes with, and what differs from Megatron's default.
     """
     data: dict[str, Any] = {section: {} for section in SECTIONS}
     for name, action in megatron_options.options().items():
@@ -133,7 +121,6 @@ def run_config_from_arguments(
 
 
 def _derived(config: RunConfig, installation: Installation, out_dir: Path) -> dict[str, Any]:
-    """Return what follows from other settings, from the machine and from the folder."""
     model, training = config.model, config.training
     values: dict[str, Any] = {"override_opt_param_scheduler": True}
     if training.save_checkpoints:

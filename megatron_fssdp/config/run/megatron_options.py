@@ -1,8 +1,7 @@
 """Megatron-LM's own options by the names of its parsed arguments: what exists, which values, which words.
 
-Importing Megatron's parser takes seconds. So its options are kept in a file of the user's cache folder. The
-file's name is a digest of the sizes and times of Megatron's files and of the versions that its options depend
-on: whatever is installed or edited makes another file.
+Importing Megatron's parser takes seconds. So its options are kept in a file of the user's cache folder.
+Whatever the parser refuses is a :class:`ConfigurationError`.
 """
 
 import argparse
@@ -46,7 +45,7 @@ def section_of(name: str) -> str:
 
 
 def unknown_option(name: str, declared: Sequence[str], own: Sequence[str]) -> str:
-    """Return the message for a key that is no option; some declared ones, ``own``, are none either."""
+    """Return the message for a key that is neither an option nor one of the package's ``own``."""
     flag = f"--{name.replace('_', '-')}"
     given = [dest for dest, action in options().items() if flag in action.option_strings]
     near = (*given, closest(name, declared) or closest(name, list(options())))[0]
@@ -65,11 +64,7 @@ def problem(name: str, value: Any) -> str:
 
 
 def words(values: Mapping[str, Any]) -> list[str]:
-    """Return the command-line words of Megatron's arguments. None and an empty list leave one out.
-
-    Raises:
-        ConfigurationError: Megatron has no argument of a name, or no words for a value.
-    """
+    """Return the command-line words of Megatron's arguments; None and an empty list leave one out."""
     result: list[str] = []
     for name, value in values.items():
         if name not in options():
@@ -88,11 +83,7 @@ def words(values: Mapping[str, Any]) -> list[str]:
 
 
 def parsed(given: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments that command-line words give to Megatron, by name, as plain values.
-
-    Raises:
-        ConfigurationError: Megatron's parser refuses the words.
-    """
+    """Return the arguments that command-line words give to Megatron, by name, as plain values."""
     absent = argparse.Namespace(**dict.fromkeys(options(), ...))  # in the place of every default
     try:
         known, unknown = megatron_parser().parse_known_args(list(given), absent)
@@ -183,10 +174,7 @@ class Converter:
 
 @cache
 def megatron_parser() -> argparse.ArgumentParser:
-    """Return a parser with Megatron's options, without those of a registered plugin.
-
-    Names stand for the items of enumerations. Every action has the ``title`` of its group.
-    """
+    """Return a parser with Megatron's options, without those of a registered plugin."""
     kept = _cache_file()
     actions: list[argparse.Action] | None = None
     with suppress(Exception):  # it is missing or damaged
@@ -205,7 +193,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 
 def _read_actions() -> list[argparse.Action]:
-    """Ask Megatron for its options, in a form that can be written to a file."""
+    """Ask Megatron for its options in a form that can be kept; names stand for items of enumerations."""
     with quiet_output():
         from megatron.training import arguments
 
@@ -226,7 +214,7 @@ def _read_actions() -> list[argparse.Action]:
 
 
 def _cache_file() -> Path:
-    """Return where the options of exactly this Megatron are kept."""
+    """Return where the options of exactly this Megatron are kept: whatever is edited makes another file."""
     digest = hashlib.blake2b(sys.version.encode(), digest_size=12)
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

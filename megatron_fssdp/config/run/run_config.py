@@ -1,8 +1,8 @@
-"""All settings of one training run, as one YAML file holds them, and what they must have in common.
+"""All settings of one training run, and what they must have in common.
 
 Megatron refuses many contradictions by itself, before any rank starts. The rules here are for what it ignores
-silently, what only fails when the ranks build the model, and what the simulator computes with. Texts have
-names of keys in braces, each of which becomes the key with its section and value.
+silently, what only fails when the ranks build the model, and what the simulator computes with. In their
+texts, a key in braces becomes the key with its section and value.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from megatron_fssdp.config.loading import Problems, Settings
+from megatron_fssdp.config.loading import Problems, Settings, setting
 from megatron_fssdp.config.run import megatron_options, sections
 from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 
@@ -47,12 +47,10 @@ _OF_BERT: Mapping[str, tuple[Any, ...]] = {
 
 
 class StrategySection(Settings):
-    """The MoE load-balancing strategy of a run and the strategy's own settings."""
+    """The MoE load-balancing strategy of a run."""
 
-    name: str = Field(default="none", description="Name of the strategy.")
-    settings: dict[str, Any] = Field(
-        default_factory=dict, description="The strategy's own keys, as for --moe-strategy-set."
-    )
+    name: str = setting("none", "Name of the strategy.")
+    settings: dict[str, Any] = setting({}, "The strategy's own keys, as for --moe-strategy-set.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -61,7 +59,7 @@ class StrategySection(Settings):
 
 
 class RunConfig(Settings):
-    """Settings of a training run: model, data, parallelism, training and strategy."""
+    """Settings of a training run."""
 
     model_config = ConfigDict(title="megatron-fssdp training run")
 
@@ -171,8 +169,6 @@ def _sizes(run: RunConfig, values: Mapping[str, Any]) -> Iterator[str]:
 
 def _model(model: sections.ModelArguments, values: Mapping[str, Any]) -> Iterator[str]:
     layers = model.moe_layer_freq
-    if isinstance(layers, int) and layers < 1:
-        yield f"model.moe_layer_freq: got {layers}, wanted 1 or more"
     if isinstance(layers, tuple) and len(layers) != model.num_layers:
         yield f"model.moe_layer_freq lists {len(layers)} layers, wanted {{num_layers}}; give 0 or 1 for each"
     if model.num_experts is not None and model.moe_router_topk > model.num_experts:

@@ -1,28 +1,22 @@
 """The sections ``model``, ``data``, ``parallelism`` and ``training`` of a run's YAML.
 
-Three sections hold arguments of Megatron under their own names, with Megatron's defaults. The models declare
-those that this package computes with. Any other argument of Megatron can stand beside them
-(:mod:`.megatron_options` checks it). The keys with a description are the package's own.
+All but ``data`` declare the arguments of Megatron that this package computes with, with Megatron's defaults.
+Any other argument can stand beside them. The keys with a description are the package's own.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from megatron_fssdp.config.loading import Settings
+from megatron_fssdp.config.loading import Settings, setting
 
 _Size = Annotated[int, Field(ge=1)]
 _Positions = Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"]
 
 
-def _own(default: Any, description: str, **limits: Any) -> Any:
-    """A key of this package."""
-    return Field(default=default, description=description, **limits)
-
-
 class Section(Settings):
-    """Keys of one section. Keys that are not declared are arguments of Megatron as well."""
+    """A section with arguments of Megatron."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -35,7 +29,7 @@ class Section(Settings):
 class ModelArguments(Section):
     """Architecture of a GPT or BERT model, dense or with mixture-of-experts layers."""
 
-    family: Literal["gpt", "bert"] = _own(
+    family: Literal["gpt", "bert"] = setting(
         "gpt", "gpt predicts the next token. bert predicts masked words and the order of sentences."
     )
     bert_binary_head: bool = True
@@ -64,7 +58,7 @@ class ModelArguments(Section):
     qk_pos_emb_head_dim: Annotated[int, Field(ge=2)] = 64
     v_head_dim: _Size = 128
     num_experts: Annotated[int, Field(ge=2, le=100_000)] | None = None
-    moe_layer_freq: int | tuple[Literal[0, 1], ...] = 1
+    moe_layer_freq: _Size | tuple[Literal[0, 1], ...] = 1
     moe_ffn_hidden_size: _Size | None = None
     moe_shared_expert_intermediate_size: _Size | None = None
     moe_router_topk: _Size = 2
@@ -101,20 +95,17 @@ class ModelArguments(Section):
     @property
     def moe_layers(self) -> tuple[bool, ...]:
         """Whether each layer is an MoE layer: one boolean for each of the ``num_layers`` layers."""
-        each = self.moe_layer_freq
-        if isinstance(each, int):
-            return tuple(
-                self.num_experts is not None and layer % each == 0 for layer in range(self.num_layers)
-            )
-        return tuple(self.num_experts is not None and bool(is_moe) for is_moe in each)
+        freq = self.moe_layer_freq
+        marks = [layer % freq == 0 for layer in range(self.num_layers)] if isinstance(freq, int) else freq
+        return tuple(self.num_experts is not None and bool(is_moe) for is_moe in marks)
 
 
 class ParallelismArguments(Section):
-    """Number of ranks and parallel sizes. The data parallel size follows from the others."""
+    """Number of ranks and parallel sizes."""
 
-    nproc_per_node: int = _own(1, "Number of ranks on each machine.", ge=1)
-    num_nodes: int = _own(1, "Number of machines that torchrun spans.", ge=1)
-    declared_nodes: int | None = _own(
+    nproc_per_node: int = setting(1, "Number of ranks on each machine.", ge=1)
+    num_nodes: int = setting(1, "Number of machines that torchrun spans.", ge=1)
+    declared_nodes: int | None = setting(
         None,
         "Number of equal nodes that the placement strategies assume, in the order of the ranks, regardless "
         "of the real machines. Default: the nodes are detected.",
@@ -154,26 +145,26 @@ class ParallelismArguments(Section):
 class DataSettings(Settings):
     """Training data and tokenizer."""
 
-    path: Path | None = _own(
+    path: Path | None = setting(
         None,
         "Folder written by `megatron-fssdp data build`. Default: the default corpus (the sources of Python's "
         "standard library), built once beside the output folder.",
     )
-    tokenizer: Literal["bpe", "bytes", "wordpiece"] = _own(
+    tokenizer: Literal["bpe", "bytes", "wordpiece"] = setting(
         "bpe",
         "Tokenizer of the default corpus if path is not given. bert needs wordpiece, which uses only the "
         "sentences of docstrings and comments.",
     )
-    vocab_size: int = _own(
+    vocab_size: int = setting(
         4096, "Vocabulary size of the default corpus's tokenizer, special tokens included.", ge=257
     )
-    split: str = _own(
+    split: str = setting(
         "95,5,0",
         "Shares of the documents for training, validation and test. Without training.eval_interval, all "
         "documents are used for training.",
         pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){0,2}$",
     )
-    external: bool = _own(
+    external: bool = setting(
         False,
         "Whether arguments of Megatron, such as training.data_path, name data and tokenizer. If true, path "
         "and tokenizer are ignored.",
@@ -183,18 +174,18 @@ class DataSettings(Settings):
 class TrainingArguments(Section):
     """Batch sizes, optimizer, precision, logs and checkpoints."""
 
-    device: Literal["auto", "cpu", "cuda"] = _own(
+    device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Kind of devices. auto: CUDA devices if there are any, else CPUs."
     )
-    transformer_engine: bool | None = _own(
+    transformer_engine: bool | None = setting(
         None,
         "Whether the machines with GPUs have Transformer Engine. Default: whether this machine has it; for "
         "commands that are printed on a machine without GPUs: true.",
     )
-    save_checkpoints: bool = _own(
+    save_checkpoints: bool = setting(
         True, "Whether the run writes checkpoints: into save, by default checkpoints in its folder."
     )
-    tensorboard: bool = _own(
+    tensorboard: bool = setting(
         False,
         "Whether Megatron writes TensorBoard events into the folder tensorboard in the output folder. "
         "tensorboard_dir names another folder.",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import Settings, load_yaml, validate
+from megatron_fssdp.config.loading import Settings, load_yaml, setting, validate
 from megatron_fssdp.config.run.json_schema import choose_strategy_settings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
@@ -34,13 +34,11 @@ class SweptStrategy(Settings):
     """A strategy of a sweep, with settings of its own."""
 
     name: str = Field(description="Name of the strategy.")
-    settings: dict[str, Any] = Field(
-        default_factory=dict, description="The strategy's own keys, as for --moe-strategy-set."
-    )
-    label: str | None = Field(
-        default=None,
+    settings: dict[str, Any] = setting({}, "The strategy's own keys, as for --moe-strategy-set.")
+    label: str | None = setting(
+        None,
+        "Name in folders and on the page, if a strategy is listed twice. Default: its name.",
         pattern=r"^[\w.+=-]+$",
-        description="Name in folders and on the page, if a strategy is listed twice. Default: its name.",
     )
 
 
@@ -59,25 +57,23 @@ class SweepConfig(Settings):
         description="Names of strategies, or mappings with name, settings and label. The page compares all "
         "with the first.",
     )
-    iterations: int | None = Field(
-        default=None, ge=1, description="Number of iterations of every run. Default: the number in the files."
+    iterations: int | None = setting(
+        None, "Number of iterations of every run. Default: the number in the files.", ge=1
     )
-    settings: dict[_Key, Any] = Field(
-        default_factory=dict,
-        description="Settings of all runs by dotted key, as for --set, such as training.lr: 1e-3.",
+    settings: dict[_Key, Any] = setting(
+        {}, "Settings of all runs by dotted key, as for --set, such as training.lr: 1e-3."
     )
-    vary: dict[_Key, _Values] = Field(
-        default_factory=dict,
-        description="Settings that runs differ in: a list of values by dotted key. Every combination is run.",
+    vary: dict[_Key, _Values] = setting(
+        {}, "Settings that runs differ in: a list of values by dotted key. Every combination is run."
     )
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(1,), min_length=1, description="Seeds of initial weights and order of data."
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = setting(
+        (1,), "Seeds of initial weights and order of data.", min_length=1
     )
-    repetitions: int = Field(
-        default=1,
+    repetitions: int = setting(
+        1,
+        "Number of runs with the same settings and seed. Their losses are equal, and their times show how "
+        "steady the machine is.",
         ge=1,
-        description="Number of runs with the same settings and seed. Their losses are equal, and their times "
-        "show how steady the machine is.",
     )
 
     @model_validator(mode="after")
@@ -93,11 +89,7 @@ class SweepConfig(Settings):
 
 
 def load_sweep(file: Path) -> SweepConfig:
-    """Read the YAML of a sweep. Files of the run that lie beside it get the sweep's folder in their paths.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or its settings are invalid.
-    """
+    """Read the YAML of a sweep. Files of the run that lie beside it get the sweep's folder in their paths."""
     sweep = validate(SweepConfig, load_yaml(file), str(file))
     beside = ((name, file.parent / name) for name in sweep.run)
     run = tuple(str(path) if path.exists() else name for name, path in beside)
@@ -116,10 +108,9 @@ def sweep_schema() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep: its strategy, and ``key=value`` overrides of the strategy's and the run's settings.
+    """One run of a sweep, with ``key=value`` overrides of the strategy's and the run's settings.
 
-    The name of its ``folder`` stays the same if the sweep grows. Runs of a ``group`` differ only in seed and
-    repetition (from 1).
+    Its ``folder`` stays the same if the sweep grows. Runs of a ``group`` differ only in seed and repetition.
     """
 
     folder: str
@@ -132,14 +123,7 @@ class PlannedRun:
 
 
 def planned_runs(sweep: SweepConfig) -> list[PlannedRun]:
-    """Return all runs of a sweep, in the order in which they are run.
-
-    All strategies take turns: a machine that becomes slower during the sweep slows all of them, and an
-    interrupted sweep has runs of every strategy.
-
-    Raises:
-        ConfigurationError: Two runs would have the same folder.
-    """
+    """Return all runs in order: strategies take turns, so that a machine that slows down slows them alike."""
     common = tuple(map(_override, sweep.settings, sweep.settings.values()))
     runs = [
         _run(strategy, dict(zip(sweep.vary, values, strict=True)), common, seed, repetition)
@@ -182,7 +166,7 @@ def _run(
 
 
 def _override(key: str, value: Any) -> str:
-    """Return ``key=value`` as options take it: they read the value as YAML, and JSON is YAML."""
+    """Return ``key=value`` as options take it; JSON is YAML."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 

@@ -1,8 +1,6 @@
 """The keys of every shipped strategy, in one place: each class has those of its bases and its own.
 
-``nodes`` and ``record_dir`` belong to all of them, ``exchange`` to all with ``ExchangeKeys``. FasterMoE's
-smart schedule and gate (``FasterMoEKeys``) belong to ``fastermoe``, and to ``ep``, where they can be studied
-alone. So does Parm's ``schedule``, which is the purpose of ``parm``.
+FasterMoE's smart schedule and gate and Parm's ``schedule`` also belong to ``ep``, to be studied alone.
 """
 
 from collections.abc import Mapping
@@ -11,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from megatron_fssdp.config.loading import setting
 from megatron_fssdp.config.strategy.strategy_settings import (
     CollectiveOrder,
     ExchangeKeys,
@@ -18,7 +17,6 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     PlacementSettings,
     StrategySettings,
     TokenTravel,
-    key,
 )
 
 NO_SLOTS = {"slots": (0,)}
@@ -32,7 +30,7 @@ class NoneSettings(StrategySettings):
 class EpSettings(ExchangeKeys, FasterMoEKeys):
     """``ep``: plain expert parallelism: every expert stays with its owner."""
 
-    schedule: Literal["megatron", "s1"] = key(
+    schedule: Literal["megatron", "s1"] = setting(
         "megatron",
         "Order of the collectives under expert tensor parallelism. 'megatron' sends tokens to one part of "
         "an expert, and from there to the others. 's1' is Parm's EP&ESP-AlltoAll, which sends tokens to "
@@ -43,17 +41,16 @@ class EpSettings(ExchangeKeys, FasterMoEKeys):
 class SlotKeys(ExchangeKeys):
     """Keys of strategies whose replicas live for an iteration or less."""
 
-    counts_of_experts: ClassVar[tuple[str, ...]] = ("slots",)
     decided_for_all: ClassVar[tuple[str, ...]] = ("overlap",)
 
-    slots: int | None = key(
+    slots: int | None = setting(
         None,
         "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit into "
         "the free memory, which is measured in the first iterations. Before, fssdp has as many as the device "
         "owns experts.",
         ge=0,
     )
-    overlap: bool = key(
+    overlap: bool = setting(
         True,
         "Whether experts are sent at the same time as tokens. Off: before the tokens.",
         no_effect_if=NO_SLOTS,
@@ -63,9 +60,8 @@ class SlotKeys(ExchangeKeys):
 class FssdpSettings(SlotKeys):
     """``fssdp``: fully sharded sparse data parallelism (Hecate): replicas by recent loads."""
 
-    counts_of_experts = ("slots", "overlap_degree")
     decided_for_all = ("overlap", "reshard_interval")
-    overlap_degree: int | None = key(
+    overlap_degree: int | None = setting(
         None,
         "Maximum number of experts of a layer that can be replicated (Hecate Alg. 1, t). Default with "
         "planner 'balanced': as many as save more seconds than they cost, by the costs that the first "
@@ -73,27 +69,27 @@ class FssdpSettings(SlotKeys):
         "Until then: all experts.",
         ge=0,
     )
-    planner: Literal["balanced", "hecate"] = key(
+    planner: Literal["balanced", "hecate"] = setting(
         "balanced",
         "'balanced' searches for the placement with the fewest modelled seconds, which is never worse than "
         "plain expert parallelism. 'hecate' is the paper's system: Alg. 1, and calibration (§4.2), which "
         "adds replicas to free slots after the gate where that saves time. The host then waits for the "
         "counts of an iteration's first micro-batch in every layer.",
     )
-    overlap: bool = key(
+    overlap: bool = setting(
         True,
         "Whether replicas are gathered during the compute before the layer, such as attention, and their "
         "gradients are reduced during its backward pass. Off: the layer waits for both (for comparisons).",
         no_effect_if=NO_REPLICAS,
     )
-    rematerialize: bool = key(
+    rematerialize: bool = setting(
         False,
         "Whether replicas are released after a layer's forward pass and gathered again before its backward "
         "pass (Hecate §4.2). Memory then holds the replicas of one layer, for one more gather per "
         "micro-batch.",
         no_effect_if=NO_REPLICAS,
     )
-    reshard_interval: int = key(
+    reshard_interval: int = setting(
         100,
         "Number of iterations between re-shards of all layers (Hecate Alg. 2). If overlap_degree is not "
         "given, owners move only where that saves modelled seconds, and are reconsidered at intervals that "
@@ -119,16 +115,15 @@ class FssdpSettings(SlotKeys):
 class ProphetSettings(SlotKeys):
     """``prophet``: Pro-Prophet: hot experts on some of the devices, planned ahead."""
 
-    left_out: int | None = key(
+    left_out: int | None = setting(
         None,
         "Number of devices to which a selected expert is not sent: those with the fewest tokens for it "
         "(Pro-Prophet §IV-B, n). If it is given, only the paper's Eq. 1 to 8 decide. Default: the number "
-        "among 0, 1, 2, 4, … with the fewest seconds over the real links, or no replicas if they are "
-        "faster.",
+        "among 0, 1, 2, 4, … with the fewest seconds over the real links, or no replicas if they are faster.",
         no_effect_if=NO_SLOTS,
         ge=0,
     )
-    overlap: bool = key(
+    overlap: bool = setting(
         True,
         "Whether transfers overlap compute (Pro-Prophet's scheduler): experts during the compute before "
         "the layer, those that take longer in two parts, one of them during the experts of the layer before "
@@ -141,7 +136,7 @@ class ProphetSettings(SlotKeys):
 class FastermoeSettings(SlotKeys, FasterMoEKeys):
     """``fastermoe``: FasterMoE: the hottest experts of each micro-batch on all devices."""
 
-    latency: Literal["complete", "paper", "authors"] = key(
+    latency: Literal["complete", "paper", "authors"] = setting(
         "complete",
         "Latency that a shadow must reduce. 'paper' is FasterMoE's Eq. 8, which ignores the tokens that "
         "are still sent, and therefore shadows an expert even under balanced loads. 'complete' counts "
@@ -158,25 +153,22 @@ class QuotaSettings(SlotKeys):
 class SmartmoeSettings(ExchangeKeys):
     """``smartmoe``: SmartMoE: owners are exchanged among devices, nothing is replicated."""
 
-    reshard_interval: int = key(25, "Number of iterations between two exchanges.", ge=1)
-    window: int = key(25, "Number of iterations whose mean load decides the new owners.", ge=1)
+    reshard_interval: int = setting(25, "Number of iterations between two exchanges.", ge=1)
+    window: int = setting(25, "Number of iterations whose mean load decides the new owners.", ge=1)
 
 
 class FlexmoeSettings(ExchangeKeys):
     """``flexmoe``: FlexMoE: resident replicas with optimizer states of their own."""
 
-    counts_of_experts: ClassVar[tuple[str, ...]] = ("slots",)
-    decided_for_all: ClassVar[tuple[str, ...]] = ("overlap",)
-
-    slots: int = key(
+    slots: int = setting(
         1,
         "Number of resident replicas of a layer that a device can hold. Parameters, gradients and optimizer "
         "states of all of them are allocated at the start and kept.",
         ge=1,
     )
-    placement_interval: int = key(25, "Number of iterations after which replicas are reconsidered.", ge=1)
-    window: int = key(25, "Number of iterations whose mean load decides the replicas.", ge=1)
-    overlap: bool = key(
+    placement_interval: int = setting(25, "Number of iterations after which replicas are reconsidered.", ge=1)
+    window: int = setting(25, "Number of iterations whose mean load decides the replicas.", ge=1)
+    overlap: bool = setting(
         True, "Whether gradients are summed during the backward pass. Off: the pass waits for sums."
     )
 
@@ -184,7 +176,7 @@ class FlexmoeSettings(ExchangeKeys):
 class ParmSettings(PlacementSettings):
     """``parm``: Parm: schedules for tensor, expert and expert tensor parallelism together."""
 
-    schedule: CollectiveOrder = key(
+    schedule: CollectiveOrder = setting(
         "auto",
         "Order of the collectives. 's1' divides the tokens of tensor-parallel ranks before the gate, 's2' "
         "after it (Parm §III-B); under sequence parallelism both are the same. 'baseline' is "
@@ -197,7 +189,7 @@ class ParmSettings(PlacementSettings):
 class AutoSettings(ExchangeKeys):
     """``auto``: for each layer the strategy with the fewest modelled seconds."""
 
-    choice_interval: int = key(
+    choice_interval: int = setting(
         50,
         "Number of iterations after which strategies are reconsidered. Moved experts must pay off within "
         "this time. The first selection happens as soon as costs are measured; until then, every layer "
@@ -206,10 +198,7 @@ class AutoSettings(ExchangeKeys):
     )
 
     candidate_settings: ClassVar[Mapping[str, type[Any]]] = {}
-    """Settings models of the strategies that can be selected in addition to ``ep``, each under a key.
-
-    The table of strategies adds the keys.
-    """
+    """Settings models of the candidates in addition to ``ep``; the table of strategies adds their keys."""
 
     @property
     def travel(self) -> TokenTravel:

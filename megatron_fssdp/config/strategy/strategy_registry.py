@@ -1,9 +1,4 @@
-"""Every strategy by name: the shipped ones, those that a program registers, and those of installed packages.
-
-This table is the only list of strategies. Settings, command line, JSON Schema, simulator, reports, ``auto``'s
-candidates and the documentation's tables read it. It holds data and import strings, so that reading it
-imports no strategy.
-"""
+"""The only list of strategies: shipped ones, those that a program registers, and those of other packages."""
 
 import inspect
 import logging
@@ -14,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field, create_model
 
@@ -26,10 +21,8 @@ from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "megatron_fssdp.strategies"
-"""Group of entry points in which packages name a function without arguments that registers a strategy."""
-
 SHIPPED = "megatron-fssdp"
-"""Package of the strategies that are part of this one."""
+"""The ``package`` of strategies that come with this project."""
 
 BASELINE = "ep"
 """Plain expert parallelism, which the others are compared with and which ``auto`` starts from."""
@@ -39,10 +32,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True)
 class RegisteredStrategy:
-    """What is known of a strategy before it is built; see :func:`register_strategy`.
-
-    ``strategy`` is ``None`` for Megatron's own layer, under which nothing is planned.
-    """
+    """What :func:`register_strategy` is told of a strategy; ``none`` has no class that plans."""
 
     name: str
     settings: type[StrategySettings]
@@ -54,27 +44,13 @@ class RegisteredStrategy:
     package: str = SHIPPED
 
 
-class BrokenStrategy(NamedTuple):
-    """A strategy that an installed package announces by this name and that could not be registered."""
-
-    name: str
-    package: str
-    reason: str
-
-    def __str__(self) -> str:
-        return (
-            f"strategy '{self.name}' of the installed package {self.package} cannot be used: {self.reason}; "
-            f"update the package, or remove it with pip uninstall {self.package}"
-        )
-
-
 class StrategyRegistry(Mapping[str, RegisteredStrategy]):
-    """Strategies by name, in the order of all lists; installed packages are loaded when first needed."""
+    """Strategies by name; installed packages are loaded when first needed."""
 
     def __init__(self, entries: Iterable[RegisteredStrategy], group: str = ENTRY_POINTS) -> None:
         self._group = group
         self._entries = {entry.name: entry for entry in entries}
-        self._broken: dict[str, BrokenStrategy] = {}
+        self._broken: dict[str, str] = {}
         self._is_loaded = False
         self._loading: str | None = None
 
@@ -91,17 +67,13 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         return len(self._with_installed())
 
     @property
-    def broken(self) -> Mapping[str, BrokenStrategy]:
-        """Strategies of installed packages that could not be registered, by name."""
+    def broken(self) -> Mapping[str, str]:
+        """What is wrong with each strategy of an installed package that could not be registered, by name."""
         self._with_installed()
         return self._broken
 
     def add(self, entry: RegisteredStrategy) -> None:
-        """Register one more strategy; its package is noted here while an installed package is loaded.
-
-        Raises:
-            ConfigurationError: The name is taken or no name, or something else in the entry does not fit.
-        """
+        """Register one more strategy, or raise a ConfigurationError if it does not fit."""
         entry = replace(entry, package=self._loading or entry.package)
         problem = ""
         if entry.name in self._entries:
@@ -137,10 +109,13 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
                     raise ConfigurationError(f"{point.value} registered no strategy of this name")
             except Exception as error:  # whatever goes wrong in another package
                 reason = str(error) if isinstance(error, ConfigurationError) else repr(error)
-                broken = BrokenStrategy(point.name, self._loading, " ".join(reason.split()))
-                self._broken.setdefault(point.name, broken)
+                text = (
+                    f"strategy '{point.name}' of the installed package {self._loading} cannot be used: "
+                    f"{' '.join(reason.split())}; update the package, or pip uninstall {self._loading}"
+                )
+                self._broken.setdefault(point.name, text)
                 if os.environ.get("RANK", "0") == "0":
-                    logger.warning(f"[fssdp] {broken}. Other strategies are not affected")
+                    logger.warning(f"[fssdp] {text}. Other strategies are not affected")
             finally:
                 self._loading = None
         return self._entries
@@ -162,12 +137,11 @@ def register_strategy(
     ``megatron_fssdp.strategies``; a script of your own calls it before Megatron parses its arguments.
 
     Args:
-        name: What users type: a lower-case letter, then such letters, digits and underscores.
-        settings: Pydantic model of the strategy's keys, a subclass of ``PlacementSettings`` in which every
-            key has a default.
-        strategy: The class of the strategy, a function that makes one from its settings, or either as
+        name: A lower-case letter, then such letters, digits and underscores.
+        settings: Model of the strategy's keys, each of which has a default.
+        strategy: The strategy's class, a function that makes one from its settings, or either as
             ``"module:attribute"``, which is imported when a strategy is built.
-        summary: One line about it, for help texts and tables.
+        summary: One line for help texts and tables.
         colour: ``#RRGGBB`` in pictures and on report pages. Default: a colour that is left.
         candidate: Whether ``auto`` may select it. It then has a key of this name under ``auto``.
         ranked: Whether what-if reports rank it unless they are told names.
@@ -230,12 +204,7 @@ STRATEGIES = StrategyRegistry(
 def resolve_strategy(
     name: str, config_path: Path | str | None = None, overrides: Sequence[str] = ()
 ) -> StrategySettings:
-    """Return a strategy's settings: the keys of a YAML file, then ``key=value`` overrides.
-
-    Raises:
-        ConfigurationError: The strategy or a key is unknown, a value has the wrong type, or settings exclude
-            each other.
-    """
+    """Return a strategy's settings: the keys of a YAML file, then ``key=value`` overrides."""
     data = {} if config_path is None else load_yaml(config_path)
     sources = [] if config_path is None else [str(config_path)]
     if overrides:
@@ -245,10 +214,10 @@ def resolve_strategy(
 
 
 def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategySettings:
-    """Validate a strategy's keys, which a file or option ``source`` gives; errors are the same."""
+    """Validate a strategy's keys, which ``source`` gives, or raise a ConfigurationError."""
     if name not in STRATEGIES:
         broken = STRATEGIES.broken.get(name)
-        raise ConfigurationError(str(broken) if broken else unknown_name("MoE strategy", name, STRATEGIES))
+        raise ConfigurationError(broken or unknown_name("MoE strategy", name, STRATEGIES))
     entry = STRATEGIES[name]
     for key in data:
         owners = [other for other, one in STRATEGIES.items() if key in one.settings.model_fields]

@@ -1,20 +1,15 @@
-"""Settings that strategies share, validated and immutable, and the variables for debugging.
-
-Each strategy has one settings model. Its keys are given without the strategy's name, for example
-``--moe-strategy-set slots=2``. The models of the shipped strategies are in ``shipped_settings.py``.
-"""
+"""Settings that strategies share, validated and immutable, and the variables for debugging."""
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, model_validator
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import Settings
+from megatron_fssdp.config.loading import Settings, setting
 
 KEEP_OWNERS = "set reshard_interval=0 (under auto smartmoe=false)"
 """Advice in error messages for setups in which owners cannot be moved."""
@@ -25,8 +20,7 @@ PROFILE_VARIABLE, CHECK_VARIABLE = "FSSDP_PROFILE_ITERATIONS", "FSSDP_CHECK_PLAN
 def profile_iterations() -> int:
     """Iterations in which compute, links and memory are measured before costs decide anything.
 
-    Times of the first one, which is cold, count only if it is the only one. Three are enough on all machines
-    that were tried; ``FSSDP_PROFILE_ITERATIONS`` gives another number to tests.
+    Times of the first one, which is cold, count only if it is the only one. Tests set another number.
     """
     return _number_in(PROFILE_VARIABLE, "3", r"0*[1-9][0-9]*", "a whole number of at least 1")
 
@@ -51,10 +45,7 @@ ExchangeUse = Literal["megatron", "deduplicated", "by_price"]
 
 @dataclass(frozen=True)
 class TokenTravel:
-    """How the tokens of a layer travel to their experts and back, from the settings of the same names.
-
-    Without a ``group_size``, a group of the smart schedule is the ranks of a node.
-    """
+    """How the tokens of a layer travel to their experts and back, from the settings of the same names."""
 
     schedule: CollectiveOrder = "megatron"
     smart_schedule: SmartScheduleUse = False
@@ -67,25 +58,12 @@ class TokenTravel:
         return "by_price" in (self.smart_schedule, self.exchange)
 
 
-def key(
-    default: Any, description: str, no_effect_if: Mapping[str, tuple[Any, ...]] | None = None, **limits: float
-) -> Any:
-    """A setting with a default, a text for users, and pydantic's limits such as ``ge=1``.
-
-    ``no_effect_if`` has the values of other keys under which the setting does nothing. It is then refused.
-    """
-    extra = {"no_effect_if": {other: list(values) for other, values in (no_effect_if or {}).items()}}
-    return Field(  # type: ignore[call-overload]
-        default=default, description=description, json_schema_extra=extra if no_effect_if else None, **limits
-    )
-
-
 class StrategySettings(Settings):
     """Keys of every strategy."""
 
     model_config = ConfigDict(validate_default=True)
 
-    record_dir: Path | None = key(
+    record_dir: Path | None = setting(
         None, "Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records."
     )
 
@@ -106,15 +84,12 @@ class StrategySettings(Settings):
 class PlacementSettings(StrategySettings):
     """Keys shared by all strategies that run on the placement runtime."""
 
-    nodes: int | None = key(
+    nodes: int | None = setting(
         None,
         "Number of equal nodes that the ranks form, in the order of ranks. Default: detected from "
         "LOCAL_WORLD_SIZE, or from host names.",
         ge=1,
     )
-
-    counts_of_experts: ClassVar[tuple[str, ...]] = ()
-    """Keys that count experts of a layer. Their values cannot exceed the number of experts."""
 
     decided_for_all: ClassVar[tuple[str, ...]] = ()
     """Keys that a candidate of ``auto`` cannot set, because all layers share their values."""
@@ -136,8 +111,8 @@ class PlacementSettings(StrategySettings):
 
     def check_num_experts(self, num_experts: int) -> None:
         """Raise a ConfigurationError if a key counts more experts than a layer has."""
-        for key in self.counts_of_experts:
-            value = getattr(self, key)
+        for key in ("slots", "overlap_degree"):
+            value = getattr(self, key, None)
             if value is not None and value > num_experts:
                 raise ConfigurationError(
                     f"{key}: got {value}, wanted 0 to {num_experts}, the number of experts of a layer; "
@@ -148,7 +123,7 @@ class PlacementSettings(StrategySettings):
 class ExchangeKeys(PlacementSettings):
     """The key ``exchange``."""
 
-    exchange: ExchangeUse = key(
+    exchange: ExchangeUse = setting(
         "megatron",
         "What travels to the experts. 'megatron' sends a token once for each of its experts. "
         "'deduplicated' sends it once to each node that computes one of its experts, and there once to "
@@ -172,25 +147,25 @@ class ExchangeKeys(PlacementSettings):
 class FasterMoEKeys(PlacementSettings):
     """Keys of FasterMoE's smart schedule (§4.2) and topology-aware gate (§4.3)."""
 
-    smart_schedule: SmartScheduleUse = key(
+    smart_schedule: SmartScheduleUse = setting(
         False,
         "Whether to use FasterMoE's smart schedule (§4.2): ranks exchange tokens with one group of ranks "
         "after another, and experts compute one group's tokens while the next are sent. 'by_price': in the "
         "layers and iterations in which modelled seconds say that it saves time. No GPU has run it yet.",
     )
-    group_size: int | None = key(
+    group_size: int | None = setting(
         None,
         "Number of ranks in a group of the smart schedule. It must divide the number of expert-parallel "
         "ranks. Default: the ranks of a node, or one rank if there is only one node.",
         no_effect_if={"smart_schedule": (False,)},
         ge=1,
     )
-    router: Literal["stock", "topology_aware"] = key(
+    router: Literal["stock", "topology_aware"] = setting(
         "stock",
         "Router of the MoE layers. 'topology_aware' is FasterMoE's gate (§4.3), which CHANGES THE ROUTING "
         "and therefore the losses: only the share leaving_share of a rank's tokens can go to other nodes.",
     )
-    leaving_share: float | None = key(
+    leaving_share: float | None = setting(
         None,
         "Required for router=topology_aware: share of a rank's tokens that can leave their node. The paper "
         "uses W_net / (M * W_local): the bandwidth of a node's network divided by that of its M devices "

@@ -193,10 +193,9 @@ def check_strategies() -> list[Finding]:
     """Return a finding for all installed strategies, and one for each that cannot be used."""
     others = [f", {name} from {one.package}" for name, one in STRATEGIES.items() if one.package != SHIPPED]
     findings = [Finding("strategies", f"{len(STRATEGIES) - len(others)} from {SHIPPED}{''.join(others)}")]
-    for broken in STRATEGIES.broken.values():
-        found = f"from {broken.package}, cannot be used: {broken.reason}"
-        advice = f"update the package, or remove it: pip uninstall {broken.package}; other strategies work"
-        findings.append(note(f"strategy {broken.name}", found, advice))
+    for name, text in STRATEGIES.broken.items():
+        found, _, advice = text.rpartition("; ")
+        findings.append(note(f"strategy {name}", found, f"{advice}; other strategies work"))
     return findings
 
 

@@ -16,7 +16,8 @@ from megatron_fssdp.config.run.megatron_options import options, plain, problem
 from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
 from megatron_fssdp.config.run.sections import DataSettings
 
-TP2 = ("parallelism.tensor_model_parallel_size=2", "parallelism.expert_tensor_parallel_size=1")
+TP2 = "parallelism.tensor_model_parallel_size=2 parallelism.expert_tensor_parallel_size=1"
+NONE = "strategy.name=none"
 CPU, GPU, PLAIN_GPU = Installation(True, False), Installation(False, True), Installation(False, False)
 DATA = TokenizedData(Path("d/text"), 2048, 2047, 50, Path("d/cache"))
 
@@ -67,7 +68,7 @@ def test_declared_keys_are_the_packages_own_or_megatrons_arguments_with_its_defa
         ("model.moe_shared_expert_intermediate_size=64 model.add_bias_linear=true", "no biases in shared"),
         ("model.moe_aux_loss_coeff=0.1", "no effect with model.moe_router_load_balancing_type none"),
         ("parallelism.nproc_per_node=6", "does not divide the 6 ranks"),
-        (" ".join((*TP2, "strategy.name=none")), "sequence_parallel: true"),
+        (f"{TP2} {NONE}", "sequence_parallel: true"),
         ("training.global_batch_size=24", "every rank processes whole micro-batches"),
         ("training.lr_warmup_iters=60", "must be smaller than"),
         ("training.profile=true training.profile_step_end=61", "is not between"),
@@ -96,14 +97,11 @@ def test_mistakes_are_refused_with_their_option_and_the_reason(overrides: str, w
     assert len(message.splitlines()) == 1
 
 
-NONE = "strategy={name: none}"
-
-
 @pytest.mark.parametrize(
     ("overrides", "machine", "wanted", "absent"),
     [
         (
-            (),
+            "",
             CPU,
             "--expert-model-parallel-size=4 --moe-token-dispatcher-type=alltoall --distributed-backend=gloo "
             "--vocab-size=2048 --null-tokenizer-eod-id=2047 --save=runs/x/checkpoints --moe-strategy=fssdp "
@@ -112,37 +110,28 @@ NONE = "strategy={name: none}"
             "--dist-ckpt-optim-fully-reshardable --kv-channels",
         ),
         (TP2, CPU, "--tensor-model-parallel-size=2", "--sequence-parallel"),
-        (("model.moe_router_topk=1",), CPU, "--moe-router-pre-softmax", ""),
+        ("model.moe_router_topk=1", CPU, "--moe-router-pre-softmax", ""),
         # Re-sharding is on by default and refuses Megatron's default format.
-        (("parallelism.use_distributed_optimizer=true",), CPU, "--dist-ckpt-optim-fully-reshardable", ""),
-        (
-            ("model.kv_channels=24", "model.layernorm_epsilon=1e-6", "model.moe_layer_freq=[0,1,0,1]"),
-            CPU,
-            "--kv-channels=24 --norm-epsilon=1e-06 --moe-layer-freq=[0,1,0,1]",
-            "",
-        ),
-        (("training.bf16=true",), GPU, "--bf16 --distributed-backend=nccl", "--use-cpu-initialization"),
-        ((), GPU, "--transformer-impl=transformer_engine", "--no-rope-fusion"),
-        ((), PLAIN_GPU, "--transformer-impl=local --no-rope-fusion --no-masked-softmax-fusion", ""),
-        ((NONE, "model.add_bias_linear=true"), GPU, "--moe-grouped-gemm --no-bias-dropout-fusion", ""),
+        ("parallelism.use_distributed_optimizer=true", CPU, "--dist-ckpt-optim-fully-reshardable", ""),
+        ("model.kv_channels=24", CPU, "--kv-channels=24", ""),
+        ("model.layernorm_epsilon=1e-6", CPU, "--norm-epsilon=1e-06", ""),
+        ("model.moe_layer_freq=[0,1,0,1]", CPU, "--moe-layer-freq=[0,1,0,1]", ""),
+        ("training.bf16=true", GPU, "--bf16 --distributed-backend=nccl", "--use-cpu-initialization"),
+        ("", GPU, "--transformer-impl=transformer_engine", "--no-rope-fusion"),
+        ("", PLAIN_GPU, "--transformer-impl=local --no-rope-fusion --no-masked-softmax-fusion", ""),
+        (f"{NONE} model.add_bias_linear=true", GPU, "--moe-grouped-gemm --no-bias-dropout-fusion", ""),
         # What is given wins over what is derived, and null removes it.
-        (
-            (
-                *("model.moe_expert_capacity_factor=1.5", "model.moe_token_dispatcher_type=allgather"),
-                *("training.bias_dropout_fusion=true", "training.use_cpu_initialization=null"),
-            ),
-            CPU,
-            "--moe-expert-capacity-factor=1.5 --moe-token-dispatcher-type=allgather",
-            "--no-bias-dropout-fusion --use-cpu-initialization",
-        ),
-        (("training.eval_iters=5", "training.eval_interval=3"), CPU, "--eval-iters=5 --split=95,5,0", ""),
-        (("training.tensorboard=true",), CPU, "--tensorboard-dir=runs/x/tensorboard", ""),
+        ("model.moe_token_dispatcher_type=allgather", CPU, "--moe-token-dispatcher-type=allgather", ""),
+        ("training.bias_dropout_fusion=true", CPU, "", "--no-bias-dropout-fusion"),
+        ("training.use_cpu_initialization=null", CPU, "", "--use-cpu-initialization"),
+        ("training.eval_iters=5 training.eval_interval=3", CPU, "--eval-iters=5 --split=95,5,0", ""),
+        ("training.tensorboard=true", CPU, "--tensorboard-dir=runs/x/tensorboard", ""),
     ],
 )
 def test_settings_become_megatrons_arguments(
-    overrides: tuple[str, ...], machine: Installation, wanted: str, absent: str
+    overrides: str, machine: Installation, wanted: str, absent: str
 ) -> None:
-    words = arguments(tiny(*overrides), machine)
+    words = arguments(tiny(*overrides.split()), machine)
     found = given(words)
     for flag in wanted.split():
         name, _, value = flag.partition("=")
