@@ -21,7 +21,7 @@ _TESTS = ("test", "tests", "idle_test", "idlelib_test")
 
 
 class Document(NamedTuple):
-    """One document of a corpus."""
+    """A text of a corpus."""
 
     text: str
     is_python: bool
@@ -49,7 +49,7 @@ class Corpus:
         return sum(file.stat().st_size for file in self.files)
 
     def documents(self) -> Iterator[Document]:
-        """Read the documents, one after the other.
+        """Yield the documents.
 
         Raises:
             ConfigurationError: A file cannot be read, or a line is no JSON object with text under the key.
@@ -93,8 +93,8 @@ def corpus_from_paths(paths: Iterable[Path], json_key: str = TEXT_KEY) -> Corpus
         files = _files_below(path, TEXT_SUFFIXES, _NOT_STANDARD_LIBRARY) if path.is_dir() else [path]
         for file in files:
             found.setdefault(file.resolve(), file)
-    folders = tuple(path for path in paths if path.is_dir())
-    return Corpus(", ".join(str(path) for path in paths[:3]), tuple(found.values()), folders, json_key)
+    folders, name = tuple(filter(Path.is_dir, paths)), ", ".join(map(str, paths[:3]))
+    return Corpus(name, tuple(found.values()), folders, json_key)
 
 
 def default_corpus() -> Corpus:

@@ -33,12 +33,8 @@ _USUAL_ENDS = (_EOD, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "
 class TextTokenizer:
     """A tokenizer of the ``tokenizers`` library. Special tokens inside a text count as ordinary text.
 
-    Attributes:
-        kind: One of ``TRAINED_KINDS``, or ``huggingface``.
-        ids: Id of each token.
-        vocab_size: Number of ids, with that which ends a document, ``eod_id``.
-        identity: Text that decides the token ids.
-        files: Texts of the files from which the tokenizer can be loaded again, by file name.
+    ``identity`` decides the token ids. ``files`` has the texts from which the tokenizer can be loaded again,
+    by file name.
 
     Raises:
         ConfigurationError: The tokenizer does not have ``eod_token``.
@@ -52,7 +48,7 @@ class TextTokenizer:
             raise ConfigurationError(
                 f"--eod-token {eod_token}: the tokenizer does not have this token; name one of its own"
             )
-        self.kind = kind
+        self.kind = kind  # one of TRAINED_KINDS, or "huggingface"
         self.eod_id, self.vocab_size = self.ids[eod_token], max(self.ids.values()) + 1  # ids may have gaps
         self.identity = f"{kind} {hashlib.sha256(json_text.encode()).hexdigest()} {eod_token}"
         hint = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod_token}
@@ -67,9 +63,9 @@ class TextTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Train byte-level byte-pair encoding. End-of-document has the last id.
+    """Train byte-level byte-pair encoding. The last id is end-of-document.
 
-    A small amount of text gives fewer than ``vocab_size`` ids. With ``MIN_VOCAB_SIZE``, each byte is a token.
+    Little text gives fewer than ``vocab_size`` ids. With ``MIN_VOCAB_SIZE``, each byte is a token.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -85,14 +81,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
-    """Load a tokenizer in Hugging Face's format.
+    """Load a ``tokenizer.json``: a file, the one in a folder, or the one of a name on the Hugging Face hub.
 
-    ``name`` is a file ``tokenizer.json``, a folder that has it, or a name on the Hugging Face hub. By
-    default, a usual token of the tokenizer ends a document.
+    By default, a usual token of the tokenizer ends a document.
 
     Raises:
-        ConfigurationError: The tokenizer does not exist, is damaged or cannot be downloaded, or no token that
-            ends a document is known.
+        ConfigurationError: The tokenizer is missing or damaged, or no token is known to end a document.
     """
     from tokenizers import Tokenizer
 
@@ -116,7 +110,7 @@ def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
 
 
 def _from_hub(name: str) -> Path:
-    """Return the file of a tokenizer on the Hugging Face hub, from the cache if the hub does not answer."""
+    """Return the file of a tokenizer on the hub, from the cache if the hub does not answer."""
     from huggingface_hub import constants, get_session, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -1,11 +1,9 @@
-"""BERT's WordPiece tokenizer: lower-case words and pieces of words, trained without network access.
+"""What BERT trains on: the sentences of a document, and WordPiece tokens."""
 
-Training BERT also needs the vocabulary for masking: Megatron's data set asks the tokenizer which tokens begin
-a word and which tokens are special.
-"""
-
+import ast
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,19 @@ PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]",
 VOCAB_FILE = "vocab.txt"
 """List of words, which Megatron's own tokenizers load."""
 
+MAX_WORDS = 100
+"""Most words of a sentence. The remaining words form the next sentence."""
+
+_MIN_WORDS = 3
+_LEAST_LETTERS = 0.7
+# Sentences are split after a full stop and before a capital letter, but not after "e.g.", "i.e." or initials.
+_SENTENCES = re.compile(r"(?<=[.!?])(?<!\b[A-Za-z]\.)(?<!i\.e\.)(?<!e\.g\.)[\"')\]]*\s+(?=[\"'(`]?[A-Z])")
+
 
 class WordPieceTokenizer(TextTokenizer):
     """WordPiece tokenizer (Devlin et al. 2019) with BERT's normalization. A document ends with ``[SEP]``.
+
+    To mask tokens, Megatron's data set asks which of them begin a word and which are special.
 
     Raises:
         ConfigurationError: The first tokens of the ``library``'s tokenizer are not BERT's special tokens.
@@ -38,7 +46,7 @@ class WordPieceTokenizer(TextTokenizer):
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, str]":
-        """Properties of the tokenizer that decide whether Megatron can reuse its index caches."""
+        """What decides whether Megatron can reuse its index caches."""
         return OrderedDict({"class": type(self).__qualname__, "identity": self.identity})
 
     @classmethod
@@ -56,7 +64,7 @@ class WordPieceTokenizer(TextTokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "WordPieceTokenizer":
-        """Train on sentences. A small amount of text gives fewer than ``vocab_size`` token ids."""
+        """Train on sentences. Little text gives fewer than ``vocab_size`` token ids."""
         from tokenizers import trainers
 
         texts = list(texts)
@@ -92,3 +100,37 @@ def _letters(texts: Iterable[str], normalizer: Any, most: int) -> list[str]:
     frequent = sorted(counts, key=lambda letter: (-counts[letter], letter))[:most]
     letters = sorted(letter for letter in frequent if not letter.isspace())
     return letters + [f"##{letter}" for letter in letters]
+
+
+def sentences(text: str, is_python: bool) -> list[str]:
+    """Return the sentences of a document in order, once each: of a Python source those of its docstrings.
+
+    Simple rules leave out doctests, tables and rulers. They sometimes split after an abbreviation.
+    """
+    blocks = _docstrings(text) if is_python else [text]
+    return list(dict.fromkeys(sentence for block in blocks for sentence in _sentences_of(block)))
+
+
+def _docstrings(source: str) -> list[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def _sentences_of(block: str) -> Iterator[str]:
+    for paragraph in re.split(r"\n\s*\n", block):
+        if paragraph.lstrip().startswith((">>>", "$ ")):
+            continue
+        for sentence in _SENTENCES.split(" ".join(paragraph.split())):
+            words = sentence.lstrip("-*+# ").split()
+            for start in range(0, len(words), MAX_WORDS):
+                if _is_sentence(cut := words[start : start + MAX_WORDS]):
+                    yield " ".join(cut)
+
+
+def _is_sentence(words: list[str]) -> bool:
+    letters = "".join(words)
+    return len(words) >= _MIN_WORDS and sum(map(str.isalpha, letters)) >= _LEAST_LETTERS * len(letters)

@@ -1,14 +1,15 @@
-"""BERT's tokenizer offers what Megatron's data set needs, and can be trained and loaded anywhere."""
+"""BERT's tokenizer offers what Megatron needs; sentences come from docstrings and paragraphs only."""
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.tokenizer import TOKENIZER_FILE, train_bpe
-from megatron_fssdp.data.wordpiece import SPECIAL_TOKENS, VOCAB_FILE, WordPieceTokenizer
+from megatron_fssdp.data.wordpiece import MAX_WORDS, SPECIAL_TOKENS, VOCAB_FILE, WordPieceTokenizer, sentences
 
 TEXTS = ["The quick brown fox jumps over the lazy dog.", "Returns the size of a file, in bytes."] * 20
 
@@ -51,3 +52,46 @@ def test_another_tokenizers_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / TOKENIZER_FILE).write_text(train_bpe(TEXTS, 300).files[TOKENIZER_FILE])
     with pytest.raises(ConfigurationError, match="does not have this token"):
         WordPieceTokenizer.load(tmp_path)
+
+
+SOURCE = '''\
+"""Reads and writes something. It takes two
+lines to say so!
+
+    >>> f(1) == 2
+    True
+"""
+
+# A comment is not read.
+
+
+def f(x):
+    def inner():
+        """Does it, e.g. with numbers, as J. Doe wanted. "Really?" Yes, it does."""
+    return x  # 0x00 -> START OF HEADING
+'''
+
+
+def test_python_gives_its_docstrings() -> None:
+    assert sentences(SOURCE, is_python=True) == [
+        "Reads and writes something.",
+        "It takes two lines to say so!",
+        "Does it, e.g. with numbers, as J. Doe wanted.",
+        "Yes, it does.",
+    ]
+    assert sentences("def f(:\n", is_python=True) == []
+    assert len(sentences(Path(textwrap.__file__).read_text(encoding="utf-8"), is_python=True)) > 30
+
+
+def test_other_texts_are_paragraphs_and_each_sentence_is_kept_once() -> None:
+    text = (
+        "# A heading of this\n\nFirst words here. Then\nsome more.\n\n=====\n\n1 | 2 | 3\n\nFirst words here."
+    )
+    assert sentences(text, is_python=False) == ["A heading of this", "First words here.", "Then some more."]
+
+
+def test_long_sentences_are_cut() -> None:
+    words = [f"word{'abc'[i % 3]}" for i in range(MAX_WORDS * 2 + 5)]
+    found = sentences(" ".join(words), is_python=False)
+    assert [len(sentence.split()) for sentence in found] == [MAX_WORDS, MAX_WORDS, 5]
+    assert " ".join(found).split() == words

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.data.corpus import corpus_from_paths
-from megatron_fssdp.data.indexed_builder import build_data
-from megatron_fssdp.data.manifest import DATA_NAME
+from megatron_fssdp.data.indexed_builder import DATA_NAME, build_data
 
 SOURCES = [Path(module.__file__) for module in (argparse, json.decoder, pathlib, textwrap, typing)]
 
