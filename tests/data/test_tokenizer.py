@@ -66,9 +66,8 @@ def test_the_end_of_a_document_is_a_usual_token_or_given(folder: Path) -> None:
 def test_a_hub_that_does_not_answer_is_named_at_once(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        ConfigurationError, match=r"127.0.0.1:1 does not answer.*; give a folder with"
-    ) as caught:
+    message = r"127.0.0.1:1 does not answer.*; give a folder with"
+    with pytest.raises(ConfigurationError, match=message) as caught:
         load_pretrained("someone/something")
     assert "\n" not in str(caught.value)
 

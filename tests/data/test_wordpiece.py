@@ -29,10 +29,8 @@ def test_a_saved_tokenizer_loads_as_the_same(tmp_path: Path) -> None:
 
 
 def test_training_is_the_same_in_every_process() -> None:
-    code = (
-        "from megatron_fssdp.data.wordpiece import WordPieceTokenizer as T;"
-        f"print(T.train({TEXTS!r}, 100).identity)"
-    )
+    imported = "from megatron_fssdp.data.wordpiece import WordPieceTokenizer as T"
+    code = f"{imported}; print(T.train({TEXTS!r}, 100).identity)"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == WordPieceTokenizer.train(TEXTS, 100).identity
     assert other.stdout.strip() != WordPieceTokenizer.train(TEXTS, 80).identity
@@ -85,7 +83,7 @@ def test_python_gives_its_docstrings() -> None:
 
 def test_other_texts_are_paragraphs_and_each_sentence_is_kept_once() -> None:
     text = (
-        "# A heading of this\n\nFirst words here. Then\nsome more.\n\n=====\n\n1 | 2 | 3\n\nFirst words here."
+        "# A heading of this\n\nFirst words here. Then\nsome more.\n\n===\n\n1 | 2 | 3\n\nFirst words here."
     )
     assert sentences(text, is_python=False) == ["A heading of this", "First words here.", "Then some more."]
 
