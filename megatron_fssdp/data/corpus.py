@@ -49,11 +49,7 @@ class Corpus:
         return sum(file.stat().st_size for file in self.files)
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents.
-
-        Raises:
-            ConfigurationError: A file cannot be read, or a line is no JSON object with text under the key.
-        """
+        """Yield the documents, or raise a ConfigurationError: a file or line has no readable text."""
         for file in self.files:
             try:
                 if file.suffix in JSON_SUFFIXES:
@@ -83,8 +79,7 @@ class Corpus:
 def corpus_from_paths(paths: Iterable[Path], json_key: str = TEXT_KEY) -> Corpus:
     """Collect files with any suffix, and inside folders those with a suffix of ``TEXT_SUFFIXES``, once each.
 
-    Raises:
-        ConfigurationError: A path does not exist, or the files contain no text.
+    A path that does not exist, or files without text, are a ConfigurationError.
     """
     paths, found = list(paths), dict[Path, Path]()
     for path in paths:

@@ -32,7 +32,7 @@ OnProgress = Callable[[str, int, int], None]
 """Takes the name of a step, its bytes that are done, and all its bytes."""
 
 MAX_SENTENCE_TOKENS = 256
-"""Maximum tokens of a sentence. Megatron ignores documents that have a sentence of more than 512 tokens."""
+"""Megatron ignores documents that have a sentence of more than 512 tokens."""
 
 _BATCH = 64
 _TRAIN_TOKENIZER_BYTES = 16 << 20
@@ -67,10 +67,9 @@ class DataManifest:
 
 
 def read_manifest(folder: Path, complete: bool = True) -> DataManifest:
-    """Read the manifest of built data; ``complete``: its files must exist with the right sizes.
+    """Read the manifest of built data, or raise a ConfigurationError.
 
-    Raises:
-        ConfigurationError: The folder contains no built data, or the data is damaged.
+    ``complete``: its files must exist with the right sizes.
     """
     path = folder / MANIFEST_FILE
     try:

@@ -34,10 +34,7 @@ class TextTokenizer:
     """A tokenizer of the ``tokenizers`` library. Special tokens inside a text count as ordinary text.
 
     ``identity`` decides the token ids. ``files`` has the texts from which the tokenizer can be loaded again,
-    by file name.
-
-    Raises:
-        ConfigurationError: The tokenizer does not have ``eod_token``.
+    by file name. A tokenizer without ``eod_token`` is a ConfigurationError.
     """
 
     def __init__(self, kind: str, library: Any, eod_token: str) -> None:
@@ -83,10 +80,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
     """Load a ``tokenizer.json``: a file, the one in a folder, or the one of a name on the Hugging Face hub.
 
-    By default, a usual token of the tokenizer ends a document.
-
-    Raises:
-        ConfigurationError: The tokenizer is missing or damaged, or no token is known to end a document.
+    By default, a usual token of the tokenizer ends a document. A missing or damaged tokenizer, or one without
+    such a token, is a ConfigurationError.
     """
     from tokenizers import Tokenizer
 

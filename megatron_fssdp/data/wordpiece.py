@@ -26,10 +26,8 @@ _SENTENCES = re.compile(r"(?<=[.!?])(?<!\b[A-Za-z]\.)(?<!i\.e\.)(?<!e\.g\.)[\"')
 class WordPieceTokenizer(TextTokenizer):
     """WordPiece tokenizer (Devlin et al. 2019) with BERT's normalization. A document ends with ``[SEP]``.
 
-    To mask tokens, Megatron's data set asks which of them begin a word and which are special.
-
-    Raises:
-        ConfigurationError: The first tokens of the ``library``'s tokenizer are not BERT's special tokens.
+    To mask tokens, Megatron's data set asks which of them begin a word and which are special. A tokenizer
+    whose first tokens are not BERT's special tokens is a ConfigurationError.
     """
 
     def __init__(self, library: Any) -> None:

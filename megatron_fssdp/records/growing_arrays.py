@@ -28,10 +28,7 @@ class GrowingArrays:
     """Appends rows to the file, which can be read after each one. A resumed run continues the file.
 
     ``layers`` has Megatron's numbers of the recorded layers. ``read`` reads the folder of the file into a
-    record with ``iterations`` and ``layers``.
-
-    Raises:
-        ConfigurationError: The existing file is damaged, or holds other layers.
+    record with ``iterations`` and ``layers``. A file of other layers is a ConfigurationError.
     """
 
     def __init__(self, path: Path, layers: Sequence[int], read: Callable[[Path], Any]) -> None:
@@ -53,9 +50,8 @@ class GrowingArrays:
     def append_row(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
         """Add arrays of one iteration, by name. Existing rows from this iteration on are dropped first.
 
-        Raises:
-            ConfigurationError: The arrays differ in names, shapes or data types from earlier ones, or the
-                file cannot be written. Earlier rows are unchanged.
+        Other names, shapes or data types than before, or a file that cannot be written, are a
+        ConfigurationError that leaves earlier rows unchanged.
         """
         fields = {_ITERATIONS: np.array(iteration, np.int64), _LAYERS: self._layers, **entry}
         row_type = np.dtype([(name, array.dtype, array.shape) for name, array in fields.items()])
@@ -96,12 +92,8 @@ def read_arrays(
 ) -> dict[str, NDArray[Any]]:
     """Read the named arrays of a file of rows, without pickle, also while the file grows.
 
-    Returns:
-        The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``, both ascending. No
-        number is negative.
-
-    Raises:
-        ConfigurationError: The file is missing, damaged or holds something else.
+    They come with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``, both ascending. No number is
+    negative. A ConfigurationError says that the file is missing, damaged or something else.
     """
     try:
         rows = npy_format.open_memmap(path, mode="r")

@@ -52,11 +52,7 @@ def _drop_from(path: Path, iteration: int) -> None:
 
 
 def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
-    """Read the metrics of a run, in the order of iterations.
-
-    Raises:
-        ConfigurationError: The file is missing or a line is damaged.
-    """
+    """Read the metrics of a run in the order of iterations, or raise a ConfigurationError."""
     found: list[IterationMetrics] = []
     for record in _read_lines(Path(record_dir) / METRICS_FILE, IterationMetrics):
         while found and found[-1].iteration >= record.iteration:

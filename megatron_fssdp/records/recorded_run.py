@@ -114,9 +114,7 @@ class RecordedRun:
 def load(run: Path | str) -> RecordedRun:
     """Read the folder of a run, or any ``record_dir``. Damaged arrays are left out and named.
 
-    Raises:
-        ConfigurationError: The folder has no records, those of different models, or a damaged
-            ``config.yaml``.
+    No records, those of different models, or damaged settings are a ConfigurationError.
     """
     path = Path(run)
     metrics = read_metrics(path)

@@ -14,16 +14,12 @@ from plotly.subplots import make_subplots
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.colours import TIME_PARTS
 
-GREY = "#8A8F98"
-"""Colour of reference lines, visible on light and dark backgrounds."""
+GREY = "#8A8F98"  # of reference lines, visible on light and dark backgrounds
+DASHES = ("solid", "dash", "dot", "dashdot")  # of curves in turn, so that those which coincide stay visible
 
 _MOST_POINTS = 600  # of a curve
-_MOST_COLUMNS, _MOST_CELLS = 300, 400_000
-"""Columns of a heat map, and cells of all heat maps of a page, which keeps it at a few megabytes."""
-
-DASHES = ("solid", "dash", "dot", "dashdot")
-"""Styles of curves, in turn, so that curves which coincide stay visible."""
-
+_MOST_COLUMNS = 300  # of a heat map
+_MOST_CELLS = 400_000  # of all heat maps of a page, which keeps it at a few megabytes
 # Blue is idle, pale is even, orange to brown is overloaded. Colour-blind readers can distinguish both ends.
 _IDLE, _UNDER, _EVEN, _OVER, _CROWDED = "#08306B", "#6BAED6", "#F2EFE6", "#F28E2B", "#7F2704"
 

@@ -33,10 +33,8 @@ def megatron_parallel_state(
 ) -> Iterator[None]:
     """Create Megatron's process groups and seed its random states on the running ranks, as Megatron does.
 
-    ``etp`` is the experts' tensor parallelism. ``vpp`` is the number of model chunks of a pipeline rank.
-
-    Raises:
-        ValueError: The parallel sizes do not divide the number of ranks.
+    ``etp`` is the experts' tensor parallelism, and ``vpp`` the number of model chunks of a pipeline rank.
+    Sizes that do not divide the number of ranks are a ValueError.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state

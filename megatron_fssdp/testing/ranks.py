@@ -68,18 +68,11 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ranks with a gloo process group; return the results in order.
 
-    ``fn`` is a function at the top of a module; its arguments and results are picklable. This process keeps
-    one fork server for each ``preload`` until it ends.
-
-    Args:
-        fn: Called on every rank.
-        world_size: Number of ranks.
-        *args: The same for every rank.
-        timeout_s: Time limit of the call and of every collective in it.
-        env: Environment variables of the ranks, but not those that libraries read at import, such as
-            OMP_NUM_THREADS (always 1).
-        preload: What the server imports ("module") or calls ("module:function") before the first fork.
-        grace_s: Time in which the other ranks can end by themselves after a rank has failed.
+    ``fn`` is a function at the top of a module; its arguments and results are picklable. ``timeout_s`` limits
+    the call and every collective in it. ``env`` cannot set what libraries read at import, such as
+    OMP_NUM_THREADS (always 1). ``preload`` is what the server imports ("module") or calls ("module:function")
+    before the first fork; this process keeps a server for each ``preload`` until it ends. After a rank has
+    failed, the others have ``grace_s`` to end by themselves.
 
     Raises:
         RankError: A rank raised an exception, died, or still ran at the time limit. All ranks have ended.

@@ -31,10 +31,8 @@ def loads_for_job(
     """Read the loads of a run, or generate a workload, with the sizes of a job.
 
     ``chosen`` are positions of the record's iterations; its end is the number to generate. Return also a note
-    on how the loads were generated or scaled, if they were.
-
-    Raises:
-        ConfigurationError: No run or workload has this name, or the loads do not fit the job.
+    on how the loads were generated or scaled, if they were. An unknown name and loads that do not fit the job
+    are a ConfigurationError.
     """
     if source in WORKLOADS:
         count = chosen.stop or _GENERATED_ITERATIONS

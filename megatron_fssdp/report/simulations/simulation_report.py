@@ -22,26 +22,23 @@ from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 RANKING_FILE, ITERATIONS_FILE = "ranking.json", "iterations.csv"
 
-_FIRST = 7
-"""Number of columns of the ranking that fit into 80 characters."""
+_FIRST = 7  # columns of the ranking fit into 80 characters
+_WHOLE = ("strategy", "warm-up")  # cells of these columns stay on one line
 
-_WHOLE = ("strategy", "warm-up")
-"""Columns whose cells stay on one line; the headings of the others are wrapped first."""
-
+# Columns of ``iterations.csv`` that are sums over the layers, and the simulator's names for them.
 _COUNTS = {
     "replicas": "replicas",
     "moved_experts": "gathered",
     "between_nodes_experts": "gathered_between_nodes",
     "cross_node_pairs": "cross_node",
 }
-"""Columns of ``iterations.csv`` that are sums over the layers, and the simulator's names for them."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankedStrategy:
-    """One strategy in the ranking."""
+    """A strategy in the ranking."""
 
-    label: str  # name of the strategy
+    label: str  # its name
     outcome: StrategyOutcome
     tokens: BreakEven | None = None  # per rank and iteration, from which it pays; None: not searched
     bandwidth: BreakEven | None = None  # bytes per second of a node's network, up to which it pays

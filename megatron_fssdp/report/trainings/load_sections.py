@@ -19,18 +19,11 @@ _NO_LAYERS = (
     "No loads of MoE layers were recorded, because Megatron's own layer (strategy none) does not report "
     "them. To see the loads of plain expert parallelism, run again with --moe-strategy ep."
 )
+# Runs are shown once if the mean difference of their relative expert loads is smaller: placement does not
+# change what routers do, so runs with the same seed have the same loads.
 _SAME = 0.01
-"""Runs are shown once if the mean difference of their relative expert loads is smaller.
-
-Placement does not change what routers do, so runs with the same seed have the same loads.
-"""
-
-_MOST_STEPS, _MOST_CELLS = 60, 150_000
-"""Most steps of a slider, and cells of all its heat maps together."""
-
-_MOST_DEVICES = 12
-"""Most devices that the words at a cell name."""
-
+_MOST_STEPS, _MOST_CELLS = 60, 150_000  # of a slider, and of all its heat maps together
+_MOST_DEVICES = 12  # that the words at a cell name
 _SCALE = [[0.0, "rgba(138,143,152,0.16)"], [0.001, "#FBD5A8"], [0.5, "#F28E2B"], [1.0, "#7F2704"]]
 
 

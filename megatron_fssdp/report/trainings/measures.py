@@ -15,8 +15,7 @@ from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, progress_of
 from megatron_fssdp.report.units import format_bytes, format_flops
 
-WEIGHTS, GRADIENTS = "waiting for spAG", "waiting for spRS"
-"""Keys of the parts in which compute waits for replicas' weights and gradients, in ``TIME_PARTS``."""
+WEIGHTS, GRADIENTS = "waiting for spAG", "waiting for spRS"  # keys of TIME_PARTS
 
 
 class Measure(NamedTuple):

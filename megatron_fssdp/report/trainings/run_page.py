@@ -32,9 +32,7 @@ _MEMORY_KINDS = {
     "allocated": "the maximum memory that torch allocated on the GPU",
     "resident": "the maximum resident memory of the process, libraries included",
 }
-
-_MOST_EXPLAINED = 3
-"""More runs than these have only their speed and loads in the sentence at the top."""
+_MOST_EXPLAINED = 3  # more runs have only their speed and loads in the sentence at the top
 
 
 def run_page(
@@ -50,9 +48,9 @@ def run_page(
         load_sections.expert_load_section(runs),
         load_sections.placement_section(runs),
         _memory_section(runs),
-        Section(_WHAT_IF, _NOT_ASKED)
-        if what_if is None
-        else ranking_section(what_if, _WHAT_IF, f"{what_if.title}. "),
+        ranking_section(what_if, _WHAT_IF, f"{what_if.title}. ")
+        if what_if
+        else Section(_WHAT_IF, _NOT_ASKED),
         Section("All figures", how, [measures.comparison_table(runs, with_losses=with_losses)]),
     ]
     title = " · ".join(one.name for one in runs)

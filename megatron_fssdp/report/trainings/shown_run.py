@@ -11,8 +11,7 @@ from megatron_fssdp.records.metrics_file import METRICS_FILE
 from megatron_fssdp.records.recorded_run import RecordedRun, load
 from megatron_fssdp.report.colours import distinct_colours
 
-_STILL_RUNNING_S = 120.0
-"""A run with a younger record counts as still training: most iterations take less than two minutes."""
+_STILL_RUNNING_S = 120.0  # a run with a younger record still trains: most iterations take less time
 
 
 @dataclass(frozen=True, eq=False)

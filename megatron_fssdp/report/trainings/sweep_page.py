@@ -22,8 +22,7 @@ FIGURES = {
 }
 """Label and format of the figures that a sweep compares, by their keys among the measures of a run."""
 
-MOST_DETAILED = 8
-"""Groups whose runs are shown in detail. There are about as many colours of strategies."""
+MOST_DETAILED = 8  # groups are shown in detail; there are about as many colours of strategies
 
 
 def loss_difference(group: ShownRun, other: ShownRun) -> float | None:
