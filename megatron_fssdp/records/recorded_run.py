@@ -41,9 +41,7 @@ class RunLog(NamedTuple):
     """Statements of a run's log."""
 
     accounted: str  # the memory of experts; empty if the log does not state it
-    stops: tuple[
-        str, ...
-    ]  # last iteration and reason of each early end, such as ``5: interrupted by Ctrl-C``
+    stops: tuple[str, ...]  # last iteration and reason of each early end: ``5: interrupted by Ctrl-C``
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,16 +125,15 @@ def load(run: Path | str) -> RecordedRun:
             "different models; record the run again"
         )
     session = next((record.session for record in reversed(metrics) if record.session is not None), None)
-    config = path / SETTINGS_FILE
-    settings = flat_settings(load_yaml(config)) if config.exists() else {}
-    name = settings.get("strategy.name")
-    if not isinstance(name, str):
-        if config.exists():
+    config, settings = path / SETTINGS_FILE, dict[str, Any]()
+    name: Any = path.resolve().name if session is None else session.strategy
+    if config.exists():  # otherwise, the command line did not start this run's script
+        settings = flat_settings(load_yaml(config))
+        name = settings.get("strategy.name")
+        if not isinstance(name, str):
             raise ConfigurationError(
                 f"{config}: names no strategy, so the file is damaged or incomplete; record the run again"
             )
-        # The command line did not start this run's script.
-        name = path.resolve().name if session is None else session.strategy
     asked = settings.get("training.train_iters") if session is None else session.iterations
     problems: list[str] = []
     return RecordedRun(

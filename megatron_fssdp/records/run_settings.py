@@ -69,9 +69,7 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple
         section, _, argument = key.partition(".")
         option = options().get(argument)
         default = plain(option.default) if option else None
-        values = [
-            one.get(key, default) for one in known if any(name.partition(".")[0] == section for name in one)
-        ]
+        values = [one.get(key, default) for one in known if section in {name.split(".")[0] for name in one}]
         if any(value != values[0] for value in values) and not (key == "data.path" and _is_same_data(values)):
             found[key] = tuple(_text(one.get(key)) for one in settings)
     return found

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fssdp.data.built_data import DATA_NAME, build_data
 from megatron_fssdp.data.corpus import corpus_from_paths
-from megatron_fssdp.data.indexed_builder import DATA_NAME, build_data
 
 SOURCES = [Path(module.__file__) for module in (argparse, json.decoder, pathlib, textwrap, typing)]
 

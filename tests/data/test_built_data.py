@@ -5,15 +5,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.data import indexed_builder
+from megatron_fssdp.data import built_data
+from megatron_fssdp.data.built_data import MANIFEST_FILE, BuiltFile, DataManifest, build_data, read_manifest
 from megatron_fssdp.data.corpus import Corpus, corpus_from_paths
-from megatron_fssdp.data.indexed_builder import (
-    MANIFEST_FILE,
-    BuiltFile,
-    DataManifest,
-    build_data,
-    read_manifest,
-)
 from megatron_fssdp.data.tokenizer import load_pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")  # Megatron's logging needs a rank
@@ -123,7 +117,7 @@ def test_sentence_data_has_a_sequence_for_each_sentence(tmp_path, monkeypatch):
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(indexed_builder, "MAX_SENTENCE_TOKENS", 50)
+    monkeypatch.setattr(built_data, "MAX_SENTENCE_TOKENS", 50)
     out = tmp_path / "out"
     manifest, _ = build_data(corpus_from_paths(sorted(tmp_path.iterdir())), out, "wordpiece", 200)
     found, starts = sequences(out)
