@@ -15,15 +15,14 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.json_records import Count, parse_record
 from megatron_fssdp.config.quiet_output import quiet_output
 from megatron_fssdp.config.written_files import written_whole
-from megatron_fssdp.data.corpus import Corpus, Document
+from megatron_fssdp.data.corpus import Corpus, Document, sentences
 from megatron_fssdp.data.tokenizer import (
-    CONFIG_FILE,
     MIN_VOCAB_SIZE,
-    TOKENIZER_FILE,
+    TOKENIZER_FILES,
     TextTokenizer,
+    WordPieceTokenizer,
     train_bpe,
 )
-from megatron_fssdp.data.wordpiece import VOCAB_FILE, WordPieceTokenizer, sentences
 
 MANIFEST_FILE = "manifest.json"
 DATA_NAME = "text"
@@ -37,7 +36,7 @@ MAX_SENTENCE_TOKENS = 256
 _BATCH = 64
 _TRAIN_TOKENIZER_BYTES = 16 << 20
 _LEAST_VOCABULARY = {"bpe": MIN_VOCAB_SIZE, "wordpiece": 64}
-_OUTPUTS = (MANIFEST_FILE, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx", TOKENIZER_FILE, CONFIG_FILE, VOCAB_FILE)
+_OUTPUTS = (MANIFEST_FILE, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx", *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)

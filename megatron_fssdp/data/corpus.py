@@ -1,7 +1,9 @@
 """Finds and reads the texts to train on: files that the user names, or Python's standard library."""
 
+import ast
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,14 @@ TEXT_KEY = "text"
 # Folders below the standard library that hold other sources, compiled files, or only tests.
 _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 _TESTS = ("test", "tests", "idle_test", "idlelib_test")
+
+MAX_WORDS = 100
+"""Most words of a sentence. The remaining words form the next sentence."""
+
+_MIN_WORDS = 3
+_LEAST_LETTERS = 0.7
+# Sentences are split after a full stop and before a capital letter, but not after "e.g.", "i.e." or initials.
+_SENTENCES = re.compile(r"(?<=[.!?])(?<!\b[A-Za-z]\.)(?<!i\.e\.)(?<!e\.g\.)[\"')\]]*\s+(?=[\"'(`]?[A-Z])")
 
 
 class Document(NamedTuple):
@@ -103,3 +113,37 @@ def _files_below(root: Path, suffixes: tuple[str, ...], skipped: tuple[str, ...]
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
         yield from (Path(folder) / name for name in sorted(names) if name.endswith(suffixes))
+
+
+def sentences(text: str, is_python: bool) -> list[str]:
+    """Return the sentences of a document in order, once each: of a Python source those of its docstrings.
+
+    Simple rules leave out doctests, tables and rulers. They sometimes split after an abbreviation.
+    """
+    blocks = _docstrings(text) if is_python else [text]
+    return list(dict.fromkeys(sentence for block in blocks for sentence in _sentences_of(block)))
+
+
+def _docstrings(source: str) -> list[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def _sentences_of(block: str) -> Iterator[str]:
+    for paragraph in re.split(r"\n\s*\n", block):
+        if paragraph.lstrip().startswith((">>>", "$ ")):
+            continue
+        for sentence in _SENTENCES.split(" ".join(paragraph.split())):
+            words = sentence.lstrip("-*+# ").split()
+            for start in range(0, len(words), MAX_WORDS):
+                if _is_sentence(cut := words[start : start + MAX_WORDS]):
+                    yield " ".join(cut)
+
+
+def _is_sentence(words: list[str]) -> bool:
+    letters = "".join(words)
+    return len(words) >= _MIN_WORDS and sum(map(str.isalpha, letters)) >= _LEAST_LETTERS * len(letters)
