@@ -47,12 +47,9 @@ class Spread(NamedTuple):
 
 def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Table:
     """Return all figures of runs side by side. Losses are compared with those of the first run."""
-    obstacle = not_comparable(runs)
-    columns = []
-    for one in runs:
-        columns.append({measure.label: measure.text for measure in measures_of(one.run)})
-        if obstacle:
-            columns[-1] |= {label: "not comparable" for label in columns[-1] if label.startswith("tokens/s")}
+    columns = [{measure.label: measure.text for measure in measures_of(one.run)} for one in runs]
+    for column in columns if not_comparable(runs) else ():
+        column.update({label: "not comparable" for label in column if label.startswith("tokens/s")})
     labels = list(dict.fromkeys(label for column in sorted(columns, key=len)[::-1] for label in column))
     rows = [(label, *(found.get(label, "–") for found in columns)) for label in labels]
     if not with_losses:
