@@ -105,7 +105,8 @@ def build_data(
     """Write Megatron's ``.bin`` and ``.idx`` with tokenizer and manifest into a folder, or change nothing.
 
     ``tokenizer`` exists, or is one of ``TRAINED_KINDS`` and is trained here. ``vocab_size`` counts special
-    tokens, too. Return the manifest, and whether anything was built: data that is up to date is kept.
+    tokens, too. Data that is up to date is kept, unless ``rebuild`` replaces all. Return the manifest, and
+    whether anything was built.
 
     Raises:
         ConfigurationError: The folder cannot be written or has other data or files, or a text is unreadable.
