@@ -85,9 +85,7 @@ def layer_job(model: str, cluster: str, *, with_host: bool = False) -> MoeJob:
     num_devices, per_node = load_cluster(cluster).num_devices, load_cluster(cluster).devices_per_node
     while run.model.num_experts % num_devices or (num_devices > per_node and num_devices % per_node):
         num_devices -= 1
-    job = job_of_run(run)
-    batch = max(1, -(-LEAST_TOKENS // run.model.seq_length))
-    job = job.with_tokens(batch)
+    job = job_of_run(run).with_tokens(max(1, -(-LEAST_TOKENS // run.model.seq_length)))
     return replace(
         job,
         num_devices=num_devices,

@@ -35,6 +35,7 @@ import torch.distributed as dist
 if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.result_file import quartiles
 from benchmarks.testbed.stack_inputs import IterationInput, StackSize, third_of_balanced_iteration_s
 from benchmarks.testbed.testbed_loads import device_max_over_mean
 from megatron_fssdp.collectives.device_clock import elapsed_s
@@ -334,11 +335,6 @@ def watched(device: torch.device) -> Iterator[list[float]]:
     own = [one for one in on_card if not one.key.startswith(("Memcpy", "Memset"))]
     found += [sum(one.count for one in own), sum(one.self_device_time_total for one in own) / 1e6]
     found.append(torch.cuda.max_memory_allocated() - before)
-
-
-def quartiles(values: Any) -> list[float]:
-    """25th, 50th and 75th percentile."""
-    return [float(one) for one in np.percentile(values, (25, 50, 75))]
 
 
 def lines(name: str, found: dict[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.gpu_parity import small_training
+from benchmarks.result_file import quartiles
 from megatron_fssdp.records.recorded_run import RecordedRun, load
 
 SIZES: dict[str, tuple[int, dict[str, int]]] = {
@@ -125,13 +126,9 @@ def summary(runs: dict[bool, list[RecordedRun]]) -> dict[str, Any]:
     for kind, (overlap, name) in product(KINDS, ((True, "overlapped"), (False, "in_turn"))):
         busy = all_of(overlap, f"{kind}_s_IL").sum(axis=1)
         exposed = all_of(overlap, f"{kind}_exposed_s_IL").sum(axis=1)
-        found[f"{kind}_hidden_share_{name}"] = quartiles(1 - exposed[busy > 0] / busy[busy > 0])
+        shares = 1 - exposed[busy > 0] / busy[busy > 0]
+        found[f"{kind}_hidden_share_{name}"] = quartiles(shares) if len(shares) else None
     return found
-
-
-def quartiles(values: np.ndarray) -> list[float] | None:
-    """Return the 25th, 50th and 75th percentile, or None without values."""
-    return np.percentile(values, (25, 50, 75)).tolist() if len(values) else None
 
 
 def shown(one: dict[str, Any]) -> str:

@@ -9,8 +9,16 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 KEYS = ("question", "answer", "date", "commit", "machine", "command", "columns", "rows")
 """Keys of a result, in the order of the file."""
+
+
+def quartiles(values: ArrayLike) -> list[float]:
+    """Return the 25th, 50th and 75th percentile."""
+    return [float(one) for one in np.percentile(values, (25, 50, 75))]
 
 
 def write_result(

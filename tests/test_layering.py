@@ -73,7 +73,6 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "placement": {""},
         "transfer": {"", "placement"},
         "dispatch": {"", "placement"},
-        "slots": {"", "placement", "dispatch"},
         "cost": {"", "placement", "transfer", "dispatch"},
         "papers": {"", "placement", "transfer", "dispatch", "cost"},
     },

@@ -24,7 +24,8 @@ from megatron_fssdp.planning.cost.host_seconds import SIZES
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable
+from megatron_fssdp.runtime.layers.shared_plans import packed, unpacked
 from megatron_fssdp.runtime.layers.slot_pass import source_table
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import layer_profile
@@ -35,12 +36,16 @@ HISTORY_ITERATIONS = 4
 """Iterations before the measured ones, which only fill the history."""
 
 PARTS = ("before_gate_ms", "after_gate_ms", "dispatch_ms")
+SHARING = "packing and unpacking a plan"
 NOTHING_MS = 0.02
 """Shorter times are those of calls that plan nothing."""
 
 
 def median_ms(name: str, job: MoeJob, iterations: int) -> list[float]:
-    """CPU milliseconds of a layer: a plan before the gate, one after it, a rank's part of the dispatch."""
+    """CPU milliseconds of a layer: a plan before the gate, one after it, a rank's part of the dispatch.
+
+    The last number is what it takes to send the first of them to other ranks and to get it from one.
+    """
     num_experts, num_devices = job.num_experts, job.num_devices
     cluster = load_cluster("h200").model_copy(update={"num_nodes": max(1, num_devices // 8)})
     strategy = build_strategy(name, STRATEGIES[name].settings.model_validate({}))
@@ -62,6 +67,8 @@ def median_ms(name: str, job: MoeJob, iterations: int) -> list[float]:
         times.append(time.process_time())
         if plan.each_micro_batch:  # the device waits for its share table
             share_table(plan, counts_DE, context)
+        times.append(time.process_time())
+        unpacked(packed(plan), context)
         times.append(time.process_time())
         found.append(np.diff(times))
         history.append(counts_DE)
@@ -110,7 +117,7 @@ def main() -> None:
         rows = [
             (name, part, *np.round(ms, 3))
             for name in times
-            for part, ms in zip(PARTS, times[name], strict=True)
+            for part, ms in zip((*PARTS, SHARING), times[name], strict=True)
         ]
         write_result(given.result, "How long does planning a layer take (experts × devices)?", columns, rows)
 

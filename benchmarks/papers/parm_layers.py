@@ -27,7 +27,6 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
     Schedule,
     ScheduleCosts,
     ScheduledLayer,
-    best_schedule,
     schedule_seconds,
 )
 
@@ -142,8 +141,7 @@ class LayerSeconds:
     @property
     def parm(self) -> ScheduledSeconds:
         """The faster one of S1 and S2, which Alg. 1 selects because it knows exactly the simulated costs."""
-        chosen: Schedule = best_schedule({"s1": self.s1.communication_s, "s2": self.s2.communication_s})
-        return self.s1 if chosen == "s1" else self.s2
+        return min(self.s1, self.s2, key=lambda seconds: seconds.communication_s)
 
     def speedup(self, name: str) -> float:
         """Return the speed-up of ``s1``, ``s2`` or ``parm`` over the baseline."""

@@ -8,7 +8,7 @@ import numpy as np
 from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings, FssdpSettings, SmartmoeSettings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, register_strategy
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
-from megatron_fssdp.planning.papers.expert_permutation import permuted_owners
+from megatron_fssdp.planning.papers.owner_planners import permuted_owners
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.strategies.baselines import FlexmoeStrategy, SmartmoeStrategy
 from megatron_fssdp.strategies.fssdp import FssdpStrategy

@@ -58,12 +58,7 @@ def parser() -> argparse.ArgumentParser:
         help="unmeasured iterations of every workload and variant, which fill the history",
     )
     add("--out", type=Path, required=True, help="folder to write the results to")
-    add(
-        "--loads",
-        type=Path,
-        default=LOADS,
-        help="run, or file with counts_ILDE, that `replay` reads",
-    )
+    add("--loads", type=Path, default=LOADS, help="run, or file with counts_ILDE, that `replay` reads")
     add("--replay-from", type=int, default=400, help="first iteration of the record to replay")
     add("--layers", type=int, default=4)
     add("--experts", type=int, default=16)
@@ -126,16 +121,15 @@ def _prepare_imports() -> None:
 
 def _run_profile(options: argparse.Namespace, nodes: Any) -> None:
     """Measure the links between the nodes as ``megatron-fssdp profile`` does. Compute has the stated pace."""
-    from benchmarks.testbed.link_profile import profile_nodes
+    from benchmarks.testbed.measurement import profile_nodes
     from benchmarks.testbed.nodes.processes import run_on_nodes
     from megatron_fssdp.config.cluster_description import cluster_yaml
 
-    name = f"testbed, {options.rate}"
     cluster = run_on_nodes(
         profile_nodes,
         nodes,
         options.ranks_per_node,
-        name,
+        f"testbed, {options.rate}",
         options.nodes,
         options.repetitions,
         options.gflops * 1e9,
@@ -309,10 +303,7 @@ def _shares_s(size: Any, topology: Any) -> float:
 
 
 def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int, iterations: int) -> Any:
-    """Return the assignments of a workload, int64 ``[L, I, D, E]``.
-
-    All layers are equal except in a replay.
-    """
+    """Return the assignments of a workload, int64 ``[L, I, D, E]``. Layers differ only in a replay."""
     import numpy as np
 
     from benchmarks.testbed.testbed_loads import replay
@@ -322,7 +313,8 @@ def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int
 
     shape = WorkloadShape(world_size, size.num_experts, size.tokens_per_rank, size.top_k, iterations)
     if name == "replay":
-        recorded = _recorded(options.loads, read_loads)
+        path = options.loads  # of a run, or a file that can have any name
+        recorded = read_loads(path).counts_ILDE if path.is_dir() else np.load(path)["counts_ILDE"]
         layers = [number % recorded.shape[1] for number in range(size.num_layers)]
         return np.stack([replay(recorded[:, layer], shape, options.replay_from) for layer in layers])
     if name not in WORKLOADS:
@@ -331,13 +323,6 @@ def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int
         WORKLOADS[name].counts(shape, options.seed),
         (size.num_layers, iterations, world_size, size.num_experts),
     )
-
-
-def _recorded(path: Path, read_loads: Any) -> Any:
-    """Return the counts of a run, or of a file that can have any name: ``loads.npy`` or an archive of it."""
-    import numpy as np
-
-    return read_loads(path).counts_ILDE if path.is_dir() else np.load(path)["counts_ILDE"]
 
 
 def _write(options: argparse.Namespace, record: dict[str, Any], table: str) -> None:

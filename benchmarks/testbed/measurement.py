@@ -14,7 +14,9 @@ from benchmarks.testbed.layer_stack import IterationResult, LayerStack, make_par
 from benchmarks.testbed.nodes.links import INTERFACE, sent_and_received_bytes
 from benchmarks.testbed.slot_stack import SlotStack
 from benchmarks.testbed.stack_inputs import IterationInput, Pace, StackSize
+from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
+from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings, measure_cluster
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
@@ -184,3 +186,15 @@ def _sample(
         int(most[1]),
         int(most[2]),
     )
+
+
+def profile_nodes(name: str, num_nodes: int, repetitions: int, flops_per_s: float) -> ClusterDescription:
+    """Measure the links between and inside nodes as ``megatron-fssdp profile`` does. Runs on every rank."""
+    torch.set_num_threads(1)
+    settings = ProfileSettings(name, num_nodes, "gloo", most_bytes=1 << 24, num_repetitions=repetitions)
+    cluster = measure_cluster(
+        settings, num_nodes, torch.device("cpu"), dist.get_world_size(), lambda line: print(line, flush=True)
+    )
+    compute = {"expert_flops_per_s": flops_per_s, "non_expert_flops_per_s": flops_per_s}
+    sources = cluster.sources | dict.fromkeys(compute, "the testbed's pace")
+    return cluster.model_copy(update={**compute, "sources": sources})

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -10,18 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.result_file import quartiles
 from benchmarks.testbed.measurement import Sample
 from benchmarks.testbed.testbed_loads import device_max_over_mean, expert_max_over_mean
 
 BALANCED = "W0"
 REFERENCE = "none"
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """Return the 25th, 50th and 75th percentile. A single value is all three."""
-    if len(values) == 1:
-        return [values[0]] * 3
-    return statistics.quantiles(values, n=4, method="inclusive")
 
 
 def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -156,21 +149,13 @@ def table(found: Sequence[Mapping[str, Any]], heats: Mapping[str, Mapping[str, f
 def result_rows(found: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Return columns and rows for ``benchmarks/results``: seconds and speed-ups of every cell."""
     parts = ("low", "median", "high")
-    columns = [
-        "workload",
-        "variant",
-        *(f"seconds, {it}" for it in parts),
-        *(f"speed-up, {it}" for it in parts),
-    ]
-    rows = [
-        [
-            one["workload"],
-            one["variant"],
-            *(round(it, 4) for it in (*one["seconds"], *(one["speed_up"] or ()))),
-        ]
-        for one in found
-    ]
-    return columns, [[*row, *[None] * (len(columns) - len(row))] for row in rows]
+    columns = ["workload", "variant", *(f"{what}, {it}" for what in ("seconds", "speed-up") for it in parts)]
+    rows = []
+    for one in found:
+        numbers = [*one["seconds"], *(one["speed_up"] or [None] * len(parts))]
+        rounded = [None if it is None else round(it, 4) for it in numbers]
+        rows.append([one["workload"], one["variant"], *rounded])
+    return columns, rows
 
 
 def _spread(values: Sequence[float] | None) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.link_seconds import plain_links
+from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
@@ -59,7 +59,7 @@ def balanced_moe_s(size: StackSize, topology: Topology, cluster: ClusterCost) ->
     counts_DE = np.full((devices, size.num_experts), size.tokens_per_rank * size.top_k // size.num_experts)
     owners = ExpertPlacement.owners_only(even_owners(size.num_experts, devices), devices)
     pairs = plan_dispatch("even", counts_DE, owners, topology).busiest
-    exchange_s = float(plain_links(cluster).times(pairs, size.token_bytes).seconds)
+    exchange_s = float(LinkSet(cluster.intra, cluster.inter).times(pairs, size.token_bytes).seconds)
     rows = size.tokens_per_rank * size.top_k
     return 4 * exchange_s + 3 * rows * size.flops_per_token / cluster.expert_flops_per_s
 

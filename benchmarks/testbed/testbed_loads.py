@@ -6,13 +6,14 @@ Shape letters: I iterations, D devices, E experts.
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.simulation.workloads import Counts, WorkloadShape, counts_of_shares
 
 
 def expert_max_over_mean(counts_DE: Counts) -> float:
     """Return the assignments of the most popular expert divided by the mean, or 1 without assignments."""
-    return _max_over_mean(counts_DE.sum(axis=0))
+    return max_over_mean(counts_DE.sum(axis=0))
 
 
 def device_max_over_mean(counts_DE: Counts) -> float:
@@ -20,11 +21,7 @@ def device_max_over_mean(counts_DE: Counts) -> float:
     num_devices, num_experts = counts_DE.shape
     load_D = np.zeros(num_devices, np.int64)
     np.add.at(load_D, even_owners(num_experts, num_devices), counts_DE.sum(axis=0))
-    return _max_over_mean(load_D)
-
-
-def _max_over_mean(load: Counts) -> float:
-    return float(load.max() / load.mean()) if load.any() else 1.0
+    return max_over_mean(load_D)
 
 
 def replay(recorded_IDE: NDArray[np.integer], shape: WorkloadShape, first_iteration: int = 0) -> Counts:

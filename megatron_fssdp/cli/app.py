@@ -17,8 +17,7 @@ from megatron_fssdp.cli.configs_command import configs_command, schema_command
 from megatron_fssdp.cli.data_command import data_build_command
 from megatron_fssdp.cli.doctor_command import doctor_command
 from megatron_fssdp.cli.profile_command import profile_command
-from megatron_fssdp.cli.sweep_command import sweep_command
-from megatron_fssdp.cli.train_command import train_command
+from megatron_fssdp.cli.training_commands import sweep_command, train_command
 from megatron_fssdp.cli.watch_command import watch_command
 from megatron_fssdp.config.errors import ConfigurationError
 
@@ -32,7 +31,6 @@ _TAKE_WORDS = ("train", "check")
 
 app = typer.Typer(
     name="megatron-fssdp",
-    help="Train Mixture-of-Experts models on stock Megatron-LM with balanced load.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

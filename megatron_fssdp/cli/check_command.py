@@ -27,9 +27,7 @@ def check_command(context: typer.Context) -> None:
     if at is None:
         raise ConfigurationError(f"check: got {' '.join(words) or 'nothing after --'}, {_WANTED}")
     # Variables before the command apply to it.
-    os.environ.update(
-        (word.partition("=")[0], word.partition("=")[2]) for word in words[:at] if re.match(r"\w+=", word)
-    )
+    os.environ.update(dict(word.split("=", 1) for word in words[:at] if re.match(r"\w+=", word)))
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     options = parser.parse_args(words[at + 1 :])

@@ -1,5 +1,6 @@
 """``megatron-fssdp configs`` and ``schema``: list and print what comes with the package."""
 
+import os
 import re
 import sys
 import textwrap
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
 
 _MOST_CHARACTERS = 110  # a description stays on one line of a wide terminal
 
@@ -18,6 +21,7 @@ def configs_command(
         typer.Argument(
             help="Files or names to combine and print as one YAML. Later ones win.",
             metavar="[CONFIG.yaml...]",
+            autocompletion=shipped_runs,
         ),
     ] = None,
 ) -> None:
@@ -42,18 +46,10 @@ def schema_command(
 
 
 def shipped_names() -> str:
-    """Return text with one line for each shipped file: its name, its parameters, and what it is.
-
-    Files are in sections by folder. Clusters, which the option ``--cluster`` accepts, are in the last one.
-    """
-    from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
-
-    def folder_of(name: str) -> str:
-        return name.rpartition("/")[0]
-
+    """Return one line for each shipped file, by folder: its name, its parameters, and what it is."""
     runs = shipped_runs()
     lines = []
-    for folder, names in groupby(sorted(runs, key=folder_of), folder_of):
+    for folder, names in groupby(sorted(runs, key=os.path.dirname), os.path.dirname):
         lines.append(f"{folder}: parts of runs" if folder else "complete runs, to start from")
         lines += [_line(name, runs[name], _size(name)) for name in names]
     lines += ["clusters, for --cluster", *(_line(name, file, "") for name, file in known_clusters().items())]

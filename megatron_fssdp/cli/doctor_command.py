@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_fssdp import __version__
+from megatron_fssdp.cli.shared_options import Paths, run_files
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding
@@ -29,11 +30,7 @@ def doctor_command(
         typer.Option(help="Folder for checkpoints. Checks if it is writable and has space.", metavar="DIR"),
     ] = None,
     config: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="YAML of a run. Checks if its ranks and checkpoints fit. Repeatable for parts of a run.",
-            metavar="CONFIG.yaml",
-        ),
+        Paths, run_files("a run. Checks if its ranks and checkpoints fit.", metavar="CONFIG.yaml")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     for_issue: Annotated[
@@ -59,7 +56,7 @@ def doctor_command(
         findings = examination.examine_machine(run, folders)
     problems = [finding for finding in findings if finding.verdict == "problem"]
     if for_issue:
-        print(issue_block(findings, examination.torch_report()))
+        print(_issue_block(findings, examination.torch_report()))
     elif as_json:
         named = {"plugin": __version__, "host": socket.gethostname(), "ok": not problems}
         report = {**named, "findings": [asdict(each) for each in findings]}
@@ -69,8 +66,8 @@ def doctor_command(
     raise typer.Exit(1 if problems else 0)
 
 
-def issue_block(findings: "Sequence[Finding]", torch_report: str) -> str:
-    """Return Markdown for an issue: one line for each finding, and torch's own report folded below."""
+def _issue_block(findings: "Sequence[Finding]", torch_report: str) -> str:
+    """Return Markdown with one line for each finding, and torch's own report folded below."""
     lines = [f"megatron-fssdp {__version__}, {platform.platform()}"]
     lines += [f"{each.verdict:<8}{each.name}: {each.found}" for each in findings]
     folded = f"<details><summary>torch.utils.collect_env</summary>\n\n```\n{torch_report}\n```\n</details>"
@@ -95,8 +92,8 @@ def _print_report(findings: "Sequence[Finding]", num_problems: int, subject: str
             console.print(line, soft_wrap=True)
     hint = "to report a problem of the project, paste the output of megatron-fssdp doctor --issue"
     console.print(hint, highlight=False, soft_wrap=True)
-    ending, style = f"OK: {len(findings)} checks found no problem; {subject} can run on this machine", "ok"
+    ending = f"OK: {len(findings)} checks found no problem; {subject} can run on this machine"
     if num_problems:
         ending = f"problems: {num_problems}; follow the advice above, then run the command again"
-        style = "problem"
-    console.print(ending, style=_STYLES[style], highlight=False, soft_wrap=True)
+    style = _STYLES["problem" if num_problems else "ok"]
+    console.print(ending, style=style, highlight=False, soft_wrap=True)

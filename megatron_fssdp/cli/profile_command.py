@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_fssdp.cli.shared_options import Paths, run_files
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import refuse_foreign, refuse_non_folder, written_file
+from megatron_fssdp.config.written_files import refuse_foreign, refuse_unwritable, written_file
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings
@@ -34,13 +35,7 @@ def profile_command(
         str | None,
         typer.Option(help="Communication backend, gloo or nccl. Default: nccl if there are CUDA devices."),
     ] = None,
-    model: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="YAML of the run whose layers are measured. Repeatable for parts of a run.",
-            metavar="RUN.yaml",
-        ),
-    ] = None,
+    model: Annotated[Paths, run_files("the run whose layers are measured.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the cluster. Default: the name of the file.")
     ] = None,
@@ -61,8 +56,11 @@ def profile_command(
     run = load_run(model) if model else None
     sizes = {"least_bytes": least_bytes, "most_bytes": most_bytes, "num_repetitions": repetitions}
     settings = ProfileSettings(name or out.stem, nodes, backend, run, **sizes)
+    _check_ranks(settings, nproc)
     is_writer = os.environ.get("RANK", "0") == "0"  # or starts the rank that writes the file
-    _check(out, settings, nproc, is_writer=is_writer)
+    if is_writer:
+        refuse_foreign(out, "--out", f"# {_HEADER}".encode())
+        refuse_unwritable(out, "--out")
     if nproc is not None:
         raise typer.Exit(_start_ranks(nproc))
     cluster = profile_cluster(settings, lambda line: print(line, flush=True))
@@ -80,26 +78,17 @@ def profile_command(
         print(f"wrote {out}", flush=True)
 
 
-def _check(out: Path, settings: "ProfileSettings", nproc: int | None, *, is_writer: bool) -> None:
-    """Refuse wrong options before ranks communicate."""
+def _check_ranks(settings: "ProfileSettings", nproc: int | None) -> None:
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if under_torchrun and nproc is not None:
-        raise ConfigurationError(
-            f"--nproc {nproc}: torchrun has already started the ranks; remove this option"
-        )
+        reason = "torchrun has already started the ranks; remove this option"
+        raise ConfigurationError(f"--nproc {nproc}: {reason}")
     if not under_torchrun and nproc is None:
         raise ConfigurationError(
             "no ranks to measure; give --nproc N, or start the command with "
             "torchrun --nproc-per-node N -m megatron_fssdp profile --out FILE.yaml"
         )
     settings.check_ranks(int(os.environ["WORLD_SIZE"]) if nproc is None else nproc)
-    if is_writer:
-        refuse_foreign(out, "--out", f"# {_HEADER}".encode())
-        refuse_non_folder(out.parent, "--out")
-        if not os.access(out if out.exists() else out.parent, os.W_OK):
-            raise ConfigurationError(
-                f"--out {out}: cannot be written; create its folder first, or choose another file"
-            )
 
 
 def _start_ranks(nproc: int) -> int:

@@ -3,7 +3,6 @@
 import json
 import shlex
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,57 +13,38 @@ from megatron_fssdp.cli.analysis.what_if import what_if
 from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.sweep import PlannedRun, load_sweep, planned_runs
-from megatron_fssdp.config.written_files import refuse_non_folder, written_file
-from megatron_fssdp.launch.failure_report import failure_reason
-from megatron_fssdp.launch.rank_processes import exit_code_after
+from megatron_fssdp.config.written_files import refuse_non_folder, refuse_unwritable, written_file
+from megatron_fssdp.launch.rank_processes import exit_code_after, failure_reason
 from megatron_fssdp.launch.run_folder import RunFolder, RunState
 from megatron_fssdp.launch.train_request import TrainRequest
 from megatron_fssdp.launch.training import INTERRUPTIONS, check_startable, say, train
 from megatron_fssdp.records.recorded_run import RecordedRun, load
+from megatron_fssdp.records.run_settings import flat_settings
 from megatron_fssdp.report.tables import terminal_table
 from megatron_fssdp.report.trainings.shown_run import shown_groups
-from megatron_fssdp.report.trainings.sweep_page import (
-    MOST_DETAILED,
-    group_records,
-    group_table,
-    sweep_page,
-)
+from megatron_fssdp.report.trainings.sweep_page import MOST_DETAILED, group_records, group_table, sweep_page
 
 PAGE_FILE, RESULTS_FILE = "sweep.html", "sweep.json"
 
 
 class Sweep:
-    """The runs of a sweep. Every run is checked before any run starts.
-
-    Args:
-        file: YAML of the sweep.
-        folder: Folder of all runs.
-        console: Console that shows the progress.
-        train: Trains one run, and returns the exit code.
+    """The runs that a sweep's YAML describes, below one folder. Every run is checked before any run starts.
 
     Raises:
         ConfigurationError: The sweep or a run is invalid, or a folder holds a run with other settings.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        folder: Path,
-        console: Console,
-        train: Callable[[TrainRequest, Console], int] = train,
-    ) -> None:
+    def __init__(self, file: Path, folder: Path, console: Console) -> None:
         refuse_non_folder(folder, "--out")
         if taken := RunFolder(folder).taken():
-            raise ConfigurationError(
-                f"--out {folder}: holds a single run ({', '.join(taken)}), wanted a folder for all; give "
-                f"another one"
-            )
-        self._name, self._folder, self._console, self._train = file.stem, folder, console, train
+            holds = f"holds a single run ({', '.join(taken)})"
+            raise ConfigurationError(f"--out {folder}: {holds}, wanted a folder for all; give another one")
+        self._name, self._folder, self._console = file.stem, folder, console
         self._requests: dict[PlannedRun, TrainRequest] = {}
         self._failures: dict[PlannedRun, str] = {}
         config = load_sweep(file)
         for run in planned_runs(config):
-            self._requests[run] = TrainRequest(
+            request = self._requests[run] = TrainRequest(
                 config_paths=[Path(name) for name in config.run],
                 strategy=run.strategy,
                 strategy_overrides=run.strategy_overrides,
@@ -73,17 +53,13 @@ class Sweep:
                 out=folder / run.folder,
             )
             try:
-                _check(self._requests[run])
+                _check(request)
             except ConfigurationError as error:
                 raise ConfigurationError(f"{file}: run {run.folder}: {error}") from None
 
-    def states(self) -> dict[PlannedRun, RunState]:
-        """Return how far each run is, from what is in its folder."""
-        return {run: _state(request) for run, request in self._requests.items()}
-
     def listing(self) -> str:
         """Return one line for each run: its state, and the command that trains it alone."""
-        states = self.states().items()
+        states = self._states().items()
         return "\n".join(f"{state:<9} {shlex.join(self._requests[run].words())}" for run, state in states)
 
     def run(self) -> int:
@@ -91,17 +67,12 @@ class Sweep:
 
         Returns:
             0, or 1 if a run failed, or 130 after Ctrl-C, or 143 after SIGTERM. The same command continues.
-
-        Raises:
-            ConfigurationError: The folder cannot be written, or another process runs this sweep.
         """
+        refuse_unwritable(self._folder, "--out")
         run_lock.hold(self._folder, "--out")
         try:
-            try:
-                code = self._run_all()
-            except KeyboardInterrupt as interrupt:
-                code = exit_code_after(interrupt)
-            states = self.states()
+            code = self._run_all()
+            states = self._states()
             self._write_results(states, with_page=not code)
         finally:
             run_lock.release(self._folder)
@@ -111,13 +82,16 @@ class Sweep:
         if code:
             say(self._console, f"interrupted; {finished}; the same command continues the sweep")
         elif self._failures:
-            again = f"{len(self._failures)} failed; the same command runs them again"
-            say(self._console, f"{finished}, {again}")
+            failed = f"{len(self._failures)} failed"
+            say(self._console, f"{finished}, {failed}; the same command runs them again")
         return code or int(bool(self._failures))
+
+    def _states(self) -> dict[PlannedRun, RunState]:
+        return {run: request.state() for run, request in self._requests.items()}
 
     def _run_all(self) -> int:
         """Run what is not finished, and note failures. Return 0, or the exit code of an interrupted run."""
-        states, seconds = self.states(), list[float]()
+        states, seconds = self._states(), list[float]()
         pending = [run for run, state in states.items() if state != "finished"]
         if done := len(states) - len(pending):
             say(self._console, f"{self._folder}: {done} of {len(states)} runs are finished already")
@@ -133,6 +107,8 @@ class Sweep:
             except ConfigurationError as error:
                 say(self._console, f"error: {error}", style="red")
                 code, self._failures[run] = 2, str(error)
+            except KeyboardInterrupt as interrupt:
+                code = exit_code_after(interrupt)
             seconds.append(time.monotonic() - begin)
             if code in INTERRUPTIONS:
                 return code
@@ -144,8 +120,8 @@ class Sweep:
         log = request.folder.log
         log_start = log.stat().st_size if state == "continue" and log.exists() else 0
         resumed = replace(request, resume=state == "continue", overwrite=state == "again")
-        code = self._train(resumed, self._console)
-        if code not in INTERRUPTIONS and (code or _state(request) != "finished"):
+        code = train(resumed, self._console)
+        if code not in INTERRUPTIONS and (code or request.state() != "finished"):
             reason = "the ranks ended before the last iteration"
             if code:
                 reason = failure_reason(log, log_start) if log.exists() else f"exit code {code}"
@@ -180,21 +156,14 @@ class Sweep:
         say(self._console, f"wrote {page}; open it in a browser (it works without a network)")
 
 
-def _state(request: TrainRequest) -> RunState:
-    return request.folder.state(request.resolve())
-
-
 def _check(request: TrainRequest) -> None:
     """Refuse a run that cannot start, that several runs would write over, or that has other settings."""
     config = request.resolve()
     check_startable(config)
-    for key, value in {
-        "training.save": config.training.save,
-        "training.tensorboard_dir": config.training.tensorboard_dir,
-        "strategy.settings.record_dir": config.strategy.settings.get("record_dir"),
-    }.items():
-        if value is not None:
+    settings = flat_settings(config.model_dump(mode="json"))
+    for key in ("training.save", "training.tensorboard_dir", "strategy.settings.record_dir"):
+        if (value := settings.get(key)) is not None:
             raise ConfigurationError(
                 f"{key} {value}: all runs of the sweep would write there; remove it, each run has its own"
             )
-    request.folder.state(config)
+    request.state()

@@ -18,6 +18,8 @@ RECENT = 20
 
 PAUSE_S = 1.0
 
+_COLUMNS = ("ep_load_max_over_mean", "load_max_over_mean", "num_replicas", "spag_exposed_s", "sprs_exposed_s")
+
 
 def watch_command(
     run: Annotated[Path, typer.Argument(help="Folder of a run (record_dir).", metavar="RUN")],
@@ -68,14 +70,8 @@ def _table(run: Path, recent: "list[IterationMetrics]", session: "RunSession | N
     header = ("layer", "load under plain EP", "load", "replicas", "waits for weights", "for gradients")
     rows = []
     for of_layer in zip(*(one.layers for one in recent), strict=False):
-        plain, load, replicas, spag_s, sprs_s = (
-            fmean(getattr(one, name) for one in of_layer)
-            for name in (
-                *("ep_load_max_over_mean", "load_max_over_mean", "num_replicas"),
-                *("spag_exposed_s", "sprs_exposed_s"),
-            )
-        )
-        numbers = (f"{plain:.3g}", f"{load:.3g}", f"{replicas:.3g}")
-        rows.append((str(of_layer[0].layer), *numbers, format_seconds(spag_s), format_seconds(sprs_s)))
+        *numbers, spag_s, sprs_s = (fmean(getattr(one, name) for one in of_layer) for name in _COLUMNS)
+        cells = (*(f"{mean:.3g}" for mean in numbers), format_seconds(spag_s), format_seconds(sprs_s))
+        rows.append((str(of_layer[0].layer), *cells))
     caption = f"means of the last {len(recent)} iterations; load: busiest / mean" if recent else ""
     return terminal_table(Table(header, tuple(rows)), title, caption)

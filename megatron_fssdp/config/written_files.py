@@ -100,6 +100,23 @@ def refuse_non_folder(path: Path | str, asked_by: str) -> None:
             )
 
 
+def refuse_unwritable(path: Path | str, asked_by: str) -> None:
+    """Raise a ConfigurationError where a file or folder cannot be made; nothing stays of the attempt.
+
+    Only an attempt tells, because permissions say nothing about root, ``/proc`` and read-only file systems.
+    """
+    path = Path(path)
+    refuse_non_folder(path.parent, asked_by)
+    nearest = next(part for part in (path, *path.parents) if os.path.isdir(part))
+    try:
+        tempfile.TemporaryDirectory(dir=nearest, prefix=".partial-").cleanup()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{asked_by} {path}: got {nearest}, where nothing can be written ({error.strerror}), wanted a "
+            "folder that you may write to; give another path"
+        ) from None
+
+
 def cannot_write(path: Path | str, asked_by: str, error: OSError) -> ConfigurationError:
     """Return the error for a file or folder that the operating system refuses to write."""
     reason = error.strerror or str(error) or type(error).__name__

@@ -2,7 +2,7 @@
 
 Megatron's dispatchers send a row for each pair of a token and a slot. Here a row is a token. It goes to one
 relay in each node that has one of its slots, and from there to each such device of the node
-(``planning/dispatch/two_hops.py`` has a drawing). The device makes one row for each of the token's slots.
+(``deduplicated_traffic.py`` has a drawing). The device makes one row for each of the token's slots.
 Results are summed in fp32 on the device, then on the relay, then at the source::
 
     dispatch_preprocess    counts; one row for each token and node
@@ -46,7 +46,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megatron_fssdp.dispatchers.parm.dual_collectives import call_with_dual
-from megatron_fssdp.planning.dispatch.two_hops import TwoHops
+from megatron_fssdp.planning.cost.deduplicated_traffic import TwoHops
 from megatron_fssdp.planning.placement.topology import Topology
 
 

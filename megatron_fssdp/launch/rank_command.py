@@ -29,11 +29,7 @@ class RankCommand:
     on_cpu: bool
 
     def check(self, is_here: bool) -> None:
-        """Check the arguments as the ranks will, in this process; they run on this machine, or on others.
-
-        Raises:
-            ConfigurationError: A rank would refuse the arguments.
-        """
+        """Raise a ConfigurationError if ranks, on this machine or on others, would refuse the arguments."""
         with quiet_output():
             from megatron_fssdp.megatron_adapter.entry.argument_check import check_arguments
 
@@ -43,12 +39,10 @@ class RankCommand:
 
     def variables(self) -> dict[str, str]:
         """Environment variables of the ranks."""
-        device = self.config.training.device
-        variables: dict[str, str] = {} if device == "auto" else {_DEVICE_VARIABLE: device}
-        if self.on_cpu:
-            # The arguments are those of CPU ranks, on every machine. The ranks share the cores.
+        if self.on_cpu:  # The arguments are those of CPU ranks, on every machine. The ranks share the cores.
             return {_DEVICE_VARIABLE: "cpu", "OMP_NUM_THREADS": "1"}
-        cut = self.config.parallelism
+        device, cut = self.config.training.device, self.config.parallelism
+        variables: dict[str, str] = {} if device == "auto" else {_DEVICE_VARIABLE: device}
         if cut.tensor_model_parallel_size > 1 or cut.context_parallel_size > 1:
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to order its kernels
         if self.config.strategy.name != "none":
@@ -57,19 +51,14 @@ class RankCommand:
 
     def environment(self) -> dict[str, str]:
         """The variables that ranks on this machine need; those of this process win, but for the device."""
-        return {
-            name: value
-            for name, value in self.variables().items()
-            if name not in os.environ or name == _DEVICE_VARIABLE
-        }
+        taken = os.environ.keys() - {_DEVICE_VARIABLE}
+        return {name: value for name, value in self.variables().items() if name not in taken}
 
     def local(self, log_dir: Path) -> list[str]:
-        """Return the command line for this machine. torchrun marks each output line with its rank.
-
-        ``log_dir`` is a temporary folder for torchrun's own copies of the output.
-        """
+        """Return the command line for this machine; torchrun copies output into the temporary ``log_dir``."""
         ranks = f"--nproc-per-node={self.config.parallelism.nproc_per_node}"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks]
+        # --tee marks each line with its rank, by which a failure is explained.
         return [*torchrun, "--tee=3", f"--log-dir={log_dir}", *self._program()]
 
     def shell_text(self) -> str:
@@ -93,20 +82,16 @@ class RankCommand:
 
 
 def rank_command(config: RunConfig, data: TokenizedData | None, out_dir: Path, resume: bool) -> RankCommand:
-    """Return the command of a run; None as data: Megatron's own arguments name it.
-
-    Raises:
-        ConfigurationError: The ranks would run on CPUs, which lack something that the run asks for.
-    """
+    """Return the command of a run; None as data: Megatron's own arguments name it."""
     import torch
 
-    training, has_gpus = config.training, torch.cuda.is_available()
+    training, cut, has_gpus = config.training, config.parallelism, torch.cuda.is_available()
     asked = training.device if training.device != "auto" else os.environ.get(_DEVICE_VARIABLE, "")
     on_cpu = asked.lower() == "cpu" if asked else not has_gpus
-    if on_cpu and config.parallelism.context_parallel_size > 1:
+    if on_cpu and cut.context_parallel_size > 1:
         raise ConfigurationError(
-            f"parallelism.context_parallel_size {config.parallelism.context_parallel_size} needs Transformer "
-            "Engine's attention, which does not run on CPUs; set it to 1 or train on GPUs"
+            f"parallelism.context_parallel_size {cut.context_parallel_size} needs Transformer Engine's "
+            "attention, which does not run on CPUs; set it to 1 or train on GPUs"
         )
     has_te = training.transformer_engine
     if has_te is None:

@@ -1,13 +1,15 @@
-"""Runs torchrun to its end, and ends all ranks when the user interrupts."""
+"""Runs torchrun to its end, ends all ranks when the user interrupts, and finds why ranks failed."""
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -15,6 +17,18 @@ _POLL_S = 0.2
 _END_GRACE_S = 15.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
+
+# The message that this package's launcher prints for invalid input.
+_PLUGIN_ERROR = re.compile(r"\[fssdp\] error(?: on rank \d+)?: (?P<message>.*)")
+# torchrun's summary of the rank that failed first.
+_ROOT_CAUSE = re.compile(
+    r"Root Cause.*?rank\s*:\s*\d+ \(local_rank: (?P<rank>\d+)\)\s+exitcode\s*:\s*(?P<code>-?\d+)", re.DOTALL
+)
+# The last line of a traceback: an exception's name at the start of a line.
+_EXCEPTION = re.compile(r"^(?P<name>(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)?)(?:: |$)")
+# torchrun's own lines have no mark. They only state that a rank failed.
+_RANK_MARK = re.compile(r"^\[[a-z_]+(?P<rank>\d+)\]:\s?(?:\[rank\d+\]:\s?)?")
+_MAX_LOG_BYTES = 4 << 20
 
 
 class Terminated(KeyboardInterrupt):
@@ -33,7 +47,7 @@ def run_to_the_end(
     on_poll: Callable[[], None] = lambda: None,
     lock: int = -1,
 ) -> int:
-    """Run a command that starts ranks. When this function ends for any reason, no rank is left.
+    """Run a command that starts ranks, and return its exit code. However this ends, no rank is left.
 
     Args:
         command: Words of the command line.
@@ -41,9 +55,6 @@ def run_to_the_end(
         output: File for all output, or None for the output of this process.
         on_poll: Is called several times per second while the command runs, and once after.
         lock: File descriptor that the command inherits, or -1, for ranks that outlive this process.
-
-    Returns:
-        The exit code of the command.
 
     Raises:
         KeyboardInterrupt: This process got Ctrl-C, or SIGTERM (:class:`Terminated`). All ranks have ended.
@@ -92,3 +103,39 @@ def _end_with_parent() -> None:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
+
+
+def failure_reason(log: Path, start: int = 0) -> str:
+    """Return the plugin's message, or the exception of the rank that failed first, or the last line.
+
+    ``start`` is the position in the log, in bytes, at which the output of this start of the run begins.
+    """
+    with log.open("rb") as file:
+        end = file.seek(0, 2)
+        file.seek(max(start, end - _MAX_LOG_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    if found := _PLUGIN_ERROR.search(text):
+        return found["message"].strip()
+    # The last line of each rank, and that of its last traceback, in the order of the first tracebacks.
+    last_lines: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    in_traceback: set[str] = set()
+    for line in text.splitlines():
+        if not (mark := _RANK_MARK.match(line)) or not (content := line[mark.end() :]).strip(" ^~"):
+            continue  # an empty line, or one that marks a place in the line above
+        last_lines[mark["rank"]] = content.strip()
+        if content.startswith("Traceback (most recent call last)"):
+            in_traceback.add(mark["rank"])
+        elif mark["rank"] in in_traceback and _EXCEPTION.match(content):
+            in_traceback.remove(mark["rank"])
+            reasons[mark["rank"]] = content.strip()
+    if root := _ROOT_CAUSE.search(text):
+        rank, code = root["rank"], int(root["code"])
+        if code < 0:
+            name = signal.Signals(-code).name if -code in signal.Signals else f"signal {-code}"
+            return f"rank {rank}: killed by {name}; last output: {last_lines.get(rank, 'none')}"
+        return f"rank {rank}: {reasons.get(rank) or last_lines.get(rank) or f'exit code {code}'}"
+    for rank, reason in (reasons or last_lines).items():
+        return f"rank {rank}: {reason}"
+    meaningful = [line.strip() for line in text.splitlines() if line.strip(" =-\t")]
+    return meaningful[-1] if meaningful else "the ranks wrote nothing"

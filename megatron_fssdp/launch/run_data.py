@@ -2,6 +2,7 @@
 
 import difflib
 import shlex
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,8 @@ from megatron_fssdp.config.loading import unknown_name
 from megatron_fssdp.config.run.megatron_arguments import TokenizedData
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import DataSettings
-from megatron_fssdp.data.built_data import DATA_NAME, MANIFEST_FILE, DataManifest, build_data, read_manifest
+from megatron_fssdp.config.written_files import refuse_unwritable
+from megatron_fssdp.data.built_data import DATA_NAME, MANIFEST_FILE, build_data, read_manifest
 from megatron_fssdp.data.corpus import TEXT_KEY, corpus_from_paths, default_corpus
 from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE, SEP, SPECIAL_TOKENS, TRAINED_KINDS, load_pretrained
 
@@ -25,18 +27,15 @@ def data_folder(settings: DataSettings, out_dir: Path) -> Path:
     return out_dir.parent / f"data-{settings.tokenizer}{size}"
 
 
-def must_be_built(settings: DataSettings, out_dir: Path) -> bool:
-    """Whether the run trains on the default corpus, and its data does not exist yet."""
-    is_default = not settings.external and settings.path is None
-    return is_default and not (data_folder(settings, out_dir) / MANIFEST_FILE).exists()
+def unbuilt_folder(settings: DataSettings, out_dir: Path) -> Path | None:
+    """Return where the default corpus must be built, if the run trains on it and its data does not exist."""
+    folder = data_folder(settings, out_dir)
+    is_built = settings.external or settings.path is not None or (folder / MANIFEST_FILE).exists()
+    return None if is_built else folder
 
 
 def read_data(config: RunConfig, out_dir: Path) -> TokenizedData | None:
-    """Return the data of a run; None if Megatron's own arguments name it (``data.external``).
-
-    Raises:
-        ConfigurationError: The folder has no built data, or data for another kind of model.
-    """
+    """Return the data of a run; None if Megatron's own arguments name it (``data.external``)."""
     if config.data.external:
         return None
     folder, family = data_folder(config.data, out_dir), config.model.family
@@ -56,7 +55,7 @@ def planned_data(config: RunConfig, out_dir: Path) -> tuple[str, TokenizedData |
     Data that is not here is described as `megatron-fssdp data build` makes it from the settings of the run.
     """
     settings, folder = config.data, data_folder(config.data, out_dir)
-    builds = must_be_built(settings, out_dir)
+    builds = unbuilt_folder(settings, out_dir) is not None
     if not builds and (settings.path is None or folder.exists()):
         return "", read_data(config, out_dir)
     tokenizer = "wordpiece" if config.model.family == "bert" else settings.tokenizer
@@ -86,15 +85,9 @@ def build_with_progress(
     rebuild: bool = False,
     json_key: str = TEXT_KEY,
     eod_token: str | None = None,
-) -> DataManifest:
-    """Build indexed data, show a progress bar and what was built, and return the manifest.
-
-    The arguments are those of ``megatron-fssdp data build``. Without paths, the default corpus is built.
-
-    Raises:
-        ConfigurationError: The text cannot be read, or the folder cannot be written or has other files of the
-            names.
-    """
+) -> None:
+    """Do what ``megatron-fssdp data build`` does: build indexed data, and show progress and outcome."""
+    refuse_unwritable(out, "--out")
     corpus = corpus_from_paths(paths, json_key) if paths else default_corpus()
     if tokenizer not in TRAINED_KINDS and difflib.get_close_matches(tokenizer, TRAINED_KINDS, n=1):
         raise ConfigurationError(f"--tokenizer: {unknown_name('tokenizer', tokenizer, TRAINED_KINDS)}")
@@ -102,18 +95,18 @@ def build_with_progress(
     console = Console(markup=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bars: dict[str, TaskID] = {}
+
+        @cache
+        def bar(phase: str) -> TaskID:
+            if not console.is_terminal:
+                console.print(f"{phase}…", highlight=False)
+            return progress.add_task(phase)
 
         def show(phase: str, done: int, total: int) -> None:
-            if phase not in bars:
-                bars[phase] = progress.add_task(phase)
-                if not console.is_terminal:
-                    console.print(f"{phase}…", highlight=False)
-            progress.update(bars[phase], completed=done, total=total)
+            progress.update(bar(phase), completed=done, total=total)
 
         manifest, built = build_data(corpus, out, asked, vocab_size, rebuild, show)
     verb = "built from" if built else "up to date with"
     size = f"{manifest.num_documents:,} documents, {corpus.num_bytes / 1e6:,.1f} MB"
     tokens = f"{manifest.num_tokens:,} tokens, vocabulary {manifest.vocab_size:,}"
     console.print(f"{out}: {verb} {corpus.name} ({size}): {tokens}", highlight=False, soft_wrap=True)
-    return manifest

@@ -32,15 +32,12 @@ _OVERRIDES_HEADER = "# What options of `megatron-fssdp train` changed in the YAM
 
 
 class RunFolder:
-    """Output folder of a run, and the paths of what is in it.
-
-    ``config`` has the combined settings of the run, ``overrides`` those of them that options changed,
-    ``metrics`` the records of its iterations, ``log`` the output of all ranks.
-    """
+    """Output folder of a run, and the paths of what is in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config, self.overrides = path / "config.yaml", path / "overrides.yaml"
+        self.config = path / "config.yaml"  # the combined settings
+        self.overrides = path / "overrides.yaml"  # those of them that options changed
         self.metrics, self.log = path / "metrics.jsonl", path / "log.txt"
         self.checkpoints = path / "checkpoints"
 
@@ -49,50 +46,34 @@ class RunFolder:
         return [name for name in _FILES_OF_A_RUN if (self.path / name).exists()]
 
     def check(self, training: TrainingArguments, resume: bool, overwrite: bool = False) -> None:
-        """Refuse a folder that cannot hold a new run, or cannot be resumed.
-
-        Raises:
-            ConfigurationError: The folder holds another run or a live one, it has no checkpoint to resume
-                from, or the run in it is finished.
-        """
+        """Raise a ConfigurationError if the folder cannot hold a new run, or its run cannot be resumed."""
         refuse_non_folder(self.path, "--out")
         refuse_live(self.path, "--out")
         own, start = training.save or self.checkpoints, training.load
-        taken, saved = self.taken(), saved_iteration(own)
-        step = "continue it with --resume, move it aside with --overwrite"
-        if saved is None:
-            step = "it has no checkpoint to continue from, so move it aside with --overwrite"
-        for is_wrong, problem in (
-            (resume and overwrite, "--resume and --overwrite exclude each other; give one of them"),
-            (
-                resume and saved is None,
-                f"--resume: no checkpoint in {own}; give a folder with a checkpoint, or start the run again "
-                "with --overwrite",
-            ),
-            (
-                resume and (saved or 0) >= training.train_iters,
-                f"--resume: {self.path} has already finished {saved} iterations; ask for more with --iters",
-            ),
-            (
-                taken and not resume and not overwrite,
-                f"--out {self.path}: already holds a run ({', '.join(taken)}); {step}, or choose another "
-                "folder",
-            ),
-            (
-                start is not None and not resume and saved_iteration(start) is None,
-                f"training.load: no checkpoint in {start}; give a folder with one, or start a new run",
-            ),
-        ):
-            if is_wrong:
-                raise ConfigurationError(problem)
+        saved, problem = saved_iteration(own), ""
+        if resume and overwrite:
+            problem = "--resume and --overwrite exclude each other; give one of them"
+        elif resume and saved is None:
+            step = "give a folder with a checkpoint, or start the run again with --overwrite"
+            problem = f"--resume: no checkpoint in {own}; {step}"
+        elif resume and saved is not None and saved >= training.train_iters:
+            done = f"{self.path} has already finished {saved} iterations"
+            problem = f"--resume: {done}; ask for more with --iters"
+        elif (taken := self.taken()) and not resume and not overwrite:
+            step = "continue it with --resume, move it aside with --overwrite"
+            if saved is None:
+                step = "it has no checkpoint to continue from, so move it aside with --overwrite"
+            holds = f"already holds a run ({', '.join(taken)})"
+            problem = f"--out {self.path}: {holds}; {step}, or choose another folder"
+        elif start is not None and not resume and saved_iteration(start) is None:
+            problem = f"training.load: no checkpoint in {start}; give a folder with one, or start a new run"
+        if problem:
+            raise ConfigurationError(problem)
 
     def refuse_other(self, config: RunConfig, asked_by: str, *, only_fixed: bool) -> None:
-        """Refuse settings that differ from those of the run in the folder; messages begin with ``asked_by``.
+        """Raise a ConfigurationError if a setting differs from that of the run in the folder.
 
         With ``only_fixed``, only the model and the optimizer matter, which checkpoints belong to.
-
-        Raises:
-            ConfigurationError: A setting differs, or the run's ``config.yaml`` is damaged.
         """
         ours, theirs = (
             flat_settings(one.model_dump(mode="json")) for one in (config, run_config_of(self.path))
@@ -108,11 +89,7 @@ class RunFolder:
                 )
 
     def state(self, config: RunConfig) -> RunState:
-        """Return how far the run with these settings is; only the folder decides.
-
-        Raises:
-            ConfigurationError: The folder holds a run with other settings.
-        """
+        """Return how far the run is; a ConfigurationError if the folder holds one with other settings."""
         if not self.taken():
             return "new"
         if not self.config.exists():
@@ -126,11 +103,7 @@ class RunFolder:
         return "continue" if 0 < saved < wanted else "again"
 
     def move_aside(self) -> Path | None:
-        """Rename the folder, if it holds a run, and return its new path; nothing is deleted.
-
-        Raises:
-            ConfigurationError: The folder cannot be renamed.
-        """
+        """Rename the folder, if it holds a run, and return its new path; a ConfigurationError if it stays."""
         if not self.taken():
             return None
         place = self.path.resolve()
@@ -142,11 +115,7 @@ class RunFolder:
         return aside
 
     def create(self, config: RunConfig, overrides: Mapping[str, Any] | None = None) -> None:
-        """Create the folder and write the settings, and those that options changed: a resumed run keeps them.
-
-        Raises:
-            ConfigurationError: The folder cannot be written.
-        """
+        """Create the folder; write the settings, and those that options changed: a resumed run keeps them."""
         texts = {
             self.config: RECORDED_RUN_HEADER + format_yaml(config.model_dump(mode="json")),
             self.overrides: _OVERRIDES_HEADER + format_yaml(dict(overrides or {})),
@@ -158,10 +127,8 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def note_stop(self, iteration: int, reason: str) -> None:
-        """Write to the log that the ranks ended after an iteration (0: before the first); pages show it.
-
-        A full disk must not hide the reason, so an error of the system is ignored.
-        """
+        """Write to the log that the ranks ended after an iteration (0: before the first); pages show it."""
+        # A full disk must not hide the reason.
         with suppress(OSError), self.log.open("a", encoding="utf-8") as log:
             log.write(f"{STOP_MARK} {iteration}: {reason}\n")
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_fssdp.config.loading import load_yaml, parse_override
 from megatron_fssdp.config.run.composition import Composition, Layer, compose, set_layers, words_layer
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.launch.run_folder import RunFolder
+from megatron_fssdp.launch.run_folder import RunFolder, RunState
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class TrainRequest:
     overwrite: bool = False  # move an earlier run in the output folder aside
 
     def resolve(self) -> RunConfig:
-        """Combine files and options into validated settings. A resumed run keeps its earlier options.
-
-        Raises:
-            ConfigurationError: A file or an option is invalid.
-        """
+        """Combine files and options into validated settings. A resumed run keeps its earlier options."""
         return self._files.under(self._options).validated()
+
+    def state(self) -> RunState:
+        """Return how far the run is, from what is in its folder."""
+        return self.folder.state(self.resolve())
 
     def changed_settings(self) -> dict[str, Any]:
         """The settings that options changed in the files, also earlier options of a resumed run."""

@@ -5,33 +5,97 @@ import resource
 import shlex
 import shutil
 import tempfile
+import time
+from collections import deque
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
+from rich.text import Text
 
 from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.megatron_arguments import trace_folder
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.written_files import refuse_non_folder
-from megatron_fssdp.launch.failure_report import failure_reason
+from megatron_fssdp.config.written_files import refuse_non_folder, refuse_unwritable
 from megatron_fssdp.launch.rank_command import RankCommand, rank_command
-from megatron_fssdp.launch.rank_processes import exit_code_after, run_to_the_end
-from megatron_fssdp.launch.run_data import (
-    build_with_progress,
-    data_folder,
-    must_be_built,
-    planned_data,
-    read_data,
-)
+from megatron_fssdp.launch.rank_processes import exit_code_after, failure_reason, run_to_the_end
+from megatron_fssdp.launch.run_data import build_with_progress, planned_data, read_data, unbuilt_folder
 from megatron_fssdp.launch.run_folder import RunFolder, saved_iteration
 from megatron_fssdp.launch.train_request import TrainRequest
-from megatron_fssdp.launch.training_progress import TrainingProgress
+from megatron_fssdp.records.metrics import IterationMetrics
+from megatron_fssdp.records.metrics_file import MetricsTail
 
 INTERRUPTIONS = {130: "Ctrl-C", 143: "SIGTERM"}
 """What interrupted a run, by the exit code of the command."""
 
 _FULL_BYTES = 1 << 20
+_RECENT = 20
+_PLAIN_INTERVAL_S = 10.0
+
+
+class TrainingProgress:
+    """Shows the progress of a run: one live line on a terminal, or a line every 10 seconds elsewhere.
+
+    ``metrics`` is the run's ``metrics.jsonl``. With ``saves``, a checkpoint follows the last iteration.
+    """
+
+    def __init__(
+        self, metrics: Path, iterations: int, nproc: int, console: Console, *, saves: bool = False
+    ) -> None:
+        self._tail = MetricsTail(metrics, from_end=True)
+        self._iterations, self._saves = iterations, saves
+        self._console, self._start = console, f"starting {nproc} ranks"
+        self._status = console.status(self._start)  # does nothing where there is no terminal
+        self._durations_s: deque[float] = deque(maxlen=_RECENT)
+        self._printed_s = 0.0
+        self._printed: IterationMetrics | None = None
+        self.last: IterationMetrics | None = None  # the newest record
+
+    @property
+    def reached(self) -> int:
+        """Number of the last recorded iteration; 0 if there is none."""
+        return 0 if self.last is None else self.last.iteration
+
+    def __enter__(self) -> "TrainingProgress":
+        self._status.start()
+        if not self._console.is_terminal:
+            say(self._console, self._start)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._status.stop()
+        self._saves = False
+        self._print()
+
+    def update(self) -> None:
+        """Show the newest iteration, if there is a new one."""
+        if records := self._tail.read():
+            self.last = records[-1]
+            self._durations_s.extend(record.iteration_s for record in records)
+            self._status.update(Text(self._text(self.last), no_wrap=True, overflow="ellipsis"))
+            is_due = time.monotonic() - self._printed_s >= _PLAIN_INTERVAL_S
+            if not self._console.is_terminal and (is_due or self.last.iteration >= self._iterations):
+                self._print()
+
+    def _text(self, record: IterationMetrics) -> str:
+        parts = [f"iteration {record.iteration}/{self._iterations}", f"loss {record.lm_loss:.4f}"]
+        parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
+        if record.layers:
+            used = fmean(layer.load_max_over_mean for layer in record.layers)
+            plain = fmean(layer.ep_load_max_over_mean for layer in record.layers)
+            parts.append(f"load max/mean {used:.2f} (plain EP {plain:.2f})")
+        left_s = max(self._iterations - record.iteration, 0) * fmean(self._durations_s)
+        parts.append("ETA {}:{:02d}".format(*divmod(round(left_s), 60)))
+        if self._saves and record.iteration >= self._iterations:
+            parts.append("saving a checkpoint …")
+        return "  ".join(parts)
+
+    def _print(self) -> None:
+        """Print the last iteration, once."""
+        if self.last is not None and self._printed is not self.last:
+            self._printed, self._printed_s = self.last, time.monotonic()
+            say(self._console, self._text(self.last))
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
@@ -39,14 +103,11 @@ def say(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
-def dry_run(request: TrainRequest) -> str:
+def printed_command(request: TrainRequest) -> str:
     """Return the shell commands of a run, without building, writing or starting anything.
 
     They work in an empty folder: the default data is built first, if it does not exist yet. Data that exists
     only on the machines of the run is not checked, and the first line says so.
-
-    Raises:
-        ConfigurationError: The input is invalid, or the folder has no checkpoint to resume from.
     """
     config, folder = request.resolve(), request.folder
     refuse_non_folder(folder.path, "--out")
@@ -59,23 +120,20 @@ def dry_run(request: TrainRequest) -> str:
 
 
 def train(request: TrainRequest, console: Console) -> int:
-    """Train on this machine and show the progress on the console.
-
-    Returns:
-        The exit code of the ranks, 130 after Ctrl-C, or 143 after SIGTERM.
+    """Train on this machine, show the progress, and return the ranks' exit code or one of INTERRUPTIONS.
 
     Raises:
         ConfigurationError: The input is invalid. No rank was started, and no folder was made.
     """
     config, folder, resume = request.resolve(), request.folder, request.resume
     check_startable(config)
+    refuse_unwritable(folder.path, "--out")
     folder.check(config.training, resume, request.overwrite)
     if resume:
         folder.refuse_other(config, "--resume", only_fixed=True)
-    if must_be_built(config.data, folder.path):
+    if (place := unbuilt_folder(config.data, folder.path)) is not None:
         _, planned = planned_data(config, folder.path)
         rank_command(config, planned, folder.path, resume).check(is_here=True)
-        place = data_folder(config.data, folder.path)
         build_with_progress([], place, config.data.tokenizer, config.data.vocab_size)
     data = read_data(config, folder.path)
     if data is not None:
@@ -98,11 +156,7 @@ def train(request: TrainRequest, console: Console) -> int:
 
 
 def check_startable(config: RunConfig) -> None:
-    """Refuse a run whose ranks this command cannot start.
-
-    Raises:
-        ConfigurationError: The run needs several machines, or a package that is not installed.
-    """
+    """Raise a ConfigurationError if a run needs several machines, or a package that is not installed."""
     if config.parallelism.num_nodes > 1:
         raise ConfigurationError(
             f"parallelism.num_nodes {config.parallelism.num_nodes}: this command starts the ranks of one "
@@ -119,9 +173,9 @@ def check_startable(config: RunConfig) -> None:
 def _run(command: RankCommand, folder: RunFolder, lock: int, console: Console) -> int:
     """Run the ranks and say how they ended; this process holds the folder for them."""
     training, nproc = command.config.training, command.config.parallelism.nproc_per_node
-    iterations = training.train_iters
     log_start = folder.log.stat().st_size if folder.log.exists() else 0
-    progress = TrainingProgress(folder.metrics, iterations, nproc, console, saves=training.save_checkpoints)
+    iterations, saves = training.train_iters, training.save_checkpoints
+    progress = TrainingProgress(folder.metrics, iterations, nproc, console, saves=saves)
     environment = {**command.environment(), run_lock.HELD_VARIABLE: str(folder.path.resolve())}
     try:
         with (

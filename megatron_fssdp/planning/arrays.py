@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
     """Return ``values`` as a read-only, C-ordered array of data type ``dtype``.
 
-    Values are copied, except those of an array that is such an array already and has memory of its own.
+    An array that is such an array already, with memory of its own, is not copied.
     """
     if isinstance(values, np.ndarray) and values.base is None:
         flags = values.flags
@@ -21,11 +21,7 @@ def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
 
 
 def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) -> np.ndarray:
-    """Check (token, k) pairs by source device and expert, and return them as int64 ``[D, E]``.
-
-    Raises:
-        ValueError: The shape is wrong, the counts are not integers, or a count is negative.
-    """
+    """The (token, k) pairs ``[D, E]`` as int64; a ValueError if they are not 0 or more, or no integers."""
     counts = np.asarray(counts_DE)
     if counts.shape != (num_devices, num_experts) or counts.dtype.kind not in "iu":
         raise ValueError(

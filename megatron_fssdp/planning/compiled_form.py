@@ -1,7 +1,6 @@
 """Finds the kernels of planning in their compiled form, or as plain Python, and says which it is.
 
-An installation compiles ``kernels.py`` to an extension module beside it. Python prefers that module, so an
-extension that is older than a source that somebody has changed must not be used.
+Python prefers the extension module beside ``kernels.py``, so one older than it must not be used.
 """
 
 import importlib
@@ -45,7 +44,7 @@ def kernels() -> ModuleType:
 
 @contextmanager
 def _stand_in_for_cython() -> Iterator[None]:
-    """Let the kernels run as plain Python where Cython is not installed; they use two names of it."""
+    """Let the kernels run where Cython is not installed; they use two names of it."""
     if importlib.util.find_spec("cython") is not None:
         yield
         return

@@ -8,7 +8,8 @@ cdef Py_ssize_t _WORK, _IN, _OUT, _GETS, _SENDS
 
 cdef class Trees:
     cdef Py_ssize_t num_experts, num_devices, num_nodes
-    cdef Py_ssize_t[::1] owner_E, node_D, first_N, member_D, place_D, start_E, line_D
+    cdef const Py_ssize_t[::1] owner_E, node_D, first_N, member_D
+    cdef Py_ssize_t[::1] place_D, start_E, line_D
     cdef unsigned char[:, ::1] has_ED
     cdef Py_ssize_t leader_at(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
     cdef Py_ssize_t line_up(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
@@ -36,7 +37,7 @@ cdef class Layer(Trees):
     cdef Py_ssize_t[::1] used_D, holders_E, hops_E, fill_E
     cdef Py_ssize_t[:, ::1] holders_EN
     cdef bint is_smooth
-    cdef void count_all(self) noexcept nogil
+    cdef readonly double start_s
     @cython.locals(pairs=double)
     cdef double unserved(self, Py_ssize_t expert) noexcept nogil
     @cython.locals(num=Py_ssize_t, left=Py_ssize_t, each_far=double, place=Py_ssize_t)
@@ -53,7 +54,7 @@ cdef class Layer(Trees):
     cdef double price_with(self, Py_ssize_t expert, Py_ssize_t beside) noexcept nogil
 
 cdef class Search(Layer):
-    cdef double best, trial_s, kept_s, plain_s
+    cdef double best, trial_s, kept_s
     cdef unsigned char[:, ::1] kept_ED, owners_ED, start_ED, tried_D
     cdef Py_ssize_t most_replicated, most_prices
     cdef double[::1] part_E, plan_D

@@ -43,21 +43,14 @@ _SENDS = 4
 class Trees:
     """The two-level trees along which experts travel to replicas; ``transfer_plan.py`` has the rule.
 
-    Attributes:
-        owner_E: Owner of each expert.
-        node_D: Node of each device.
-        first_N: Position of each node's first device in ``member_D``, and at the end the number of devices.
-        member_D: Devices by node, then number.
-        place_D: Place of each device in its node.
-        start_E: Place from which on the leaders of an expert in other nodes are sought.
-        has_ED: 1 where a device has an expert.
-        line_D: Holders of one expert in one node, in the order in which they get it.
+    ``nodes`` are ``Topology.arrays``. Every device has its place in its node, ``place_D``. From the place
+    ``start_E`` on, the leaders of an expert in other nodes are sought. ``has_ED`` is 1 where a device has an
+    expert. ``line_D`` has the holders of one expert in one node, in the order in which they get it.
     """
 
     def __init__(self, owner_E: object, nodes: object, present_ED: object) -> None:
-        """Begin with a placement; ``nodes`` are ``node_D``, ``member_D`` and ``first_N``."""
-        self.owner_E = owner_E
-        self.node_D, self.member_D, self.first_N = nodes
+        self.owner_E = memoryview(owner_E)
+        self.node_D, self.member_D, self.first_N = map(memoryview, nodes)
         self.num_experts, self.num_devices = len(owner_E), len(self.node_D)
         self.num_nodes = len(self.first_N) - 1
         self.place_D, self.line_D = _ints(self.num_devices), _ints(self.num_devices)
@@ -94,10 +87,9 @@ class Trees:
         return num
 
     def write_edges(self, edges: memoryview) -> None:
-        """Write the edges by which each expert crosses to each node once, and then spreads inside the node.
+        """Write a row for each edge: expert, source, destination and depth, int64 ``[P, 4]``.
 
-        ``edges`` gets a row for each: expert, source, destination and depth, int64 ``[P, 4]``. The depth is
-        twice the number of hops before the edge, plus 1 inside a node.
+        The depth is twice the number of hops before the edge, plus 1 inside a node.
         """
         row = 0
         for expert in range(self.num_experts):
@@ -127,59 +119,40 @@ class Trees:
 class Price:
     """Seconds of a layer in an iteration; ``cost/layer_seconds.py`` says what they contain.
 
+    ``costs`` has the attributes from ``dispatch`` to ``early``, in this order.
+
     Attributes:
-        dispatch: For links inside nodes and between nodes, start-up of a dispatch, and what each pair takes;
-            ``[2, 2]``. ``combine`` is the same of a combine.
-        moves: For both kinds of links, start-up of a transfer, what an expert takes and what its gradient
-            takes; ``[2, 3]``.
-        of_hops: For each number of hops of a gather, the seconds of a message inside nodes and between nodes,
-            and the least seconds of the whole; then the same for a reduction; ``[H, 6]``.
-        per_token: What the experts take for a pair in both passes.
+        dispatch, combine: ``[2, 2]``: start-up and seconds of a pair, on links inside and between nodes.
+        moves: The same of a transfer, for an expert and for its gradient, ``[2, 3]``.
+        of_hops: By number of hops of a gather, the seconds of a message inside nodes and between nodes, and
+            the least seconds of the whole; then the same for a reduction; ``[hops + 1, 6]``.
+        per_token: Seconds of the experts for a pair in both passes.
         times: Number of micro-batches.
         counts: Seconds between gate and dispatch in a micro-batch.
         hidden: Compute that hides a gather, and ``hidden_back`` a reduction.
-        is_resident: Whether replicas are resident, or live for a pass of the layer (``is_pass``) or for a
-            micro-batch (``is_micro_batch``); otherwise for an iteration.
         in_turn: Whether links inside nodes work after those between nodes in an exchange.
         early: Part of a gather beside the experts of the layer before.
         first: Seconds of the gather before the gate if it is not that of all replicas; otherwise -1.
         added: Seconds of the gather after the gate.
-        all_to_all, experts, waits, waits_back: The seconds by their cause, after a call of ``seconds``.
         is_far: Whether links between nodes took longest in the last exchange or transfer.
     """
 
-    def __init__(
-        self,
-        dispatch: object,
-        combine: object,
-        moves: object,
-        of_hops: object,
-        per_token: float,
-        times: float,
-        counts: float,
-        hidden: float,
-        hidden_back: float,
-        life: str = "ITERATION",
-        in_turn: bool = False,
-        early: float = 0.0,
-    ) -> None:
-        """Set the attributes; ``life`` is a name of ``ReplicaLife``."""
-        self.dispatch, self.combine, self.moves, self.of_hops = dispatch, combine, moves, of_hops
-        self.per_token, self.times, self.counts = per_token, times, counts
-        self.hidden, self.hidden_back = hidden, hidden_back
+    def __init__(self, costs: tuple) -> None:
+        self.dispatch, self.combine, self.moves, self.of_hops = costs[:4]
+        self.per_token, self.times, self.counts, self.hidden, self.hidden_back = costs[4:9]
+        life, self.in_turn, self.early = costs[9:]
         self.is_resident, self.is_pass = life == "RESIDENT", life == "LAYER_PASS"
-        self.is_micro_batch, self.in_turn = life == "MICRO_BATCH", in_turn
-        self.early, self.first, self.added = early, -1.0, 0.0
+        self.is_micro_batch = life == "MICRO_BATCH"
+        self.first, self.added = -1.0, 0.0
 
     def parts(
         self, tokens: float, near: float, far: float, replicas: tuple, gather: tuple, addition: tuple
     ) -> tuple:
         """Seconds of all-to-alls, of experts, and for which compute waits for gathers and for reductions.
 
-        The numbers are the pairs of the device that computes most, those on the busiest links inside nodes
-        and between nodes, and three gathers: of all replicas, before the gate and after it. A gather has
-        experts on the busiest links inside and between nodes, hops, and hops inside and between nodes before
-        the last one of the longest path.
+        The numbers are the pairs of the device that computes most and those on the busiest links of both
+        kinds, and three gathers: of all replicas, before the gate and after it. A gather has experts on the
+        busiest links, hops, and the hops of both kinds before the last one of the longest path.
         """
         self.first, self.added = self.gather_of(gather), self.gather_of(addition)
         moved_near, moved_far, hops, near_hops, far_hops = replicas
@@ -187,7 +160,7 @@ class Price:
         return self.all_to_all, self.experts, self.waits, self.waits_back
 
     def gather_of(self, traffic: tuple) -> float:
-        """Seconds of a gather; :meth:`parts` says what the numbers are."""
+        """Seconds of a gather, as in :meth:`parts`."""
         near, far, hops, near_hops, far_hops = traffic
         return self.transfer(1, near, far, hops, (far_hops << _HOP_BITS) + near_hops)
 
@@ -218,11 +191,7 @@ class Price:
     def seconds(
         self, tokens: float, near: float, far: float, moved_near: int, moved_far: int, hops: int, fill: int
     ) -> float:
-        """Seconds of the layer from what its busiest devices and links do.
-
-        ``fill`` are the hops of the longest path before its last one: those between nodes, shifted, and those
-        inside.
-        """
+        """Seconds of the layer from what its busiest devices and links do; ``fill`` as in :class:`Layer`."""
         dispatch = self.exchange(self.dispatch, near, far)
         combine = self.exchange(self.combine, near, far)
         combine_is_far = self.is_far
@@ -257,39 +226,27 @@ class Layer(Trees):
     their node, or to all holders if the node has none.
 
     Attributes:
-        load_ED: (token, k) pairs by expert and source device, and ``load_EN`` by source node.
-        total_E: Pairs of each expert, and ``all_pairs`` of all.
-        slots: Most replicas that a device may hold.
-        used_D: Replicas of each device.
+        load_ED: (token, k) pairs by expert and source device, and ``load_EN`` by source node; ``rest_EN`` are
+            those of devices that lack the expert.
+        slots: Most replicas that a device may hold, and ``used_D`` those that it holds.
         holders_E: Number of holders of each expert, and ``holders_EN`` in each node.
         busy: What each device does, and then each node; ``[D + N, 5]``. Columns: pairs that one computes,
-            gets from its node and sends there; experts that it gets from its node and sends there. A node
-            gets and sends between nodes.
+            gets from its node and sends there; experts that it gets and sends there. A node gets and sends
+            between nodes.
         own: What the expert that was last walked adds to ``busy``.
         hops_E: Hops of each expert's longest path; 0 while it is out.
         fill_E: Hops before the last one of that path: those between nodes, shifted, plus those inside.
-        costs: The price.
-        num_prices: Prices so far.
-        is_smooth: Whether prices have norms of the eighth power in place of the highest numbers of pairs.
-            Every device and link then counts a little, and not only the busiest one.
+        is_smooth: Whether prices have norms of the eighth power in place of the highest numbers of pairs, so
+            that every device and link counts a little.
         most: For each node, load, pairs and moved experts of its devices: highest values, or sums of eighth
             powers; and at last the same of one node with the expert that is out. ``[N + 1, 3]``.
     """
 
-    def __init__(
-        self,
-        load_ED: object,
-        load_EN: object,
-        owner_E: object,
-        nodes: object,
-        costs: object,
-        slots: int,
-        present_ED: object,
-    ) -> None:
-        """Begin with a placement whose experts are all counted; ``costs`` are the arguments of ``Price``."""
+    def __init__(self, layer: tuple) -> None:
+        load_ED, load_EN, owner_E, nodes, costs, slots, present_ED = layer
         Trees.__init__(self, owner_E, nodes, present_ED)
-        self.load_ED, self.load_EN, self.slots = load_ED, load_EN, slots
-        self.costs = Price(*costs)
+        self.load_ED, self.load_EN, self.slots = memoryview(load_ED), memoryview(load_EN), slots
+        self.costs = Price(costs)
         devices, num_nodes, experts = self.num_devices, self.num_nodes, self.num_experts
         self.total_E, self.all_pairs, self.num_prices = _reals(experts), 0.0, 0
         self.is_smooth = False
@@ -300,19 +257,16 @@ class Layer(Trees):
         self.busy = memoryview(np.zeros((devices + num_nodes, 5)))
         self.own = memoryview(np.zeros((devices + num_nodes, 5)))
         self.most = memoryview(np.zeros((num_nodes + 1, 3)))
-        self.count_all()
-
-    def count_all(self) -> None:
-        """Count the experts and their replicas."""
-        for expert in range(self.num_experts):
-            for i in range(self.num_nodes):
+        for expert in range(experts):
+            for i in range(num_nodes):
                 self.total_E[expert] += self.load_EN[expert, i]
             self.all_pairs += self.total_E[expert]
-            for i in range(self.num_devices):
+            for i in range(devices):
                 if self.has_ED[expert, i]:
                     self.put(expert, i, 1)
             self.used_D[self.owner_E[expert]] -= 1
             self.count(expert, 1)
+        self.start_s = self.price()
 
     def unserved(self, expert: int) -> float:
         """Pairs of an expert from nodes without a holder."""
@@ -387,7 +341,7 @@ class Layer(Trees):
         self.fill_E[expert] = self.own_fill if sign > 0 else 0
 
     def add(self, place: int, sign: int) -> None:
-        """Add one row of ``own`` to the sums."""
+        """Add one row of ``own`` to ``busy``."""
         for column in range(5):
             self.busy[place, column] += sign * self.own[place, column]
 
@@ -423,15 +377,10 @@ class Layer(Trees):
             got = self.busy[device, _GETS] + weight * self.own[device, _GETS]
             sent = self.busy[device, _SENDS] + weight * self.own[device, _SENDS]
             moved = _join(is_smooth, moved, _raised(is_smooth, max(got, sent)))
-        self.most[row, 0] = tokens
-        self.most[row, 1] = pairs
-        self.most[row, 2] = moved
+        self.most[row, 0], self.most[row, 1], self.most[row, 2] = tokens, pairs, moved
 
     def price_with(self, expert: int, beside: int) -> float:
-        """Seconds of the layer with an expert that is out, and one that came in since :meth:`price`.
-
-        Either of them may be -1 for none.
-        """
+        """Seconds with an expert that is out, and one that came in since :meth:`price`; -1 for none."""
         tokens = near = far = moved_near = moved_far = weight = 0.0
         hops, fill, is_smooth = self.hops, self.fill, self.is_smooth
         if expert >= 0:
@@ -471,23 +420,19 @@ class Search(Layer):
 
     Attributes:
         best: Seconds of the present placement during a descent.
-        kept_s: Seconds of the best placement so far.
-        kept_ED: That placement; ``owners_ED`` is the one without replicas, ``start_ED`` a given seed.
-        most_replicated: Most experts that may have replicas.
-        most_prices: Number of prices after which a descent ends.
+        kept_s: Seconds of the best placement so far, ``kept_ED``.
         part_E: Parts of the experts in what :meth:`rank` looks at.
-        hottest_E: The experts by their pairs, descending.
         tried_D: Holders of an expert before :meth:`improve`, and in its best trial of ``trial_s`` seconds.
         is_tired_E: 1 for the experts that saved nothing during the present descent.
         want_E: Holders that water filling wants for each expert, and ``plan_D`` the loads of devices then.
     """
 
     def __init__(self, layer: tuple, most_replicated: int, most_prices: int, start_ED: object) -> None:
-        """Prepare a search; :func:`search_replicas` says what the arguments are."""
-        Layer.__init__(self, *layer)
+        Layer.__init__(self, layer)
         experts, devices = self.num_experts, self.num_devices
         self.most_replicated, self.most_prices = most_replicated, most_prices
-        self.owners_ED, self.start_ED = memoryview(np.array(self.has_ED)), start_ED
+        self.owners_ED = memoryview(np.array(self.has_ED))
+        self.start_ED = memoryview(np.array(start_ED, np.uint8))
         self.kept_ED = memoryview(np.array(self.has_ED))
         self.part_E, self.want_E = _reals(experts), _ints(experts)
         self.hottest_E = memoryview(np.argsort(-np.asarray(self.total_E), kind="stable"))
@@ -523,10 +468,10 @@ class Search(Layer):
                 self.put(expert, device, 1 if table[row, device] else -1)
 
     def spread(self, expert: int, kind: int) -> None:
-        """Change the replicas of an expert that is out.
+        """Take all replicas of an expert that is out (kind 0), or give it more.
 
-        By ``kind`` it 0: loses all, 1: gets one in every node without it, 2: gets one more in every node, 3:
-        gets one on every device with a free slot.
+        That is one in every node without it (1), one more in every node (2), or one on every device with a
+        free slot (3).
         """
         for node in range(self.num_nodes):
             if kind == 2 or (kind == 1 and self.holders_EN[expert, node] == 0):
@@ -615,11 +560,7 @@ class Search(Layer):
         self.put(expert, device, -sign)
 
     def improve(self, expert: int) -> bool:
-        """Try changes of one expert's holders, and make the best one; say whether there was one.
-
-        They are: one replica more, or one in every node; and if these save nothing, one less, one everywhere,
-        none.
-        """
+        """Make the best change of one expert's holders; say whether there was one."""
         self.count(expert, -1)
         if self.price() >= self.best * (1.0 - _ROUNDING):  # other experts decide the price
             self.count(expert, 1)
@@ -652,10 +593,9 @@ class Search(Layer):
         return gained
 
     def swap(self, expert: int) -> bool:
-        """Let an expert take the place of the least useful replica of a full device of a node.
+        """Let an expert take the place of the least useful replica of a full device, if this gains; say so.
 
-        That other expert loses the replica, or gets one where this expert gives one up. The best of these
-        changes is made; says whether there was one.
+        The other expert loses the replica, or gets one where this expert gives one up.
         """
         to = -1
         instead = -1
@@ -725,8 +665,7 @@ class Search(Layer):
     def descend(self, is_smooth: bool, num_free: int) -> None:
         """Change experts of the busiest device and of the busiest link while this saves seconds.
 
-        The result is kept by the exact price. During the descent, ``num_free`` experts on each link cost
-        nothing, in addition to those that compute hides.
+        The result is kept by the exact price. Meanwhile, ``num_free`` more experts on each link cost nothing.
         """
         hidden, hidden_back = self.costs.hidden, self.costs.hidden_back
         if num_free > 0:
@@ -778,7 +717,7 @@ class Search(Layer):
             num_free *= 2
 
     def give_away(self, in_all_nodes: bool, level: float, room: int) -> int:
-        """Water filling: raise ``want_E`` until no owner keeps more than a part of the mean load, ``level``.
+        """Water filling: raise ``want_E`` until no owner keeps more than ``level`` times the mean load.
 
         The owner with the highest load goes first, and of its experts the one whose next replica takes most
         from it; ``in_all_nodes``, it gets as many at once as there are nodes. The result is the number of
@@ -912,7 +851,7 @@ class Search(Layer):
 
     def run(self) -> None:
         """Search; the result is ``kept_ED`` and ``kept_s``."""
-        self.plain_s = self.kept_s = self.price()
+        self.kept_s = self.start_s
         self.seed_everywhere()
         self.seed_by_levels()
         self.become(self.start_ED)
@@ -932,20 +871,13 @@ def search_replicas(
 ) -> tuple[float, float, np.ndarray]:
     """Seconds of a layer without replicas and with those that are found; the placement, bytes ``[E, D]``.
 
-    ``layer`` has the arguments of :class:`Layer`, with a placement without replicas. At most
-    ``most_replicated`` experts get some. A descent ends after ``most_prices``. ``start_ED`` is one more seed
-    within the limits, bytes ``[E, D]``.
+    ``layer`` has the arguments of :class:`Layer`, with a placement without replicas, and ``start_ED`` is one
+    more seed.
     """
     search = Search(layer, most_replicated, most_prices, start_ED)
     with cython.nogil:
         search.run()
-    return search.plain_s, search.kept_s, np.asarray(search.kept_ED)
-
-
-def price_replicas(layer: tuple) -> float:
-    """Seconds of a layer with the placement of its arguments (:class:`Layer`)."""
-    found = Layer(*layer)
-    return found.price()
+    return search.start_s, search.kept_s, np.asarray(search.kept_ED)
 
 
 def spill_below(
@@ -963,10 +895,10 @@ def spill_below(
     ``by_owner_E`` has the experts by owner, then by tokens, descending; those of a device begin at
     ``first_D``. Devices come by load, descending (``busiest_first_D``), and for each expert in the order in
     which its tokens spill to them. A device may still take ``room_D`` tokens, negative above the ceiling, and
-    ``left_D`` experts of others.
+    ``left_D`` experts.
 
-    The result is the number of rows of ``spilled`` that were written, each an expert, a device and a number
-    of tokens; or -1 if tokens find no room.
+    The result is the number of rows of ``spilled``, each an expert, a device and a number of tokens; or -1 if
+    tokens find no room.
     """
     num = 0
     for i in range(room_D.shape[0]):
@@ -1011,18 +943,15 @@ def greedy_steps(
     tolerance: float,
     num_left_out: int,
 ) -> int:
-    """Send the most loaded experts of the most loaded devices to others, until the load is balanced.
-
-    This is Pro-Prophet's greedy search for one number of devices that are left out (Alg. 1).
+    """Pro-Prophet's greedy search (Alg. 1) for one number of left-out devices; the result counts its steps.
 
     An expert has ``load_E`` inputs, ``inputs_ED`` by source device; ``fewest_first_ED`` has the devices in
-    the order of these, ascending. Devices compute ``computed_D`` inputs, receive ``received_D`` and may still
-    get ``left_D`` replicas. A selected expert is not sent to the ``num_left_out`` devices with the fewest
-    inputs for it. The load is balanced if the highest and the lowest load of a device differ by less than
-    ``tolerance``.
+    the order of these. Devices compute ``computed_D`` inputs, receive ``received_D`` and may still get
+    ``left_D`` replicas. A selected expert is not sent to the ``num_left_out`` devices with the fewest inputs
+    for it. The load is balanced if the loads of devices differ by less than ``tolerance``.
 
-    The result is the number of steps. ``replicas`` gets expert and device of each replica, and ``after`` a
-    row for each step: replicas so far, the most inputs that a device receives and the most that one computes.
+    ``replicas`` gets expert and device of each replica, and ``after`` a row for each step: replicas so far,
+    the most inputs that a device receives and the most that one computes.
     """
     num_replicas = 0
     for step in range(after.shape[0]):
@@ -1072,7 +1001,6 @@ def greedy_steps(
 
 
 def _copy(source_ED: memoryview, to_ED: memoryview) -> None:
-    """Copy a placement."""
     for expert in range(source_ED.shape[0]):
         for device in range(source_ED.shape[1]):
             to_ED[expert, device] = source_ED[expert, device]
@@ -1096,10 +1024,8 @@ def _eighth_root(number: float) -> float:
 
 
 def _ints(size: int) -> memoryview:
-    """Zeros, int64 ``[size]``."""
     return memoryview(np.zeros(size, np.int64))
 
 
 def _reals(size: int) -> memoryview:
-    """Zeros, float64 ``[size]``."""
     return memoryview(np.zeros(size, np.float64))

@@ -19,13 +19,9 @@ EVEN_LOAD = 1.1
 
 
 class LoadHistory:
-    """Counts of the latest iterations, and forecasts of the next iteration's counts.
+    """Counts of the latest iterations, at most ``window``, and forecasts of the next iteration's counts.
 
-    Attributes:
-        window: Most iterations whose counts are kept, w.
-        num_devices: Number of source devices, D.
-        num_experts: Number of experts, E.
-        num_seen: Number of iterations appended so far, also those that are no longer kept.
+    ``num_seen`` also counts iterations that are no longer kept.
     """
 
     def __init__(self, window: int, num_devices: int, num_experts: int) -> None:
@@ -38,22 +34,18 @@ class LoadHistory:
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
 
     def append(self, counts_DE: np.ndarray) -> None:
-        """Add the (token, k) pairs of one iteration by source device and expert, integers ``[D, E]``.
-
-        Raises:
-            ValueError: The shape is wrong, the counts are not integers, or a count is negative.
-        """
+        """Add the (token, k) pairs of one iteration, integers ``[D, E]``, or raise a ValueError."""
         kept = checked_counts(counts_DE, self.num_devices, self.num_experts)
         kept.setflags(write=False)
         load_E = kept.sum(axis=0)
         # A window of one iteration has one forecast: the last counts.
         if self._num_settled and self.window > 1:
             settled_IE = np.stack([one.sum(axis=0) for one in list(self._latest)[-self._num_settled :]])
-            if has_jumped(load_E, settled_IE.sum(axis=0)):
+            forecasts = settled_IE.sum(axis=0), settled_IE[-1]
+            if has_jumped(load_E, forecasts[0]):
                 # No forecast expects a jump, so the jump tells nothing about them.
                 self._num_settled = 0
             else:
-                forecasts = settled_IE.sum(axis=0), settled_IE[-1]
                 alike = (load_similarity(load_E, forecast_E) for forecast_E in forecasts)
                 mean, last = (0.0 if one is None else 1 - one for one in alike)
                 self._errors.append((mean, last))
@@ -74,7 +66,7 @@ class LoadHistory:
         return shorter
 
     def state(self) -> dict[str, Any]:
-        """All that is known, as lists of numbers and one int32 array ``[I, D, E]``, for :meth:`resume`."""
+        """All that is known, for :meth:`resume`: lists of numbers, and one int32 array ``[I, D, E]``."""
         counts_IDE = np.reshape(list(self._latest), (-1, self.num_devices, self.num_experts))
         return {
             "counts_IDE": counts_IDE.astype(np.int32),
@@ -84,11 +76,7 @@ class LoadHistory:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue with what a history of the same window knew.
-
-        Raises:
-            ValueError: The counts are those of another number of devices or experts, or they are not counts.
-        """
+        """Continue with what a history of the same window knew; a ValueError if sizes or counts are wrong."""
         found = LoadHistory(self.window, self.num_devices, self.num_experts)
         for counts_DE in state["counts_IDE"]:
             found.append(np.asarray(counts_DE, dtype=np.int64))
@@ -109,7 +97,7 @@ class LoadHistory:
 
     @property
     def num_since_jump(self) -> int | None:
-        """Number of iterations since the loads jumped; ``None`` if all kept iterations are since then."""
+        """Iterations since the loads jumped; ``None`` if all kept iterations are since then."""
         return self._num_settled if self._num_settled < len(self._latest) else None
 
     def mean_DE(self) -> np.ndarray:
@@ -119,9 +107,8 @@ class LoadHistory:
     def forecast_DE(self) -> np.ndarray:
         """Counts that the next iteration will probably have, float64 ``[D, E]``, zeros at first (ours).
 
-        The forecast is the mean or the last counts: the one that would have been closest to the loads of the
-        last ``window`` iterations. The mean evens out small batches, and the last counts follow a gate that
-        wanders. Counts from before a jump are left out of the mean.
+        The mean since a jump evens out small batches, and the last counts follow a gate that wanders: the one
+        that would have been closest in the last ``window`` iterations is taken.
         """
         mean, last = np.sum(self._errors, axis=0) if self._errors else (0.0, 0.0)
         if last < mean:
@@ -139,12 +126,12 @@ class LoadHistory:
         return self._sum_DE.copy()
 
     def counts_DE(self, age: int) -> np.ndarray:
-        """Counts of the iteration ``age`` iterations before the latest one, int64 ``[D, E]``, read-only."""
+        """Counts of ``age`` iterations before the latest one, int64 ``[D, E]``, read-only."""
         return self._latest[-1 - age]
 
 
 def max_over_mean(load_D: np.ndarray) -> float:
-    """Highest load of a device divided by the mean of ``load_D``, in any unit; 1 if there is no load."""
+    """Highest load of a device divided by the mean; 1 if there is no load."""
     total = load_D.sum()
     return float(load_D.max() * len(load_D) / total) if total else 1.0
 
@@ -152,8 +139,7 @@ def max_over_mean(load_D: np.ndarray) -> float:
 def load_similarity(load_E: np.ndarray, before_E: np.ndarray) -> float | None:
     """Share of the load on the same experts as before, ``Σ_e min(p_e, q_e)``; ``None`` if a load is empty.
 
-    Pro-Prophet (§II, Fig. 4) calls this the locality of adjacent iterations. The loads are (token, k) pairs
-    by expert, ``[E]``, of any two batch sizes.
+    Pro-Prophet (§II, Fig. 4) calls this locality. Loads ``[E]`` are of any two batch sizes.
     """
     total, total_before = float(load_E.sum()), float(before_E.sum())
     if not total or not total_before:
@@ -164,8 +150,8 @@ def load_similarity(load_E: np.ndarray, before_E: np.ndarray) -> float | None:
 def has_jumped(load_E: np.ndarray, before_E: np.ndarray) -> bool:
     """Whether more of the load has moved to other experts than slow drift and random sampling explain.
 
-    This test is ours. In recorded trainings, 5 to 9 % of a layer's load moves from one iteration to the next,
-    at most 25 %, and sampling explains a third of that. Loads ``[E]`` may be sums over several iterations.
+    In recorded trainings, 5 to 9 % of a layer's load moves from one iteration to the next, at most 25 %, and
+    sampling explains a third of that. Loads ``[E]`` may be sums over several iterations.
     """
     similarity = load_similarity(load_E, before_E)
     if similarity is None:

@@ -1,13 +1,12 @@
 """Bytes that the experts of one rank take, and how many replicas fit (Hecate, §4.2).
 
-The functions count what lives longer than one kernel: parameters, gradients, optimizer states and transfers
-of the experts of one pipeline stage. They do not count activations. They also do not count what Megatron
-adds: a gradient of an owned expert on its way from autograd into ``main_grad``, and padding of parameters,
-buckets and the distributed optimizer.
+Counted is what lives longer than one kernel: parameters, gradients, optimizer states and transfers of the
+experts of one pipeline stage. Activations are not, nor what Megatron adds: a gradient of an owned expert on
+its way into ``main_grad``, and padding of parameters, buckets and the distributed optimizer.
 
-Arguments that mean the same everywhere: ``held`` says how long the device holds replicas, and of which
-layers. An expert has ``expert_elements`` parameters of ``dtype_bytes`` bytes each. Gradient sums over
-micro-batches are in fp32. ``messages`` is the rule by which transfers divide an expert.
+Everywhere, ``held`` says how long the device holds replicas, and of which layers. An expert has
+``expert_elements`` parameters of ``dtype_bytes`` bytes each. Gradient sums over micro-batches are in fp32.
+``messages`` is the rule by which transfers divide an expert.
 """
 
 from collections.abc import Sequence
@@ -25,8 +24,7 @@ MAX_CHILDREN = 3
 RESERVE_FRACTION = 0.2
 """Part of the free memory that replicas do not use; ours, because the paper gives none.
 
-It is left for fragmentation, for what transfers need for owned experts, and for iterations that need more
-memory than the profiled one.
+It is for fragmentation, transfers of owned experts, and iterations that need more than the profiled one.
 """
 
 
@@ -35,8 +33,7 @@ class ExpertOptimizer:
     """What an optimizer keeps for every expert parameter.
 
     Attributes:
-        num_state_tensors: Number of fp32 tensors of the parameter's size: 2 for Adam (both moments), 1 for
-            SGD with momentum, 0 for plain SGD.
+        num_state_tensors: Fp32 tensors of the parameter's size: 2 for Adam, 1 for SGD with momentum.
         has_master_weights: Whether it keeps an fp32 copy of the parameter, as for half-precision models.
         is_distributed: Whether the expert-data-parallel ranks share the states and master weights.
     """
@@ -46,11 +43,7 @@ class ExpertOptimizer:
     is_distributed: bool = False
 
     def state_bytes(self, num_elements: int, num_copies: int) -> int:
-        """Bytes of a rank's optimizer states and master weights for some elements of its parameters.
-
-        A distributed optimizer gives each of ``num_copies`` expert-data-parallel ranks an equal part, which
-        is rounded up here.
-        """
+        """Bytes of a rank's states and master weights; ``num_copies`` ranks may share equal parts."""
         part = -(-num_elements // (num_copies if self.is_distributed else 1))
         return part * FP32_BYTES * (self.num_state_tensors + self.has_master_weights)
 
@@ -63,9 +56,8 @@ class ExpertOptimizer:
 class ExpertMemory:
     """Bytes of one rank's owned experts and replicas: parameters, ``main_grad`` and optimizer.
 
-    The optimizer's are states and fp32 master weights; only resident replicas have some. Buffers are flat
-    copies of experts or gradients that are made for sending, gradients received from other devices, and their
-    sums. The last four numbers are upper bounds: the most that can be there at the same time.
+    The last four numbers are upper bounds; only resident replicas have an optimizer. Buffers are flat copies
+    for sending, received gradients, and their sums.
     """
 
     slot_parameters_bytes: int
@@ -78,7 +70,7 @@ class ExpertMemory:
 
     @property
     def expert_parallelism_bytes(self) -> int:
-        """Bytes of plain expert parallelism: owned experts, their gradients and their optimizer states."""
+        """Bytes of plain expert parallelism: owned experts, their gradients and optimizer states."""
         return sum(astuple(self)[:3])
 
     @property
@@ -92,12 +84,12 @@ class ExpertMemory:
         return sum(astuple(self))
 
     def describe(self) -> str:
-        """One line for the log, with readable units."""
-        parts = "parameters {}, gradients {}, optimizer {}"
-        each = [_readable(num_bytes) for num_bytes in astuple(self)]
-        slots, replicas = parts.format(*each[:3]), parts.format(*each[3:6])
-        total, above = _readable(self.total_bytes), _readable(self.above_expert_parallelism_bytes)
-        return f"experts {total}: {slots}, replicas at most {above} ({replicas}, transfers {each[6]})"
+        """One line for the log."""
+        sizes = (self.total_bytes, *astuple(self)[:3], self.above_expert_parallelism_bytes)
+        return (
+            "experts {}: parameters {}, gradients {}, optimizer {}, replicas at most {} (parameters {}, "
+            "gradients {}, optimizer {}, transfers {})"
+        ).format(*map(_readable, (*sizes, *astuple(self)[3:])))
 
 
 def expert_memory(
@@ -113,12 +105,11 @@ def expert_memory(
     expert_data_parallel_size: int,
     messages: MessageRule,
 ) -> ExpertMemory:
-    """Bytes of the experts of one rank. The module's text explains the other arguments.
+    """Bytes of the experts of one rank; the module's text explains the other arguments.
 
     A device owns ``slots_per_device`` experts in all layers of its pipeline stage, and at most
     ``owned_per_layer`` of one layer: E/D under Megatron's even map. It holds at most ``replicas_per_layer``
-    replicas of one layer, m. An element of ``main_grad`` has ``gradient_bytes``. As many ranks as
-    ``expert_data_parallel_size`` share a distributed ``optimizer``.
+    replicas of one layer, m. An element of ``main_grad`` has ``gradient_bytes``.
     """
     expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
     are_resident = held.life is ReplicaLife.RESIDENT
@@ -161,13 +152,9 @@ def memory_capacity(
 ) -> int:
     """Number of replicas that a device can hold for one layer, m (Hecate, §4.2), from 0 to ``num_experts``.
 
-    This is not for resident replicas, which also need gradients and optimizer states. Ranks with different
-    free memory get different results. All ranks must plan with the lowest one. The other limit is how many
-    experts can be transferred while the device computes (``LayerProfile.overlap_degree``).
-
-    ``free_bytes`` of the device are free at the peak of an iteration without replicas, and a layer has
-    ``num_experts`` experts. Without ``messages``, no buffers are counted for the gradients that a replica's
-    device passes on. The module's text explains the other arguments.
+    This is not for resident replicas. All ranks must plan with the lowest number of any. ``free_bytes`` are
+    free at the peak of an iteration without replicas. Without ``messages``, no buffers are counted for the
+    gradients that a replica's device passes on.
     """
     expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
     slot_bytes = held.layers_with_weights * expert_bytes + _gradient_bytes(held, expert_bytes, sum_bytes)
@@ -187,12 +174,8 @@ def held_replicas_bytes(
 
 
 def _gradient_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> int:
-    """Bytes of the gradients that one replica of each layer has, without those of resident replicas.
-
-    They are the gradient of one layer as its backward pass makes it, and the sums over micro-batches of all
-    layers. If every micro-batch sends its gradients to the owners, there are no such sums, but a backward
-    pass that adds gradients in the matrix product then still needs fp32 memory for one layer.
-    """
+    """Bytes of gradients of one replica of each layer: one layer's as they are made, and all sums."""
+    # Without such sums, a backward pass that adds gradients in the matrix product needs fp32 for one layer.
     adds_to_own_sums = held.fuses_gradients and not held.layers_with_sums
     made_bytes = max(expert_bytes, sum_bytes) if adds_to_own_sums else expert_bytes
     return min(held.stage.num_layers, 1) * made_bytes + held.layers_with_sums * sum_bytes
@@ -204,7 +187,6 @@ def _received_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int, messa
 
 
 def _readable(num_bytes: int) -> str:
-    """The number in the largest binary unit of which it has at least 1."""
     power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
     unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{num_bytes / 1024**power:.{1 if power else 0}f} {unit}"

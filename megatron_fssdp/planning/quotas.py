@@ -1,8 +1,4 @@
-"""Exact quotas: how many tokens of each expert each device computes, planned from a micro-batch's counts.
-
-This planner is ours and follows the approach of ECHO and UltraEP. The counts are known. A search finds the
-lowest limit (ceiling) that the load of every device can have. Tokens above the ceiling spill to devices with
-room, and the dispatch follows this assignment.
+"""Exact quotas: how many tokens of each expert each device computes (ours, after ECHO and UltraEP).
 
 Shape letters: E experts, D devices.
 """
@@ -20,18 +16,11 @@ CEILING_TOLERANCE = 0.005
 def quota_assignment(
     owner_E: np.ndarray, counts_DE: np.ndarray, topology: Topology, *, slots: int
 ) -> np.ndarray:
-    """Plan which device computes how many tokens of each expert, from (token, k) pairs ``[D, E]``.
+    """Plan which device computes how many tokens of each expert: int64 ``[E, D]``, from pairs ``[D, E]``.
 
-    A binary search finds the lowest ceiling of device loads that is possible with at most ``slots`` experts
-    of other owners on a device (m). An owner above the ceiling spills tokens of its most loaded experts
-    first, to devices with room in the nodes from which most of the expert's tokens come, then with the lowest
-    number.
-
-    Returns:
-        Tokens by expert and device, int64 ``[E, D]``. Row ``e`` sums to the tokens of expert ``e``.
-
-    Raises:
-        ValueError: The counts do not match the owners and devices.
+    A binary search finds the lowest possible ceiling of device loads with at most ``slots`` experts of other
+    owners on a device (m). An owner above the ceiling spills tokens of its most loaded experts first, to
+    devices with room in the nodes from which most of the expert's tokens come, then with the lowest number.
     """
     owner = np.asarray(owner_E, dtype=np.int64)
     num_experts, num_devices = len(owner), topology.num_devices

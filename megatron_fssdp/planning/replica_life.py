@@ -24,10 +24,7 @@ class ReplicaLife(Enum):
     """Until the strategy drops it. It has a ``main_grad`` and optimizer states of its own (FlexMoE)."""
 
     def sums_gradients(self, num_micro_batches: int) -> bool:
-        """Whether replicas sum gradients over micro-batches and send them to the owners once an iteration.
-
-        Otherwise each micro-batch sends its gradients, in the parameters' data type, and keeps none.
-        """
+        """Whether replicas sum gradients over micro-batches and send them once an iteration."""
         return num_micro_batches > 1 and self not in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
 
 
@@ -36,8 +33,7 @@ class PipelineStage:
     """One rank's pipeline stage, with the order of passes of Megatron's schedules (1F1B).
 
     Attributes:
-        layers_of_chunk: Number of MoE layers in each of the stage's model chunks; several if the pipeline is
-            interleaved.
+        layers_of_chunk: Number of MoE layers in each of the stage's model chunks; several if interleaved.
         num_stages: Number of pipeline stages; 1 without pipelining. ``stage`` counts from 0.
         group_size: Micro-batches that a chunk runs before the next chunk starts
             (``--microbatch-group-size-per-virtual-pipeline-stage``); ``None`` means the number of stages.
@@ -54,10 +50,8 @@ class PipelineStage:
         return sum(self.layers_of_chunk)
 
     def layers_in_flight(self, num_micro_batches: int) -> int:
-        """Largest number of (layer, micro-batch) pairs that have run forward and not yet backward.
-
-        The order of passes is that of Megatron's ``get_schedule_table`` and ``get_pp_rank_microbatches``.
-        """
+        """Largest number of (layer, micro-batch) pairs that have run forward and not yet backward."""
+        # The order of passes is that of Megatron's get_schedule_table and get_pp_rank_microbatches.
         layers_V, group = np.array(self.layers_of_chunk), self.group_size or self.num_stages
         starts = range(0, num_micro_batches, group)
         chunk_of_pass = np.concatenate(
@@ -76,11 +70,9 @@ class PipelineStage:
 
 @dataclass(frozen=True)
 class HeldReplicas:
-    """How long a rank holds replicas, and of which layers. Their number of bytes follows from this.
+    """How long a rank holds replicas, and of which layers of its pipeline stage.
 
     Attributes:
-        life: How long a replica stays on its device.
-        stage: The rank's pipeline stage: its layers and the order of their passes.
         num_micro_batches: Number of micro-batches in an iteration, the largest that is still to come.
         fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums
             (Transformer Engine's ``fuse_wgrad_accumulation``), and not autograd.
@@ -93,7 +85,7 @@ class HeldReplicas:
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether replicas sum gradients over micro-batches (:meth:`ReplicaLife.sums_gradients`)."""
+        """See :meth:`ReplicaLife.sums_gradients`."""
         return self.life.sums_gradients(self.num_micro_batches)
 
     @property
@@ -103,14 +95,10 @@ class HeldReplicas:
 
     @property
     def layers_with_weights(self) -> int:
-        """Largest number of layers whose replicas' weights are on the device at the same time.
-
-        If replicas live for a micro-batch, a layer counts once for each micro-batch that waits for its
-        backward pass. With recomputation, this is an upper bound. If each layer has its own life of
-        replicas, most memory is used when all live for a micro-batch.
-        """
+        """Most layers whose replicas' weights are there at once; with recomputation, an upper bound."""
         if self.life is ReplicaLife.LAYER_PASS:
             return min(self.stage.num_layers, 1)
+        # Of the lives that ``auto`` selects from, a micro-batch needs most memory.
         if self.life in (ReplicaLife.MICRO_BATCH, ReplicaLife.SELECTED):
             return self.stage.layers_in_flight(self.num_micro_batches)
         return self.stage.num_layers

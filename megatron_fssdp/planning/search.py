@@ -4,26 +4,23 @@ This planner is ours. Hecate (§4.2, Alg. 1) replicates by load as many experts 
 the compute before the layer. But one more expert may save more seconds than its transfer exposes, and where a
 replica goes decides which links carry tokens.
 
-The search (``Search`` in ``kernels.py``) compares all placements by one price, the seconds of
-``layer_seconds``:
+The search (``Search`` in ``kernels.py``) compares all placements by one price, that of ``layer_seconds.py``:
 
 1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice); water filling, in
    which owners give load away until they keep a part of the mean load, at six levels, and with several nodes
    again so that each of these experts is in all nodes; and a placement of the caller, such as the last one.
 2. **A climb** from owners only, by a smooth price, in which all devices count, the highest ones most. It is
-   repeated while 1, 2, 4, … experts on each link cost nothing: one replica makes a whole transfer longer, and
-   the next ones over other links are then free.
+   repeated while 1, 2, 4, … experts on each link cost nothing.
 3. **Descents** from the best placement so far, by the exact price, the smooth one and the exact one again. A
    step looks at the experts with the largest parts of the busiest device, and of the busiest link. It adds a
    replica, drops one, puts one into every node or everywhere, or, by the exact price, swaps one with the
-   least useful replica of a full device. An expert that saved nothing is not looked at again in the same
-   descent. Then **kicks**: all replicas of one expert are changed at once, and a descent follows; what gains
-   is kept.
+   least useful replica of a full device. An expert that saved nothing is not looked at again. Then **kicks**:
+   all replicas of one expert are changed at once, and a descent follows; what gains is kept.
 4. Replicas without which the placement costs no more are dropped.
 
 An expert is taken out once for all its moves. The price of a move then follows from the highest values
-without the expert and from what it adds. Without measured costs, the price is the highest device load. The
-search is deterministic: it stops after a number of prices, not seconds, so all ranks find the same placement.
+without the expert and from what it adds. The search stops after a number of prices, not seconds, so all ranks
+find the same placement.
 
 Shape letters: D devices, E experts, N nodes.
 """
@@ -37,30 +34,25 @@ import numpy as np
 from megatron_fssdp.planning.compiled_form import kernels
 from megatron_fssdp.planning.cost.deduplicated_traffic import tokens_per_pair
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import counts_seconds, price_arguments
+from megatron_fssdp.planning.cost.layer_seconds import price_arguments
+from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 
 LEAST_SAVING = 0.01
-"""Smallest saving of all replicas together, as a part of the seconds without replicas.
-
-Smaller savings are within the error of the model.
-"""
+"""Smallest saving of all replicas, as a part of a layer's seconds: the error of the model."""
 
 PRICES_PER_SIZE = 12
 """Most prices of a descent, over experts and devices together; it bounds the time of unusual layers."""
 
 TRANSFER_OVER_LOAD = 5e-4
-"""Cost of one more expert on a link, over the mean device load, if no costs are measured.
-
-It leaves out replicas that hardly lower the highest device load.
-"""
+"""Cost of an expert on a link, over the mean device load: without it, replicas that hardly help stayed."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerSearch:
-    """One layer as the search gets it: owners, (token, k) pairs, and the arguments of ``kernels.Price``."""
+    """One layer as the search gets it; ``costs`` are the arguments of ``kernels.Price``."""
 
     owner_E: np.ndarray
     load_DE: np.ndarray
@@ -69,7 +61,7 @@ class LayerSearch:
 
     def seconds(self, placement: ExpertPlacement) -> float:
         """Seconds of the layer under a placement, as the search counts them."""
-        return float(kernels().price_replicas(self._arguments(0, placement.present_ED)))
+        return float(kernels().Layer(self._arguments(0, placement.present_ED)).start_s)
 
     @cached_property
     def plain_s(self) -> float:
@@ -81,14 +73,11 @@ class LayerSearch:
     ) -> tuple[ExpertPlacement, float]:
         """The placement that the search finds, and its seconds.
 
-        A device has at most ``slots`` replicas (m), and ``most_replicated`` experts have some (t). There are
-        none if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed.
-
-        Raises:
-            ValueError: ``start`` has other owners, or a device with more than ``slots`` replicas.
+        A device has at most ``slots`` replicas (m), and ``most_replicated`` experts have some (t); or none,
+        if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed, or a ValueError beyond
+        these limits.
         """
-        num_devices, num_experts = self.load_DE.shape
-        plain = ExpertPlacement.owners_only(self.owner_E, num_devices)
+        plain = ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices)
         if not slots or not most_replicated or not self.load_DE.any():
             return plain, self.plain_s
         # The kernel would write beyond its arrays.
@@ -99,8 +88,8 @@ class LayerSearch:
         plain_s, found_s, present_ED = kernels().search_replicas(
             self._arguments(slots, plain.present_ED),
             most_replicated,
-            PRICES_PER_SIZE * (num_experts + num_devices),
-            memoryview((start or plain).present_ED.astype(np.uint8)),
+            PRICES_PER_SIZE * sum(self.load_DE.shape),
+            (start or plain).present_ED,
         )
         if found_s > (1 - LEAST_SAVING) * plain_s:
             return plain, plain_s
@@ -108,24 +97,18 @@ class LayerSearch:
 
     def _arguments(self, slots: int, present_ED: np.ndarray) -> tuple[object, ...]:
         """The arguments of ``kernels.Layer``."""
-        topology = self.topology
-        load_EN = topology.sum_over_nodes(self.load_DE).T
-        loads = (memoryview(np.array(load, order="C")) for load in (self.load_DE.T, load_EN))
-        nodes = tuple(memoryview(np.array(numbers)) for numbers in topology.arrays)
-        return *loads, memoryview(np.array(self.owner_E)), nodes, self.costs, slots, present_ED
+        load_EN = self.topology.sum_over_nodes(self.load_DE).T
+        loads = (np.array(load, order="C") for load in (self.load_DE.T, load_EN))
+        return *loads, self.owner_E, self.topology.arrays, self.costs, slots, present_ED
 
 
 def plan_materialization(
     owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, *, overlap_degree: int, slots: int
 ) -> ExpertPlacement:
-    """Plan the placement with the lowest highest device load that the search finds.
+    """Plan the placement with the lowest highest device load that the search finds, without measured costs.
 
-    It serves where no costs are measured: transfers of ``overlap_degree`` experts (t) count as hidden. Loads
-    ``[D, E]`` are in any unit, and a device has at most ``slots`` replicas (m). There are none if they would
-    lower the load by less than :data:`LEAST_SAVING`.
-
-    Raises:
-        ValueError: The loads do not match the owners ``[E]`` and devices.
+    Transfers of ``overlap_degree`` experts (t) count as hidden. Loads ``[D, E]`` are in any unit, and a
+    device has at most ``slots`` replicas (m).
     """
     owner = ExpertPlacement.owners_only(owner_E, topology.num_devices).owner_E
     load, wanted = np.asarray(load_DE, np.float64), (topology.num_devices, len(owner))
@@ -134,7 +117,8 @@ def plan_materialization(
     # Only the highest device load counts, and a little each transfer.
     expert = TRANSFER_OVER_LOAD * float(load.sum()) / topology.num_devices
     moves, of_hops = np.array([[0.0, expert, expert]] * 2), np.zeros((_most_hops(topology) + 1, 6))
-    costs = (np.zeros((2, 2)), np.zeros((2, 2)), moves, of_hops, 1.0, 1.0, 0.0, 0.0, 0.0)
+    tables = (np.zeros((2, 2)), np.zeros((2, 2)), moves, of_hops)
+    costs = (*tables, 1.0, 1.0, 0.0, 0.0, 0.0, ReplicaLife.ITERATION.name, False, 0.0)
     layer = LayerSearch(owner, load, topology, costs)
     return layer.best_placement(slots=slots, most_replicated=overlap_degree)[0]
 
@@ -148,16 +132,15 @@ def layer_search(
     rematerialize: bool,
     hides: bool,
 ) -> LayerSearch:
-    """One layer with measured costs.
+    """One layer with measured costs; loads are those of an iteration, ``[D, E]``.
 
-    ``rematerialize`` says whether replicas are gathered and reduced with every micro-batch, ``hides`` whether
-    transfers run beside compute. Owners are int64 ``[E]``, loads those of an iteration, ``[D, E]``.
+    ``rematerialize``: replicas come and go with every micro-batch. ``hides``: transfers run beside compute.
     """
     num_experts, choices = len(owner_E), profile.sent_choices
     costs = price_arguments(
         profile,
         ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION,
-        counts_seconds(profile, topology, num_experts),
+        gather_counts_s(profile.links, topology, num_experts),
         _most_hops(topology),
         num_micro_batches=profile.num_micro_batches,
         hides=hides,

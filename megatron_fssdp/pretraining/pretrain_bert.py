@@ -26,12 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron_fssdp.data.tokenizer import WordPieceTokenizer
 from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
-from megatron_fssdp.pretraining.script_parts import (
-    built_datasets,
-    data_config,
-    refuse_arguments,
-    refuse_bad_losses,
-)
+from megatron_fssdp.pretraining.script_parts import built_datasets, refuse_arguments, refuse_bad_losses
 
 _BATCH_KEYS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
 
@@ -75,26 +70,13 @@ def build_model(
     )
 
 
-def load_batch(samples: Iterator[dict[str, Any]] | None) -> dict[str, torch.Tensor]:
-    """Take the next micro-batch. Every pipeline stage needs it for its attention mask.
-
-    Args:
-        samples: Iterator over the data. It is None on tensor-parallel ranks other than 0.
-
-    Returns:
-        The tensors of the micro-batch, int64 ``[batch, sequence]``, and ``is_random``, int64 ``[batch]``.
-    """
-    sample = next(samples) if samples is not None else None
-    return dict(tensor_parallel.broadcast_data(list(_BATCH_KEYS), sample, torch.int64))
-
-
 def masked_loss(
     batch: dict[str, torch.Tensor], output: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute the mean loss of the masked words plus the loss of the sentences' order.
 
     Args:
-        batch: Tensors of the micro-batch.
+        batch: The micro-batch, int64 ``[batch, sequence]``, and ``is_random``, int64 ``[batch]``.
         output: The model's loss at every token, ``[batch, sequence]``, and its logits of the sentences'
             order, ``[batch, 2]``. The logits are None if the model does not have this head.
 
@@ -118,8 +100,12 @@ def masked_loss(
 def forward_step(
     data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Any]:
-    """Run the model on one micro-batch. Megatron's schedules call this function."""
-    batch = load_batch(data_iterator)
+    """Run the model on one micro-batch. Megatron's schedules call this function.
+
+    Every pipeline stage needs the batch for its attention mask. Only tensor-parallel rank 0 has samples.
+    """
+    sample = next(data_iterator) if data_iterator is not None else None
+    batch = tensor_parallel.broadcast_data(list(_BATCH_KEYS), sample, torch.int64)
     output = model(
         batch["text"],
         batch["padding_mask"],
@@ -130,16 +116,14 @@ def forward_step(
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Build training, validation and test data, of these numbers of samples, on the ranks that read data.
-
-    Masking is the same as in Megatron-LM's script.
-    """
+    """Build training, validation and test data of these sizes, masked as by Megatron-LM's script."""
     args = get_args()
     # Masking needs only the words. Megatron's own tokenizer types need the package transformers.
     is_file = args.tokenizer_type == "NullTokenizer"
-    config = data_config(
+    return built_datasets(
+        BERTMaskedWordPieceDataset,
         BERTMaskedWordPieceDatasetConfig,
-        args,
+        num_samples,
         tokenizer=WordPieceTokenizer.load(Path(args.tokenizer_model)) if is_file else build_tokenizer(args),
         masking_probability=args.mask_prob,
         short_sequence_probability=args.short_seq_prob,
@@ -150,7 +134,6 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
         masking_use_geometric_distribution=False,
         classification_head=args.bert_binary_head,
     )
-    return built_datasets(BERTMaskedWordPieceDataset, num_samples, config)
 
 
 # Every rank builds data sets, and the builder lets the ranks of a node share the indices.

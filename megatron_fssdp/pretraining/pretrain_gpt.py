@@ -28,12 +28,7 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
-from megatron_fssdp.pretraining.script_parts import (
-    built_datasets,
-    data_config,
-    refuse_arguments,
-    refuse_bad_losses,
-)
+from megatron_fssdp.pretraining.script_parts import built_datasets, refuse_arguments, refuse_bad_losses
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -44,10 +39,9 @@ _SUPPORTED = dict.fromkeys(
 
 
 def load_batch(samples: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[str, Any]:
-    """Take the next micro-batch and select this rank's part of it: its tensors by name.
+    """Take this rank's part of the next micro-batch, by name; None is what its pipeline stage does not need.
 
-    Only tensor-parallel rank 0 reads the samples. ``vp_stage`` is the index of the model chunk under
-    interleaved pipelining. A tensor that this pipeline stage does not need is None.
+    Only tensor-parallel rank 0 reads the samples. ``vp_stage`` is the index of the model chunk.
     """
     args = get_args()
     predicts_later = _predicts_later_tokens(vp_stage)
@@ -81,15 +75,11 @@ def load_batch(samples: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[
 def _predicts_later_tokens(vp_stage: int | None) -> bool:
     """Whether a model chunk has layers of multi-token prediction, which need the tokens and the labels."""
     args = get_args()
-    if args.mtp_num_layers is None:
-        return False
-    return bool(
-        mtp_on_this_rank(
-            layout=core_transformer_config_from_args(args).pipeline_model_parallel_layout,
-            mtp_num_layers=args.mtp_num_layers,
-            ignore_virtual=False,
-            vp_stage=vp_stage,
-        )
+    return args.mtp_num_layers is not None and mtp_on_this_rank(
+        layout=core_transformer_config_from_args(args).pipeline_model_parallel_layout,
+        mtp_num_layers=args.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
     )
 
 
@@ -111,13 +101,10 @@ def masked_loss(
 def forward_step(
     data_iterator: Iterator[dict[str, Any]], model: torch.nn.Module, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    """Run the model on one micro-batch. Megatron's schedules call this function.
+    """Return the model's output for one micro-batch, and the function that computes the loss from it.
 
     Under ``--overlap-moe-expert-parallel-comm``, Megatron asks for a plan of the forward pass instead of the
     output.
-
-    Returns:
-        The model's output, or the plan; and the function that computes the loss from the output.
     """
     batch = load_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     run: Any = model.build_schedule_plan if return_schedule_plan else model
@@ -134,16 +121,15 @@ def forward_step(
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Build training, validation and test data, of these numbers of samples, on the ranks that read data."""
     args = get_args()
-    is_needed = is_first_or_last_pipeline_stage(vp_stage) or _predicts_later_tokens(vp_stage)
-    config = data_config(
+    return built_datasets(
+        MockGPTDataset if args.mock_data else GPTDataset,
         GPTDatasetConfig,
-        args,
+        num_samples,
+        is_needed=is_first_or_last_pipeline_stage(vp_stage) or _predicts_later_tokens(vp_stage),
         tokenizer=build_tokenizer(args),
         create_attention_mask=args.create_attention_mask_in_dataloader,
         sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,
     )
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    return built_datasets(kind, num_samples, config, is_needed=is_needed)
 
 
 # Every rank builds data sets, and the builder lets the ranks of a node share the indices.

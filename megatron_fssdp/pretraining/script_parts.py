@@ -12,11 +12,17 @@ from megatron.training import get_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
 
-def data_config(kind: type, args: Any, **settings: Any) -> Any:
-    """Return the config of a data set: the fields that Megatron's arguments name, and ``settings``."""
+def built_datasets(
+    kind: type, config_kind: type, num_samples: list[int], *, is_needed: bool = True, **settings: Any
+) -> Any:
+    """Build training, validation and test data, of these numbers of samples, on the ranks that read data.
+
+    The config of the data has the fields that Megatron's arguments name, and ``settings``.
+    """
+    args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    named = {field.name for field in fields(kind)} & vars(args).keys()
-    return kind(
+    named = {field.name for field in fields(config_kind)} & vars(args).keys()
+    config = config_kind(
         **{name: getattr(args, name) for name in named} | settings,
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -24,15 +30,8 @@ def data_config(kind: type, args: Any, **settings: Any) -> Any:
         blend_per_split=blend_per_split,
         path_to_cache=args.data_cache_path,
     )
-
-
-def built_datasets(kind: type, num_samples: list[int], config: Any, *, is_needed: bool = True) -> Any:
-    """Build training, validation and test data, of these numbers of samples, on the ranks that read data."""
-
-    def reads_data() -> bool:
-        return is_needed and parallel_state.get_tensor_model_parallel_rank() == 0
-
-    return tuple(BlendedMegatronDatasetBuilder(kind, num_samples, reads_data, config).build())
+    reads_data = is_needed and parallel_state.get_tensor_model_parallel_rank() == 0
+    return tuple(BlendedMegatronDatasetBuilder(kind, num_samples, lambda: reads_data, config).build())
 
 
 def refuse_bad_losses(losses: Mapping[str, torch.Tensor]) -> None:

@@ -24,17 +24,15 @@ MOST_DOUBLINGS = 6
 """The search covers 2 to the power of this number, so from 1/64 to 64 times the job's own value."""
 
 STEPS = 5
-"""Number of halvings of the interval. The result is accurate to about a tenth: 2 ** (6 / 32) / 2."""
+"""Number of halvings of the interval; the result is accurate to about a tenth."""
 
 
 @dataclass(frozen=True)
 class BreakEven:
     """Value of one quantity at which a strategy starts or stops to pay.
 
-    Attributes:
-        pays_now: Whether the strategy pays at the job's own value.
-        factor: Multiple of the job's own value at which this changes; None if nowhere in the searched range.
-        value: The quantity at this multiple, or None.
+    ``pays_now`` says whether it pays at the job's own value, and ``factor`` is the multiple of it at which
+    this changes; ``None`` if nowhere in the searched range.
     """
 
     pays_now: bool
@@ -54,8 +52,8 @@ def break_evens(
 ) -> tuple[BreakEven, BreakEven | None]:
     """Where a strategy starts to pay, with the arguments of :func:`simulate`.
 
-    The first result is in tokens per rank and iteration; with fewer, it does not pay. The second one is the
-    bandwidth of a node's network in bytes/s; with more, it does not pay. On one node there is none.
+    First in tokens per rank and iteration: with fewer, it does not pay. Then in bytes/s of a node's network:
+    with more, it does not pay. On one node there is no second result.
     """
 
     def pays(*, tokens: float = 1.0, network: float = 1.0) -> bool:

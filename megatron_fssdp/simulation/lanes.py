@@ -45,10 +45,7 @@ OnSpan = Callable[[str, str, float, float], None]
 
 
 class Lanes:
-    """Clocks of the lanes while an iteration's work is laid out.
-
-    Args:
-        on_span: Function that is called with the lane, name, begin and end of every span.
+    """Clocks of the lanes while an iteration's work is laid out; ``on_span`` gets lane, name, begin and end.
 
     Attributes:
         now_s: End of all work that the next compute or all-to-all waits for, in seconds.
@@ -100,7 +97,7 @@ class Lanes:
             self._backward(f"layer {number}", layer, is_last, below=around[number - 1])
 
     def _forward(self, name: str, layer: LayerRecord, is_first: bool, above: LayerRecord | None) -> None:
-        """Add the forward pass of a layer: before the gate, counts, dispatch, experts and combine."""
+        """Add the forward pass of a layer."""
         self._run("other compute", f"before {name}", layer.before_layer_s)
         gather_s = 0.0
         if is_first:
@@ -165,10 +162,7 @@ class Lanes:
     def _run_in_steps(
         self, name: str, layer: LayerRecord, needed_s: float, *, backward: bool = False
     ) -> None:
-        """Add both exchanges and the experts in the steps of the smart schedule.
-
-        The first step of the experts waits for replicas until ``needed_s``.
-        """
+        """Add both exchanges and the experts in steps; the experts wait for replicas until ``needed_s``."""
         assert layer.steps is not None
         first_step_s = layer.steps.step_s(layer.combine if backward else layer.dispatch, 0)
         experts_s = layer.experts_s * (BACKWARD_PER_FORWARD if backward else 1)

@@ -1,6 +1,4 @@
-"""What a strategy does in one iteration, in plain numbers: its decisions, and the seconds of its parts.
-
-The seconds come from the price functions that all planners use (``planning/cost``).
+"""What a strategy does in one iteration: its decisions, and seconds by the planners' price functions.
 
 Shape letters: D devices, E experts.
 """
@@ -20,12 +18,12 @@ from megatron_fssdp.planning.cost.link_seconds import (
     NO_TRANSFER,
     ClusterLinks,
     LinkTimes,
+    SteppedExchange,
     TransferTraffic,
     gather_counts_s,
     moves_traffic,
     transfer_traffic,
 )
-from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
 from megatron_fssdp.planning.memory import FP32_BYTES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -47,8 +45,6 @@ class LayerRecord:
         gathered: Experts whose weights travel to replicas; ``gathered_between_nodes`` of them change nodes.
         replicas: Replicas on all devices together, and ``most_replicas`` on the device that has the most.
         most_owned: Experts of the layer on the device that owns the most.
-        deduplicated: Whether tokens travel by the deduplicated exchange.
-        life: How long the replicas live.
         ahead: Whether spAG and spRS run at the same time as the compute before the layer.
         early: Share of spAG that runs at the same time as the experts of the layer before.
         steps: Steps of the smart schedule, if the layer runs in them.
@@ -57,12 +53,11 @@ class LayerRecord:
         counts_s: Seconds of gathering the router counts and, with exact dispatch, of computing shares.
         dispatch: Seconds of the all-to-alls of rows and probabilities; ``combine`` of that of results.
         experts_s: Seconds of the experts on the slowest device (FasterMoE, Eq. 1).
-        gather_s: Seconds of spAG, and ``reduce_s`` of spRS.
-        addition_s: Seconds of the transfer that a plan after the gate adds.
+        gather_s: Seconds of spAG, ``addition_s`` of what a plan after the gate adds, ``reduce_s`` of spRS.
         regather: Seconds of the spAG of all replicas before the backward pass.
-        plan_s: Seconds in which the device waits for the host between the counts and the dispatch.
-        first_plan_s: More of these seconds in an iteration's first micro-batch.
-        host_s: Seconds in which the host plans and posts messages for the layer in the whole iteration.
+        plan_s: Seconds in which the device waits for the host between the counts and the dispatch, and
+            ``first_plan_s`` more of them in an iteration's first micro-batch.
+        host_s: Seconds in which the host plans and posts messages in the whole iteration.
     """
 
     tokens_D: np.ndarray
@@ -116,8 +111,6 @@ class IterationRecord:
     """What a strategy does in one iteration.
 
     Attributes:
-        layers: Record of each MoE layer.
-        num_micro_batches: Number of micro-batches of the iteration.
         num_moved: Experts that move before the iteration, to a new owner or for a new resident replica.
         moving_s: Seconds of these moves, while everything else waits.
         plans_s: Seconds in which a rank plans its part of the layers before the first pass.

@@ -33,33 +33,28 @@ class MoeJob:
     """Sizes of a training job, for one device. FLOPs are floating-point operations of the forward pass.
 
     Attributes:
-        num_devices: Number of devices of an expert-parallel group, D.
-        num_experts: Number of routed experts of a layer, E: a multiple of D, or less than D. With fewer
-            experts than devices, a device owns experts of some layers only. Megatron does not support that.
-        top_k: Number of experts of each token.
-        choices: What a record of the loads knows about the experts of the tokens, or None.
+        num_devices: Devices of an expert-parallel group, D.
+        num_experts: Routed experts of a layer, E: a multiple of D, or less than D. With fewer experts than
+            devices, which Megatron does not support, a device owns experts of some layers only.
         tokens_per_micro_batch: Tokens of a device in a micro-batch.
-        num_micro_batches: Number of micro-batches of an iteration.
         token_bytes: Bytes of one token's hidden state.
-        expert_elements: Number of elements of one expert's parameters.
+        expert_elements: Elements of one expert's parameters, each of ``dtype_bytes``.
         expert_flops_per_token: FLOPs of one expert for one token.
-        dtype_bytes: Bytes of one element of the parameters.
         gradient_bytes: Bytes of one element of ``main_grad``.
         before_layer_flops_L: For each MoE layer, FLOPs of a micro-batch between the transformer layer of the
             previous MoE layer and its own: embeddings and dense layers.
         before_gate_flops_L: For each MoE layer, FLOPs of a micro-batch in its own transformer layer up to the
             dispatch: attention, gate and shared experts. spAG is hidden under this compute.
         after_layers_flops: FLOPs of a micro-batch after the last MoE layer: dense layers and logits.
-        dense_elements: Number of elements of the parameters that every device has, without experts, biases
-            and norms.
-        optimizer: Optimizer states that are kept for every parameter.
+        dense_elements: Elements of the parameters that every device has, without experts, biases and norms.
         expert_data_parallel_size: Number of expert-parallel groups that own the same experts.
         data_parallel_size: Number of ranks that have the same dense parameters.
         reduces_dense_at_end: Whether dense gradients are reduced after the last backward pass.
         activation_bytes: Estimated bytes that a micro-batch keeps for its backward pass, without experts.
         activation_bytes_per_pair: Estimated bytes that experts keep for each (token, k) pair.
         on_cuda: Whether devices are GPUs. Transfers between GPUs use larger messages.
-        host: Costs of planning on the host, or None to leave them out.
+        host: Costs of planning on the host, or ``None`` to leave them out.
+        choices: What a record of the loads knows about the experts of the tokens.
     """
 
     num_devices: int
@@ -132,12 +127,12 @@ class MoeJob:
 def job_of_run(run: RunConfig) -> MoeJob:
     """The job of a training run's settings.
 
-    FLOPs count matrix products, with two operations for each multiply-add. Attention is counted in full
-    although half of it is masked, as in Megatron's own throughput figure.
+    FLOPs count matrix products, two operations for each multiply-add, and attention in full although half of
+    it is masked, as in Megatron's own throughput figure.
 
     Raises:
-        ConfigurationError: The model has no experts, or uses parallelism or recomputation that the simulator
-            does not support.
+        ConfigurationError: The model has no experts, or uses parallelism or recomputation that is not
+            simulated.
     """
     model, cut, training = run.model, run.parallelism, run.training
     if model.num_experts is None:

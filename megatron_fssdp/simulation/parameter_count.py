@@ -1,7 +1,4 @@
-"""Counts the parameters of a model from its settings: all of them, and those that one token uses.
-
-The counts are those of the model that Megatron builds, without its padding of the vocabulary.
-"""
+"""Counts the parameters of the model that Megatron builds, without its padding of the vocabulary."""
 
 from dataclasses import dataclass
 
@@ -45,10 +42,7 @@ class ParameterCount:
 
     @property
     def activated(self) -> int:
-        """Elements that one token uses, embeddings and output layer included.
-
-        Layers of multi-token prediction are left out, because only training needs them.
-        """
+        """Elements that one token uses, without multi-token prediction, which only training needs."""
         return self.main_model - self.idle
 
 

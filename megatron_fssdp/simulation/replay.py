@@ -53,22 +53,16 @@ def replay_strategy(
     layer_numbers: Sequence[int] | None = None,
     on_plan: OnPlan | None = None,
 ) -> Iterator[ReplayedIteration]:
-    """Let a strategy decide for one iteration after another, starting with Megatron's even owners.
+    """Let a new strategy decide for one iteration after another, starting with Megatron's even owners.
 
-    The order is that of the runtime. A strategy that wants a profile gets it after its
-    ``profile_iterations``. Owners are reconsidered before an iteration. The gate's counts are known after the
-    plan, and become history when the iteration ends. Every micro-batch has an equal share of an iteration's
-    counts.
+    The order is that of the runtime. A strategy that wants a profile gets ``profile``, as measuring would
+    have found it, after its ``profile_iterations``. Owners are reconsidered before an iteration. The gate's
+    counts, (token, k) pairs in integers, are known after the plan, and become history when the iteration
+    ends. Every micro-batch has an equal share of an iteration's counts.
 
-    Args:
-        strategy: A new strategy object without history.
-        counts_ILDE: (token, k) pairs that each source device sends to each expert, integers.
-        topology: Node of each device.
-        profile: Profile that measuring would have found.
-        num_micro_batches: Number of micro-batches of an iteration.
-        past_ILDE: Pairs of the iterations before the first one, which only fill the load history.
-        layer_numbers: Megatron's number of each layer, or None for 1 to L.
-        on_plan: Function that is called with the iteration, the layer's index and the plan that is executed.
+    Iterations before the first one, ``past_ILDE``, only fill the history. ``layer_numbers`` are Megatron's,
+    by default 1 to L. ``on_plan`` is called with the iteration, the layer's index and the plan that is
+    executed.
     """
     _, num_layers, num_devices, num_experts = counts_ILDE.shape
     owners = OwnerMap.even(num_layers, num_experts, num_devices)
@@ -129,12 +123,9 @@ def replay_strategy(
 
 
 def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
-    """Number of first iterations in which a strategy cannot decide as it does later.
+    """Number of first iterations, of ``num_iterations``, in which a strategy cannot decide as it does later.
 
-    A strategy that needs measured costs waits for its profile. A strategy that plans from past loads has none
-    in the first iteration. A strategy that acts only at an interval (resident replicas, owners without
-    replicas, the selection of ``auto``) waits for its first turn. Plain expert parallelism has no warm-up.
-    The result is ``num_iterations`` if a new strategy object never gets beyond its warm-up.
+    It may wait for measured costs, for loads, or, if it acts only at an interval, for its first turn.
     """
     replicates = strategy.may_replicate(1)
     first = max(strategy.profile_iterations, int(replicates or strategy.moves_owners or strategy.selects))

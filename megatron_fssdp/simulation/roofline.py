@@ -62,13 +62,10 @@ def semi_ideal_flops_per_s[Ratio: (float, np.ndarray)](ratio: Ratio, peak_flops_
 
 
 def roofline_point(outcome: StrategyOutcome, job: MoeJob) -> RooflinePoint:
-    """A strategy's point: the mean of its MoE layers over iterations.
+    """A strategy's point: the mean of its MoE layers over iterations; a ValueError without communication.
 
-    Communication consists of all-to-alls, counts, and the exposed part of spAG and spRS. The part of spAG and
-    spRS that is hidden under compute outside the layers does not count.
-
-    Raises:
-        ValueError: The layers do not communicate.
+    Communication is all-to-alls, counts, and what the compute outside the layers does not hide of spAG and
+    spRS.
     """
     of_layers = ("experts", "all-to-all", "waiting for spAG", "waiting for spRS")
     experts_s, exchange_s, *waiting_s = (float(outcome.parts_s[part].mean()) for part in of_layers)

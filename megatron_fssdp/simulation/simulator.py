@@ -15,8 +15,12 @@ from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.host_seconds import HostWork
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.link_seconds import cluster_cost, cluster_links, topology_of
-from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
+from megatron_fssdp.planning.cost.link_seconds import (
+    SteppedExchange,
+    cluster_cost,
+    cluster_links,
+    topology_of,
+)
 from megatron_fssdp.planning.memory import FP32_BYTES, ExpertMemory, expert_memory, memory_capacity
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -34,8 +38,7 @@ from megatron_fssdp.strategies.strategy import Strategy
 class DeviceMemory:
     """Peak memory of the device that needs the most, and what it has, if known.
 
-    It consists of experts, everything else (``dense_bytes``), and activations: an estimate without attention
-    matrices and with the rows of the most loaded device.
+    Activations are an estimate without attention matrices and with the rows of the most loaded device.
     """
 
     experts: ExpertMemory
@@ -61,7 +64,6 @@ class StrategyOutcome:
     Attributes:
         parts_s: Seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``.
         iterations: Decisions of the strategy in every iteration, and what they cost.
-        memory: Peak memory of the device that needs the most.
         warm_up: Number of first iterations in which the strategy measures or has no history.
     """
 
@@ -178,11 +180,7 @@ def simulate(
 def checked_strategy(
     name: str, settings: StrategySettings, cluster: ClusterDescription, job: MoeJob
 ) -> Strategy:
-    """A new strategy object, after a check that it can train a job. ``none`` is simulated as ``ep``.
-
-    Raises:
-        ValueError: The job does not fit the cluster or the strategy.
-    """
+    """A new strategy for a job, ``ep`` for ``none``; a ValueError if it cannot train the job."""
     topology = topology_of(cluster, job.num_devices)
     strategy = build_strategy("ep", EpSettings()) if name == "none" else build_strategy(name, settings)
     try:
@@ -195,7 +193,7 @@ def checked_strategy(
 def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
     """One iteration in which every source sends equally many pairs to each expert, int64 ``[1, L, D, E]``.
 
-    Each source has its mean number of pairs of ``counts_ILDE``. No expert gets the remainders of all sources.
+    Each source has its mean number of pairs of ``counts_ILDE``.
     """
     pairs_LD = np.rint(counts_ILDE.sum(axis=3).mean(axis=0)).astype(np.int64)
     even_IDE = np.ones((1, *counts_ILDE.shape[2:]))
@@ -203,7 +201,7 @@ def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
 
 
 def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> float:
-    """Seconds of an iteration under plain expert parallelism with the :func:`balanced_counts` of loads."""
+    """Seconds of an iteration of ``ep`` with the :func:`balanced_counts` of loads."""
     return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job).mean_s
 
 
@@ -245,9 +243,8 @@ def device_memory(
 ) -> DeviceMemory:
     """The peak memory of the device that needs the most under a strategy.
 
-    A device holds at most ``slots`` replicas of one layer, as long as ``life`` says. Memory for resident
-    replicas is reserved from the start. Without decisions of the strategy (``iterations``), loads are
-    balanced, and there are no replicas.
+    A device holds at most ``slots`` replicas of one layer; memory for resident ones is reserved from the
+    start. Without decisions (``iterations``), loads are balanced, and there are no replicas.
     """
     per_layer = max(job.num_experts // job.num_devices, 1)
     pairs, owned, replicas = job.pairs_per_device * job.num_layers, per_layer, 0

@@ -66,8 +66,8 @@ class Workload:
     def counts(self, shape: WorkloadShape, seed: int = 0) -> Counts:
         """The assignments (token, k) of every source device to every expert: int64 ``[I, D, E]``.
 
-        A source sends to an expert at most as many assignments as it has tokens. Therefore each token can
-        have ``top_k`` different experts. The seed is that of random workloads.
+        A source sends an expert at most as many as it has tokens, so each token can have ``top_k`` different
+        experts. The seed is that of random workloads.
         """
         devices = shape.num_devices
         tokens_D = np.full(devices, shape.tokens_per_device)
@@ -124,18 +124,13 @@ class Workload:
 
 
 def counts_of_shares(share_IDE: NDArray[np.float64], tokens_D: Counts, top_k: int) -> Counts:
-    """Divide each source's assignments over experts by given shares, in whole numbers.
+    """Divide each source's ``tokens_D · top_k`` assignments by shares, in whole numbers: int64 ``[I, D, E]``.
 
-    A share above 1/top_k of a source is lowered to 1/top_k. The difference goes to the source's other experts
-    in proportion to their shares, or evenly if their shares are 0. Remainders go to the largest fractions.
-    Ties are broken in turn, starting where the previous source stopped, so that no expert gets the remainders
-    of all sources.
-
-    The shares ``[I, D, E]`` are on any positive scale. A source has ``tokens_D[d]`` tokens.
-
-    Returns:
-        int64 ``[I, D, E]``. The assignments of source ``d`` sum to ``tokens_D[d] · top_k``, and none exceeds
-        ``tokens_D[d]``.
+    No expert gets more than the source's tokens: a share above 1/top_k is lowered to it, and the difference
+    goes to the source's other experts in proportion to their shares, or evenly if their shares are 0.
+    Remainders go to the largest fractions. Ties are broken in turn, starting where the previous source
+    stopped, so that no expert gets the remainders of all sources. The shares ``[I, D, E]`` are on any
+    positive scale.
 
     Raises:
         ValueError: A source has negative shares, or all of its shares are 0.
@@ -196,7 +191,7 @@ WORKLOADS = {name: Workload(name, description) for name, description in _DESCRIP
 def generated_loads(name: str, job: MoeJob, num_iterations: int, seed: int = 0) -> np.ndarray:
     """A workload of ``WORKLOADS`` for every layer of a job: (token, k) pairs, int32 ``[I, L, D, E]``.
 
-    ``seed`` is that of the first layer. Each next layer uses the next number.
+    ``seed`` is that of the first layer; each next layer uses the next number.
     """
     shape = WorkloadShape(
         num_devices=job.num_devices,
@@ -212,17 +207,12 @@ def generated_loads(name: str, job: MoeJob, num_iterations: int, seed: int = 0) 
 def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, float]:
     """Adapt recorded loads, integers ``[I, L, sources, E]``, to a job with other devices or tokens.
 
-    If the record has fewer source devices than the job, neighbouring devices get the same counts. If it has
-    more, the counts of neighbours are added. All counts are then scaled and rounded, so that the mean device
-    has the job's number of tokens.
-
-    Returns:
-        The adapted counts, int32 ``[I, L, D, E]``, and the factor by which tokens were scaled (1.0: not
-        scaled).
+    With fewer source devices than the job has, neighbouring devices get the same counts. With more, the
+    counts of neighbours are added. All counts are then scaled, so that the mean device has the job's number
+    of tokens. The result is int32 ``[I, L, D, E]``, and the factor of this scaling.
 
     Raises:
-        ConfigurationError: The record has other layers or experts than the job, or its number of devices does
-            not match.
+        ConfigurationError: The record has other layers or experts than the job, or no matching devices.
     """
     num_iterations, num_layers, num_sources, num_experts = counts_ILDE.shape
     if (num_layers, num_experts) != (job.num_layers, job.num_experts) or not num_iterations:

@@ -20,8 +20,7 @@ from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import exchange_s, plan_price, with_exchange
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, exchange_s, plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.selection_report import (
     LEAST_SEEN,
@@ -47,10 +46,7 @@ BARRED_SELECTIONS = 5
 
 
 class AutoStrategy(MovesOwners[AutoSettings]):
-    """Asks the selected strategy of each layer for plans, and reconsiders the selection at an interval.
-
-    The candidates are built from the settings of ``auto``; ``ep`` is the first one.
-    """
+    """Asks the selected strategy of each layer, and reconsiders the selection at an interval."""
 
     replica_life = ReplicaLife.SELECTED
     selects = True
@@ -76,7 +72,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         return self._of(layer).may_replicate(layer)
 
     def limits(self, context: LayerContext) -> str:
-        """The candidates and the interval of the selection, as a text for the log."""
+        """Candidates and interval of the selection, for the log."""
         able = ", ".join(name for name in self.candidates if self.serves(name, context))
         interval = self.settings.choice_interval
         return f"a strategy is selected for each layer among {able} every {interval} iterations"
@@ -86,7 +82,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         return max(candidate.slots(context) for candidate in self.candidates.values())
 
     def selected(self, layer: int) -> str:
-        """Name of the selected strategy of the layer with this number; ``ep`` before the first selection."""
+        """Name of the layer's selected strategy; ``ep`` before the first selection."""
         return self._selected.get(layer, BASELINE)
 
     def _of(self, layer: int) -> Strategy:
@@ -133,7 +129,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         self._has_selected = bool(self._selected)
 
     def selects_at(self, iteration: int, num_known: int) -> bool:
-        """Whether to select once the model has been trained for ``iteration`` iterations.
+        """Whether to select after ``iteration`` iterations.
 
         It is due as soon as costs are measured, and then at the interval. ``num_known`` of the iterations
         were run by this process; it is 0 until costs are measured.
@@ -145,9 +141,9 @@ class AutoStrategy(MovesOwners[AutoSettings]):
     def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
         """Modelled seconds of an iteration of each layer under every candidate, float ``[L, C]``.
 
-        Each candidate plans for each of the latest iterations from the loads before it. Its plans are then
-        priced with the loads that followed. The cost of moving owners is divided over the iterations until
-        the selection is reconsidered. The layers have profiles, and histories of at least two iterations.
+        Each candidate plans for each of the latest iterations from the loads before it; the loads that
+        followed price its plans. The cost of moving owners is divided over the iterations until the next
+        selection. The layers have profiles, and histories of at least two iterations.
         """
         layers = zip(contexts, histories, strict=True)
         seconds_LC = [[self._price(name, *layer) for name in self.candidates] for layer in layers]
@@ -158,9 +154,9 @@ class AutoStrategy(MovesOwners[AutoSettings]):
     ) -> SelectionReport:
         """Reconsider the strategies of a pipeline stage's layers.
 
-        If the last change made iterations slower, it is reverted first, and its layers cannot change to the
-        same strategies again for :data:`BARRED_SELECTIONS` selections. The results of :meth:`price` and the
-        times of the iterations since the last change or the start are equal on all ranks that share owners.
+        If the last change made iterations slower, it is reverted first, and barred for
+        :data:`BARRED_SELECTIONS` selections. Ranks that share owners give equal results of :meth:`price` and
+        equal times since the last change.
         """
         self._has_selected = True
         seen, last, names = self._seen(since_change), self._last_change, list(self.candidates)
@@ -191,7 +187,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         return report
 
     def _seen(self, since_change: IterationSpread | None) -> SeenSaving | None:
-        """Predicted and measured saving of the last change; ``None`` if there is nothing to compare."""
+        """Saving of the last change; ``None`` if there is nothing to compare."""
         last = self._last_change
         if last is None or last.measured is None or since_change is None:
             return None
@@ -229,7 +225,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
             moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
         by_exchange = [context]
         if self.travel.exchange == "by_price":
-            by_exchange = [with_exchange(context, False), with_exchange(context, True)]
+            by_exchange = [context.with_exchange(False), context.with_exchange(True)]
         seconds = []
         # The oldest first: some candidates compare their plans of one iteration with the next one's counts.
         for age in reversed(range(min(COMPARED_ITERATIONS, len(history) - 1))):
@@ -249,12 +245,9 @@ def _moving(candidate: Strategy) -> TypeGuard[MovesOwners]:
 def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray, barred_LC: np.ndarray) -> np.ndarray:
     """Select for each layer the first candidate that is close to the fewest seconds, if it saves enough.
 
-    Candidates are close if they differ by less than the fraction :data:`LEAST_GAIN`. The model cannot
-    distinguish them, so the first one is selected: candidates that move less are first in the order. A layer
-    keeps its present candidate if another one saves less than this fraction of its seconds.
-
-    Seconds are infinite where a candidate cannot serve a layer, and a layer must not change to a candidate
-    that is barred. The present and the selected candidates are indices ``[L]``.
+    Candidates that differ by less than the fraction :data:`LEAST_GAIN` are close: the model cannot tell them
+    apart, and candidates that move less come first. A layer also keeps its present candidate if another one
+    saves less. Seconds are infinite where a candidate cannot serve a layer. Candidates are indices ``[L]``.
     """
     layers = np.arange(len(seconds_LC))
     allowed_LC = np.where(barred_LC, np.inf, seconds_LC)
@@ -267,8 +260,8 @@ def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray, barred_LC: 
 def build_auto(settings: AutoSettings) -> AutoStrategy:
     """Build ``auto`` with the candidates of its settings.
 
-    A candidate of another package may fail to build, or may have abilities that one layer alone cannot use.
-    Such a candidate is left out with a warning, because a user of ``auto`` may not know that it exists.
+    A candidate of another package that fails to build, or cannot serve a single layer, is left out with a
+    warning: a user of ``auto`` may not know that it exists.
     """
     candidates = {}
     for name, keys in settings.candidates.items():

@@ -18,8 +18,8 @@ from megatron_fssdp.config.strategy.shipped_settings import (
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, profile_iterations
 from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.expert_permutation import check_exchangeable, permuted_owners
 from megatron_fssdp.planning.papers.flexmoe_planner import next_resident_placement
+from megatron_fssdp.planning.papers.owner_planners import check_exchangeable, permuted_owners
 from megatron_fssdp.planning.papers.prophet_planner import ProphetModel, greedy_placements
 from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.planning.papers.sparse_materialization import doubling
@@ -27,8 +27,14 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import early_share, exchange_s, fastest, plan_price
+from megatron_fssdp.strategies.layer_plan import (
+    LayerContext,
+    LayerPlan,
+    early_share,
+    exchange_s,
+    fastest,
+    plan_price,
+)
 from megatron_fssdp.strategies.strategy import (
     MeasuredReplicas,
     MovesOwners,
@@ -62,7 +68,7 @@ class EpStrategy[Settings: PlacementSettings](Strategy[Settings]):
         return False
 
     def slots(self, context: LayerContext) -> int:
-        """Zero, because the strategy has no replicas."""
+        """Zero: the strategy has no replicas."""
         return 0
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
@@ -71,20 +77,12 @@ class EpStrategy[Settings: PlacementSettings](Strategy[Settings]):
 
 
 class QuotaStrategy(ReplicasAfterGate[QuotaSettings]):
-    """``quota``: minimizes the highest device load of each micro-batch, if that saves modelled seconds.
-
-    The strategy is ours, after ECHO and UltraEP.
-    """
+    """``quota``: minimizes the highest device load of each micro-batch (ours, after ECHO and UltraEP)."""
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """A plan with the quotas of this micro-batch, if costs are measured and it saves modelled seconds.
-
-        The price of quotas includes the whole gather, because it shares the links with the dispatch that runs
-        at the same time and nothing hides it. It also includes the part of the reduction that the compute
-        before the layer does not hide in its backward pass.
-        """
+        """A plan with the quotas of this micro-batch, if costs are measured and it saves modelled seconds."""
         if context.profile is None:
             return plan
         slots = self.slots(context)
@@ -97,10 +95,7 @@ class QuotaStrategy(ReplicasAfterGate[QuotaSettings]):
 
 
 class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):
-    """``fastermoe``: selects shadows after the gate, from the exact counts (FasterMoE §4.1).
-
-    A shadow is an expert that has replicas on all devices.
-    """
+    """``fastermoe``: replicates shadows on all devices, selected by the exact counts (FasterMoE §4.1)."""
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
@@ -134,8 +129,7 @@ class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):
 class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
     """``prophet``: places replicas on the devices from which most of an expert's tokens come (Pro-Prophet).
 
-    Tokens of the other devices go to the expert's owner. A plan is made in each iteration from the loads of
-    the iteration before (§IV-C, locality).
+    Tokens of the other devices go to the expert's owner. The last iteration's loads decide (§IV-C, locality).
     """
 
     shares_plans = True
@@ -190,21 +184,14 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
 
 
 class SmartmoeStrategy(EpStrategy[SmartmoeSettings], MovesOwners[SmartmoeSettings]):
-    """``smartmoe``: permutes owners at an interval, without replicas (Hecate §2.3, §5.1).
-
-    Every device keeps its number of experts.
-    """
+    """``smartmoe``: permutes owners at an interval, without replicas (Hecate §2.3, §5.1)."""
 
     def __init__(self, settings: SmartmoeSettings) -> None:
         super().__init__(settings)
         self.window, self.profile_iterations = settings.window, profile_iterations()
 
     def check(self, context: LayerContext) -> None:
-        """Refuse layers that exchanges of owners cannot balance.
-
-        Raises:
-            ValueError: The devices own different numbers of experts, or every device owns only one.
-        """
+        """Refuse layers that exchanges of owners cannot balance, by a ValueError."""
         check_exchangeable(context.owner_E, context.num_devices)
 
     def reshards_at(self, iteration: int) -> bool:
@@ -214,8 +201,8 @@ class SmartmoeStrategy(EpStrategy[SmartmoeSettings], MovesOwners[SmartmoeSetting
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners for all layers; the devices own equally many experts of each layer afterwards.
 
-        A resumed run has the owners of its checkpoint, and ``fssdp`` gives devices different numbers of
-        experts. All such layers become even at one time, so that no device needs more slots.
+        Owners of a checkpoint may be uneven. All such layers become even at one time, so that no device needs
+        more slots.
         """
         device_LE = owners.device_LE.copy()
         for owner_E in device_LE:
@@ -259,11 +246,7 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
         return iteration > 0 and iteration % self.settings.placement_interval == 0
 
     def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
-        """The present placement, changed in steps that save seconds until replicas are reconsidered.
-
-        The seconds of a layer are those of all-to-alls, experts, and what is exposed of the gradients'
-        all-reduce.
-        """
+        """The present placement, changed in steps that save seconds until replicas are reconsidered."""
         present = context.placement
         if context.profile is None or not load_DE.any():
             return present
@@ -284,7 +267,7 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
         )
 
     def moving_s(self, context: LayerContext, before: ExpertPlacement, after: ExpertPlacement) -> float:
-        """Seconds in which owners send parameters, masters and optimizer states to new replicas."""
+        """Seconds in which owners send experts with their states to new replicas."""
         expert_P, device_P = np.nonzero(after.present_ED & ~before.present_ED)
         return moving_seconds(before.owner_E[expert_P], device_P, context.topology, context.costs)
 

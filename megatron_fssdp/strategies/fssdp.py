@@ -1,13 +1,9 @@
 """FSSDP: replicates the experts that had the highest loads in the last iterations (Hecate §4).
 
-Hecate (§4.3) re-shards at a fixed interval, whatever a move costs. Here, owners move only where that pays,
-and are reconsidered at intervals that adapt (ours).
-
 Shape letters: D devices, E experts, L MoE layers.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,7 +13,8 @@ from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
+from megatron_fssdp.planning.owner_moves import ReshardClock, paying_owners
+from megatron_fssdp.planning.papers.owner_planners import heterogeneous_sharding
 from megatron_fssdp.planning.papers.sparse_materialization import (
     calibration_candidates,
     sparse_materialization,
@@ -26,8 +23,14 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search, plan_materialization
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import early_share, exchange_s, fastest, plan_price
+from megatron_fssdp.strategies.layer_plan import (
+    LayerContext,
+    LayerPlan,
+    early_share,
+    exchange_s,
+    fastest,
+    plan_price,
+)
 from megatron_fssdp.strategies.strategy import MeasuredReplicas, MovesOwners
 
 WINDOW = 5
@@ -36,16 +39,14 @@ WINDOW = 5
 RENEWAL = 16
 """Iterations after which a layer's replicas are searched again in any case.
 
-Slow changes of the loads can make a much better placement possible without making the present one worse. A
-search in 16 iterations finds it, and takes little time then.
+Slow changes of the loads can make a much better placement possible without making the present one worse.
 """
 
 
 class _Kept(NamedTuple):
     """A layer's last placement, used last after ``number`` iterations, and what its search promised.
 
-    ``planned_s`` and ``plain_s`` are the modelled seconds of the layer with and without its replicas, under
-    the forecast, the slots and the costs of the search.
+    ``planned_s`` and ``plain_s`` are the layer's modelled seconds with and without its replicas.
     """
 
     placement: ExpertPlacement
@@ -54,41 +55,6 @@ class _Kept(NamedTuple):
     plain_s: float
     slots: int
     profile: LayerProfile
-
-
-class ReshardClock:
-    """Says at which iterations owners are reconsidered, and how long new owners will probably last (ours).
-
-    It is unknown how long the loads will stay as they are. The clock assumes: as long again as the time since
-    owners last moved. Owners are therefore reconsidered at intervals that double while nothing moves, from a
-    shortest one (with fewer iterations the loads are hardly known) to a longest one, and that begin again
-    after a move.
-    """
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest = self._interval = min(shortest, longest)
-        self._longest = longest
-        self._moved_at: int | None = None
-        self._next = self._now = 0
-
-    def is_due(self, iteration: int) -> bool:
-        """Whether owners are reconsidered after so many iterations; the first number asked is the start."""
-        if self._moved_at is None:
-            self._moved_at, self._next = iteration, iteration + self._interval
-        self._now = iteration
-        return iteration >= self._next
-
-    @property
-    def lasting_iterations(self) -> int:
-        """Number of iterations for which new owners will probably last."""
-        return max(self._now - (self._moved_at or 0), self._shortest)
-
-    def reconsidered(self, *, moved: bool) -> None:
-        """Set the next interval, after owners have been reconsidered and an expert moved, or none did."""
-        if moved:
-            self._moved_at = self._now
-        self._interval = self._shortest if moved else min(2 * self._interval, self._longest)
-        self._next = self._now + self._interval
 
 
 class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings]):
@@ -132,8 +98,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Select replicas for the predicted loads, by Hecate's Alg. 1 or by our search within its limits.
 
-        If costs are measured and ``overlap_degree`` is not set, our search minimizes modelled seconds instead
-        of the highest device load. Without a load history, every expert stays with its owner at first.
+        If costs are measured and ``overlap_degree`` is not set, our search minimizes modelled seconds;
+        otherwise the highest device load. Without a load history, every expert stays with its owner at first.
         """
         self._without_loads.discard(context.layer)
         if history.is_empty and self.settings.slots and not (self._is_hecate or context.shares_evenly):
@@ -161,10 +127,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         """Calibrate the plan (Hecate §4.2), or plan by the exact counts where no loads were known (ours).
 
         The first iteration of a run is planned whatever the price says: with all of the imbalance, the most
-        loaded device needs the most memory. Calibration, under planner ``hecate``, adds replicas to free
-        slots if that saves seconds. Candidates are priced as if all micro-batches had these counts. They pay
-        for the gather of their additions, which nothing hides, for the part of the longer reduction that
-        compute does not hide, and for longer gathers of later passes.
+        loaded device needs the most memory. Candidates of a calibration are priced as if all micro-batches
+        had these counts, and pay for the gather of their additions.
         """
         if context.layer in self._without_loads:
             self._without_loads.discard(context.layer)  # Another rank may make the layer's next plans.
@@ -192,10 +156,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
     def _policy(self, plan: LayerPlan, context: LayerContext, history: LoadHistory) -> DispatchPolicy:
         """Whether the device shares tokens out evenly or by exact counts (ours), once for each placement.
 
-        Exact dispatch makes device loads even, but takes another gather of counts and the time to compute the
-        shares. So it is used where it would have saved :data:`LEAST_SAVING` of the modelled seconds of the
-        last iteration: all ranks wait for each other once more, which a price of links and kernels
-        underestimates.
+        Exact dispatch makes device loads even, but takes another gather of counts and the time to compute
+        shares. A price of links and kernels underestimates that all ranks wait for each other once more. So
+        exact dispatch must save :data:`LEAST_SAVING` of the last iteration's modelled seconds.
         """
         # The deduplicated exchange is priced as if tokens were divided evenly.
         if context.shares_evenly or self.travel.exchange == "deduplicated" or history.is_empty:
@@ -211,7 +174,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         return known[1]
 
     def _search(self, context: LayerContext, load_DE: np.ndarray) -> LayerSearch:
-        """The search for replicas under loads of an iteration ``[D, E]``; costs are measured."""
+        """The search for replicas under loads ``[D, E]``; costs are measured."""
         return layer_search(
             *(context.owner_E, load_DE, context.topology, context.costs),
             rematerialize=self.settings.rematerialize,
@@ -221,9 +184,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
     def _found(self, context: LayerContext, load_DE: np.ndarray, number: int) -> ExpertPlacement:
         """The placement of the iteration before while it holds its promise, or what a search finds (ours).
 
-        If a placement's price for the new forecast ``load_DE`` is still what its search promised, another
-        search would hardly find a better one. A price takes about a hundredth of the time of a search. Layers
-        take turns, so that no iteration has many searches; ``number`` iterations were before this one.
+        If its price for the new forecast is still what its search promised, another search would hardly find
+        a better one, and takes a hundred times as long as a price. Layers take turns, so that no iteration
+        has many searches; ``number`` iterations were before this one.
         """
         search, slots, start = self._search(context, load_DE), self.slots(context), None
         kept = self._kept.get(context.layer)
@@ -247,11 +210,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         return placement
 
     def reshards_at(self, iteration: int) -> bool:
-        """Whether owners are reconsidered now.
-
-        If modelled seconds decide, intervals adapt to the moves (:class:`ReshardClock`) and are at most
-        ``reshard_interval``. Otherwise this is every multiple of ``reshard_interval`` that is not 0.
-        """
+        """Whether owners are reconsidered now: by the clock if seconds decide, otherwise at the interval."""
         if self._goes_by_seconds:
             return self._clock.is_due(iteration)
         return iteration > 0 and iteration % self.settings.reshard_interval == 0
@@ -260,8 +219,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         """New owners from the recent loads of all layers together (Hecate §4.3, Alg. 2).
 
         If modelled seconds decide, owners move only as far as this saves more seconds than the move takes.
-        Where loads have just jumped, they will jump again: the savings of such a layer last only as long as
-        its loads have lasted.
+        Where loads have just jumped, they will jump again: such savings last only as long as the loads have
+        lasted.
         """
         if not load_LE.any():
             return owners
@@ -294,67 +253,3 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         load_DE = np.tile(load_E / context.num_devices, (context.num_devices, 1))
         search = self._search(replace(context, owner_E=owner_E), load_DE)
         return search.best_placement(slots=self.slots(context), most_replicated=context.num_experts)[1]
-
-
-def paying_owners(
-    old: OwnerMap,
-    new: OwnerMap,
-    *,
-    layer_s: Callable[[int, np.ndarray], float],
-    moving_s: Callable[[OwnerMap], float],
-    num_iterations: int,
-) -> OwnerMap:
-    """New owners, a part of them, or the present ones: whichever saves most seconds after the move is paid.
-
-    A part is what remains of the new owners if only layers that become faster take part.
-
-    Args:
-        old: The present owner map.
-        new: An owner map to consider.
-        layer_s: Modelled seconds in an iteration of a layer's index with owners ``[E]``.
-        moving_s: Seconds to move experts from ``old`` to an owner map.
-        num_iterations: Number of iterations for which the new owners will last.
-    """
-    changed = np.flatnonzero((old.device_LE != new.device_LE).any(axis=1)).tolist()
-    before_s = {layer: layer_s(layer, old.device_LE[layer]) for layer in changed}
-    saved_s = {layer: before_s[layer] - layer_s(layer, new.device_LE[layer]) for layer in changed}
-    part = closed_part(old, new, [layer for layer in changed if saved_s[layer] > 0])
-
-    def net_s(owners: OwnerMap) -> float:
-        total_s = 0.0
-        for layer in np.flatnonzero((owners.device_LE != old.device_LE).any(axis=1)).tolist():
-            owner_E = owners.device_LE[layer]
-            is_new = np.array_equal(owner_E, new.device_LE[layer])
-            total_s += saved_s[layer] if is_new else before_s[layer] - layer_s(layer, owner_E)
-        return num_iterations * total_s - (moving_s(owners) if old.moves_to(owners) else 0.0)
-
-    return max((old, new, part), key=net_s)
-
-
-def closed_part(old: OwnerMap, new: OwnerMap, layers: Collection[int]) -> OwnerMap:
-    """As many moves of some layers as leave every device as many experts as it has.
-
-    Devices have a fixed number of slots for all layers. A set of moves is possible if it consists of circles:
-    from a device to a second one, from there to a third, and so on back to the first.
-    """
-    leaving: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for layer in layers:
-        for expert in np.flatnonzero(old.device_LE[layer] != new.device_LE[layer]).tolist():
-            leaving[int(old.device_LE[layer, expert])].append((layer, expert))
-    device_LE = old.device_LE.copy()
-    for start in sorted(leaving):
-        path: list[tuple[int, int]] = []  # Moves so far, each from the device at which the one before ends.
-        device = start
-        while path or leaving[device]:
-            if not leaving[device]:
-                path.pop()  # No circle goes through this device, so the move that led here is given up.
-                device = int(new.device_LE[path[-1]]) if path else start
-                continue
-            path.append(leaving[device].pop())
-            device = int(new.device_LE[path[-1]])
-            begins = [i for i, place in enumerate(path) if old.device_LE[place] == device]
-            if begins:
-                for place in path[begins[0] :]:
-                    device_LE[place] = new.device_LE[place]
-                del path[begins[0] :]
-    return old.with_owners(device_LE)

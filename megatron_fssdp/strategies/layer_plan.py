@@ -1,20 +1,31 @@
-"""What a strategy knows about a layer, and the plan with which it answers.
+"""What a strategy knows about a layer, the plan with which it answers, and the modelled seconds of plans.
 
-Shape letters: D devices, E experts.
+Shape letters: D devices, E experts, L MoE layers.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from megatron_fssdp.planning.compiled_form import kernels
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import (
+    LayerPrice,
+    moving_seconds,
+    price_arguments,
+    transfer_times,
+)
+from megatron_fssdp.planning.cost.link_seconds import NO_TRANSFER, gather_counts_s, transfer_traffic
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +38,9 @@ class LayerContext:
         topology: Nodes of the layer's expert-parallel ranks.
         profile: Measured costs; ``None`` before they are measured.
         resident: Placement of owners and resident replicas; ``None`` if there are no resident replicas.
-        num_since_jump: Number of iterations since the layer's loads jumped; ``None`` if they did not jump
-            lately. Only :meth:`Strategy.reshard` may rely on it; elsewhere it may be ``None``. Ranks with
-            copies of the same experts all get the smallest of their numbers.
-        shares_evenly: Whether tokens must be shared out evenly among holders, because a CUDA graph contains
-            the remap.
+        num_since_jump: Iterations since the layer's loads jumped, the fewest of all copies of the experts;
+            ``None`` if they did not jump lately, and outside :meth:`Strategy.reshard`.
+        shares_evenly: Whether a CUDA graph contains the remap, so that holders must get equal parts.
     """
 
     layer: int
@@ -65,9 +74,15 @@ class LayerContext:
 
     @cached_property
     def owners_only(self) -> "LayerPlan":
-        """The plan without replicas, kept for the next call."""
+        """The plan without replicas."""
         placement = ExpertPlacement.owners_only(self.owner_E, self.num_devices)
         return LayerPlan(placement, TransferPlan(self.num_devices, np.empty((0, 4), np.int64)))
+
+    def with_exchange(self, deduplicated: bool) -> "LayerContext":
+        """The same layer with prices of the deduplicated exchange, or of Megatron's."""
+        if self.profile is None or self.profile.deduplicated == deduplicated:
+            return self
+        return replace(self, profile=replace(self.profile, deduplicated=deduplicated))
 
 
 @dataclass(frozen=True)
@@ -76,28 +91,23 @@ class LayerPlan:
 
     Attributes:
         placement: Owners and replicas of the layer's experts.
-        transfer: Edges along which weights travel to the replicas. Gradients travel to the owners along the
-            same edges in the opposite direction.
-        gather_ahead: Whether transfers run beside compute. The gather then starts before the compute that
-            precedes the layer, instead of when the layer's tokens are ready for the dispatch. The reduction
-            runs beside the backward pass of that compute.
-        rematerialize: Whether to release the replicas between the forward and the backward pass, and to
-            gather weights and reduce gradients in every micro-batch (Hecate §4.2). Otherwise both happen once
-            in an iteration.
+        transfer: Edges along which weights travel to the replicas, and gradients back to the owners.
+        gather_ahead: Whether the gather starts before the compute that precedes the layer, instead of at its
+            dispatch, and the reduction runs beside the backward pass of that compute.
+        rematerialize: Whether replicas are released between the passes, so that every micro-batch gathers
+            weights and reduces gradients (Hecate §4.2), instead of once in an iteration.
         dispatch_policy: How each micro-batch's tokens are split among the holders of their experts.
-        each_micro_batch: Whether to ask :meth:`Strategy.after_gate` again with the counts of every
-            micro-batch. The replicas of its answer are gathered beside the dispatch and reduced for that
-            micro-batch alone. The plan of the iteration then has no replicas.
+        each_micro_batch: Whether :meth:`Strategy.after_gate` is asked in every micro-batch. Replicas of its
+            answer live for that micro-batch; the plan of the iteration has none.
         early: Share of every expert's weights, from 0 to 1, that travels beside the experts of the layer
-            before, instead of the compute between the two layers. It applies to weights that stay for an
-            iteration, and not under the smart schedule.
-        tokens_ED: Number of pairs of each expert that each device computes in this micro-batch, int64
-            ``[E, D]``. It replaces the dispatch policy. ``None`` uses the policy.
-        resident: Whether the replicas are resident. They have Parameters of their own, so no weights travel.
-            An iteration's gradients are summed at the owners and given back to the replicas.
-        in_steps: Whether dispatch, experts and combine run in the steps of the smart schedule. Strategies do
-            not set it; ``strategies/layer_planning.py`` does.
-        deduplicated: Whether tokens travel by the deduplicated exchange. Strategies do not set it, either.
+            before. It applies to weights that stay for an iteration, and not under the smart schedule.
+        tokens_ED: Pairs of each expert that each device computes in this micro-batch, int64 ``[E, D]``, in
+            place of a dispatch policy; or ``None``.
+        resident: Whether replicas have Parameters of their own, so that no weights travel. Gradients are
+            summed at the owners and given back to the replicas.
+        in_steps: Whether dispatch, experts and combine run in the steps of the smart schedule. Strategies set
+            neither this nor ``deduplicated``; ``layer_planning.py`` does.
+        deduplicated: Whether tokens travel by the deduplicated exchange.
     """
 
     placement: ExpertPlacement
@@ -128,7 +138,7 @@ class LayerPlan:
 
     @property
     def is_split(self) -> bool:
-        """Whether a part of the weights travels beside the experts of the layer before, if there is one."""
+        """Whether a part of the weights travels beside the experts of the layer before."""
         return self.gather_ahead and self.life is ReplicaLife.ITERATION and self.early > 0
 
     @property
@@ -143,7 +153,7 @@ class LayerPlan:
         return is_exact and self.placement.num_replicas > 0
 
     def digest(self) -> bytes:
-        """A 16-byte hash of everything that decides where tokens and weights go, equal for equal plans."""
+        """A 16-byte hash of everything that decides where tokens and weights go."""
         digest = hashlib.blake2b(self.placement.digest(), digest_size=16)
         digest.update(self.transfer.table.tobytes())
         digest.update(b"" if self.tokens_ED is None else self.tokens_ED.astype("<i8").tobytes())
@@ -154,7 +164,7 @@ class LayerPlan:
 
     @classmethod
     def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":
-        """A plan without replicas. The context keeps it for the next call."""
+        """A plan without replicas."""
         plan = context.owners_only
         return replace(plan, each_micro_batch=True) if each_micro_batch else plan
 
@@ -166,3 +176,84 @@ class LayerPlan:
             return plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
         # The quotas belong to one micro-batch.
         return TokenDispatch(counts_DE, num_micro_batches * self.tokens_ED, topology)
+
+
+def plan_price(
+    plan: LayerPlan,
+    counts_DE: np.ndarray,
+    context: LayerContext,
+    *,
+    num_micro_batches: int | None = None,
+    planned: LayerPlan | None = None,
+) -> LayerPrice:
+    """Modelled seconds of a layer in an iteration under a plan, divided into their causes.
+
+    ``counts_DE`` are (token, k) pairs of an iteration, int64 ``[D, E]``, in equal micro-batches, by default
+    as many as the profile's. ``planned`` is the plan before the gate, if ``after_gate`` replaced it by
+    ``plan``.
+    """
+    profile, topology, addition, planned = context.costs, context.topology, NO_TRANSFER, planned or plan
+    if planned is not plan and not plan.each_micro_batch:
+        added = additional_transfer(planned.placement, plan.placement, topology)
+        addition = transfer_traffic(added, topology)
+    times = num_micro_batches or profile.num_micro_batches
+    dispatch, choices = plan.dispatch(counts_DE, topology, times), profile.sent_choices
+    if choices is None:
+        pairs = dispatch.busiest
+    else:
+        # Other dispatches than the even one are estimated like it: they differ in few of the tokens.
+        pairs = hops_traffic(expected_hops(counts_DE, plan.placement, topology, choices))
+    counts_s = gather_counts_s(profile.links, topology, context.num_experts)
+    if plan.shares_exactly:
+        counts_s += counts_s + profile.exact_shares_s
+    transfers = [transfer_traffic(one.transfer, topology) for one in (plan, planned)] + [addition]
+    costs = price_arguments(
+        profile,
+        plan.life,
+        counts_s,
+        max(traffic.num_hops for traffic in transfers),
+        num_micro_batches=times,
+        hides=plan.gather_ahead,
+        early=plan.early if plan.is_split else 0.0,
+        num_choices=choices.top_k if choices else 0,
+    )
+    moves = ((one.busiest.near, one.busiest.far_of_node, one.num_hops, *one.fill_hops) for one in transfers)
+    tokens = float(dispatch.device_tokens_D.max())
+    parts_s = kernels().Price(costs).parts(tokens, pairs.near, pairs.far_of_node, *moves)
+    return LayerPrice(times * (1 + BACKWARD_PER_FORWARD) * profile.non_moe_s, *parts_s)
+
+
+def fastest(
+    plans: Iterable[LayerPlan],
+    counts_DE: np.ndarray,
+    context: LayerContext,
+    times: int,
+    planned: LayerPlan | None = None,
+) -> LayerPlan:
+    """The plan with the fewest seconds of :func:`plan_price` in ``times`` micro-batches, or the first one."""
+
+    def seconds(plan: LayerPlan) -> float:
+        return plan_price(plan, counts_DE, context, num_micro_batches=times, planned=planned).seconds
+
+    return min(plans, key=seconds)
+
+
+def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
+    """Seconds to move experts, with their states, from old to new owners, integers ``[E]`` or ``[L, E]``."""
+    moves = old_E != new_E
+    return moving_seconds(old_E[moves], new_E[moves], topology, profile)
+
+
+def early_share(transfer: TransferPlan, num_pairs: float, context: LayerContext) -> float:
+    """Share of each expert's weights that travels beside the experts of the layer before.
+
+    As much as fits travels beside the compute between the layers, such as attention, and the rest beside the
+    experts (Pro-Prophet, §V-B, Alg. 2). What neither hides makes the compute between the layers wait. The
+    layer before is assumed to have as many (token, k) pairs in an iteration, spread evenly. Costs are
+    measured.
+    """
+    profile, traffic = context.costs, transfer_traffic(transfer, context.topology)
+    gather_s = transfer_times(profile.links, traffic, profile.expert_bytes, profile.messages).seconds
+    flops = num_pairs * profile.flops_per_token / (context.num_devices * profile.num_micro_batches)
+    expert_s = flops / profile.cluster.expert_flops_per_s
+    return min(max(gather_s - profile.non_moe_s, 0.0), expert_s) / gather_s if gather_s else 0.0

@@ -1,9 +1,8 @@
 """Where every plan is made: what the strategy answers, how its tokens travel, and whether it may.
 
-The runtime and the simulator get all plans from here. Whether tokens travel in FasterMoE's steps (§4.2) or by
-the deduplicated exchange is decided before the gate, and all passes of the iteration follow the decision.
-Where price decides, both ways are priced for the plan's replicas under the forecast of the loads. Without
-measured costs or without a forecast, tokens travel in Megatron's way.
+Whether tokens travel in FasterMoE's steps (§4.2) or by the deduplicated exchange is decided before the gate,
+for all passes of the iteration. Where price decides, both ways are priced under the forecast of the loads.
+Without measured costs or a forecast, tokens travel in Megatron's way.
 
 Shape letters: D devices, E experts.
 """
@@ -14,21 +13,17 @@ import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.planning.cost.layer_seconds import exchange_times
-from megatron_fssdp.planning.cost.link_seconds import plain_links
-from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
+from megatron_fssdp.planning.cost.link_seconds import SteppedExchange
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_price, with_exchange
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
 from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
 
 LEAST_GAIN = 0.08
 """Share of a layer's modelled seconds that the deduplicated exchange must save.
 
-The second hop adds start-ups and bytes inside nodes, and the price knows neither the host's work for it nor
-the copies of rows. On the testbed, with balanced routing and top-2, 4 and 8, it promises 4, 14 and 29 % of a
-layer's seconds, and -6, 9 and 23 % were measured (docs/decisions.md). Between the first two, the
-exchange breaks even at a promise of 8 %.
+The price knows neither the host's work for the second hop nor the copies of rows. On the testbed, with top-2,
+4 and 8, it promised 4, 14 and 29 %, and -6, 9 and 23 % were measured. It breaks even at about 8 %.
 """
 
 
@@ -36,8 +31,7 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
     """The strategy's plan for a layer's iteration, which also says how its tokens travel.
 
     Raises:
-        ConfigurationError: A strategy of another package failed, or the plan needs an ability that the
-            strategy does not declare.
+        ConfigurationError: A strategy of another package failed, or its plan needs an undeclared ability.
     """
     with mistakes_named(strategy, f"before_gate for layer {context.layer}"):
         plan = strategy.before_gate(context, history)
@@ -51,12 +45,8 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
 def plan_after_gate(
     strategy: Strategy, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
 ) -> LayerPlan:
-    """The plan for exact counts (:meth:`Strategy.after_gate`). How its tokens travel does not change.
-
-    Raises:
-        ConfigurationError: As in :func:`plan_before_gate`.
-    """
-    context = with_exchange(context, plan.deduplicated)
+    """The plan for exact counts (:meth:`Strategy.after_gate`). How its tokens travel does not change."""
+    context = context.with_exchange(plan.deduplicated)
     with mistakes_named(strategy, f"after_gate for layer {context.layer}"):
         new = strategy.after_gate(context, counts_DE, plan, num_micro_batches)
     if new is not plan:
@@ -69,7 +59,7 @@ def _deduplicates(context: LayerContext, history: LoadHistory, plan: LayerPlan) 
     if context.num_devices == 1 or context.profile is None or context.profile.choices is None or not history:
         return False
     megatron_s, deduplicated_s = (
-        plan_price(plan, _forecast(history), with_exchange(context, way)).seconds for way in (False, True)
+        plan_price(plan, _forecast(history), context.with_exchange(way)).seconds for way in (False, True)
     )
     return deduplicated_s < (1 - LEAST_GAIN) * megatron_s
 
@@ -84,11 +74,12 @@ def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, pl
     steps = SteppedExchange.of(ring, topology, profile.messages.step_host_s)
     if steps is None:
         return False
-    times, links = profile.num_micro_batches, plain_links(profile.cluster)
+    times = profile.num_micro_batches
     dispatch = plan.dispatch(_forecast(history), topology, times)
     tokens = float(dispatch.device_tokens_D.max())
     experts_s = tokens * profile.flops_per_token / profile.cluster.expert_flops_per_s / times
-    return steps.saves(*exchange_times(links, dispatch.busiest, profile.token_bytes, times), experts_s)
+    exchanges = exchange_times(profile.links, dispatch.busiest, profile.token_bytes, times)
+    return steps.saves(*exchanges, experts_s)
 
 
 def _forecast(history: LoadHistory) -> np.ndarray:

@@ -13,8 +13,7 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
     """Build the strategy that is registered under a name, with its validated settings.
 
     Raises:
-        KeyError: The name is not registered, or it has no strategy class (``none``). The validation of the
-            settings reports unknown names to the user before.
+        KeyError: The name is not registered, or has no strategy class (``none``).
         ConfigurationError: A strategy of another package cannot be built, or lacks the methods of an ability
             that it declares; the line names the package.
     """

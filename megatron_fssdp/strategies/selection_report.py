@@ -20,13 +20,13 @@ class IterationSpread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "IterationSpread | None":
-        """The spread of the given seconds; ``None`` if there are no seconds."""
+        """The spread of the given seconds; ``None`` without any."""
         return cls(len(seconds), *np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()) if seconds else None
 
 
 @dataclass(frozen=True)
 class SeenSaving:
-    """The modelled seconds that a change should save, and the measured iterations before and after it."""
+    """Modelled saving of a change, and the measured iterations before and after it."""
 
     predicted_s: float
     before: IterationSpread
@@ -49,9 +49,8 @@ class SelectionReport:
 
     Attributes:
         before: Strategy of each layer before the selection, by the layer's number; ``selected`` now.
-        saving_s: Modelled seconds that all changes together save in an iteration.
         measured: Times of the iterations since the last change or since the start.
-        seen: Predicted and measured saving of the last change; ``None`` if they cannot be compared.
+        seen: Saving of the last change; ``None`` if there is nothing to compare.
         left_s: Modelled seconds that others would save, if that was too little for a change.
     """
 

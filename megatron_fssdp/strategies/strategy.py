@@ -1,9 +1,8 @@
 """The base class of strategies, which plans layers, and base classes for more jobs that some do.
 
-A strategy derives from :class:`Strategy`, or from :class:`MovesOwners` or :class:`ResidentReplicas` if it
-also does that job. The runtime and the simulator look at these classes and at the declared abilities, and ask
-the same questions in the same order. All answers are pure functions of the arguments and of earlier ones, so
-that all ranks make the same plans.
+The runtime and the simulator look at these classes and at the declared abilities, and ask the same questions
+in the same order. All answers are pure functions of the arguments and of earlier ones, so that all ranks make
+the same plans.
 
 Shape letters: D devices, E experts, L MoE layers.
 """
@@ -37,16 +36,15 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 class Strategy[Settings: PlacementSettings](ABC):
     """Plans one layer at a time.
 
-    A strategy must implement only :meth:`before_gate`. The defaults of the other members fit a strategy
-    whose replicas live for one iteration. A plan that needs an ability which the strategy does not declare is
-    refused (``layer_planning.py``). Attributes are set by the class or in ``__init__``, and do not change.
+    Only :meth:`before_gate` must be implemented. The other defaults fit a strategy whose replicas live for
+    one iteration. A plan that needs an undeclared ability is refused (``layer_planning.py``). Attributes are
+    set by the class or in ``__init__``, and do not change.
 
     Attributes:
         window: Number of iterations of load history that the strategy uses; at least 1.
         profile_iterations: Iterations to measure before layers get a profile; 0 if no costs are needed.
         replica_life: Ability: how long the replicas of plans live; estimates of memory use it.
-        overlaps: Ability: transfers may run beside compute and the dispatch, in a process group of their own.
-            Plans with ``gather_ahead`` need it.
+        overlaps: Ability: transfers may run beside compute and the dispatch, as ``gather_ahead`` asks for.
         splits: Ability: a part of the weights may travel beside the experts of another layer (``early``).
         moves_owners: Ability: experts may change owners; see :class:`MovesOwners`.
         resident_slots: Ability: resident replicas of a layer on a device; see :class:`ResidentReplicas`.
@@ -54,7 +52,7 @@ class Strategy[Settings: PlacementSettings](ABC):
             plan to the others. What the method remembers belongs to one layer, and :meth:`after_gate` does
             not need it.
         selects: Whether layers have other strategies, as under ``auto``.
-        package: Package that registered the strategy, which :func:`build_strategy` notes for messages.
+        package: Package that registered the strategy, for messages.
     """
 
     window: int = 1
@@ -77,23 +75,12 @@ class Strategy[Settings: PlacementSettings](ABC):
         return self.settings.travel
 
     def ring(self, device: int, topology: Topology) -> GroupRing | None:
-        """Groups of ranks with which a device exchanges tokens step by step (smart schedule).
-
-        ``None`` if the device always exchanges with all ranks at once.
-
-        Raises:
-            ValueError: The settings' group size does not divide the devices.
-        """
+        """Groups of ranks with which a device exchanges tokens step by step (smart schedule), or ``None``."""
         is_stepped = self.travel.smart_schedule and topology.num_devices > 1
         return GroupRing.of(device, topology, self.travel.group_size) if is_stepped else None
 
     def check_sizes(self, num_experts: int, topology: Topology) -> None:
-        """Refuse a model whose layers the strategy cannot serve when every device owns equally many experts.
-
-        Raises:
-            ValueError: The settings or the strategy do not fit the number of routed experts of a layer and
-                the devices; the message has the reason and the next step.
-        """
+        """Refuse, by a ValueError, a model whose layers the strategy cannot serve with even owners."""
         self.settings.check_num_experts(num_experts)
         self.ring(0, topology)
         # Megatron refuses other numbers of experts itself. The simulator takes them, as experiments.
@@ -101,14 +88,10 @@ class Strategy[Settings: PlacementSettings](ABC):
             self.check(LayerContext(1, even_owners(num_experts, topology.num_devices), topology))
 
     def check(self, context: LayerContext) -> None:  # noqa: B027
-        """Refuse a layer that the strategy cannot serve.
-
-        Raises:
-            ValueError: The strategy cannot serve the layer; the message has the reason and the next step.
-        """
+        """Refuse a layer that the strategy cannot serve, by a ValueError with reason and next step."""
 
     def may_replicate(self, layer: int) -> bool:
-        """Whether the layer with this number can have replicas until a selection changes, for any loads.
+        """Whether the layer can have replicas, for any loads, until a selection changes.
 
         A layer without replicas can use more schedules.
         """
@@ -119,7 +102,7 @@ class Strategy[Settings: PlacementSettings](ABC):
         return context.num_experts
 
     def limits(self, context: LayerContext) -> str:
-        """The limits that follow from a layer's profile, as a text for the log."""
+        """The limits that follow from a layer's profile, for the log."""
         return f"at most {self.slots(context)} replicas of a layer on a device"
 
     @abstractmethod
@@ -129,35 +112,27 @@ class Strategy[Settings: PlacementSettings](ABC):
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """Correct the plan with the exact counts of an iteration's first micro-batch, or of each micro-batch.
+        """Correct the plan with the counts of a micro-batch, int64 ``[D, E]``.
 
-        Args:
-            context: Data of the layer.
-            counts_DE: (token, k) pairs of the micro-batch by source device and expert, int64 ``[D, E]``.
-            plan: Plan that :meth:`before_gate` returned.
-            num_micro_batches: Number of micro-batches for which the answer is used.
-
-        Returns:
-            ``plan`` itself, or a plan with other replicas and the same life. Replicas that it lacks are freed
-            once they have arrived; those that it adds are gathered while the layer waits.
+        The answer serves ``num_micro_batches``. It is ``plan`` itself, or a plan with other replicas and the
+        same life. Replicas that it lacks are freed once they have arrived; those that it adds are gathered
+        while the layer waits.
         """
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
         """Whether :meth:`after_gate` may change the layer's last plan, so that the host waits for counts.
 
-        The default is True for strategies that override :meth:`after_gate`. Plans with ``each_micro_batch``
-        ask in any case.
+        Plans with ``each_micro_batch`` ask in any case.
         """
         return type(self).after_gate is not Strategy.after_gate
 
 
 class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
-    """Moves experts to other owners between iterations.
+    """Moves experts to other owners between iterations, by loads that are means over all their copies.
 
-    Ranks with copies of the same experts must decide alike, but their histories differ. Answers can therefore
-    depend on the arguments and on earlier answers, and not on what :meth:`Strategy.before_gate` got. Loads
-    are means over all these ranks and the iterations of the history.
+    Ranks with copies of the same experts must decide alike, but their histories differ. So answers depend on
+    the arguments and on earlier answers, and not on what :meth:`Strategy.before_gate` got.
     """
 
     moves_owners = True
@@ -169,10 +144,7 @@ class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners for all layers of a pipeline stage, or the present ones; by default layer by layer.
 
-        Args:
-            contexts: Data of the layers, in the order of the map.
-            load_LE: Mean load of every expert in an iteration, float ``[L, E]``.
-            owners: The present owners.
+        ``load_LE`` has the mean load of every expert in an iteration, float ``[L, E]``.
         """
         device_LE = owners.device_LE.copy()
         for index, context in enumerate(contexts):
@@ -183,11 +155,7 @@ class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
         """New owners of one layer, integers ``[E]``; every device keeps its number of experts.
 
-        ``auto`` asks this method and never :meth:`reshard`, because its layers differ in their strategies.
-
-        Args:
-            context: Data of the layer, with the present owners.
-            load_E: Mean load of every expert in an iteration, float ``[E]``.
+        ``load_E`` has mean loads of an iteration. ``auto`` asks this method and never :meth:`reshard`.
         """
         return context.owner_E
 
@@ -205,10 +173,7 @@ class ResidentReplicas[Settings: PlacementSettings](Strategy[Settings]):
     def replicate(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
         """A layer's next placement, with the same owners; ``context.placement`` itself for no change.
 
-        Args:
-            context: Data of the layer, with the present placement.
-            load_DE: Mean loads of an iteration by source and expert, float ``[D, E]``, as for
-                :class:`MovesOwners`.
+        ``load_DE`` has mean loads of an iteration, float ``[D, E]``, as for :class:`MovesOwners`.
         """
 
 
@@ -220,11 +185,7 @@ class MeasuredReplicas[Settings: SlotKeys](Strategy[Settings]):
         self.profile_iterations, self.overlaps = profile_iterations(), settings.overlap
 
     def slots(self, context: LayerContext) -> int:
-        """Largest number of replicas of a layer on a device.
-
-        It is the given number, or else the number that fits into the measured free memory or, before the
-        measurement, the number of experts that a device owns.
-        """
+        """Most replicas of a layer on a device: given or measured; before that, as many as it owns."""
         if self.settings.slots is not None:
             return self.settings.slots
         if context.profile is not None:
@@ -232,7 +193,7 @@ class MeasuredReplicas[Settings: SlotKeys](Strategy[Settings]):
         return -(-context.num_experts // context.num_devices)
 
     def limits(self, context: LayerContext) -> str:
-        """The largest number of replicas on a device and its origin, as a text for the log."""
+        """The largest number of replicas on a device and its origin, for the log."""
         origin = "given" if self.settings.slots is not None else "measured"
         return f"slots m = {self.slots(context)} ({origin})"
 
@@ -254,10 +215,10 @@ class ReplicasAfterGate[Settings: SlotKeys](MeasuredReplicas[Settings]):
 
 @contextmanager
 def mistakes_named(strategy: Strategy, what: str) -> Iterator[None]:
-    """Turn an exception in a strategy of another package into one line that names the package.
+    """Turn an exception of another package's strategy into one line that names the package.
 
     Raises:
-        ConfigurationError: The strategy of another package raised an exception when it was asked ``what``.
+        ConfigurationError: The strategy raised an exception when it was asked ``what``.
     """
     try:
         yield

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster
+from megatron_fssdp.cli.analysis.strategy_ranking import described_cluster
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES

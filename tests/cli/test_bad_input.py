@@ -117,6 +117,10 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         (("frobnicate",), "No such command 'frobnicate'"),
         # outputs that cannot be written
         ((*SIMULATE, "--out", "run.yaml"), "--out run.yaml: is not a folder"),
+        *(
+            ((*words, "--out", "/proc/none/x"), "got /proc, where nothing can be written")
+            for words in (("train", "run.yaml"), SIMULATE, REPORT, PROFILE, BUILD)
+        ),
         # outputs that are somebody else's
         ((*PROFILE, "--out", "cluster.yaml"), "cluster.yaml: exists, and this command did not write it"),
         (("report", "done", "--out", "text.txt"), "text.txt: exists, and this command did not write it"),
@@ -137,13 +141,7 @@ def test_wrong_arguments_give_one_line_and_change_nothing(
 
 @pytest.mark.parametrize(
     ("arguments", "room_bytes"),
-    [
-        (train("--out", "new"), 100),
-        (SIMULATE, 100),
-        (SIMULATE, 2000),
-        (REPORT, 1000),
-        (BUILD, 100),
-    ],
+    [(train("--out", "new"), 100), (SIMULATE, 100), (SIMULATE, 2000), (REPORT, 1000), (BUILD, 100)],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
 def test_a_full_disk_gives_one_line_and_leaves_no_partial_files(

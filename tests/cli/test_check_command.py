@@ -11,9 +11,8 @@ from ..launch.tiny_run import ROOT, TINY, fake_data
 
 GPT = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 --num-experts 8 --moe-router-topk "
-    "2 "
-    "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --mock-data "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 --num-experts 8 "
+    "--moe-router-topk 2 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 257"
 )
 SLOW = pytest.mark.slow

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megatron_fssdp import __version__
-from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES
+from megatron_fssdp.cli.shared_options import SHIPPED_NAMES
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 
@@ -36,6 +36,24 @@ def test_the_schema_command_prints_json(command):
     assert list(schema["properties"]) == ["include", *RunConfig.model_fields]
     assert schema["$defs"]["MegatronArguments"]["properties"]["num_workers"]["type"] == "integer"
     assert "strategies" in json.loads(command("schema", "--sweep")[1])["properties"]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["train", "models/mixtral-8x7"], ["models/mixtral-8x7b"]),
+        (["train", "gpt_moe_tiny", "--moe-strategy", "fs"], ["fssdp"]),
+        (["simulate", "--strategies", "ep,f"], ["ep,fssdp", "ep,fastermoe", "ep,flexmoe"]),
+        (["report", "run", "--cluster", "hecate-"], ["hecate-a", "hecate-b"]),
+        (["train", "my_own.y"], []),  # the shell completes files
+    ],
+)
+def test_a_shell_completes_names(command, monkeypatch, words, wanted):
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # pytest is not the program's name
+    monkeypatch.setenv("_MEGATRON_FSSDP_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["megatron-fssdp", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    assert command()[1].split() == wanted
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "--version"])

@@ -3,12 +3,11 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from megatron_fssdp.cli import app
 
 from ..megatron_adapter.diagnosis.machine_examples import pose
 
@@ -16,18 +15,13 @@ TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
 
 
 @pytest.fixture
-def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def doctor(command: Callable, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command on a made-up machine: exit code, stdout, stderr."""
-    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
     def run(*arguments: object, machine: str = "") -> tuple[int, str, str]:
         pose(monkeypatch, f"cores=4 {machine}")
-        monkeypatch.setattr(sys, "argv", ["megatron-fssdp", "doctor", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        captured = capsys.readouterr()
-        return ended.value.code or 0, captured.out, captured.err
+        return command("doctor", *arguments)
 
     return run
 

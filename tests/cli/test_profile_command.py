@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.cli import app
+from megatron_fssdp.cli.app import EXIT_BAD_INPUT
 from megatron_fssdp.config.cluster_description import load_cluster
 
 SMALL = ("--least-bytes", "1024", "--most-bytes", "4096", "--repetitions", "1")
@@ -46,7 +46,7 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
         (["--nproc", "1"], {}, "a link connects two ranks"),
         (["--nproc", "4", "--nodes", "3"], {}, "nodes: got 3, wanted a divisor of the 4 ranks"),
         ([], {}, "no ranks to measure; give --nproc N, or start the command with torchrun"),
-        (["--nproc", "2", "--out", "/no/such/folder/c.yaml"], {}, "create its folder first"),
+        (["--nproc", "2", "--out", "/proc/none/c.yaml"], {}, "got /proc, where nothing can be written"),
         (["--nproc", "2", "--out", "/"], {}, "is a folder"),
         (["--nproc", "2", "--backend", "nccl"], {}, "got no visible CUDA device"),
         (["--nproc", "2", "--repetitions", "0"], {}, "--repetitions"),
@@ -61,18 +61,15 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_ends_before_any_collective(
-    words, variables, wanted, tmp_path, monkeypatch, capsys
+    words, variables, wanted, tmp_path, monkeypatch, command
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     out = () if "--out" in words else ("--out", str(tmp_path / "c.yaml"))
-    monkeypatch.setattr(sys, "argv", ["megatron-fssdp", "profile", *out, *words])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    assert ended.value.code == app.EXIT_BAD_INPUT
-    error = capsys.readouterr().err
+    code, _, error = command("profile", *out, *words)
+    assert code == EXIT_BAD_INPUT
     assert wanted in error
     assert bool(error) == bool(wanted)
     assert not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_fssdp.cli import sweep_runs
 from megatron_fssdp.cli.sweep_runs import PAGE_FILE, RESULTS_FILE, Sweep
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.launch.train_request import TrainRequest
@@ -61,8 +62,8 @@ FAILED = ends(2, 1, log="[default1]:ValueError: out of luck\n")
 class Sweeping:
     """Runs the sweep of a folder; `asked` has the runs of the last start with `resume` and `overwrite`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.out = folder, folder / "out"
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.out, self.patch = folder, folder / "out", patch
 
     def planned(self, text: str = SWEEP, console: Console | None = None, **outcomes: Outcome) -> Sweep:
         self.asked: list[tuple[str, bool, bool]] = []
@@ -73,7 +74,8 @@ class Sweeping:
             return outcomes.get(name.replace("-", "_"), WHOLE)(request)
 
         (self.folder / "sweep.yaml").write_text(text)
-        return Sweep(self.folder / "sweep.yaml", self.out, console or Console(), train)
+        self.patch.setattr(sweep_runs, "train", train)
+        return Sweep(self.folder / "sweep.yaml", self.out, console or Console())
 
     def __call__(self, text: str = SWEEP, **outcomes: Outcome) -> tuple[int, str]:
         output = StringIO()
@@ -85,8 +87,8 @@ class Sweeping:
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Sweeping:
-    return Sweeping(tmp_path)
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweeping:
+    return Sweeping(tmp_path, monkeypatch)
 
 
 def test_every_run_is_trained_and_compared_and_not_repeated(sweep: Sweeping) -> None:

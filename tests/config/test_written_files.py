@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import written_file, written_whole
+from megatron_fssdp.config.written_files import refuse_unwritable, written_file, written_whole
 
 
 def write_and_fail(target: Path) -> None:
@@ -49,3 +49,17 @@ def test_something_else_in_the_place_of_the_folder_is_refused() -> None:
         ConfigurationError, match="--out /dev/null: is not a folder but a device or a pipe; give another path"
     ):
         write_both(Path("/dev/null"))
+
+
+def test_a_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    Path("locked").mkdir(mode=0o555)
+    user = os.geteuid()
+    if user == 0:  # root may write everywhere
+        os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigurationError, match=r"--out locked/x: got locked, .* .Permission denied"):
+            refuse_unwritable("locked/x", "--out")
+    finally:
+        os.seteuid(user)

@@ -9,12 +9,19 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.launch import rank_processes
-from megatron_fssdp.launch.rank_processes import exit_code_after, run_to_the_end
+from megatron_fssdp.launch.rank_processes import exit_code_after, failure_reason, run_to_the_end
 
 
 def run(code: str, log: Path, on_poll: Callable[[], object]) -> int:
     with log.open("ab") as output:
         return run_to_the_end([sys.executable, "-c", code], {"SAID": "hello"}, output, on_poll)
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def is_running(pid: int) -> bool:
@@ -58,11 +65,7 @@ def test_an_interrupt_ends_every_rank(tmp_path, monkeypatch, number):
     with pytest.raises(KeyboardInterrupt) as interrupt:
         run(STUBBORN, log, interrupt_once_started)
     assert exit_code_after(interrupt.value) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
-    rank = int(log.read_text())
-    deadline = time.monotonic() + 5
-    while is_running(rank) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(rank)
+    wait_until(lambda: not is_running(int(log.read_text())))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells children of their parent's end")
@@ -74,12 +77,65 @@ def test_ranks_end_when_the_command_is_killed(tmp_path):
         f"run_to_the_end([sys.executable, '-c', rank], {{}}, open({str(log)!r}, 'ab'))\n"
     )
     command = subprocess.Popen([sys.executable, "-c", program])
-    deadline = time.monotonic() + 20
-    while not (log.exists() and log.read_text().strip()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: log.exists() and log.read_text().strip())
     command.kill()
     command.wait()
-    rank = int(log.read_text())
-    while is_running(rank) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(rank)
+    wait_until(lambda: not is_running(int(log.read_text())))
+
+
+SUMMARY = """\
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 900, in main
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+pretrain_gpt.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 10)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2030-01-01_00:00:00
+  host      : somewhere
+  rank      : 5 (local_rank: 1)
+  exitcode  : {code} (pid: 11)
+  traceback : To enable traceback see: https://pytorch.org
+============================================================
+"""
+
+TRACEBACKS = """\
+[default0]:iteration 1
+[default0]:Traceback (most recent call last):
+[default1]:[rank1]: Traceback (most recent call last):
+[default0]:  File "x.py", line 1, in <module>
+[default1]:[rank1]:   File "x.py", line 2, in <module>
+[default0]:RuntimeError: Connection closed by peer
+[default1]:[rank1]: ValueError: the real reason
+[default1]:[rank1]: some words after it
+"""
+
+
+OWN_ERROR = "[default2]:[fssdp] error on rank 2: too few slots\n"
+USAGE = "[default1]:usage: script\n[default1]:script: error: unrecognized arguments: --x\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (TRACEBACKS + SUMMARY.format(code=1), "rank 1: ValueError: the real reason"),
+        (TRACEBACKS, "rank 0: RuntimeError: Connection closed by peer"),
+        (OWN_ERROR + TRACEBACKS, "too few slots"),
+        (USAGE + SUMMARY.format(code=2), "rank 1: script: error: unrecognized arguments: --x"),
+        (SUMMARY.format(code=3), "rank 1: exit code 3"),
+        ("[default1]:it 7\n" + SUMMARY.format(code=-9), "rank 1: killed by SIGKILL; last output: it 7"),
+        ("[default1]:    x = write()\n[default1]:[rank1]:     ^^~~^^\n", "rank 1: x = write()"),
+        ("torchrun: no such module\n", "torchrun: no such module"),
+        ("", "the ranks wrote nothing"),
+    ],
+)
+def test_the_line_that_explains_the_failure_is_found_after_earlier_starts(tmp_path, text, reason):
+    log, earlier = tmp_path / "log.txt", "[default0]:[fssdp] error: old\n"
+    log.write_text(earlier + text)
+    assert failure_reason(log, len(earlier)) == reason

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_fssdp.launch.training_progress import TrainingProgress
+from megatron_fssdp.launch.training import TrainingProgress
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
 
 
@@ -32,12 +32,8 @@ def shown(
 
 def test_complete_new_lines_are_shown_as_plain_lines_without_a_terminal(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    steps = [
-        line(1) + line(2)[:20],
-        line(1) + line(2) + "damaged\n",
-        line(1) + line(2) + "damaged\n" + line(3),
-    ]
-    progress, lines = shown(path, 3, steps)
+    damaged = line(1) + line(2) + "damaged\n"
+    progress, lines = shown(path, 3, [line(1) + line(2)[:20], damaged, damaged + line(3)])
     assert lines[0] == "starting 4 ranks"
     assert [text.split("  ")[0] for text in lines[1:]] == ["iteration 1/3", "iteration 3/3"]
     assert lines[1] == (

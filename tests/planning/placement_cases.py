@@ -1,16 +1,16 @@
-"""Hypothesis strategies and a slow reference shared by the planning tests."""
+"""Hypothesis strategies and slow references shared by the planning tests."""
 
 import numpy as np
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import LayerPrice
+from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, transfer_times
+from megatron_fssdp.planning.cost.link_seconds import BusiestLinks, transfer_traffic
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_price
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
 
 
 @st.composite
@@ -80,3 +80,26 @@ def placement_price(
     plan = LayerPlan(placement, two_level_transfer(placement, topology), **ways)
     context = LayerContext(1, placement.owner_E, topology, profile)
     return plan_price(plan, counts_DE, context, num_micro_batches=profile.num_micro_batches)
+
+
+def transfer_seconds(
+    transfer: TransferPlan, expert_bytes: int, topology: Topology, profile: LayerProfile
+) -> float:
+    """Seconds of a plan's SparseAllGather, or of its transpose, with the link costs of a profile."""
+    traffic = transfer_traffic(transfer, topology)
+    return float(transfer_times(profile.links, traffic, expert_bytes, profile.messages).seconds)
+
+
+def pairs_traffic(traffic_DD: np.ndarray, topology: Topology) -> BusiestLinks:
+    """Units on the busiest links, from what each device sends to each, ``[D, D]``, itself not counted."""
+    node_D = topology.node_of_device_D
+    same_DD = node_D[:, None] == node_D[None, :]
+    near_DD = np.where(same_DD & ~np.eye(len(node_D), dtype=bool), traffic_DD, 0)
+    far_DD = np.where(same_DD, 0, traffic_DD)
+    far_out_D, far_in_D = far_DD.sum(axis=1), far_DD.sum(axis=0)
+    return BusiestLinks(
+        float(max(near_DD.sum(axis=1).max(), near_DD.sum(axis=0).max())),
+        float(max(far_out_D.max(), far_in_D.max())),
+        float(max(np.bincount(node_D, weights=far_out_D).max(), np.bincount(node_D, weights=far_in_D).max())),
+        float(far_out_D.sum()) / topology.num_nodes,
+    )

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning import compiled_form, quotas, search
 from megatron_fssdp.planning.compiled_form import kernel_form, kernels
-from megatron_fssdp.planning.cost import layer_seconds
 from megatron_fssdp.planning.papers import prophet_planner
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer import transfer_plan
+from megatron_fssdp.strategies import layer_plan
 from tests.drawn_examples import examples
 from tests.support.measured_profile import CHEAP_TO_MOVE as PROFILE
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE
 
-USERS = (layer_seconds, quotas, search, prophet_planner, transfer_plan)
+USERS = (layer_plan, quotas, search, prophet_planner, transfer_plan)
 needs_compiled = pytest.mark.skipif(
     kernel_form() != "compiled", reason=f"planning kernels: {kernel_form()}; nothing to compare with"
 )

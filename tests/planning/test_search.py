@@ -14,7 +14,7 @@ from megatron_fssdp.planning.papers.shadow_selection import ShadowingCosts, sele
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.search import LEAST_SAVING, layer_search, plan_materialization
+from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search, plan_materialization
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages
 from tests.drawn_examples import examples
 from tests.support.random_placement import with_replicas
@@ -39,30 +39,10 @@ PROFILE = LayerProfile(
 PLAIN = ExpertPlacement.owners_only(OWNERS, 4)
 
 
-def plan_replicas(
-    owner_E: np.ndarray,
-    load_DE: np.ndarray,
-    topology: Topology,
-    *,
-    slots: int,
-    profile: LayerProfile,
-    rematerialize: bool = False,
-) -> ExpertPlacement:
-    """The placement that the search finds."""
-    layer = layer_search(owner_E, load_DE, topology, profile, rematerialize=rematerialize, hides=True)
-    return layer.best_placement(slots=slots, most_replicated=len(owner_E))[0]
-
-
-def modelled_seconds(
-    placement: ExpertPlacement,
-    load_DE: np.ndarray,
-    topology: Topology,
-    profile: LayerProfile,
-    rematerialize: bool,
-) -> float:
-    """Seconds of a layer under a placement, as the search counts them."""
-    layer = (placement.owner_E, load_DE, topology, profile)
-    return layer_search(*layer, rematerialize=rematerialize, hides=True).seconds(placement)
+def search_of(
+    owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, profile: LayerProfile, rematerialize=False
+) -> LayerSearch:
+    return layer_search(owner_E, load_DE, topology, profile, rematerialize=rematerialize, hides=True)
 
 
 def max_load(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> float:
@@ -99,8 +79,8 @@ def test_the_price_equals_that_of_exact_dispatch_and_transfer(
     )
     life = ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION
     exact_s = placement_price(counts_DE, placement, topology, profile, life).moe_s
-    price_s = modelled_seconds(placement, counts_DE, topology, profile, rematerialize)
-    assert price_s == pytest.approx(exact_s, rel=1e-9)
+    search = search_of(OWNERS, counts_DE, topology, profile, rematerialize)
+    assert search.seconds(placement) == pytest.approx(exact_s, rel=1e-9)
 
 
 def shadowed(
@@ -127,20 +107,15 @@ def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
     """Owners only, and FasterMoE's placement. Less than LEAST_SAVING counts as no saving."""
     topology, owner_E = case
     counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
-    found = plan_replicas(
-        owner_E, counts_DE, topology, slots=slots, profile=profile, rematerialize=rematerialize
-    )
+    search = search_of(owner_E, counts_DE, topology, profile, rematerialize)
+    found, _ = search.best_placement(slots=slots, most_replicated=owner_E.size)
     assert found.replicas_per_device_D.max() <= slots
     plain = ExpertPlacement.owners_only(owner_E, topology.num_devices)
-
-    def seconds_of(placement: ExpertPlacement) -> float:
-        return modelled_seconds(placement, counts_DE, topology, profile, rematerialize)
-
-    found_s = seconds_of(found)
+    found_s = search.seconds(found)
     if found.num_replicas:
-        assert found_s <= (1 - LEAST_SAVING) * seconds_of(plain)
+        assert found_s <= (1 - LEAST_SAVING) * search.seconds(plain)
     least = 0.0 if found.num_replicas else LEAST_SAVING
-    assert (1 - least) * found_s <= seconds_of(shadowed(counts_DE, owner_E, profile, slots)) * (1 + 1e-9)
+    assert (1 - least) * found_s <= search.seconds(shadowed(counts_DE, owner_E, profile, slots)) * (1 + 1e-9)
 
 
 @examples(60)
@@ -150,7 +125,7 @@ def test_a_search_is_not_worse_than_the_placement_that_it_gets(
 ) -> None:
     topology, owner_E = case
     searches = [
-        layer_search(owner_E, counts_DE, topology, profile, rematerialize=False, hides=True)
+        search_of(owner_E, counts_DE, topology, profile)
         for counts_DE in (random_counts_DE(seed + i, topology.num_devices, owner_E.size) for i in range(2))
     ]
     start, _ = searches[0].best_placement(slots=slots, most_replicated=owner_E.size)
@@ -192,7 +167,7 @@ def test_skewed_loads_end_near_balance(num_experts: int, num_devices: int, most:
 
 def test_a_start_beyond_the_limits_is_refused() -> None:
     """The kernel would write beyond its arrays."""
-    search = layer_search(OWNERS, HOT, TOPOLOGY, PROFILE, rematerialize=False, hides=True)
+    search = search_of(OWNERS, HOT, TOPOLOGY, PROFILE)
     full = with_replicas(PLAIN, [(0, 2), (1, 2)])
     assert search.best_placement(slots=2, most_replicated=8, start=full)
     with pytest.raises(ValueError, match="at most 1 replicas"):

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster, settings_of
-from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
+from megatron_fssdp.cli.analysis.strategy_ranking import described_cluster, ranked_strategies, settings_of
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.records.loads import RecordedLoads

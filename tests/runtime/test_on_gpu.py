@@ -10,8 +10,7 @@ import torch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.slots.share_table import even_table
-from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable, even_table
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.slots.exact_shares import Holders, remap_exactly

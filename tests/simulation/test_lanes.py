@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.cost.link_seconds import LinkTimes
-from megatron_fssdp.planning.cost.stepped_exchange import SteppedExchange
+from megatron_fssdp.planning.cost.link_seconds import LinkTimes, SteppedExchange
 from megatron_fssdp.simulation.lanes import Lanes
 from megatron_fssdp.simulation.layer_record import IterationRecord, LayerRecord
 

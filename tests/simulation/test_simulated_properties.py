@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation.lanes import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.simulation.workloads import generated_loads
 from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
@@ -112,3 +114,14 @@ def test_simulated_memory_equals_the_accounting_and_can_run_out() -> None:
     assert not outcome_of("ep", counts, cluster).memory.runs_out
     again = outcome_of("fssdp", counts, rematerialize=True, reshard_interval=0).memory
     assert again.experts.replica_parameters_bytes == 2 * 50 * 2
+
+
+@pytest.mark.parametrize("name", [name for name, entry in STRATEGIES.items() if entry.strategy is not None])
+def test_every_strategy_plans_for_more_devices_than_experts_and_loses_no_token(name: str) -> None:
+    job = job_of(devices=16, experts=6, layers=3, tokens_per_micro_batch=12)
+    counts_ILDE = generated_loads("W6", job, 8)
+    outcome = simulate(name, settings_of(name), counts_ILDE, cluster_of(nodes=4, per_node=4), job)
+    assert (outcome.tokens_ILD.sum(axis=2) == counts_ILDE.sum(axis=(2, 3))).all()
+    assert (outcome.iteration_s > 0).all()
+    # 18 experts on 16 devices: a device owns at most 2.
+    assert outcome.memory.experts.slot_parameters_bytes == 2 * job.expert_bytes

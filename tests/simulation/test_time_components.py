@@ -32,11 +32,13 @@ def test_plain_expert_parallelism_in_one_node_takes_the_expected_time() -> None:
     assert outcome.iteration_s[0] == pytest.approx(sum(seconds(outcome).values()))
 
 
+# With 4 devices in 2 nodes, all tokens of node 1 go to expert 0 in node 0: 16 rows over one NIC.
+TWO_NODES = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
+
+
 def test_devices_of_a_node_share_its_nic() -> None:
-    """With 4 devices in 2 nodes, all tokens of node 1 go to expert 0 in node 0: 16 rows over one NIC."""
-    counts = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
     job = job_of(devices=4, experts=4)
-    outcome = simulate("ep", settings_of("ep"), loads(counts), cluster_of(nodes=2), job)
+    outcome = simulate("ep", settings_of("ep"), loads(TWO_NODES), cluster_of(nodes=2), job)
     counts_s = 2 * 4 * 8 / 100
     assert seconds(outcome)["all-to-all"] == pytest.approx(2 * 16 * (10 + 6) / 100 + counts_s)
     assert outcome.of_layers("cross_node").tolist() == [[24]]
@@ -54,10 +56,9 @@ def test_devices_of_a_node_share_its_nic() -> None:
 def test_a_fitted_all_to_all_rate_applies_to_the_average_node(
     fitted_bytes_per_s: float, rows_s: float
 ) -> None:
-    counts = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
     fitted = {"all_to_all": {"inter_node": {"alpha_s": 0.25, "bandwidth_bytes_per_s": fitted_bytes_per_s}}}
     cluster = cluster_of(nodes=2, collectives=fitted)
-    outcome = simulate("ep", settings_of("ep"), loads(counts), cluster, job_of(devices=4, experts=4))
+    outcome = simulate("ep", settings_of("ep"), loads(TWO_NODES), cluster, job_of(devices=4, experts=4))
     wanted = 2 * rows_s + 2 * (2 + 1) * 0.25 + 2 * 4 * 8 / 100
     assert seconds(outcome)["all-to-all"] == pytest.approx(wanted)
 

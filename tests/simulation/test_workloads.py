@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.testbed.testbed_loads import device_max_over_mean, expert_max_over_mean, replay
-from megatron_fssdp.simulation.workloads import (
-    LOG_NORMAL_SIGMAS,
-    WORKLOADS,
-    WorkloadShape,
-    counts_of_shares,
-)
+from megatron_fssdp.simulation.workloads import LOG_NORMAL_SIGMAS, WORKLOADS, WorkloadShape, counts_of_shares
 
 SHAPES = [
     WorkloadShape(8, 16, 1024, 2, 10),

@@ -15,8 +15,7 @@ from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies import auto
 from megatron_fssdp.strategies.auto import BARRED_SELECTIONS, AutoStrategy, select_by_seconds
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_seconds import plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.selection_report import IterationSpread, SeenSaving
 

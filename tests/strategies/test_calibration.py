@@ -8,7 +8,6 @@ from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES
-from megatron_fssdp.planning.cost.link_seconds import plain_links
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
@@ -16,12 +15,12 @@ from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, 
 from megatron_fssdp.strategies.fssdp import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from tests.drawn_examples import examples
-from tests.planning.cost.dense_traffic import pairs_traffic
-from tests.planning.cost.transfer_cost import transfer_seconds
 from tests.planning.placement_cases import (
     brute_force_dispatch_DED,
     owned_layers,
+    pairs_traffic,
     random_counts_DE,
+    transfer_seconds,
 )
 
 
@@ -66,11 +65,10 @@ def calibrations(draw):
 def gain_s(planned, placement, counts_DE, topology, arguments):
     """Seconds that the placement saves, computed from the dispatch token by token."""
     profile, times = arguments["profile"], arguments["times"]
-    cluster = profile.cluster
 
     def layer_s(of):
         tokens_DD = brute_force_dispatch_DED(counts_DE, of, topology).sum(axis=1)
-        links, busiest = plain_links(cluster), pairs_traffic(tokens_DD, topology)
+        links, busiest = profile.links, pairs_traffic(tokens_DD, topology)
         rows_s = links.times(busiest, profile.token_bytes + PROB_BYTES, starts=2).seconds
         all_to_alls_s = 2 * (rows_s + links.times(busiest, profile.token_bytes).seconds)
         return all_to_alls_s + 3 * tokens_DD.sum(axis=0).max() * profile.flops_per_token

@@ -12,7 +12,7 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.heterogeneous_sharding import heterogeneous_sharding
+from megatron_fssdp.planning.papers.owner_planners import heterogeneous_sharding
 from megatron_fssdp.planning.papers.sparse_materialization import sparse_materialization
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
@@ -22,6 +22,7 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 from tests.drawn_examples import examples
+from tests.planning.placement_cases import random_counts_DE
 from tests.support.random_placement import plain_transfer, with_replicas
 
 PLACEMENT_STRATEGIES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
@@ -36,16 +37,10 @@ def layers(draw: st.DrawFn) -> LayerContext:
     return LayerContext(draw(st.integers(1, 99)), owner_E, topology)
 
 
-def random_counts_DE(context: LayerContext, seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    popularity_E = rng.lognormal(sigma=1.5, size=context.num_experts)
-    return rng.poisson(20 * popularity_E, size=(context.num_devices, context.num_experts))
-
-
 def history_of(context: LayerContext, window: int, seeds: list[int]) -> LoadHistory:
     history = LoadHistory(window, context.num_devices, context.num_experts)
     for seed in seeds:
-        history.append(random_counts_DE(context, seed))
+        history.append(random_counts_DE(seed, context.num_devices, context.num_experts))
     return history
 
 

@@ -5,21 +5,17 @@ from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES
+from megatron_fssdp.cli.shared_options import Paths, Texts, key_values, run_files, strategy_list
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.shipped_files import known_clusters
 
 _CLUSTER = "YAML of a cluster, or a name that `megatron-fssdp configs` lists."
 
 RankingCluster = Annotated[
     str | None,
-    typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}"),
+    typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}", autocompletion=known_clusters),
 ]
-RankedStrategies = Annotated[
-    str,
-    typer.Option(
-        help=f"Strategies to rank, separated by commas, of {SHIPPED_NAMES}. Default: all that place experts.",
-    ),
-]
+RankedStrategies = Annotated[str, strategy_list("rank", " Default: all that place experts.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
 
 
@@ -37,9 +33,8 @@ def report_command(
     as_json: AsJson = False,
 ) -> None:
     """Write an HTML page with the losses, loads, times, placements and memory of a run."""
-    from megatron_fssdp.cli.analysis.report_command import write_report
-
-    write_report([run], out or run / "report.html", cluster, _names(strategies), as_json=as_json)
+    page = out or run / "report.html"
+    _write_report([run], page, cluster, strategies, as_json=as_json, loads_only=False)
 
 
 def compare_command(
@@ -61,14 +56,78 @@ def compare_command(
     as_json: AsJson = False,
 ) -> None:
     """Compare the losses, device loads, speed and moved bytes of runs in a table and an HTML page."""
-    from megatron_fssdp.cli.analysis.report_command import write_report
-
     if len(runs) < 2:
         raise ConfigurationError(
             "compare: got one run, wanted two or more; `megatron-fssdp report RUN_DIR` shows a single one"
         )
     page = out or runs[0] / "comparison.html"
-    write_report(runs, page, cluster, _names(strategies), loads_only=loads_only, as_json=as_json)
+    _write_report(runs, page, cluster, strategies, as_json=as_json, loads_only=loads_only)
+
+
+def _write_report(
+    paths: list[Path], page: Path, cluster: str | None, strategies: str, *, as_json: bool, loads_only: bool
+) -> None:
+    """Write the page of one run, or of several that are compared with the first, and print the figures."""
+    from pydantic_core import to_json
+    from rich.console import Console
+
+    from megatron_fssdp.cli.analysis.what_if import what_if
+    from megatron_fssdp.config.written_files import refuse_special_file, refuse_unwritable
+    from megatron_fssdp.records.run_settings import differing_settings, loss_obstacle
+    from megatron_fssdp.report.simulations.simulation_report import ranking_data
+    from megatron_fssdp.report.tables import terminal_table
+    from megatron_fssdp.report.trainings.measures import comparison_table, largest_difference, measures_of
+    from megatron_fssdp.report.trainings.run_page import run_page, settings_table
+    from megatron_fssdp.report.trainings.shown_run import not_comparable, shown_runs
+
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigurationError("compare: got the same run twice, wanted different runs; give each one once")
+    refuse_special_file(page, "--out")
+    runs, console = shown_runs(paths), Console(markup=False)
+    refuse_unwritable(page, "--out")
+    settings = [one.run.settings for one in runs]
+    obstacle = loss_obstacle(settings)
+    if obstacle and not loads_only:
+        raise ConfigurationError(
+            f"compare: the losses of {' and '.join(one.name for one in runs)} say nothing about each other, "
+            f"because the runs have {obstacle}; add --loads-only to compare everything else"
+        )
+    with console.status("reading" if cluster is None else "simulating"):
+        simulated = what_if(runs, cluster, _names(strategies))
+        made = run_page(runs, simulated, with_losses=not loads_only)
+        made.write(page)
+    reason = not_comparable(runs)
+    if as_json:
+        rows = []
+        for one in runs:
+            figures = {measure.key: measure.value for measure in measures_of(one.run)}
+            if not loads_only and one is not runs[0]:
+                figures["largest_loss_difference"] = largest_difference(runs[0].run, one.run)
+            about = {"name": one.name, "path": str(one.run.path), "strategy": one.run.strategy}
+            rows.append({**about, **figures, "problems": one.run.problems})
+        data = {
+            "sentence": made.sentence,
+            "page": str(page),
+            "speed_not_comparable": reason or None,
+            "runs": rows,
+            "settings_that_differ": differing_settings(settings),
+            "simulation": None if simulated is None else ranking_data(simulated),
+        }
+        print(to_json(data, indent=2, inf_nan_mode="null").decode())
+        return
+    wraps = console.is_terminal
+    problems = [f"{one.name}: {problem}" for one in runs for problem in one.run.problems]
+    for line in (made.sentence, *problems):
+        console.print(line, highlight=False, soft_wrap=not wraps)
+    if (differing := settings_table(runs)).rows:
+        console.print(terminal_table(differing, "settings that differ"))
+    below = ["load: tokens of the busiest device over those of an average one; 1 is even"]
+    below += [reason] if reason else []
+    below += [f"simulated, not measured: {simulated.title}"] if simulated is not None else []
+    figures_table = comparison_table(runs, with_losses=not loads_only)
+    console.print(terminal_table(figures_table, caption="\n".join(below)))
+    words = f"wrote {page}; open it in a browser (it works without a network)"
+    console.print(words, highlight=False, soft_wrap=not wraps)
 
 
 def simulate_command(
@@ -76,21 +135,10 @@ def simulate_command(
         str,
         typer.Option(help="Folder of a recorded run, its loads.npy, or the name of a workload (W0 to W7)."),
     ],
-    cluster: Annotated[str, typer.Option(help=_CLUSTER)],
+    cluster: Annotated[str, typer.Option(help=_CLUSTER, autocompletion=known_clusters)],
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],
-    model: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="YAML of the run. Repeatable for parts of a run. Default: the recorded run's own settings.",
-            metavar="RUN.yaml",
-        ),
-    ] = None,
-    strategies: Annotated[
-        str,
-        typer.Option(
-            help=f"Strategies to simulate, separated by commas, of {SHIPPED_NAMES}.",
-        ),
-    ] = "ep,fssdp",
+    model: Annotated[Paths, run_files("the run.", " Default: the recorded run's own settings.")] = None,
+    strategies: Annotated[str, strategy_list("simulate")] = "ep,fssdp",
     iterations: Annotated[
         int | None,
         typer.Option(
@@ -99,19 +147,9 @@ def simulate_command(
             help="Number of iterations to generate (default 20) or to use of a record (default all).",
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the run. Repeatable."),
-    ] = None,
-    cluster_set: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A value of the cluster. Repeatable.")
-    ] = None,
-    moe_strategy_set: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="A setting for all strategies that have this key. Repeatable."
-        ),
-    ] = None,
+    settings: Annotated[Texts, key_values("Any setting of the run.", "--set")] = None,
+    cluster_set: Annotated[Texts, key_values("A value of the cluster.")] = None,
+    moe_strategy_set: Annotated[Texts, key_values("A setting for all strategies that have this key.")] = None,
     break_even: Annotated[
         bool, typer.Option(help="Find the batch size and bandwidth at which each strategy starts to pay.")
     ] = True,
@@ -121,32 +159,24 @@ def simulate_command(
     """Predict which strategy is fastest on a cluster, from recorded or generated loads."""
     from rich.console import Console
 
-    from megatron_fssdp.cli.analysis.simulation_inputs import (
-        described_cluster,
-        recorded_settings,
-        settings_of,
-    )
-    from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
+    from megatron_fssdp.cli.analysis import strategy_ranking as ranking
     from megatron_fssdp.config.cluster_description import cluster_yaml
     from megatron_fssdp.config.run.composition import load_run
-    from megatron_fssdp.config.written_files import refuse_foreign, written_whole
+    from megatron_fssdp.config.written_files import refuse_foreign, refuse_unwritable, written_whole
+    from megatron_fssdp.report.simulations import simulation_page as pages
     from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
-    from megatron_fssdp.report.simulations.simulation_page import (
-        PAGE_FILE,
-        simulation_headline,
-        simulation_page,
-    )
     from megatron_fssdp.report.simulations.simulation_report import write_report
     from megatron_fssdp.simulation.moe_job import job_of_run
 
-    names, models = _names(strategies), model or recorded_settings(loads)
+    refuse_unwritable(out, "--out")
+    names, models = _names(strategies), model or ranking.recorded_settings(loads)
     if not names:
         raise ConfigurationError(
             "--strategies: got no name; give names separated by commas, such as ep,fssdp"
         )
     run = load_run(models, settings or ())
-    job, described = job_of_run(run), described_cluster(cluster, cluster_set or ())
-    chosen = {name: settings_of(name, run, moe_strategy_set or ()) for name in names}
+    job, described = job_of_run(run), ranking.described_cluster(cluster, cluster_set or ())
+    chosen = {name: ranking.settings_of(name, run, moe_strategy_set or ()) for name in names}
     record, note = loads_for_job(loads, job, slice(iterations), seed)
     count = len(record.iterations)
     title = f"{loads} on {described.name}: {count} iterations, {' + '.join(path.name for path in models)}"
@@ -157,12 +187,12 @@ def simulate_command(
         raise ConfigurationError(
             f"--out {out}: the cluster of the results would replace --cluster {cluster}; give another folder"
         )
-    with written_whole(out, "--out") as partial:  # checked first, because the search takes minutes
+    with written_whole(out, "--out") as partial:
         refuse_foreign(file, "--out", f"# {header}".encode())
-        report = ranked_strategies(
+        report = ranking.ranked_strategies(
             *(title, record, described, job, chosen), note=note, with_break_even=break_even, console=console
         )
-        console.print(simulation_headline(report), highlight=False, soft_wrap=not wraps)
+        console.print(pages.simulation_headline(report), highlight=False, soft_wrap=not wraps)
         console.print("", *report.terminal_tables(), sep="\n")
         for line in report.notes:
             console.print(f"• {line}", highlight=False, soft_wrap=not wraps)
@@ -170,6 +200,6 @@ def simulate_command(
         (partial / file.name).write_text(cluster_yaml(described, header), encoding="utf-8")
     page = ""
     if plots:  # a page that fails does not cost the numbers
-        simulation_page(report, record, described, job).write(out / PAGE_FILE)
-        page = f"{out / PAGE_FILE} (open it in a browser), "
+        pages.simulation_page(report, record, described, job).write(out / pages.PAGE_FILE)
+        page = f"{out / pages.PAGE_FILE} (open it in a browser), "
     console.print(f"wrote {page}tables to {out}", highlight=False, soft_wrap=True)

@@ -1,27 +1,32 @@
 """Simulates strategies on the same loads and makes the report that ranks them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 
-from megatron_fssdp.config.cluster_description import ClusterDescription
+from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.loading import apply_overrides, validate
+from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
-from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES, strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.report.simulations.simulated_loads import with_recorded_choices
+from megatron_fssdp.records.run_settings import SETTINGS_FILE
+from megatron_fssdp.report.simulations.simulated_loads import unknown_loads, with_recorded_choices
 from megatron_fssdp.report.simulations.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.report.units import format_memory
 from megatron_fssdp.simulation.break_even import break_evens
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import ceiling_s, checked_strategy, simulate
+from megatron_fssdp.simulation.workloads import WORKLOADS
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
-SAMPLE_ITERATIONS = 6
+_SAMPLE_ITERATIONS = 6
 """Number of iterations that the break-even search simulates. It plans them again for each value it tries."""
 
-HISTORY_ITERATIONS = 16
+_HISTORY_ITERATIONS = 16
 """Number of iterations before the sample, which strategies can use as their history."""
 
 _COLUMNS = (
@@ -38,6 +43,37 @@ _BREAK_EVEN = (
 )
 
 
+def recorded_settings(loads: str) -> list[Path]:
+    """Return the ``config.yaml`` of the recorded run that ``--loads`` names, in the place of ``--model``."""
+    path = Path(loads)
+    if loads not in WORKLOADS and not path.exists():
+        raise ConfigurationError(unknown_loads(loads))
+    file = (path if path.is_dir() else path.parent) / SETTINGS_FILE
+    if loads in WORKLOADS or not file.is_file():
+        raise ConfigurationError(
+            f"--model: --loads {loads} has no {SETTINGS_FILE} that describes the model; name a run's YAML"
+        )
+    return [file]
+
+
+def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDescription:
+    """Read a cluster by its YAML file or name, with ``key=value`` changes of some of its values."""
+    cluster = load_cluster(source)
+    if not overrides:
+        return cluster
+    data = apply_overrides(cluster.model_dump(mode="json", exclude_none=True), overrides, "--cluster-set")
+    return validate(ClusterDescription, data, "--cluster-set")
+
+
+def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> StrategySettings:
+    """Return a strategy's settings: the run's if it uses this strategy, and the overrides that it knows."""
+    data = dict(run.strategy.settings) if run.strategy.name == name else {}
+    apply_overrides({}, overrides, "--moe-strategy-set")  # refuses texts that are no settings
+    known = set(type(strategy_settings(name, {}, "--strategies")).model_fields)
+    known_overrides = [override for override in overrides if override.partition("=")[0].strip() in known]
+    return strategy_settings(name, apply_overrides(data, known_overrides), f"--strategies {name}")
+
+
 def ranked_strategies(
     title: str,
     record: RecordedLoads,
@@ -49,24 +85,24 @@ def ranked_strategies(
     with_break_even: bool = False,
     console: Console | None = None,
 ) -> SimulationReport:
-    """Simulate strategies on the same loads.
+    """Simulate strategies on the same loads of the job's experts.
 
     Args:
         title: Title of the report, which names loads, cluster and model in one line.
-        record: Loads of the job's experts.
-        cluster: Link and compute costs of the cluster.
+        record: The loads.
+        cluster: Link and compute costs.
         job: Sizes and parallelism of the training job.
         settings: Settings of each strategy to simulate, by name.
-        note: Sentence about how the loads were adapted to the job, or an empty string.
+        note: Sentence about how the loads were adapted to the job.
         with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
-        console: Console that shows the progress, or None.
+        console: Shows the progress.
 
     Raises:
         ConfigurationError: The job does not fit the cluster, or a strategy cannot train it.
     """
     counts_ILDE = record.counts_ILDE
-    first = max(0, len(counts_ILDE) - SAMPLE_ITERATIONS)
-    past = counts_ILDE[max(0, first - HISTORY_ITERATIONS) : first]
+    first = max(0, len(counts_ILDE) - _SAMPLE_ITERATIONS)
+    past = counts_ILDE[max(0, first - _HISTORY_ITERATIONS) : first]
     rows: list[RankedStrategy] = []
     console, step = console or Console(quiet=True), ""
 
@@ -104,11 +140,8 @@ def ranked_strategies(
         balanced_s = ceiling_s(counts_ILDE, cluster, job)
     except ValueError as error:
         raise ConfigurationError(f"simulate: {error}") from None
-    notes = [
-        f"{row.label} *: with settings that are not its defaults, {row.changed}"
-        for row in rows
-        if row.changed
-    ]
+    other = "with settings that are not its defaults"
+    notes = [f"{row.label} *: {other}, {row.changed}" for row in rows if row.changed]
     notes += [note] if note else []
     notes += [_COLUMNS, _BREAK_EVEN] if with_break_even else [_COLUMNS]
     if "parm" in settings:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_fssdp.cli.analysis.simulation_inputs import described_cluster, settings_of
-from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
+from megatron_fssdp.cli.analysis.strategy_ranking import described_cluster, ranked_strategies, settings_of
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
@@ -21,10 +20,7 @@ _ITERATIONS = slice(-60, None)
 
 _CLUSTER = "h200"
 _LARGE_MODEL = ("models/mixtral-8x7b", "parallelism/h200", "training/measure")
-"""Layers of a size that is trained on clusters.
-
-Runs whose ranks share cores are small. On a real cluster, start-up times would dominate their layers.
-"""
+"""Layers of a size that is trained on clusters. On these, start-up times would dominate small layers."""
 
 
 def what_if(
@@ -32,24 +28,20 @@ def what_if(
 ) -> SimulationReport | None:
     """Rank strategies on a cluster, with the loads of the first run that has loads.
 
-    Without a cluster, and if the speed of the runs says nothing because their ranks share cores, it is
-    simulated what their loads would cost in large layers: those of Mixtral 8x7B, with the experts and devices
-    of the runs, under plain expert parallelism and the strategies of the runs.
-
-    Returns:
-        The ranking; None if no cluster is given and the speed of the runs may be compared, or if their loads
-        do not fit the large layers.
+    Without a cluster, runs whose ranks share cores are ranked in large layers, because their speed says
+    nothing: layers of Mixtral 8x7B, with the experts and devices of the runs, under plain expert parallelism
+    and the strategies of the runs. None for other runs, and for loads that do not fit these layers.
 
     Raises:
         ConfigurationError: No run has loads, or run and cluster do not fit together.
     """
     one = next((one for one in runs if one.run.loads is not None), None)
-    if cluster is not None and one is None:
-        raise ConfigurationError(
-            "--cluster: strategies are ranked on recorded loads, but no run has recorded loads; run one "
-            "again with --moe-strategy ep, or remove --cluster"
-        )
-    if cluster is not None and one is not None:
+    if cluster is not None:
+        if one is None:
+            raise ConfigurationError(
+                "--cluster: strategies are ranked on recorded loads, but no run has recorded loads; run one "
+                "again with --moe-strategy ep, or remove --cluster"
+            )
         config = run_config_of(one.run.path)
         names = strategies or [name for name, entry in STRATEGIES.items() if entry.is_ranked]
         return _ranking(one, "", cluster, config, {name: settings_of(name, config) for name in names})

@@ -183,7 +183,7 @@ class SparseTransfer:
         # stream that waits for them.
         num_chunks = -(-self.num_elements // chunk_elements)
         is_idle = not num_chunks or not (self.received_experts or self.shared_experts)
-        timer = TransferTimer(cargo.is_gather, self.plan.total_bytes(self.num_elements * dtype.itemsize))
+        timer = TransferTimer(cargo.is_gather, len(self.plan.table) * self.num_elements * dtype.itemsize)
         if self._journal is not None:
             self._journal.append(timer)
         # With one queue, ranks without messages must issue the transfers of the lane in the same order.

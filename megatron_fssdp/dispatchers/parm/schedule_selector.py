@@ -1,6 +1,7 @@
 """Selects the schedule (Parm's order of collectives) of a layer's forward passes (Parm, §V-B, Alg. 1)."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +23,6 @@ from megatron_fssdp.planning.cost.tensor_schedules import (
     Schedule,
     ScheduleCosts,
     ScheduledLayer,
-    best_schedule,
     predicted_seconds,
 )
 
@@ -115,7 +115,8 @@ class ScheduleSelector:
             if self._costs is None:
                 self._costs = measured_costs(layer, hidden.detach(), groups, self.everyone, simultaneous)
             predicted = predicted_seconds(layer, self._costs, tuple(candidates))
-        best = best_schedule(predicted) if predicted else candidates[0]
+        # Of equal ones it is the first: S1 (Parm, Alg. 1).
+        best = min(candidates, key=lambda name: predicted.get(name, math.inf))
         decision = Decision(best, simultaneous, predicted)
         if self.everyone.rank() == 0 and (groups.are_equal or groups.parts.size() > 1):
             why = ", ".join(f"{name} {1e3 * s:.3f} ms" for name, s in predicted.items())

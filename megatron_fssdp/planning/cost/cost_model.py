@@ -1,7 +1,4 @@
-"""Costs of links and devices, and the constants of a layer's forward and backward pass.
-
-The cost of a whole layer is in ``layer_seconds.py``. Shape letters: D devices.
-"""
+"""Costs of links and devices, and the constants of a layer's forward and backward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +9,7 @@ NUM_ALL_TO_ALLS = 4
 """All-to-alls of a layer: dispatch and combine, in the forward and the backward pass (FasterMoE, Eq. 7)."""
 
 BACKWARD_PER_FORWARD = 2
-"""Compute of the backward pass divided by that of the forward pass (FasterMoE, Eq. 7).
-
-The backward pass computes the gradients of inputs and of weights.
-"""
+"""Compute of a backward pass (gradients of inputs and weights) over a forward pass's (FasterMoE, Eq. 7)."""
 
 LEAST_BETA_S_PER_BYTE = 1e-13
 """Lower limit of a fitted cost, 10 TB/s. Without it, a fit to noise could give a link that costs nothing."""
@@ -38,8 +32,7 @@ def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkC
     sizes, times = np.asarray(num_bytes, float), np.asarray(seconds, float)
     columns = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
     (alpha_s, beta_s_per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(times), rcond=None)
-    # Neither cost may be negative. If one of them is, it is set to its limit and the other one is fitted
-    # alone.
+    # A cost below its limit is set to the limit, and the other one is fitted alone.
     if alpha_s < 0:
         alpha_s, beta_s_per_byte = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
     elif beta_s_per_byte < LEAST_BETA_S_PER_BYTE:
@@ -49,11 +42,7 @@ def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkC
 
 @dataclass(frozen=True)
 class LinkFit:
-    """A fitted cost, and how well it agrees with the measurements.
-
-    ``r_squared`` is the share of the variance of the measured seconds that the fit explains, 1 if all are
-    equal, and ``worst_relative_error`` the largest ``|fitted - measured| / measured`` of all sizes.
-    """
+    """A fitted cost, the explained share of the variance, and the worst relative error."""
 
     cost: LinkCost
     r_squared: float
@@ -72,11 +61,7 @@ class LinkFit:
 
 @dataclass(frozen=True)
 class ClusterCost:
-    """Costs of links and compute in a cluster of equal devices.
-
-    They are those of one direction of a device's link inside its node (``intra``), of one direction of a
-    node's NIC (``inter``), and the throughput of one device on expert GEMMs.
-    """
+    """Costs of one direction of a device's link in its node and of a node's NIC; throughput on experts."""
 
     intra: LinkCost
     inter: LinkCost

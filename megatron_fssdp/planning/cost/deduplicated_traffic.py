@@ -1,4 +1,14 @@
-"""Traffic of the deduplicated exchange, estimated from loads.
+"""The two hops of the deduplicated exchange: its rows, and their number as it is estimated from loads.
+
+A token goes at most once to each node that computes one of its experts, and inside the node at most once to
+each device. The first hop leads to the *relay* of the token's source in that node: the device with the same
+number inside its node. The second hop leads from the relay to the devices of its node::
+
+    source (node 0, second device)        relays: the second devices        devices of each node
+    token t, experts on 4 devices    ──>  node 1  ───────────────────────>  its first and second device
+                                     ──>  node 2  ───────────────────────>  its first and second device
+
+Results return on the same way, and are summed on the device, on the relay, and at the source.
 
 Loads say how many pairs of token and expert go to a place, but not how many *different* tokens. The estimate
 assumes only that tokens select K different experts, and expert e is selected by a share s_e of the source's
@@ -14,25 +24,69 @@ Shape letters: E experts, D devices, N nodes.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks, plan_dispatch
-from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
 
+@dataclass(frozen=True, eq=False)
+class TwoHops:
+    """Rows of both hops of one micro-batch, known to all ranks.
+
+    From each source, ``tokens_DN`` tokens go to each node, however many of their experts are there, and
+    ``tokens_DD`` to each device; int64.
+    """
+
+    topology: Topology
+    tokens_DN: np.ndarray
+    tokens_DD: np.ndarray
+
+    @cached_property
+    def relay_DN(self) -> np.ndarray:
+        """The device of each node that receives the rows of each source, int64 ``[D, N]``."""
+        relay_DN = np.empty((self.topology.num_devices, self.topology.num_nodes), np.int64)
+        for members in self.topology.devices_by_node:
+            for number, source in enumerate(members):
+                relay_DN[source] = [own[number % len(own)] for own in self.topology.devices_by_node]
+        return relay_DN
+
+    @property
+    def tokens_between_nodes(self) -> float:
+        """Tokens that are sent to another node."""
+        nodes = np.arange(self.topology.num_nodes)
+        return float(self.tokens_DN[self.topology.node_of_device_D[:, None] != nodes].sum())
+
+    def sources(self, relay: int) -> np.ndarray:
+        """Sources whose rows a relay receives, ascending."""
+        return np.flatnonzero(self.relay_DN[:, self.topology.node_of_device[relay]] == relay)
+
+    def first_hop(self, device: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that a device sends to, and receives from, every device in the first hop, ``[D]`` each."""
+        sends_D, receives_D = np.zeros((2, self.topology.num_devices), np.int64)
+        sends_D[self.relay_DN[device]] = self.tokens_DN[device]
+        sources = self.sources(device)
+        receives_D[sources] = self.tokens_DN[sources, self.topology.node_of_device[device]]
+        return sends_D, receives_D
+
+    def second_hop(self, device: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that a device sends to, and receives from, every device in the second hop, ``[D]`` each."""
+        sends_D, receives_D = np.zeros((2, self.topology.num_devices), np.int64)
+        members = list(self.topology.devices_by_node[self.topology.node_of_device[device]])
+        sends_D[members] = self.tokens_DD[self.sources(device)][:, members].sum(axis=0)
+        receives_D[members] = [self.tokens_DD[self.sources(relay), device].sum() for relay in members]
+        return sends_D, receives_D
+
+
 @dataclass(frozen=True)
 class TokenChoices:
-    """What is known about the experts of the tokens.
+    """Experts that a token selects, ``top_k`` (K), and how well the estimate of its places fits.
 
-    Attributes:
-        top_k: Number of experts that a token selects, K.
-        node_factor: Recorded number of different nodes of a token, divided by the estimated one; 1 if nothing
-            was recorded.
-        device_factor: The same for devices.
+    The factors are recorded numbers of different nodes and devices of a token over estimated ones; 1 if
+    unknown.
     """
 
     top_k: int
@@ -43,10 +97,7 @@ class TokenChoices:
 def expected_hops(
     load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, choices: TokenChoices
 ) -> TwoHops:
-    """Expected numbers of different tokens in both hops under even dispatch.
-
-    The loads are (token, k) pairs by source device and expert, ``[D, E]``, and may be fractions.
-    """
+    """Expected numbers of different tokens in both hops under even dispatch, from pairs ``[D, E]``."""
     dispatch = plan_dispatch("even", load_DE, placement, topology)
     most_D = load_DE.sum(axis=1) / choices.top_k
     tokens_DN = np.zeros((topology.num_devices, topology.num_nodes))
@@ -98,8 +149,8 @@ def hops_traffic(hops: TwoHops) -> BusiestLinks:
 def tokens_per_pair(topology: Topology, num_experts: int, choices: TokenChoices) -> tuple[float, float]:
     """Tokens that the deduplicated exchange sends for one pair of the usual one, inside and between nodes.
 
-    The numbers are those of the busiest links under equal loads and even owners. The replica search
-    multiplies the bytes of pairs by them, because to count tokens it would look at whole nodes at each move.
+    They are those of the busiest links under equal loads and even owners. To count tokens, the replica search
+    would look at whole nodes at each move.
     """
     devices = topology.num_devices
     placement = ExpertPlacement.owners_only(np.arange(num_experts) * devices // num_experts, devices)

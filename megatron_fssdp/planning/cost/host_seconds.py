@@ -1,8 +1,7 @@
 """Seconds that the host of a rank takes to plan a layer, from a table of measurements.
 
 ``python -m benchmarks.host.host_table`` prints the tables at the end of this file. Between two sizes, the
-logarithm of the seconds is interpolated along the logarithm of ``E * D``. Beyond the largest size, the slope
-of the last two goes on. Below the smallest size, the seconds are those of the smallest size.
+logarithm of the seconds is interpolated along that of ``E * D``. Beyond the largest, the slope goes on.
 
 Shape letters: E experts, D devices.
 """
@@ -18,11 +17,10 @@ SIZES = ((16, 8), (64, 32), (256, 64), (256, 256), (512, 1024))
 
 @dataclass(frozen=True)
 class HostWork:
-    """What the host of a rank does for one layer, in seconds.
+    """Seconds in which the host of a rank plans for one layer.
 
-    It plans an iteration before the gate, on a GPU while it would wait, and a micro-batch with its exact
-    counts after the gate; then its own part of the micro-batch's dispatch. The device waits for the latter
-    two.
+    It plans an iteration before the gate, and a micro-batch with its exact counts after the gate; then its
+    own part of the micro-batch's dispatch. The device waits for the latter two.
     """
 
     before_gate_s: float = 0.0
@@ -32,10 +30,7 @@ class HostWork:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Measured milliseconds of :class:`HostWork` at each of :data:`SIZES`, by name of the strategy.
-
-    A strategy that is not named costs nothing.
-    """
+    """Milliseconds of :class:`HostWork` at each of :data:`SIZES`, by name of the strategy; otherwise 0."""
 
     before_gate_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     after_gate_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

@@ -1,17 +1,16 @@
 """Costs of one layer on the cluster of a run, measured in its first iterations."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
+from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, MessageRule
 
 STATE_OVER_PARAMETERS = 7
-"""Bytes that move with an expert to a new owner, over those of its parameters, if they are not known.
-
-Optimizer states and master weights of Adam in mixed precision have six times the bytes (Hecate, §2.3).
-"""
+"""Bytes that move with an expert over its parameters', with Adam in mixed precision (Hecate, §2.3)."""
 
 EXACT_SHARES_S = 4e-4
 """Seconds of exact shares on a GPU that was not measured: about 135 small kernels of 3 µs."""
@@ -23,20 +22,15 @@ class LayerProfile:
 
     Attributes:
         non_moe_s: Seconds of the forward pass of the compute before the layer, such as attention.
-        cluster: Costs of the links, and the throughput on experts.
-        expert_bytes: Bytes of the parameters of one expert.
         token_bytes: Bytes of one token's hidden state.
         flops_per_token: Floating-point operations of one expert's forward pass for one token.
         memory_capacity: Number of replicas that a device can hold for one layer (Hecate §4.2, m).
         gradient_bytes: Bytes of one expert's gradient as it is sent; ``None`` means ``expert_bytes``.
-        num_micro_batches: Number of micro-batches in an iteration.
-        owned_bytes: Bytes of parameters, master weights and optimizer states of one expert on its owner;
-            ``None`` if they are not known.
+        owned_bytes: Bytes of an expert with its master weights and optimizer states; ``None`` if unknown.
         messages: How a transfer divides an expert into messages.
         choices: What is known about the experts of the tokens; ``None`` if nothing is.
-        exact_shares_s: Seconds in which the device computes exact shares of a micro-batch
-            (``runtime/slots/exact_shares.py``).
         deduplicated: Whether prices count the deduplicated exchange, which needs ``choices``.
+        exact_shares_s: Seconds in which the device computes exact shares of a micro-batch.
     """
 
     non_moe_s: float
@@ -55,7 +49,7 @@ class LayerProfile:
 
     @property
     def sent_choices(self) -> TokenChoices | None:
-        """The choices that travel with the tokens of the deduplicated exchange; ``None`` without it."""
+        """The ``choices`` under the deduplicated exchange, with whose tokens they travel."""
         return self.choices if self.deduplicated else None
 
     @property
@@ -68,6 +62,11 @@ class LayerProfile:
         """Bytes that move when one expert gets a new owner or a new resident replica."""
         return self.owned_bytes or STATE_OVER_PARAMETERS * self.expert_bytes
 
+    @cached_property
+    def links(self) -> LinkSet:
+        """The cluster's links, with the same costs for every kind of transfer."""
+        return LinkSet(self.cluster.intra, self.cluster.inter)
+
     def slowest_link(self, topology: Topology) -> LinkCost:
         """Cost of the link between nodes if there are several and it has less bandwidth; or inside a node."""
         intra, inter = self.cluster.intra, self.cluster.inter
@@ -75,9 +74,6 @@ class LayerProfile:
         return inter if between else intra
 
     def overlap_degree(self, topology: Topology) -> int:
-        """Experts whose transfer hides under the compute before the layer: ``t = ⌊T_nonMoE · bw / size⌋``.
-
-        That is Hecate, §4.2, with the bandwidth of the slowest link; 0 if it costs nothing.
-        """
+        """Experts whose transfer hides before the layer: ``t = ⌊T_nonMoE · bw / size⌋`` (Hecate, §4.2)."""
         beta_s_per_byte = self.slowest_link(topology).beta_s_per_byte
         return int(self.non_moe_s / beta_s_per_byte / self.expert_bytes) if beta_s_per_byte else 0

@@ -1,8 +1,8 @@
 """The price of a layer, which all planners compare: its modelled seconds in an iteration, in both passes.
 
-The formula is ``Price`` in ``kernels.py``. The search asks it directly, all others by :func:`layer_seconds`.
-The simulator puts the pieces :func:`exchange_times` and :func:`transfer_times` on a
-timeline; ``tests/simulation/test_layer_price.py`` compares the two. The price follows what the runtime does:
+The formula is ``Price`` in ``kernels.py``, which the search and ``plan_price`` (``strategies/layer_plan.py``)
+ask. The simulator puts the pieces :func:`exchange_times` and :func:`transfer_times` on a timeline;
+``tests/simulation/test_layer_price.py`` compares the two. The price follows what the runtime does:
 
 * **All-to-alls** last until the busiest device's link inside its node and the busiest node's NICs, which its
   devices share, are both done. Every micro-batch starts its own: in each pass, two for rows and their
@@ -31,18 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.planning.compiled_form import kernels
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.link_seconds import (
-    NO_TRANSFER,
-    LinkSet,
-    LinkTimes,
-    TransferTraffic,
-    gather_counts_s,
-    moves_traffic,
-    plain_links,
-)
+from megatron_fssdp.planning.cost.link_seconds import LinkSet, LinkTimes, TransferTraffic, moves_traffic
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -71,16 +62,12 @@ def _exchanges(token_bytes: float, num_micro_batches: int, num_choices: int) -> 
 
 
 def exchange_times(
-    links: LinkSet,
-    pairs: BusiestLinks,
-    token_bytes: float,
-    num_micro_batches: int,
-    num_choices: int = 0,
+    links: LinkSet, pairs: BusiestLinks, token_bytes: float, num_micro_batches: int, num_choices: int = 0
 ) -> tuple[LinkTimes, LinkTimes]:
     """Seconds of dispatch and of combine of one micro-batch. The backward pass takes the same seconds again.
 
     The busiest links have (token, k) pairs of an iteration, or tokens of both deduplicated hops, with
-    ``num_choices`` choices each. Micro-batches have equal parts of them.
+    ``num_choices`` choices each.
     """
     dispatch, combine = (
         links.times(pairs, unit_bytes, starts, in_turn=num_choices > 0)
@@ -100,12 +87,7 @@ def _message_seconds(
 
 
 def transfer_times(
-    links: LinkSet,
-    traffic: TransferTraffic,
-    expert_bytes: int,
-    messages: MessageRule,
-    *,
-    adds: bool = False,
+    links: LinkSet, traffic: TransferTraffic, expert_bytes: int, messages: MessageRule, *, adds: bool = False
 ) -> LinkTimes:
     """Seconds of one SparseAllGather: the busiest links, and one message for each hop before the last.
 
@@ -122,21 +104,17 @@ def transfer_times(
 def moving_seconds(
     sources_P: np.ndarray, devices_P: np.ndarray, topology: Topology, profile: LayerProfile
 ) -> float:
-    """Seconds to move experts with all their states between iterations, which nothing hides.
-
-    ``sources_P`` and ``devices_P`` are the devices that each moved expert leaves and reaches, integers
-    ``[P]``. The runtime exchanges slots from device to device, so no path has a second hop.
-    """
-    links = plain_links(profile.cluster)
-    return links.times(moves_traffic(sources_P, devices_P, topology), profile.moved_bytes).seconds
+    """Seconds to move experts with their states between iterations, ``[P]``; each goes in one hop."""
+    moved = moves_traffic(sources_P, devices_P, topology)
+    return profile.links.times(moved, profile.moved_bytes).seconds
 
 
 @dataclass(frozen=True, eq=False)
 class LayerPrice:
     """Seconds of one layer in an iteration, in both passes, by their cause.
 
-    They are those of the compute before the layer, such as attention; of router counts, dispatches and
-    combines; of the experts on the device that computes most; and for which compute waits for spAG and spRS.
+    ``before_s`` is the compute before the layer, such as attention, and ``all_to_all_s`` has router counts,
+    dispatches and combines. ``gather_s`` and ``reduce_s`` are those for which compute waits.
     """
 
     before_s: float
@@ -147,62 +125,13 @@ class LayerPrice:
 
     @property
     def moe_s(self) -> float:
-        """All seconds except those of the compute before the layer, which no placement changes."""
+        """All seconds that a placement changes, without the compute before the layer."""
         return self.all_to_all_s + self.experts_s + self.gather_s + self.reduce_s
 
     @property
     def seconds(self) -> float:
         """All seconds of the layer and of the compute before it."""
         return self.before_s + self.moe_s
-
-
-def layer_seconds(
-    profile: LayerProfile,
-    life: ReplicaLife,
-    most_tokens: float,
-    pairs: BusiestLinks,
-    replicas: TransferTraffic = NO_TRANSFER,
-    *,
-    gather: TransferTraffic | None = None,
-    addition: TransferTraffic = NO_TRANSFER,
-    num_choices: int = 0,
-    counts_s: float,
-    num_micro_batches: int | None = None,
-    hides: bool = True,
-    early: float = 0.0,
-) -> LayerPrice:
-    """Price one layer in an iteration. The top of this file tells what the price contains.
-
-    Args:
-        profile: Measured costs.
-        life: How long replicas stay on their devices.
-        most_tokens: (token, k) pairs of the iteration on the device that computes most.
-        pairs: Pairs on the busiest links of the dispatch, or tokens of both deduplicated hops.
-        replicas: Traffic of a SparseAllGather of all final replicas. SparseReduceScatter is its transpose.
-        gather: Traffic of the SparseAllGather before the gate, if it is not that of ``replicas``.
-        addition: Traffic of the replicas that calibration gathers after the gate.
-        num_choices: Experts of each token in the deduplicated exchange; otherwise 0.
-        counts_s: Seconds between gate and dispatch in a micro-batch: :func:`counts_seconds`, and with exact
-            dispatch those of another gather and of the shares.
-        num_micro_batches: Number of micro-batches in the iteration. By default it is the profile's.
-        hides: Whether transfers run beside compute.
-        early: Share of the gather beside the experts of the layer before, which hide it.
-    """
-    times = profile.num_micro_batches if num_micro_batches is None else num_micro_batches
-    transfers = (replicas, gather or replicas, addition)
-    costs = price_arguments(
-        profile,
-        life,
-        counts_s,
-        max(traffic.num_hops for traffic in transfers),
-        num_micro_batches=times,
-        hides=hides,
-        early=early,
-        num_choices=num_choices,
-    )
-    numbers = ((one.busiest.near, one.busiest.far_of_node, one.num_hops, *one.fill_hops) for one in transfers)
-    parts_s = kernels().Price(*costs).parts(most_tokens, pairs.near, pairs.far_of_node, *numbers)
-    return LayerPrice(times * (1 + BACKWARD_PER_FORWARD) * profile.non_moe_s, *parts_s)
 
 
 @lru_cache(maxsize=64)  # all layers of a model have equal costs
@@ -218,12 +147,14 @@ def price_arguments(
     num_choices: int = 0,
     units_per_pair: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Any, ...]:
-    """The arguments of ``kernels.Price``, from those of :func:`layer_seconds`.
+    """The arguments of ``kernels.Price``. The top of this file tells what the price contains.
 
-    ``most_hops`` are the most hops of a path, ``num_choices`` those of :func:`layer_seconds`, and
-    ``units_per_pair`` the rows that travel for a pair, inside nodes and between nodes.
+    Between gate and dispatch of a micro-batch are ``counts_s``. ``hides`` says whether transfers run beside
+    compute, and ``early`` is the share of the gather beside the experts of the layer before, which hide it.
+    ``num_choices`` experts of each token travel with it in the deduplicated exchange. ``units_per_pair`` are
+    the rows that travel for a pair, inside nodes and between nodes.
     """
-    cluster, links = profile.cluster, plain_links(profile.cluster)
+    cluster = profile.cluster
     both, is_summed = (cluster.intra, cluster.inter), life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
     sizes = (profile.expert_bytes, profile.reduced_bytes if is_summed else profile.expert_bytes)
     exchanges = (
@@ -234,15 +165,13 @@ def price_arguments(
         for unit_bytes, starts in _exchanges(profile.token_bytes, num_micro_batches, num_choices)
     )
     moves = [(link.alpha_s, *(size * link.beta_s_per_byte for size in sizes)) for link in both]
-    of_hops = [(0.0,) * 6]
-    for hops in range(1, most_hops + 1):
-        gather, reduction = (
-            _message_seconds(links, size, profile.messages, hops, adds)
-            for size, adds in zip(sizes, (False, True), strict=True)
-        )
-        of_hops.append(gather + reduction)
+    of_hops = [
+        [_message_seconds(profile.links, size, profile.messages, hops, adds) for hops in range(most_hops + 1)]
+        for size, adds in zip(sizes, (False, True), strict=True)
+    ]
     return (
-        *(np.array(table) for table in (*exchanges, moves, of_hops)),
+        *(np.array(table) for table in (*exchanges, moves)),
+        np.hstack(of_hops),
         (1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
         float(num_micro_batches),
         counts_s,
@@ -252,8 +181,3 @@ def price_arguments(
         num_choices > 0,
         early,
     )
-
-
-def counts_seconds(profile: LayerProfile, topology: Topology, num_experts: int) -> float:
-    """Seconds in which every device gets the router counts of all others, by the profile's link costs."""
-    return gather_counts_s(plain_links(profile.cluster), topology, num_experts)

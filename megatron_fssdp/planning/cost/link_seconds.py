@@ -1,18 +1,17 @@
-"""Traffic on the busiest links, and the seconds that it takes.
+"""Traffic on the busiest links, the seconds that it takes, and those of exchanges in steps.
 
 Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName, LinkDescription
-from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, ClusterCost, LinkCost
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
-from megatron_fssdp.planning.placement.topology import Topology, kept_on
+from megatron_fssdp.planning.placement.topology import GroupRing, Topology, kept_on
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 COUNT_BYTES = 8
@@ -28,9 +27,9 @@ class TransferTraffic:
 
     Attributes:
         busiest: Number of experts on the busiest links.
-        fill_hops: (hops inside a node, hops between nodes) before the last hop of the path on which these
-            take longest. A pipelined transfer takes this much longer than its busiest link.
-        num_hops: Hops of the longest path; the number of messages depends on it.
+        fill_hops: Hops (inside a node, between nodes) before the last one of the path on which these take
+            longest: as much longer than its busiest link a pipelined transfer takes.
+        num_hops: Hops of the longest path.
         num_experts: Moved experts, one for each replica; ``num_between_nodes`` of them change nodes.
     """
 
@@ -46,34 +45,25 @@ NO_TRANSFER = TransferTraffic()
 
 @kept_on
 def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
-    """Traffic of a transfer plan. The plan keeps it for the next call."""
+    """Traffic of a transfer plan."""
     if not len(plan.table):
         return NO_TRANSFER
     expert_P, source_P, device_P, depth_P = plan.table.T
-    node_D = topology.node_of_device_D
+    node_D, num_hops = topology.node_of_device_D, plan.max_depth + 1
     is_far_P = node_D[source_P] != node_D[device_P]
-    # Hops between nodes take longer than those inside, so they count first.
-    path_ED = np.zeros((int(expert_P.max()) + 1, plan.num_devices, 2), np.int64)
-    longest = (0, 0)
-    for depth in range(plan.max_depth + 1):
+    # Hops between nodes on the path to each holder; of all hops there are as many as the depth says.
+    far_ED = np.zeros((int(expert_P.max()) + 1, plan.num_devices), np.int64)
+    for depth in range(num_hops):
         at = depth_P == depth
-        before = path_ED[expert_P[at], source_P[at]]
-        longest = max(longest, max(map(tuple, before.tolist())))
-        path_ED[expert_P[at], device_P[at]] = before + np.stack([is_far_P[at], ~is_far_P[at]], axis=1)
-    return TransferTraffic(
-        moves_traffic(source_P, device_P, topology),
-        (longest[1], longest[0]),
-        plan.max_depth + 1,
-        len(plan.table),
-        int(is_far_P.sum()),
-    )
+        far_ED[expert_P[at], device_P[at]] = far_ED[expert_P[at], source_P[at]] + is_far_P[at]
+    # Hops between nodes take longer than those inside, so they count first.
+    far, hops = max(zip(far_ED[expert_P, source_P].tolist(), depth_P.tolist(), strict=True))
+    busiest = moves_traffic(source_P, device_P, topology)
+    return TransferTraffic(busiest, (hops - far, far), num_hops, len(plan.table), int(is_far_P.sum()))
 
 
 def moves_traffic(source_P: np.ndarray, device_P: np.ndarray, topology: Topology) -> BusiestLinks:
-    """Units on the busiest links, if one unit travels from each source to its device, integers ``[P]``.
-
-    Units that stay on their device are not counted.
-    """
+    """Units on the busiest links, if one travels from each source to its device, ``[P]``."""
     node_D = topology.node_of_device_D
     is_far_P = node_D[source_P] != node_D[device_P]
 
@@ -88,12 +78,9 @@ def moves_traffic(source_P: np.ndarray, device_P: np.ndarray, topology: Topology
 
 @dataclass(frozen=True, eq=False)
 class LinkTimes:
-    """Seconds of a transfer on links inside nodes and between nodes, which work at the same time.
+    """Seconds of a transfer on the busiest links inside nodes (``near_s``) and between them, with start-up.
 
-    Attributes:
-        near_s: Seconds on the link of the busiest device inside its node, ``near_start_s`` of it start-up.
-        far_s: Seconds on the NICs of the busiest node, ``far_start_s`` of it start-up.
-        in_turn: Whether the links inside nodes work after those between nodes, and not at the same time.
+    If ``in_turn``, the links inside nodes work after those between nodes.
     """
 
     near_s: float = 0.0
@@ -104,7 +91,7 @@ class LinkTimes:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the transfers on both kinds of links have ended."""
+        """Seconds until both kinds of links are done."""
         return self.near_s + self.far_s if self.in_turn else max(self.near_s, self.far_s)
 
     @property
@@ -131,9 +118,8 @@ class LinkSet:
     ) -> LinkTimes:
         """Start-up plus transfer seconds of units (rows or experts) (FasterMoE, Eq. 2; Parm, Eq. 12).
 
-        Between nodes, the largest of three bounds counts: the bytes of the busiest node's NICs, the bytes of
-        the busiest device, and the bytes of an average node at the bandwidth that remains when all NICs are
-        busy. ``starts`` is the number of collectives that share the bytes; each has a start-up.
+        Between nodes, the largest of three bounds counts: of the busiest node's NICs, of the busiest device,
+        and of an average node while all NICs are busy. ``starts`` collectives share the bytes.
         """
         near_s = busiest.near * bytes_per_unit * self.near.beta_s_per_byte
         far_s = bytes_per_unit * max(
@@ -152,11 +138,7 @@ class LinkSet:
 
 
 class ClusterLinks(NamedTuple):
-    """Links of a cluster, as each kind of transfer uses them.
-
-    ``all_to_all`` is for dispatch and combine, ``transfer`` for spAG, spRS and re-sharding, which send from
-    device to device, and ``counts`` for router counts, which every device sends to every device.
-    """
+    """Links as used by dispatch and combine, by transfers, and by router counts."""
 
     all_to_all: LinkSet
     transfer: LinkSet
@@ -171,12 +153,6 @@ def gather_counts_s(links: LinkSet, topology: Topology, num_experts: int) -> flo
     others = float(topology.num_devices - smallest)
     busiest = BusiestLinks(float(largest - 1), others, others, others)
     return links.times(busiest, COUNT_BYTES * num_experts).seconds
-
-
-@lru_cache
-def plain_links(cluster: ClusterCost) -> LinkSet:
-    """The links of a cluster with the same costs for every kind of transfer."""
-    return LinkSet(cluster.intra, cluster.inter)
 
 
 def link_cost(link: LinkDescription, num_sharing: int = 1) -> LinkCost:
@@ -196,12 +172,11 @@ def cluster_links(
     """The links of a cluster. Measured costs of single collectives replace the general link costs.
 
     Between CPUs, this package exchanges rows and counts as point-to-point messages, and otherwise by torch's
-    collectives, as Megatron does.
+    collectives, as Megatron does (``is_megatrons`` if its dispatcher moves the tokens).
 
-    A fitted all-to-all or all-gather gives the bandwidth of each device while all devices of all nodes use
-    their NICs. In an uneven all-to-all most NICs are idle, and the busiest node has the whole bandwidth
-    ``inter_node`` of the description. A fitted point-to-point transfer limits one device. The limit of a node
-    is ``inter_node`` here, too. ``is_megatrons`` says whether Megatron's own dispatcher moves the tokens.
+    A fitted all-to-all or all-gather gives the bandwidth of each device while all devices use their NICs. In
+    an uneven all-to-all most NICs are idle, and the busiest node has the whole bandwidth ``inter_node``. A
+    fitted point-to-point transfer limits one device; the limit of a node is ``inter_node``.
     """
     far = link_cost(cluster.inter_node)
     all_to_all: CollectiveName = "all_to_all"
@@ -223,11 +198,7 @@ def cluster_links(
 
 
 def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
-    """The nodes of an expert-parallel group whose devices fill one node after the other.
-
-    Raises:
-        ValueError: The group does not fit the nodes.
-    """
+    """The nodes of a group that fills one node after the other; a ValueError if it does not fit them."""
     per_node = cluster.devices_per_node
     if num_devices > cluster.num_devices or (num_devices > per_node and num_devices % per_node):
         raise ValueError(
@@ -237,3 +208,53 @@ def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
             "(--cluster-set num_nodes=…)"
         )
     return Topology(tuple(device // per_node for device in range(num_devices)))
+
+
+@dataclass(frozen=True)
+class SteppedExchange:
+    """A layer's exchanges and experts in the steps of FasterMoE's smart schedule (§4.2, Fig. 8).
+
+    Messages run in the order ``S_0 … S_{n−1}, R_0 … R_{n−1}`` (``dispatchers/smart_schedule.py``), and
+    compute in the order ``C_0 … C_{n−1}``. Step 0 uses the links inside a group; the others share those
+    between groups in equal parts, between nodes if ``between_nodes``. Compute is divided evenly. Each of the
+    ``num_steps``, at least 2, pays the start-up of the whole exchange, and ``host_s`` on each lane. The price
+    does not know that smaller GEMMs are slower, and that weight gradients are written in every step.
+    """
+
+    num_steps: int
+    between_nodes: bool
+    host_s: float = 0.0
+
+    @classmethod
+    def of(cls, ring: GroupRing, topology: Topology, host_s: float = 0.0) -> "SteppedExchange | None":
+        """The steps of a ring of groups; ``None`` if all devices form one group."""
+        return cls(ring.num_steps, topology.num_nodes > 1, host_s) if ring.num_steps > 1 else None
+
+    def seconds(self, first: LinkTimes, second: LinkTimes, experts_s: float) -> float:
+        """Seconds from the first sent row to the last result; the arguments are of all groups at once."""
+        sent_s, ends = 0.0, [0.0]
+        for step in range(self.num_steps):
+            sent_s = sent_s + self.step_s(first, step) + self.host_s
+            ends.append(max(ends[-1], sent_s) + (experts_s / self.num_steps + self.host_s))
+        returned_s = sent_s
+        for step, computed_s in enumerate(ends[1:]):
+            returned_s = max(returned_s, computed_s) + self.step_s(second, step) + self.host_s
+        return returned_s
+
+    def saves(self, dispatch: LinkTimes, combine: LinkTimes, experts_s: float) -> bool:
+        """Whether both passes together are faster in steps, with ``experts_s`` of the forward pass."""
+        backward_s = BACKWARD_PER_FORWARD * experts_s
+        at_once_s = 2 * (dispatch.seconds + combine.seconds) + experts_s + backward_s
+        forward_s = self.seconds(dispatch, combine, experts_s)
+        return forward_s + self.seconds(combine, dispatch, backward_s) < at_once_s
+
+    def step_s(self, exchange: LinkTimes, step: int) -> float:
+        """Seconds of one step's messages in one direction; step 0 is the exchange within the own group."""
+        if not step:
+            return exchange.near_s if self.between_nodes else 0.0
+        whole_s, start_s = exchange.near_s, exchange.near_start_s
+        if self.between_nodes:
+            whole_s, start_s = exchange.far_s, exchange.far_start_s
+        if not whole_s:  # links without bytes have no start-up either
+            return 0.0
+        return start_s + max(whole_s - start_s, 0.0) / (self.num_steps - 1)

@@ -11,7 +11,7 @@ all-to-all everything that one rank sends, with its own part.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 
@@ -23,8 +23,6 @@ Ours divides tokens as ``s1`` does and runs the collectives of Megatron's sequen
 
 LEAST_SLICE_BYTES = 1 << 19
 """Smallest slice for which SAA takes a step; a smaller one has little to hide (docs/decisions.md)."""
-
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 Group = Literal["mp", "esp", "ep", "ep_esp"]
 
@@ -48,7 +46,6 @@ class ScheduledLayer:
         num_tokens: Number of tokens of one MP group, B·L.
         hidden_size: Model dimension, M, in numbers of ``element_bytes``.
         num_rows: Number of (token, k) pairs that are sent, E·T. With a capacity factor f it is k·f·B·L.
-        n_mp: Number of ranks of an MP group, N_MP; ``n_esp`` of an ESP group, ``n_ep`` of an EP group.
         is_split: Whether the ranks of an MP group have different tokens, as under sequence parallelism.
     """
 
@@ -78,10 +75,9 @@ class ScheduledLayer:
 
 
 def collectives_of(schedule: Schedule, layer: ScheduledLayer) -> tuple[Collective, ...]:
-    """The collectives of a forward pass in their order. Groups of a single rank have no collectives.
+    """The collectives of a forward pass in their order, without those of a single rank.
 
-    A backward pass has their transposes with the same sizes: it gathers where the forward pass splits, and
-    the reverse.
+    A backward pass has their transposes: it gathers where the forward pass splits, and the reverse.
     """
     rows_bytes, dumped_bytes = layer.rows_bytes, layer.rows_bytes * layer.n_esp
     own = dumped_bytes / layer.n_mp
@@ -115,11 +111,7 @@ ScheduleCosts = Mapping[tuple[Kind, Group], LinkCost]
 
 
 def schedule_seconds(schedule: Schedule, layer: ScheduledLayer, costs: ScheduleCosts) -> float:
-    """Seconds of the collectives of a forward pass (Parm, Eq. 1, 11 and 14).
-
-    Raises:
-        KeyError: The cost of a collective is missing.
-    """
+    """Seconds of the collectives of a forward pass (Parm, Eq. 1, 11 and 14); all costs must be known."""
     return math.fsum(costs[kind, over].time_s(size) for kind, over, size in collectives_of(schedule, layer))
 
 
@@ -132,8 +124,3 @@ def predicted_seconds(
         for schedule in among
         if all((kind, over) in costs for kind, over, _ in collectives_of(schedule, layer))
     }
-
-
-def best_schedule(predicted: Mapping[Schedule, float]) -> Schedule:
-    """The schedule with the fewest predicted seconds; of equal ones the first (Parm, Alg. 1: S1)."""
-    return min(predicted, key=lambda schedule: predicted[schedule])

@@ -1,8 +1,8 @@
 """Which device computes how many tokens of each expert, and from which sources these come.
 
-A policy says how many tokens of an expert each of its holders computes. Everything else follows in one way:
-a holder computes its own tokens first, then tokens of other devices of its node, then those of other nodes;
-where several sources or holders share, they share in proportion. Numbers are not rounded to whole tokens.
+A policy says how many tokens of an expert each of its holders computes. Everything else follows: a holder
+computes its own tokens first, then tokens of its node, then those of other nodes; where several sources or
+holders share, they share in proportion. Numbers are not rounded to whole tokens.
 
 Shape letters: E experts, D devices, N nodes.
 """
@@ -40,11 +40,7 @@ LEAST_LOAD = 1e-4
 
 @dataclass(frozen=True)
 class BusiestLinks:
-    """Number of units (tokens or experts) on the busiest link of each kind, in its busier direction.
-
-    They are between the busiest device and its node (``near``), and between other nodes and the busiest
-    device, the busiest node, or an average node.
-    """
+    """Units (tokens or experts) on the busiest link of each kind, in its busier direction."""
 
     near: float = 0.0
     far_of_device: float = 0.0
@@ -54,13 +50,9 @@ class BusiestLinks:
 
 @dataclass(frozen=True, eq=False)
 class TokenDispatch:
-    """A dispatch. Combine has the same traffic in the other direction.
+    """A dispatch of pairs ``counts_DE``. Combine has the same traffic in the other direction.
 
-    Attributes:
-        counts_DE: (token, k) pairs by source device and expert, ``[D, E]``.
-        tokens_ED: Pairs of each expert that each device computes, float64 ``[E, D]``. A row sums to the pairs
-            of its expert.
-        topology: Nodes of the devices.
+    A device computes ``tokens_ED`` pairs of each expert, float64; a row sums to the expert's pairs.
     """
 
     counts_DE: np.ndarray
@@ -124,13 +116,7 @@ class TokenDispatch:
 def plan_dispatch(
     policy: DispatchPolicy, counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
 ) -> TokenDispatch:
-    """Plan the dispatch of exact or expected counts ``[D, E]``, which may be fractions, under a policy.
-
-    Without replicas all policies give the same dispatch.
-
-    Raises:
-        ValueError: The counts do not match the placement, or the placement the topology.
-    """
+    """Plan the dispatch of counts ``[D, E]``, which may be fractions; a ValueError if sizes do not match."""
     wanted = (topology.num_devices, placement.num_experts)
     if np.shape(counts_DE) != wanted or placement.num_devices != topology.num_devices:
         raise ValueError(
@@ -153,11 +139,7 @@ def plan_dispatch(
 
 
 def _even(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
-    """Tokens by expert and device that go to the nearest holders in equal parts (Hecate §4.4).
-
-    If the source has the expert, its tokens stay there. Otherwise the holders in the source's node share
-    them, and if there are none, all holders.
-    """
+    """Tokens by expert and device that go to the nearest holders in equal parts (Hecate §4.4)."""
     present_ED = placement.present_ED
     own_ED = counts_DE.T * present_ED
     holders_EN = _over_nodes(present_ED.astype(np.float64), topology)
@@ -172,7 +154,7 @@ def _exact(
 ) -> np.ndarray:
     """Tokens by expert and device that level the loads of devices, or the even ones where that gains little.
 
-    This is for prices what ``runtime/slots/exact_shares.py`` computes on the device.
+    For prices, this is what ``runtime/slots/exact_shares.py`` computes on the device.
     """
     present_ED, total_E = placement.present_ED, counts_DE.sum(axis=0).astype(np.float64)
     prior_ED = even_ED + present_ED * ((total_E + 1) * ANY_HOLDER / present_ED.sum(axis=1))[:, None]

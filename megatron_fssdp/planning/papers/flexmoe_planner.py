@@ -1,7 +1,6 @@
 """FlexMoE: resident replicas that expand, shrink and migrate step by step (Hecate §2.3, §5.1).
 
-A resident replica outlives iterations and has optimizer states, so creating one costs a transfer of all of
-them. Owners never move; a checkpoint holds only the owners' experts.
+A resident replica has optimizer states, so creating one costs a transfer of all of them.
 
 Shape letters: E experts, D devices, N nodes.
 """
@@ -29,23 +28,13 @@ def next_resident_placement(
     threshold: float,
     most_steps: int,
 ) -> ExpertPlacement:
-    """Change the resident replicas step by step, as long as a step saves seconds.
+    """Change the resident replicas step by step, as long as a step saves seconds; owners stay.
 
     While the most loaded device has more than ``threshold`` times the mean load, the expert with the highest
-    load per replica expands to the least loaded device. If that device has no free slot, its replica with the
-    lowest load shrinks first. Then replicas migrate to nodes that already hold their expert.
-
-    Args:
-        placement: The present placement.
-        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
-        topology: Nodes of the devices.
-        saving_s: Seconds that a step from one placement to another one saves while the placement is kept.
-        slots: Most replicas that a device may hold of the layer.
-        threshold: Maximum over mean device load up to which no replica expands.
-        most_steps: Most expansions, and most migrations.
-
-    Returns:
-        A placement with the same owners; ``placement`` itself if nothing pays.
+    load per replica expands to the least loaded device. If that device has none of its ``slots`` free, its
+    replica with the lowest load shrinks first. Then replicas migrate to nodes that already hold their expert.
+    There are at most ``most_steps`` of either kind. ``saving_s`` are the seconds that a step from one
+    placement to another saves while it is kept; counts are those of an iteration.
     """
     for steps_of in (
         lambda present: _expansions(present, counts_DE, topology, threshold, slots),
@@ -62,11 +51,7 @@ def next_resident_placement(
 def _expansions(
     placement: ExpertPlacement, counts_DE: np.ndarray, topology: Topology, threshold: float, slots: int
 ) -> Iterator[ExpertPlacement]:
-    """Placements with one more replica: the highest load per replica and the least loaded device first.
-
-    If the device of the new replica has no free slot, its replica with the lowest load is removed. There are
-    none if the maximum over the mean of the device loads is at most ``threshold``.
-    """
+    """Placements with one more replica: the highest load per replica and the least loaded device first."""
     present_ED, owner_E = placement.present_ED, placement.owner_E
     load_D = plan_dispatch("even", counts_DE, placement, topology).device_tokens_D
     if max_over_mean(load_D) <= threshold:
@@ -84,11 +69,7 @@ def _expansions(
 
 
 def _migrations(placement: ExpertPlacement, topology: Topology, slots: int) -> Iterator[ExpertPlacement]:
-    """Placements in which one replica has moved to another device, in a node that already holds its expert.
-
-    A replica moves only if it is the only holder in its node. Its own node also counts as one that holds the
-    expert. A device may hold ``slots`` replicas.
-    """
+    """Placements in which a replica that is alone in its node moves, there or to a node with its expert."""
     node_D = topology.node_of_device_D
     room_D = slots - placement.replicas_per_device_D
     for expert in range(placement.num_experts):

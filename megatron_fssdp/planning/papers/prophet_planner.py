@@ -25,17 +25,12 @@ class ProphetModel:
     The methods take numbers or arrays of equal shapes, with one entry for each case.
 
     Attributes:
-        num_devices: Number of devices, the paper's ``D``.
         input_bytes: Bytes of one input (one token's hidden state), ``size(input)``.
-        expert_bytes: Bytes of one expert's parameters.
-        gradient_bytes: Bytes of one expert's gradients.
         bytes_per_s: Mean bandwidth of a device while all devices exchange inputs, ``B̄``.
-        inputs_per_s: Number of inputs for which a device computes the expert's forward pass in a second,
-            ``t``.
-        non_expert_s: Seconds of the forward pass of the computation between two MoE layers, ``FNEC``. Its
-            backward pass takes twice as long.
+        inputs_per_s: Inputs for which a device computes the expert's forward pass in a second, ``t``.
+        non_expert_s: Seconds of the forward pass of the computation between two MoE layers, ``FNEC``.
         overlaps: Whether Trans and Agg run beside computation. Then Eq. 8 is used in place of Eq. 6.
-        transfer_bytes_per_s: Bandwidth of Trans and Agg. ``None`` means ``B̄``, as in the paper. This field
+        transfer_bytes_per_s: Bandwidth of Trans and Agg; ``None`` means ``B̄``, as in the paper. This field
             is ours, because a two-level transfer has a node's link for itself.
         start_s: Start-up seconds of each expert's Trans, and of its Agg. The paper has none.
     """
@@ -52,36 +47,24 @@ class ProphetModel:
     start_s: float = 0.0
 
     def all_to_all_s(self, most_received: Any) -> Any:
-        """Seconds of one all-to-all, ``T_A2A = max_i R_i · size(input) / B̄`` (Eq. 1).
-
-        ``most_received`` are the most inputs that a device receives from other devices.
-        """
+        """Seconds of one all-to-all, ``T_A2A = max_i R_i · size(input) / B̄`` (Eq. 1)."""
         return most_received * self.input_bytes / self.bytes_per_s
 
     def expert_s(self, most_computed: Any) -> Any:
-        """Seconds of the experts' forward pass, ``T_FEC = max_i H_i / t`` (Eq. 2), and half of Eq. 3.
-
-        ``most_computed`` are the most inputs that a device computes.
-        """
+        """Seconds of the experts' forward pass, ``T_FEC = max_i H_i / t`` (Eq. 2), and half of Eq. 3."""
         return most_computed / self.inputs_per_s
 
     def transfer_s(self, num_selected: Any, num_bytes: float, num_left_out: int) -> Any:
         """Seconds of ``T_Trans = s · (D − n) · size / (D · B̄)`` (Eq. 4), or of ``T_Agg`` (Eq. 5).
 
-        Args:
-            num_selected: Number of selected experts, ``s``.
-            num_bytes: Bytes of one expert's parameters (Trans) or gradients (Agg), ``size``.
-            num_left_out: Number of devices to which a selected expert is not sent, ``n``.
+        ``s`` experts are selected, and each is sent to all but ``n`` devices.
         """
         share = (self.num_devices - num_left_out) / self.num_devices
         bytes_per_s = self.transfer_bytes_per_s or self.bytes_per_s
         return num_selected * (self.start_s + share * num_bytes / bytes_per_s)
 
     def layer_s(self, most_received: Any, most_computed: Any, num_selected: Any, num_left_out: int) -> Any:
-        """Modelled seconds of the layer: Eq. 6, or Eq. 8 if transfers overlap computation.
-
-        The arguments are those of the other methods.
-        """
+        """Modelled seconds of the layer: Eq. 6, or Eq. 8 if transfers overlap computation."""
         forward_s = self.expert_s(most_computed)
         trans_s = self.transfer_s(num_selected, self.expert_bytes, num_left_out)
         agg_s = self.transfer_s(num_selected, self.gradient_bytes, num_left_out)
@@ -101,28 +84,15 @@ def greedy_placements(
     balance: float,
     slots: int,
 ) -> list[ExpertPlacement]:
-    """Plan one layer by the greedy search, once for each of several numbers ``n`` (Pro-Prophet, Alg. 1).
+    """Plan one layer by the greedy search, once for each number ``n`` of ``left_out`` (Pro-Prophet, Alg. 1).
 
     Each step takes the most loaded device, and of its experts the most loaded one that has not been selected
     yet. The expert is sent to all devices except the ``n`` devices that have the fewest inputs for it. Inputs
-    on devices that have the expert then stay there. All other inputs go to its owner, as before. The steps
-    end when the load is balanced. The result is the sequence of first steps with the fewest modelled seconds,
-    or no step if none lowers them.
+    on devices that have the expert then stay there; all others go to its owner. The steps end when the load
+    is balanced: ``max(H) − min(H) < α · I / E`` (Eq. 7, ``α`` is ``balance``). The result is the sequence of
+    first steps with the fewest modelled seconds, or no step if none lowers them.
 
-    Args:
-        owner_E: Owner of every expert, integers ``[E]``.
-        counts_DE: (token, k) pairs of an iteration by source device and expert, integers ``[D, E]``.
-        model: The performance model of the layer.
-        left_out: The numbers ``n`` of devices to which a selected expert is not sent, each from 0 to D - 1.
-        balance: ``α`` of Eq. 7. The load is balanced if ``max(H) − min(H) < α · I / E``, with ``I`` inputs in
-            all.
-        slots: Most replicas that a device may hold.
-
-    Returns:
-        A placement for each number.
-
-    Raises:
-        ValueError: The counts do not match the owners and devices.
+    The (token, k) pairs ``[D, E]`` are those of an iteration, and a device has at most ``slots`` replicas.
     """
     num_experts, num_devices = len(owner_E), model.num_devices
     plain = ExpertPlacement.owners_only(owner_E, num_devices)

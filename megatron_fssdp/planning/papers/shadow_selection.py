@@ -12,14 +12,11 @@ from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_AL
 
 @dataclass(frozen=True)
 class ShadowingCosts:
-    """The quantities from which FasterMoE's model computes latencies.
+    """The quantities from which FasterMoE's model computes latencies, with its one bandwidth for all links.
 
-    Attributes:
-        token_bytes: Bytes of one token's hidden state, the paper's ``H``.
-        expert_bytes: Bytes of one expert's parameters, the paper's ``2αH²``, and of its gradient.
-        flops_per_token: Floating-point operations of one expert's forward pass for one token, ``4αH²``.
-        flops_per_s: Throughput of one device, ``P``.
-        bytes_per_s: Bandwidth of the network, ``W_net``. The model has one bandwidth for all links.
+    The paper's ``H`` is ``token_bytes``. An expert's parameters and its gradient have ``2αH²`` bytes each,
+    and its forward pass ``4αH²`` operations for one token. A device has the throughput ``P``, and the network
+    the bandwidth ``W_net``.
     """
 
     token_bytes: float
@@ -29,11 +26,11 @@ class ShadowingCosts:
     bytes_per_s: float
 
     def of_the_authors(self, num_devices: int) -> "ShadowingCosts":
-        """Costs with which these formulas equal those of the authors' scripts, on D expert-parallel devices.
+        """Costs with which these formulas equal the authors' scripts, on D expert-parallel devices.
 
-        ``policy_fn`` of ``plotting/fig11.py`` (github.com/laekov/fastermoe-ae), which was copied from their
-        system, counts the compute of every token four times (with the bytes of a number) and divides the
-        transfers of a shadow by the number of devices.
+        ``policy_fn`` of ``plotting/fig11.py`` (github.com/laekov/fastermoe-ae) counts the compute of every
+        token four times (with the bytes of a number) and divides the transfers of a shadow by the number of
+        devices.
         """
         each = self.expert_bytes / num_devices
         return replace(self, flops_per_token=4 * self.flops_per_token, expert_bytes=each)
@@ -41,11 +38,7 @@ class ShadowingCosts:
     def latency_s(self, num_tokens: float, num_shadowed: int, num_exchanged: float) -> float:
         """Seconds of a layer, forward and backward: Eq. 7 without shadows, Eq. 8 without an exchange.
 
-        Args:
-            num_tokens: Tokens that the most loaded device computes, ``B``, in ``3 · 4·B·αH² / P`` seconds.
-            num_shadowed: Number of shadows; each has a broadcast and a reduction of ``2αH² / W_net`` seconds.
-            num_exchanged: Tokens that the most loaded device receives in each of four all-to-alls, which take
-                ``4 · B·H / W_net`` seconds.
+        The tokens are those of the most loaded device, computed, and received in each of four all-to-alls.
         """
         compute_s = (1 + BACKWARD_PER_FORWARD) * num_tokens * self.flops_per_token / self.flops_per_s
         moved_bytes = num_shadowed * (self.expert_bytes + self.expert_bytes)
@@ -61,23 +54,14 @@ def select_shadows(
     most: int,
     remaining_exchange: bool = False,
 ) -> tuple[int, ...]:
-    """Select the experts to replicate on all devices (FasterMoE, Alg. 1).
+    """Select at most ``most`` experts to replicate on all devices, in this order (FasterMoE, Alg. 1).
 
-    Experts are tried in descending load. The tokens of a selected expert stay on their devices. An expert is
-    selected if this strictly lowers the modelled latency. The search ends at the first expert that does not
-    lower it. For a device that owns several experts, the sum of their tokens counts.
+    Experts are tried in descending load. The tokens of a selected expert stay on their devices. The search
+    ends at the first expert that does not strictly lower the modelled latency. For a device that owns several
+    experts, the sum of their tokens counts. The paper has no limit.
 
-    Args:
-        owner_E: Owner of every expert, integers ``[E]``.
-        counts_DE: (token, k) pairs by source device and expert, integers ``[D, E]``.
-        costs: The quantities from which latencies are computed.
-        most: Most experts to select. The paper has no limit.
-        remaining_exchange: Whether to add to Eq. 8 the all-to-alls of the tokens that still go to owners,
-            computed as in Eq. 7. The published Eq. 8 omits them, so its first shadow seems to save the whole
-            dispatch.
-
-    Returns:
-        The selected experts in the order of their selection.
+    ``remaining_exchange`` adds to Eq. 8 the all-to-alls of the tokens that still go to owners, computed as in
+    Eq. 7. The published Eq. 8 omits them, so its first shadow seems to save the whole dispatch.
     """
     load_E = counts_DE.sum(axis=0)
     tokens_D = np.bincount(owner_E, weights=load_E, minlength=len(counts_DE))

@@ -14,27 +14,18 @@ def sparse_materialization(
 ) -> ExpertPlacement:
     """Replicate the most loaded experts within the overlap degree and the free slots (Hecate, Alg. 1).
 
-    Let t = min(overlap_degree, E) and m = min(slots, t).
+    At most t = ``overlap_degree`` experts get replicas, and a device holds at most m = min(``slots``, t).
 
     1. Take the t most loaded experts.
     2. If m == t, there is enough memory: all of them go to all devices.
-    3. Otherwise share the D * m slots among them in proportion to load (see :func:`apportion_replicas`). Then
+    3. Otherwise share the D * m slots among them in proportion to load (:func:`apportion_replicas`). Then
        place the replicas of each expert, the most loaded expert first. A node that lacks the expert comes
-       before a node that has it, then the node with more free slots, then the device with more free slots,
-       then the device with the lowest rank.
+       before a node that has it, then the node with more free slots, then the device with more, then the
+       lowest rank.
 
-    The paper leaves some points open. We solve them as follows. Ties of load go to the lowest expert. An
-    expert without load gets no replicas and no slots, so the result has no replicas if all loads are zero. If
-    an expert cannot place all its replicas because no device without the expert has a free slot, the next
-    experts get them. Slots that the last expert cannot use stay empty.
-
-    Args:
-        owner_E: Owner of every expert, integers ``[E]``.
-        load_E: Load of every expert, ``[E]``, in any non-negative unit.
-        topology: Nodes of the devices.
-        overlap_degree: Most experts that may be replicated, t.
-        slots: Most replicas that a device may hold, m.
-
+    The paper leaves some points open. Ties of load go to the lowest expert. An expert without load gets no
+    replicas and no slots. If an expert cannot place all its replicas because no device without it has a free
+    slot, the next experts get them. Slots that the last expert cannot use stay empty.
     """
     placement = ExpertPlacement.owners_only(owner_E, topology.num_devices)
     load = np.asarray(load_E)
@@ -60,10 +51,8 @@ def sparse_materialization(
 def apportion_replicas(loads: list[float], total: int, most: int) -> list[int]:
     """Share ``total`` slots among experts in proportion to load (Hecate, Alg. 1, line 9).
 
-    Fractions are rounded by the method of largest remainders. An expert whose share exceeds ``most`` gets
-    ``most``. The rest is again shared among the next experts in proportion to load.
-
-    Loads are positive and descending; the numbers of replicas are in their order.
+    Loads are positive and descending. Fractions are rounded by the method of largest remainders. An expert
+    whose share exceeds ``most`` gets ``most``, and the next ones share the rest in proportion to load.
     """
     load_left = np.cumsum(loads[::-1])[::-1].tolist()
     num_capped = 0
@@ -86,8 +75,7 @@ def _best_devices(owner: int, free_D: np.ndarray, topology: Topology) -> np.ndar
     """The devices with a free slot other than an expert's owner, in the order in which Alg. 1 takes them.
 
     Taking a device gives its node the expert and one free slot less. In a node, devices are taken in a fixed
-    order, so the key of the i-th one is known beforehand, and all of them can be sorted at once. At first,
-    only the owner's node has the expert.
+    order, so the key of the i-th one is known beforehand, and all of them can be sorted at once.
     """
     node_D = topology.node_of_device_D
     node_free_N = np.bincount(node_D, weights=free_D).astype(np.int64)
@@ -107,17 +95,10 @@ def calibration_candidates(
 ) -> list[ExpertPlacement]:
     """Placements with more replicas, for the gate's exact counts (calibration, Hecate, §4.2).
 
-    Alg. 1 runs again with the exact counts and the same limits, so at most t more experts get replicas. Those
-    that ``planned`` lacks go into the free slots, the most loaded experts first. Replicas that are there
-    stay, because their transfer is already paid. The candidates have the additions of the most loaded 1, 2,
-    4, ... experts and of all: one expert's may pay off when those of all do not.
-
-    Args:
-        planned: The placement whose replicas are on their devices or are being gathered.
-        counts_DE: (token, k) pairs that every device routes to every expert, integers ``[D, E]``.
-        topology: Nodes of the devices.
-        overlap_degree: Most experts that may get more replicas, t.
-        slots: Most replicas that a device may hold, with those of ``planned``, m.
+    Alg. 1 runs again with the exact counts ``[D, E]`` and the same limits, so at most t more experts get
+    replicas. Those that ``planned`` lacks go into the free slots, the most loaded experts first. Replicas
+    that are there stay, because their transfer is already paid. The candidates have the additions of the most
+    loaded 1, 2, 4, ... experts and of all: one expert's may pay off when those of all do not.
     """
     load_E = counts_DE.sum(axis=0)
     wanted = sparse_materialization(

@@ -1,12 +1,9 @@
 """Which slot of which device holds each expert: owned slots of all layers, and slots of resident replicas.
 
-A slot holds the parameters and the optimizer state of one expert. A device has ``S = L*E/D`` slots over all
-MoE layers of its pipeline stage together. A device may therefore own any number of one layer's experts, and
-all devices still use the same memory (Hecate §4.3). If there are fewer experts of a layer than devices, a
-device owns none of most layers. ``S`` is then rounded up, and some slots may be free.
-
-Resident replicas (FlexMoE) outlive iterations and have Parameters and optimizer states of their own. Every
-device has W resident slots for each layer. They are numbered after its owned slots, layer by layer.
+A device has ``S = L*E/D`` owned slots over all MoE layers of its pipeline stage together, so it may own any
+number of one layer's experts (Hecate §4.3). If there are fewer experts of a layer than devices, ``S`` is
+rounded up, and some slots may be free. Resident replicas (FlexMoE) have W slots of each device for each
+layer, numbered after its owned slots, layer by layer.
 
 Shape letters: L MoE layers of a pipeline stage, E experts, D devices, W slots.
 """
@@ -14,7 +11,7 @@ Shape letters: L MoE layers of a pipeline stage, E experts, D devices, W slots.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +19,7 @@ from megatron_fssdp.planning.arrays import frozen_array
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 
 
-@dataclass(frozen=True)
-class SlotMove:
+class SlotMove(NamedTuple):
     """One expert of a layer (its index in the map) whose content goes from one device's slot to another's."""
 
     layer: int
@@ -36,16 +32,10 @@ class SlotMove:
 
 @dataclass(frozen=True, eq=False)
 class OwnerMap:
-    """One-to-one map from (layer, expert) to (device, slot).
-
-    Attributes:
-        device_LE: Owner of each expert of each layer, int64 ``[L, E]``, read-only.
-        slot_LE: Slot of each expert on its owner, int64 ``[L, E]``, read-only.
-        num_devices: Number of devices, D.
+    """One-to-one map from (layer, expert) to (device, slot), both int64 ``[L, E]`` and read-only.
 
     Raises:
-        ValueError: Two experts share a slot, or there are more experts than devices and they do not fill all
-            slots of equal devices.
+        ValueError: Two experts share a slot, or a slot is free although experts are more than devices.
     """
 
     device_LE: np.ndarray
@@ -80,12 +70,8 @@ class OwnerMap:
     def even(cls, num_layers: int, num_experts: int, num_devices: int) -> "OwnerMap":
         """The map with which a training starts: every layer's experts as in :func:`even_owners`.
 
-        With equal numbers of experts this is Megatron's own map. With fewer experts than devices, a layer's
-        owners are those of the layer before, each one device further. So every device owns equally many
-        experts of all layers together, or one less. Slots are numbered layer by layer.
-
-        Raises:
-            ValueError: There are more experts than devices, but not a multiple of them.
+        With fewer experts than devices, each layer's owners are one device further than those of the layer
+        before, so that memory stays even. Slots are numbered layer by layer.
         """
         device_LE = np.tile(even_owners(num_experts, num_devices), (num_layers, 1))
         if num_experts < num_devices:
@@ -122,27 +108,22 @@ class OwnerMap:
         return {int(expert): int(self.slot_LE[layer, expert]) for expert in experts}
 
     def expert_in(self, device: int, slot: int) -> tuple[int, int]:
-        """The (layer, expert) in a slot of a device. The slot may not be free."""
+        """The (layer, expert) in a slot of a device, which may not be free."""
         ((layer, expert),) = np.argwhere((self.device_LE == device) & (self.slot_LE == slot)).tolist()
         return layer, expert
 
     def with_owners(self, device_LE: np.ndarray) -> "OwnerMap":
-        """A map with new owners in which experts that stay on their device also stay in their slot.
+        """A map with new owners, integers ``[L, E]``, or a ValueError if a device has too few slots.
 
-        Experts that come to a device take the slots that other experts leave, and free slots, both in
-        ascending order. ``device_LE`` has the new owner of every expert, integers ``[L, E]``.
-
-        Raises:
-            ValueError: A device does not exist, or gets more experts than it has slots for.
+        Experts that stay on their device stay in their slot. Others take open slots in ascending order.
         """
         device_LE = np.asarray(device_LE, dtype=np.int64)
         slot_LE, stays_LE = self.slot_LE.copy(), device_LE == self.device_LE
         for device in np.unique(device_LE[~stays_LE]).tolist():
             is_here_LE = device_LE == device
             comes_LE = is_here_LE & ~stays_LE
-            is_open = np.ones(self.slots_per_device, bool)
-            is_open[slot_LE[is_here_LE & stays_LE]] = False
-            open_slots, number = np.flatnonzero(is_open), np.count_nonzero(comes_LE)
+            open_slots = np.setdiff1d(np.arange(self.slots_per_device), slot_LE[is_here_LE & stays_LE])
+            number = np.count_nonzero(comes_LE)
             if number > len(open_slots) or not 0 <= device < self.num_devices:
                 raise ValueError(
                     f"device {device} gets {number} experts and has {len(open_slots)} slots for them: wanted "
@@ -156,23 +137,21 @@ class OwnerMap:
         """The moves that turn this map into another one of the same experts, by layer, then expert."""
         differs = (self.device_LE != target.device_LE) | (self.slot_LE != target.slot_LE)
         maps = (self.device_LE, self.slot_LE, target.device_LE, target.slot_LE)
-        return tuple(
-            SlotMove(layer, expert, *(int(one[layer, expert]) for one in maps))
-            for layer, expert in np.argwhere(differs).tolist()
-        )
+        moves = np.stack([*np.nonzero(differs), *(places_LE[differs] for places_LE in maps)], axis=1)
+        return tuple(map(SlotMove._make, moves.tolist()))
 
     def digest(self) -> bytes:
         """A 16-byte hash by which ranks compare their maps."""
         return blake2b(self.device_LE.tobytes() + self.slot_LE.tobytes(), digest_size=16).digest()
 
     def as_lists(self) -> dict[str, Any]:
-        """The map as plain lists and numbers, for a checkpoint. :meth:`from_lists` is the inverse."""
+        """The map as plain lists and numbers, for a checkpoint."""
         lists = {"device_LE": self.device_LE.tolist(), "slot_LE": self.slot_LE.tolist()}
         return {**lists, "num_devices": self.num_devices}
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, Any]) -> "OwnerMap":
-        """The map from what :meth:`as_lists` returned."""
+        """The inverse of :meth:`as_lists`."""
         return cls(lists["device_LE"], lists["slot_LE"], int(lists["num_devices"]))
 
 
@@ -182,10 +161,7 @@ EMPTY = -1
 
 @dataclass(frozen=True, eq=False)
 class ResidentMap:
-    """The expert in every resident slot, or :data:`EMPTY`: ``expert_LDW``, int64 ``[L, D, W]``.
-
-    A device holds an expert of a layer once.
-    """
+    """The expert in every resident slot, or :data:`EMPTY`: ``expert_LDW``, int64 ``[L, D, W]``."""
 
     expert_LDW: np.ndarray
 
@@ -205,12 +181,9 @@ class ResidentMap:
         return {expert: experts.index(expert) for expert in sorted(experts) if expert != EMPTY}
 
     def holding(self, placements: Sequence[ExpertPlacement]) -> "ResidentMap":
-        """A map that holds the replicas of other placements, one for every layer.
+        """A map with the replicas of other placements, one for each layer; a ValueError without enough slots.
 
-        Replicas that are already in this map keep their slots. New replicas take the lowest free slots.
-
-        Raises:
-            ValueError: A device gets more replicas of a layer than it has resident slots.
+        Replicas that stay keep their slots. New ones take the lowest free slots.
         """
         expert_LDW = self.expert_LDW.copy()
         for layer, device in np.ndindex(expert_LDW.shape[:2]):
@@ -227,11 +200,9 @@ class ResidentMap:
 
     def copies_to(self, new: "ResidentMap", owners: OwnerMap) -> list[SlotMove]:
         """The copies from owners into resident slots that turn this map into ``new``."""
-        copies = []
         changed = (new.expert_LDW != self.expert_LDW) & (new.expert_LDW != EMPTY)
-        for layer, device, slot in np.argwhere(changed).tolist():
-            expert = int(new.expert_LDW[layer, device, slot])
-            source = int(owners.device_LE[layer, expert]), int(owners.slot_LE[layer, expert])
-            resident_slot = owners.slots_per_device + layer * self.slots + slot
-            copies.append(SlotMove(layer, expert, *source, device, resident_slot))
-        return copies
+        layer, device, slot = np.nonzero(changed)
+        expert, resident_slot = new.expert_LDW[changed], owners.slots_per_device + layer * self.slots + slot
+        source = owners.device_LE[layer, expert], owners.slot_LE[layer, expert]
+        copies = np.stack([layer, expert, *source, device, resident_slot], axis=1)
+        return [SlotMove._make(copy) for copy in copies.tolist()]

@@ -16,13 +16,9 @@ from megatron_fssdp.planning.arrays import frozen_array
 class ExpertPlacement:
     """Owners and replicas of one layer's experts during one iteration.
 
-    The constructor checks the invariants, so every placement object is valid. Two placements are equal if
-    their owners and their presence are equal.
-
     Attributes:
         owner_E: Device that keeps the parameters and the optimizer state of each expert, int64 ``[E]``.
-        present_ED: Whether each expert's parameters are present on each device, bool ``[E, D]``. True at the
-            owner.
+        present_ED: Whether each expert is present on each device, true at the owner; bool ``[E, D]``.
 
     Raises:
         ValueError: An array has a wrong shape or data type, or an owner is out of range or lacks its expert.
@@ -42,9 +38,9 @@ class ExpertPlacement:
             )
         object.__setattr__(self, "owner_E", frozen_array(owner, np.int64))
         object.__setattr__(self, "present_ED", frozen_array(present, np.bool_))
-        # A negative device number, viewed as unsigned, is larger than any device number.
-        if int(self.owner_E.view(np.uint64).max()) >= self.num_devices:
-            expert = int(np.flatnonzero((self.owner_E < 0) | (self.owner_E >= self.num_devices))[0])
+        is_wrong_E = (self.owner_E < 0) | (self.owner_E >= self.num_devices)
+        if is_wrong_E.any():
+            expert = int(is_wrong_E.argmax())
             raise ValueError(
                 f"expert {expert} is owned by device {int(self.owner_E[expert])}: wanted a device from 0 to "
                 f"{self.num_devices - 1}"
@@ -98,7 +94,7 @@ class ExpertPlacement:
         return tuple(np.flatnonzero(self.present_ED[:, device]).tolist())
 
     def digest(self) -> bytes:
-        """A 16-byte hash of owners and presence. Equal placements have equal hashes on all ranks."""
+        """A 16-byte hash of owners and presence, equal on all ranks."""
         shape = np.array(self.present_ED.shape, dtype="<i8").tobytes()
         owners = self.owner_E.astype("<i8").tobytes()
         presence = np.packbits(self.present_ED).tobytes()
@@ -115,14 +111,9 @@ class ExpertPlacement:
 
 
 def even_owners(num_experts: int, num_devices: int) -> np.ndarray:
-    """The owners with which a training starts: expert e is on device ``floor(e D / E)``, int64 ``[E]``.
+    """Megatron's owners, with which a training starts: expert e on device ``floor(e D / E)``, int64 ``[E]``.
 
-    If every device owns equally many experts, these are Megatron's owners. Megatron does not support fewer
-    experts than devices. Then every expert is on a device of its own.
-
-    Raises:
-        ValueError: A number is not positive, or there are more experts than devices but not a multiple of
-            them.
+    Megatron does not support fewer experts than devices. Other experts must be a multiple of the devices.
     """
     if num_devices < 1 or num_experts < 1 or (num_experts > num_devices and num_experts % num_devices):
         raise ValueError(

@@ -14,10 +14,7 @@ from megatron_fssdp.planning.arrays import frozen_array
 
 @dataclass(frozen=True)
 class Topology:
-    """Partition of the devices of an expert-parallel group into nodes.
-
-    ``node_of_device`` has the node of every device, ordered by the device's rank in the group. Nodes are
-    numbered 0, 1, ...
+    """Partition of an expert-parallel group into nodes; ``node_of_device`` has their numbers from 0 on.
 
     Raises:
         ValueError: There is no device, or a node number is missing.
@@ -42,10 +39,7 @@ class Topology:
 
     @classmethod
     def from_labels(cls, labels: Sequence[Hashable]) -> "Topology":
-        """A topology from the label of every device's node, such as a host name; ``[D]``.
-
-        Nodes are numbered in the order in which their labels first appear.
-        """
+        """A topology from the label of each device's node, such as a host name."""
         number_of = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         return cls(tuple(number_of[label] for label in labels))
 
@@ -66,10 +60,7 @@ class Topology:
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What kernels take: ``node_of_device_D``, the devices by node, and where each node begins there.
-
-        All are int64. The last array ends with D, so it is ``[N + 1]``.
-        """
+        """For kernels: the node of each device, the devices by node, and where each node begins there."""
         by_node_D = np.argsort(self.node_of_device_D, kind="stable")
         first_N = [0, *np.cumsum(np.bincount(self.node_of_device_D))]
         return self.node_of_device_D, frozen_array(by_node_D, np.int64), frozen_array(first_N, np.int64)
@@ -82,13 +73,12 @@ class Topology:
 
     @cached_property
     def smallest_and_largest_node(self) -> tuple[int, int]:
-        """Number of devices of the smallest and of the largest node."""
+        """Numbers of devices of the smallest and of the largest node."""
         sizes = [len(devices) for devices in self.devices_by_node]
         return min(sizes), max(sizes)
 
     @cached_property
     def _is_uniform(self) -> bool:
-        """Whether nodes are equal and contiguous in rank order."""
         return self.node_of_device == tuple(
             np.repeat(range(self.num_nodes), self.num_devices // self.num_nodes)
         )
@@ -105,7 +95,7 @@ class Topology:
 def kept_on[Keeper, Result](
     build: Callable[[Keeper, Topology], Result],
 ) -> Callable[[Keeper, Topology], Result]:
-    """Let a function keep its last result on its first argument, a frozen object, for the same topology."""
+    """Keep a function's last result on its first argument, a frozen object, for the same topology."""
 
     @wraps(build)
     def kept(keeper: Keeper, topology: Topology) -> Result:
@@ -122,8 +112,8 @@ class GroupRing:
     """The exchange partners of one rank, step by step, under the smart schedule (FasterMoE, §4.2).
 
     Consecutive ranks, ``num_ranks`` in all, form groups of equal size, and the groups form a ring. In each
-    step ``rank`` sends rows to one group and receives rows from one group. It exchanges with its own group in
-    the last step if ``own_last``, and otherwise in the first one. All ranks need the same value.
+    step ``rank`` sends rows to one group and receives rows from one; its own group has the last step if
+    ``own_last``, and otherwise the first one. All ranks need the same value.
 
     Raises:
         ValueError: The group size does not divide the number of ranks.
@@ -143,13 +133,7 @@ class GroupRing:
 
     @classmethod
     def of(cls, rank: int, topology: Topology, group_size: int | None = None) -> "GroupRing":
-        """The ring of a rank whose groups have a given size, or are the nodes if no size is given.
-
-        If there is only one node, or if nodes differ in size, each rank is then a group.
-
-        Raises:
-            ValueError: The group size does not divide the number of ranks.
-        """
+        """The ring of a rank. By default, groups are the nodes, or single ranks for unequal nodes or one."""
         if group_size is None:
             smallest, largest = topology.smallest_and_largest_node
             group_size = smallest if smallest == largest and topology.num_nodes > 1 else 1
@@ -161,11 +145,11 @@ class GroupRing:
         return self.num_ranks // self.group_size
 
     def receivers(self, step: int) -> range:
-        """The ranks to which this rank sends rows: group ``own − k``, k steps after that of the own group."""
+        """The ranks to which this rank sends rows: group ``own − k``."""
         return self._group(-step - self.own_last)
 
     def senders(self, step: int) -> range:
-        """The ranks whose rows this rank computes: group ``own + k``, k steps after that of the own group."""
+        """The ranks whose rows this rank computes: group ``own + k``, k steps after the own group's."""
         return self._group(step + self.own_last)
 
     def _group(self, distance: int) -> range:

@@ -1,15 +1,14 @@
 """The rule by which a transfer divides an expert into messages; the runtime and all prices follow it.
 
-A transfer of B bytes in n messages takes s stages: it crosses the hops of its longest path one after the
-other, and under SparseReduceScatter the addition at the owner is one more stage. While a stage works on one
-message, the stage before it works on the next one. With a fixed cost of a seconds for each batch of messages
-and b seconds per byte, the transfer takes
+A transfer of B bytes in n messages takes s stages: the hops of its longest path, one after the other, and
+under SparseReduceScatter the addition at the owner. While a stage works on one message, the stage before it
+works on the next one. With a fixed cost of a seconds for each batch of messages and b seconds per byte, the
+transfer takes
 
     (n + s - 1) · (a + b · B / n)        shortest for        n² = (s - 1) · B · b / a
 
-One stage has nothing to wait for, so one message is best. With several stages, a few messages are enough:
-their number grows with the root of the bytes. ``a / b`` is the number of bytes that travel in the time of a
-batch's fixed cost.
+One stage has nothing to wait for, so one message is best. With several stages, their number grows with the
+root of the bytes. ``a / b`` is the number of bytes that travel in the time of a batch's fixed cost.
 """
 
 import math
@@ -21,13 +20,10 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class FixedMessages:
-    """Messages of one size, whatever the size of an expert and the number of stages.
+    """Messages of at most ``num_bytes``, whatever the size of an expert and the number of stages.
 
-    Attributes:
-        num_bytes: Most bytes of a message.
-        num_open: Most messages of one sender that a receiving device keeps at the same time; they come early.
-        batch_host_s: Seconds of the host for each batch of messages, which delay the transfer.
-        step_host_s: Seconds of the host for each step of the smart schedule, which delay its next messages.
+    A receiving device keeps at most ``num_open`` messages of one sender, which come early. The host takes
+    ``batch_host_s`` for each batch of messages, and ``step_host_s`` for each step of the smart schedule.
     """
 
     num_bytes: int
@@ -46,14 +42,10 @@ class FixedMessages:
 
 @dataclass(frozen=True)
 class PipelinedMessages:
-    """One message for one stage, otherwise as many as make the pipeline shortest, within limits.
+    """One message for one stage, otherwise as many as make the pipeline shortest.
 
-    Attributes:
-        least_bytes: Bytes that travel in the time of a batch's fixed cost. No message of a divided expert is
-            smaller.
-        fewest: Fewest messages of an expert with several stages, if they have ``least_bytes`` each.
-        most: Most messages of an expert.
-        num_open: As in :class:`FixedMessages`, and so are ``batch_host_s`` and ``step_host_s``.
+    They are ``fewest`` to ``most`` of at least ``least_bytes``, which travel in the time of a batch's fixed
+    cost.
     """
 
     least_bytes: int
@@ -83,19 +75,17 @@ MessageRule = FixedMessages | PipelinedMessages
 HOST_MESSAGES = FixedMessages(1 << 17, num_open=6, step_host_s=1.7e-3)
 """Between CPUs: 128 KiB, small enough that node leaders forward the first message early.
 
-Of 32, 64, 128 and 256 KiB this was the best size for experts of 2 to 16 MiB on links of 400 Mbit/s
-(docs/decisions.md). Receives are posted four steps early, and the messages of one more step are added
-meanwhile. A link's measured bandwidth contains the host's time for messages. Steps of the smart schedule wait
-for each other: on the testbed (8 ranks on 2 cores), 4 steps took 5.8 ms (rows) and 7.7 ms (results) longer
-than their bytes and start-ups.
+This was the best of 32 to 256 KiB for experts of 2 to 16 MiB (docs/decisions.md). Receives are posted four
+steps early, and the messages of one more step are added meanwhile. A link's measured bandwidth contains the
+host's time for messages. Steps of the smart schedule wait for each other: on the testbed (8 ranks on 2
+cores), 4 steps took 5.8 ms (rows) and 7.7 ms (results) longer than their bytes and start-ups.
 """
 
 CUDA_MESSAGES = PipelinedMessages(1 << 20, fewest=8, most=16, batch_host_s=30e-6)
 """Between CUDA devices: the whole expert over one hop, 8 to 16 messages where stages pipeline.
 
 No GPU has measured these numbers. The host is assumed to take 30 µs for a batch of NCCL messages, in which a
-link of 35 GB/s carries 1 MiB, and no time for a step of the smart schedule, because a stream orders the steps
-and the host runs ahead of it.
+link of 35 GB/s carries 1 MiB, and no time for a step, because the host runs ahead of the stream.
 """
 
 

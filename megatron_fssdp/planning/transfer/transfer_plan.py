@@ -16,10 +16,7 @@ from megatron_fssdp.planning.placement.topology import Topology, kept_on
 
 
 class TransferEdge(NamedTuple):
-    """The transfer of one expert's parameters from a device that has it to another one.
-
-    ``depth`` is the number of transfers that must come before this one, counted from the owner.
-    """
+    """The transfer of one expert from a device that has it to another one, after ``depth`` others."""
 
     expert: int
     source: int
@@ -31,10 +28,8 @@ class TransferEdge(NamedTuple):
 class TransferPlan:
     """The transfers of one layer between D devices. Those of an expert form a tree with its owner as root.
 
-    Attributes:
-        num_devices: Number of devices, D.
-        table: Expert, source, destination and depth of each edge, int64 ``[P, 4]``, read-only. An edge comes
-            after the edge that brings the expert to its source.
+    A row of ``table``, int64 ``[P, 4]``, has expert, source, destination and depth of an edge. It comes after
+    the edge that brings the expert to its source.
     """
 
     num_devices: int
@@ -49,11 +44,7 @@ class TransferPlan:
         return tuple(map(TransferEdge._make, self.table.tolist()))
 
     def check_serves(self, placement: ExpertPlacement) -> None:
-        """Check that the edges bring every expert from its owner to all its holders, and to no other device.
-
-        Raises:
-            ValueError: An edge starts on a wrong device, or an expert reaches a wrong set of devices.
-        """
+        """Raise a ValueError unless the edges bring every expert from its owner to exactly its holders."""
         if not len(self.table) and not placement.num_replicas:
             return
         expert_P, source_P, destination_P, depth_P = self.table.T
@@ -85,10 +76,6 @@ class TransferPlan:
         incoming, outgoing = (self.table[self.table[:, column] == device].tolist() for column in (2, 1))
         return tuple(map(TransferEdge._make, incoming)), tuple(map(TransferEdge._make, outgoing))
 
-    def total_bytes(self, expert_bytes: int) -> int:
-        """Bytes that all transfers move together."""
-        return len(self.table) * expert_bytes
-
 
 @kept_on
 def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> TransferPlan:
@@ -104,19 +91,16 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
           |                          |                           |
           +-0-> 2                    +-1-> 6                     +-2-> 10
 
-    Between nodes, the edges form a chain over one leader for each node. The chain starts at the owner and
-    visits the other nodes in cyclic order, so that the NIC of a node carries each expert at most once in and
-    once out. The leader of a node is its first holder from a certain place in the node on, in cyclic order:
-    the owner's place in its own node for the first expert of an owner, the next place for the second one, and
-    so on. This spreads the traffic, and the replica search can price each expert alone.
+    Between nodes, the edges form a chain over one leader for each node, from the owner on in cyclic order, so
+    that the NIC of a node carries each expert at most once in and once out. The leader of a node is its first
+    holder from a certain place in the node on: the owner's place in its own node for the first expert of an
+    owner, the next place for the second one, and so on. This spreads the traffic, and the replica search can
+    price each expert alone.
 
-    Inside a node, the edges form a binary tree over the holders in cyclic order of their numbers, from the
-    leader on. In a star, the leader's link would carry the expert more often; in a chain, the depth would
-    grow with the size of the node instead of its logarithm. Among edges of equal depth, those between nodes
-    come first, so that a leader sends to the next node before it sends inside its own node.
-
-    Raises:
-        ValueError: The placement and the topology have different numbers of devices.
+    Inside a node, the edges form a binary tree over the holders in cyclic order, from the leader on. In a
+    star, the leader's link would carry the expert more often; in a chain, the depth would grow with the size
+    of the node instead of its logarithm. Of equal depth, edges between nodes come first, so that a leader
+    sends to the next node before it sends inside its own node. Placement and topology have the same devices.
     """
     num_devices = placement.num_devices
     if num_devices != topology.num_devices:
@@ -126,9 +110,8 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
         )
     table = np.empty((placement.num_replicas, 4), np.int64)
     if len(table):
-        nodes = tuple(memoryview(np.array(numbers)) for numbers in topology.arrays)
-        owner_E = memoryview(np.array(placement.owner_E))
-        kernels().Trees(owner_E, nodes, placement.present_ED).write_edges(memoryview(table))
+        trees = kernels().Trees(placement.owner_E, topology.arrays, placement.present_ED)
+        trees.write_edges(memoryview(table))
         table = table[np.lexsort((table[:, 2], table[:, 1], table[:, 0], table[:, 3]))]
         table[:, 3] //= 2
     return TransferPlan(num_devices, table)
@@ -137,13 +120,7 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
 def additional_transfer(
     planned: ExpertPlacement, corrected: ExpertPlacement, topology: Topology
 ) -> TransferPlan:
-    """The gathers from owners of the replicas that ``corrected`` has and ``planned`` lacks.
-
-    Gradients go to the owners along :func:`two_level_transfer` of ``corrected``.
-
-    Raises:
-        ValueError: The placements have different owners, or the topology has other devices.
-    """
+    """The gathers from owners of the replicas that ``planned`` lacks; a ValueError if owners differ."""
     if not np.array_equal(planned.owner_E, corrected.owner_E) or (
         planned.present_ED.shape != corrected.present_ED.shape
     ):

@@ -14,7 +14,7 @@ from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer

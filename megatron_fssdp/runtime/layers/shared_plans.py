@@ -50,7 +50,7 @@ class SharedPlans:
         own: list[bytes] | Exception
         try:
             mine = (layer for layer in layers if self.layers.index(layer) % size == rank)
-            own = [_packed(layer.plan_alone()) for layer in mine]
+            own = [packed(layer.plan_alone()) for layer in mine]
         except Exception as error:  # The others wait for this rank.
             own = error
         by_rank = [pickle.loads(one) for one in self._gather(pickle.dumps(own), first.experts.device)]
@@ -79,13 +79,14 @@ class SharedPlans:
             self._num_bytes = 1 << (max(lengths) - 1).bit_length()
 
 
-def _packed(plan: LayerPlan) -> bytes:
+def packed(plan: LayerPlan) -> bytes:
+    """A plan as a short message, without what all ranks know."""
     rest = [getattr(plan, field.name) for field in fields(plan)[2:]]
     return pickle.dumps((np.packbits(plan.placement.present_ED), plan.transfer.table.astype(np.int32), rest))
 
 
 def unpacked(message: bytes, context: LayerContext) -> LayerPlan:
-    """The plan that another rank has packed for this layer."""
+    """The plan that a rank has packed for this layer."""
     bits, table, rest = pickle.loads(message)
     shape = context.num_experts, context.num_devices
     present_ED = np.unpackbits(bits, count=shape[0] * shape[1]).reshape(shape).view(np.bool_)

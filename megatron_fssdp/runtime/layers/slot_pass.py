@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.slots.share_table import dispatch_table, even_table, owner_table
-from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable, dispatch_table, even_table, owner_table
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 from megatron_fssdp.runtime.slots.exact_shares import Holders
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers

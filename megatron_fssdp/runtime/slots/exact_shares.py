@@ -90,7 +90,7 @@ class Holders:
         """Derive the tensors of one source from a plan; the host does not wait for the device.
 
         Args:
-            slot_ED: :attr:`~megatron_fssdp.planning.slots.slot_table.SlotTable.slot_ED`, on the host.
+            slot_ED: :attr:`~megatron_fssdp.planning.slot_tables.SlotTable.slot_ED`, on the host.
             node_D: Node of each device, int64 ``[D]``, on the host.
             source: Number of this device.
             device: Device of the tensors; the CPU by default.

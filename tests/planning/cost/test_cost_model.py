@@ -2,12 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.cost.cost_model import (
-    LEAST_BETA_S_PER_BYTE,
-    LinkCost,
-    LinkFit,
-    fit_link_cost,
-)
+from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, LinkFit, fit_link_cost
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 

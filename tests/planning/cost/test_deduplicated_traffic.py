@@ -1,21 +1,55 @@
-"""The estimate of different tokens: exact where it can be, near drawn tokens elsewhere."""
+"""Both hops against a count of single tokens; their estimate: exact where it can be, else near drawn ones."""
 
 from math import comb
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.deduplicated_traffic import (
     TokenChoices,
+    TwoHops,
     expected_hops,
     hops_traffic,
     tokens_per_pair,
 )
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
-from megatron_fssdp.planning.dispatch.two_hops import TwoHops
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from tests.support.random_placement import with_replicas
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    nodes=st.lists(st.integers(0, 2), min_size=1, max_size=7),
+    num_tokens=st.integers(0, 12),
+    seed=st.integers(0, 1000),
+)
+def test_every_token_takes_both_hops_once(nodes: list[int], num_tokens: int, seed: int) -> None:
+    """Nodes may have different sizes and their devices any order of ranks."""
+    topology = Topology.from_labels(nodes)
+    num_devices, num_nodes = topology.num_devices, topology.num_nodes
+    rng = np.random.default_rng(seed)
+    goes_DTD = rng.random((num_devices, num_tokens, num_devices)) < 0.3
+    at_node = np.zeros((num_devices, num_tokens, num_nodes), bool)
+    for device, node in enumerate(topology.node_of_device):
+        at_node[:, :, node] |= goes_DTD[:, :, device]
+    hops = TwoHops(topology, at_node.sum(axis=1), goes_DTD.sum(axis=1))
+    first, second = np.zeros((2, num_devices, num_devices), np.int64)
+    for source in range(num_devices):
+        for token in range(num_tokens):
+            for node in np.flatnonzero(at_node[source, token]):
+                relay = hops.relay_DN[source, node]
+                assert topology.node_of_device[relay] == node
+                first[source, relay] += 1
+                for device in topology.devices_by_node[node]:
+                    second[relay, device] += goes_DTD[source, token, device]
+    for device in range(num_devices):
+        for hop, wanted in ((hops.first_hop(device), first), (hops.second_hop(device), second)):
+            np.testing.assert_array_equal(hop[0], wanted[device])
+            np.testing.assert_array_equal(hop[1], wanted[:, device])
+
 
 EXPERTS, DEVICES, NODES = 16, 8, 4
 TOPOLOGY = Topology.uniform(DEVICES, NODES)
@@ -72,7 +106,7 @@ def test_busiest_links_are_those_of_single_hops() -> None:
     far = np.where(is_near, 0, sends)
     second = np.zeros((size, size))
     for relay in range(size):
-        for device in hops.members(relay):
+        for device in np.flatnonzero(is_near[relay]):
             second[relay, device] = hops.tokens_DD[hops.sources(relay), device].sum()
     np.fill_diagonal(second, 0)
     found = hops_traffic(hops)

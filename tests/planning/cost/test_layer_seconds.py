@@ -8,15 +8,12 @@ import pytest
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import layer_seconds
-from megatron_fssdp.planning.cost.link_seconds import TransferTraffic
-from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from tests.planning.cost.transfer_cost import transfer_seconds
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+from tests.planning.placement_cases import transfer_seconds
 from tests.support.random_placement import plain_transfer
 
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
@@ -38,25 +35,29 @@ def test_a_transfer_takes_as_long_as_its_busiest_link():
 
 
 @pytest.mark.parametrize(
-    ("life", "gather_s", "reduce_s"),
+    ("ways", "gather_s", "reduce_s"),
     [
         # 10 s of weights and 20 s of sums; 3 s of compute and 1 s of counts before the layer, 6 s backward.
-        (ReplicaLife.ITERATION, 10 - 4, 20 - 6),
+        ({}, 10 - 4, 20 - 6),
         # To the owners and back.
-        (ReplicaLife.RESIDENT, 0, 2 * 20 - 6),
+        ({"resident": True}, 0, 2 * 20 - 6),
         # Nothing hides a gather that starts after the counts; gradients in the parameters' data type.
-        (ReplicaLife.MICRO_BATCH, 2 * 10, 2 * (10 - 6)),
+        ({"each_micro_batch": True}, 2 * 10, 2 * (10 - 6)),
         # Both gathers and the reduction, with each of two micro-batches.
-        (ReplicaLife.LAYER_PASS, 2 * (10 - 4) + 2 * 10, 2 * (10 - 6)),
+        ({"rematerialize": True}, 2 * (10 - 4) + 2 * 10, 2 * (10 - 6)),
     ],
 )
-def test_what_is_waited_for_by_life(life: ReplicaLife, gather_s: float, reduce_s: float):
-    replicas = TransferTraffic(BusiestLinks(near=1.0), num_hops=1)
-    profile = replace(PROFILE, non_moe_s=3.0, expert_bytes=10, gradient_bytes=20, num_micro_batches=2)
-    layer = (profile, life, 0.0, BusiestLinks(near=1e-9), replicas)
-    price = layer_seconds(*layer, counts_s=1.0)
+def test_what_is_waited_for_by_life(ways: dict[str, bool], gather_s: float, reduce_s: float):
+    """The device that owns the only expert sends it to the other one, at 8 bytes/s; there are no tokens."""
+    link = LinkCost(0.0, 1 / 8)
+    profile = replace(PROFILE, cluster=ClusterCost(link, link, 1.0), non_moe_s=3.0, num_micro_batches=2)
+    profile = replace(profile, expert_bytes=80, gradient_bytes=160)
+    placement, topology = ExpertPlacement(np.array([0]), np.ones((1, 2), dtype=bool)), Topology.uniform(2, 1)
+    plan = LayerPlan(placement, two_level_transfer(placement, topology), **ways)
+    layer = (np.zeros((2, 1), np.int64), LayerContext(1, placement.owner_E, topology, profile))
+    price = plan_price(plan, *layer)
     assert float(price.gather_s) == pytest.approx(gather_s)
     assert float(price.reduce_s) == pytest.approx(reduce_s)
     assert price.before_s == 2 * 3 * 3.0
-    in_turn = layer_seconds(*layer, counts_s=1.0, hides=False)
+    in_turn = plan_price(replace(plan, gather_ahead=False), *layer)
     assert in_turn.gather_s + in_turn.reduce_s > gather_s + reduce_s

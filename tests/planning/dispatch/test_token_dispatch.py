@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.exact_shares import Holders, exact_ends_ED
 from tests.drawn_examples import examples
-
-from ..cost.dense_traffic import pairs_traffic
-from ..placement_cases import brute_force_dispatch_DED, placements, random_counts_DE
+from tests.planning.placement_cases import (
+    brute_force_dispatch_DED,
+    pairs_traffic,
+    placements,
+    random_counts_DE,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 WHOLE = 840

@@ -39,9 +39,9 @@ class Price:
     """Seconds of a layer, and of creating replicas."""
 
     counts_DE: np.ndarray
-    topology: Topology
-    profile: LayerProfile
-    num_iterations: int
+    topology: Topology = FOUR
+    profile: LayerProfile = PROFILE
+    num_iterations: int = 10
 
     def iteration_s(self, placement: ExpertPlacement) -> float:
         layer = (self.counts_DE, placement, self.topology, self.profile)
@@ -51,13 +51,6 @@ class Price:
         expert_P, device_P = np.nonzero(after.present_ED & ~before.present_ED)
         moving_s = moving_seconds(before.owner_E[expert_P], device_P, self.topology, self.profile)
         return self.num_iterations * (self.iteration_s(before) - self.iteration_s(after)) - moving_s
-
-
-def price(
-    counts_DE: np.ndarray, topology: Topology = FOUR, *, owned_bytes: int = 20, num_iterations: int = 10
-) -> Price:
-    profile = dataclasses.replace(PROFILE, owned_bytes=owned_bytes * MEGA)
-    return Price(counts_DE, topology, profile, num_iterations)
 
 
 def owners_only(num_experts: int = 4, num_devices: int = 4) -> ExpertPlacement:
@@ -72,18 +65,19 @@ def plan(
 
 
 def test_there_are_no_replicas_where_they_cost_too_much_or_have_no_slots() -> None:
-    assert plan(owners_only(), price(HOT, owned_bytes=10**6)) == owners_only()
-    assert plan(owners_only(), price(HOT, num_iterations=0)) == owners_only()
+    dear = dataclasses.replace(PROFILE, owned_bytes=10**6 * MEGA)
+    assert plan(owners_only(), Price(HOT, profile=dear)) == owners_only()
+    assert plan(owners_only(), Price(HOT, num_iterations=0)) == owners_only()
     before = with_replicas(owners_only(), [(2, 0)])
-    assert plan(before, price(np.full((4, 4), 5)), threshold=1.5) == before, "loads are balanced"
+    assert plan(before, Price(np.full((4, 4), 5)), threshold=1.5) == before, "loads are balanced"
 
 
 def test_the_hot_expert_gets_a_replica_in_place_of_cold_ones() -> None:
     """First there is room; then all slots hold replicas of experts that have become cold."""
-    first = plan(owners_only(), price(HOT))
+    first = plan(owners_only(), Price(HOT))
     assert [len(first.holders(expert)) > 1 for expert in range(4)] == [False, True, False, False]
     before = with_replicas(owners_only(), [(3, 0), (3, 1), (3, 2), (2, 3)])
-    found = plan(before, price(HOT), slots=1)
+    found = plan(before, Price(HOT), slots=1)
     assert len(found.holders(1)) > 1
     assert len(found.holders(3)) + len(found.holders(2)) < 4 + 2
     assert found.replicas_per_device_D.max() <= 1
@@ -97,8 +91,7 @@ def test_replicas_migrate_to_fewer_nodes() -> None:
     )
     counts_DE = np.full((4, 4), 5)
     before = with_replicas(owners_only(), [(0, 3)])
-    of = dataclasses.replace(price(counts_DE, topology), profile=slow)
-    found = plan(before, of, slots=1, threshold=9.0)
+    found = plan(before, Price(counts_DE, topology, slow), slots=1, threshold=9.0)
     assert found.holders(0) == (0, 1)
 
 
@@ -131,5 +124,5 @@ def test_a_plan_never_costs_more_than_doing_nothing(
 
 @pytest.mark.parametrize("most_steps", [0, 1])
 def test_the_number_of_steps_is_bounded(most_steps: int) -> None:
-    found = plan(owners_only(), price(HOT), threshold=1.0, most_steps=most_steps)
+    found = plan(owners_only(), Price(HOT), threshold=1.0, most_steps=most_steps)
     assert found.num_replicas == most_steps

@@ -7,12 +7,6 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from tests.support.random_placement import with_replicas
 
 
-@pytest.fixture
-def placement():
-    present_ED = np.array([[1, 0, 1], [1, 0, 0], [0, 1, 0], [1, 1, 1]], dtype=bool)
-    return ExpertPlacement(np.array([0, 0, 1, 2]), present_ED)
-
-
 def test_arrays_are_copied_and_read_only():
     owner_E, present_ED = np.array([0, 1], dtype=np.int32), np.eye(2, dtype=bool)
     placement = ExpertPlacement(owner_E, present_ED)
@@ -23,7 +17,9 @@ def test_arrays_are_copied_and_read_only():
         placement.present_ED[0, 1] = True
 
 
-def test_equality_hash_and_digest_are_by_value(placement):
+def test_equality_hash_and_digest_are_by_value():
+    present_ED = np.array([[1, 0, 1], [1, 0, 0], [0, 1, 0], [1, 1, 1]], dtype=bool)
+    placement = ExpertPlacement(np.array([0, 0, 1, 2]), present_ED)
     same = ExpertPlacement(placement.owner_E.astype(np.int32), np.asfortranarray(placement.present_ED))
     other = with_replicas(placement, [(1, 1)])
     assert placement == same

@@ -22,10 +22,6 @@ def children(plan, expert, device):
     return tuple(edge.destination for edge in plan.edges if (edge.expert, edge.source) == (expert, device))
 
 
-def hops(plan):
-    return [(edge.expert, edge.source, edge.destination, edge.depth) for edge in plan.edges]
-
-
 @pytest.fixture
 def placement():
     # 6 devices on nodes (0, 1), (2, 3), (4, 5). Expert 0, owner 3: devices 0, 1, 2, 3, 5.
@@ -42,10 +38,9 @@ def test_a_two_level_transfer_equals_the_one_worked_out_by_hand(placement):
     # 3 -> 2 and 1 -> 0 inside.
     topology = Topology.uniform(6, 3)
     plan = two_level_transfer(placement, topology)
-    assert hops(plan) == [(0, 3, 5, 0), (0, 3, 2, 0), (1, 0, 1, 0), (0, 5, 1, 1), (0, 1, 0, 2)]
+    assert list(plan.edges) == [(0, 3, 5, 0), (0, 3, 2, 0), (1, 0, 1, 0), (0, 5, 1, 1), (0, 1, 0, 2)]
     assert plan.max_depth == 2
     assert len(plan.table) == 5
-    assert plan.total_bytes(10) == 50
     assert transfer_traffic(plan, topology).num_between_nodes == 2
     assert children(plan, 0, 3) == (5, 2)
     assert children(plan, 2, 4) == ()

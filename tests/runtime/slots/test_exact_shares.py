@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.slots.share_table import even_table
-from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable, even_table
 from megatron_fssdp.runtime.slots import exact_shares
 from megatron_fssdp.runtime.slots.exact_shares import ENOUGH, Holders, exact_ends_ED, remap_exactly
 from megatron_fssdp.runtime.slots.remap import by_number, remap_by_table

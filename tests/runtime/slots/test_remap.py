@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.slots.slot_table import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.remap import by_number, remap_by_table
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import placements

@@ -1,4 +1,4 @@
-"""Heterogeneous sharding: owners of the experts of all layers, planned together (Hecate, Alg. 2).
+"""Owners of the experts: Hecate's heterogeneous sharding, and the exchange of SmartMoE.
 
 Shape letters: L MoE layers, E experts, D devices, N nodes, H selected experts of a layer.
 """
@@ -18,30 +18,18 @@ def heterogeneous_sharding(
     layers share, so memory stays even.
 
     1. The t = ``overlap_degree`` most loaded experts of each layer are set aside, because they will be
-       replicated anyway.
-    2. The other experts are placed layer by layer. Layers are ordered by the load of their most loaded
-       remaining expert, the highest first. Within a layer, experts are placed in descending load. Each goes
-       to the least loaded node that has a free slot, and there to the least loaded device that has one. The
-       load is that of the experts of this layer that have been placed so far. Among equally loaded nodes or
-       devices, the one with fewer free slots comes first.
+       replicated anyway. With t of E or more, no expert moves.
+    2. The other experts are placed layer by layer, the layer with the most loaded remaining expert first, and
+       in it by load, descending. Each goes to the least loaded node that has a free slot, and there to the
+       least loaded device that has one. The load is that of this layer's experts that have been placed so
+       far. Among equals, the one with fewer free slots comes first.
     3. The experts that were set aside fill the remaining slots. In descending load over all layers, each
-       stays with its present owner if that has a free slot. The others are then placed layer by layer as in
-       step 2.
+       stays with its present owner if that has a free slot. The others are then placed as in step 2.
 
-    The paper leaves some points open. We solve them as follows. Nodes of different sizes are compared by load
-    for each device and by free slots for each device. Remaining ties go to the present owner (its node, then
-    the device), then to the lowest number. So a second run with the same loads moves nothing. On one node
-    this rule changes only which device has which load, not the loads themselves. Experts of equal load, and
-    layers of equal load, are handled in ascending order.
-
-    Args:
-        owners: The present owner map.
-        load_LE: Load of every expert of every layer, ``[L, E]``, in any non-negative unit.
-        topology: Nodes of the devices.
-        overlap_degree: Number of experts of each layer to set aside, t. With E or more, no expert moves.
-
-    Returns:
-        The new owner map. An expert whose owner stays the same stays in its slot.
+    The paper leaves some points open. Nodes of different sizes are compared by load and free slots for each
+    device. Remaining ties go to the present owner (its node, then the device), then to the lowest number, so
+    a second run with the same loads moves nothing. On one node this rule changes only which device has which
+    load.
     """
     load = np.asarray(load_LE)
     node_D, size_N = topology.node_of_device_D, np.bincount(topology.node_of_device_D)
@@ -81,3 +69,31 @@ def heterogeneous_sharding(
 def _least_loaded(load: np.ndarray, free: np.ndarray, is_present: np.ndarray) -> int:
     """The place with a free slot that comes first by load, free slots, present owner, and number."""
     return int(np.lexsort((~is_present, free, load, free == 0))[0])
+
+
+def permuted_owners(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -> np.ndarray:
+    """New owners of one layer, int64 ``[E]``; every device owns E/D experts before and after.
+
+    Each expert, the most loaded first, goes to the least loaded device that has room. Among equally loaded
+    devices the present owner comes first, so that fewer experts move, and then the lowest device.
+    """
+    load_D, room_D = np.zeros(num_devices), np.full(num_devices, len(owner_E) // num_devices)
+    new_E = np.array(owner_E, dtype=np.int64)
+    for expert in np.argsort(-np.asarray(load_E, dtype=float), kind="stable").tolist():
+        open_load_D, present = np.where(room_D > 0, load_D, np.inf), new_E[expert]
+        if open_load_D[present] > open_load_D.min():
+            new_E[expert] = open_load_D.argmin()
+        load_D[new_E[expert]] += load_E[expert]
+        room_D[new_E[expert]] -= 1
+    return new_E
+
+
+def check_exchangeable(owner_E: np.ndarray, num_devices: int) -> None:
+    """Raise a ValueError unless devices own equally many experts, two or more, or there is one device."""
+    owned_D = np.bincount(owner_E, minlength=num_devices)
+    if np.ptp(owned_D) or (owned_D[0] < 2 and num_devices > 1):
+        raise ValueError(
+            f"devices own {owned_D.tolist()} experts: wanted two or more on each, equally many, because "
+            "exchanging all experts of two devices balances nothing; use more experts, fewer expert-parallel "
+            "ranks, or another strategy"
+        )

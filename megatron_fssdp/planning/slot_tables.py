@@ -1,21 +1,25 @@
-"""Share tables: to which slot each of a source device's tokens of an expert goes.
+"""Which expert is in which numbered slot of a device, and to which slot a source sends its tokens.
+
+Device d of D has U slots, with the numbers d*U … d*U + U - 1. An expert is in at most one slot of a device.
 
 A share table belongs to one source. It is int64 ``[J, E]``, with J = ``ROWS``: the n-th token, from 0, that
 the source routes to expert e goes to slot ``table_JE[n % J, e]``. A policy of dispatch is another table.
 
-Rows are interleaved: the first tokens of a source are divided nearly as all of them. If a column divides J
-into parts for c slots and a slot's share is p, then among the first n tokens, n ≤ J, the slot gets n·p tokens
-to within (1 + p·(c - 2)) / 2.
+Rows are interleaved: if a column divides J into parts for c slots and a slot's share is p, then among the
+first n tokens, n ≤ J, the slot gets n·p tokens to within (1 + p·(c - 2)) / 2.
 
-Shape letters: J rows of a share table, E experts, D devices, P pairs of expert and device.
+Shape letters: J rows of a share table, D devices, E experts, U slots of a device, P pairs of both.
 """
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import frozen_array
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.slots.slot_table import SlotTable
 
 ROWS = 64
 """Rows of a share table, J: a power of two, so that the remainder ``n % J`` is a mask of bits."""
@@ -23,11 +27,82 @@ ROWS = 64
 _FINE, _SLOT_BITS, _TURN_BITS = 1 << 24, 22, 12  # parts of the numbers that are sorted to interleave rows
 
 
+@dataclass(frozen=True, eq=False)
+class SlotTable:
+    """The expert in every slot of one layer, -1 if it is empty: ``expert_DU``, int64 ``[D, U]``, read-only.
+
+    A device's own experts are in its first slots, its replicas in its last ones, both ascending.
+    """
+
+    expert_DU: np.ndarray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "expert_DU", frozen_array(self.expert_DU, np.int64))
+
+    @classmethod
+    def of(cls, placement: ExpertPlacement, num_replica_slots: int, multiple: int = 1) -> "SlotTable":
+        """The slots of a placement: the most experts that a device owns, and the replica slots.
+
+        Empty slots round U up to a multiple of ``multiple``. More replicas than replica slots are a
+        ValueError.
+        """
+        replicas_D = placement.replicas_per_device_D
+        if int(replicas_D.max()) > num_replica_slots:
+            device = int(np.argmax(replicas_D > num_replica_slots))
+            raise ValueError(
+                f"device {device} holds {int(replicas_D[device])} replicas and has {num_replica_slots} slots "
+                f"for them: wanted at most {num_replica_slots} replicas on each device; plan fewer replicas "
+                "or give every device more replica slots"
+            )
+        owned_D = placement.owned_per_device_D
+        slots = int(owned_D.max()) + num_replica_slots
+        slots += -slots % multiple
+        expert_DU = np.full((placement.num_devices, slots), -1, np.int64)
+        by_owner = np.argsort(placement.owner_E, kind="stable")
+        owner = placement.owner_E[by_owner]
+        first_D = np.cumsum(owned_D) - owned_D
+        expert_DU[owner, np.arange(owner.size) - first_D[owner]] = by_owner
+        is_replica_DE = placement.present_ED.T.copy()
+        is_replica_DE[placement.owner_E, np.arange(placement.num_experts)] = False
+        device, expert = np.nonzero(is_replica_DE)
+        end_D = np.cumsum(replicas_D)
+        expert_DU[device, slots - end_D[device] + np.arange(device.size)] = expert
+        return cls(expert_DU)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices, D."""
+        return int(self.expert_DU.shape[0])
+
+    @property
+    def slots_per_device(self) -> int:
+        """Slots of each device, U."""
+        return int(self.expert_DU.shape[1])
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of all devices, D*U."""
+        return int(self.expert_DU.size)
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Number of experts, E; every one is in a slot of its owner."""
+        return int(self.expert_DU.max()) + 1
+
+    @cached_property
+    def slot_ED(self) -> np.ndarray:
+        """Slot in which each device has each expert, -1 where it is absent; int64 ``[E, D]``, read-only."""
+        slot_ED = np.full((self.num_experts, self.num_devices), -1, np.int64)
+        device, place = np.nonzero(self.expert_DU >= 0)
+        slot_ED[self.expert_DU[device, place], device] = device * self.slots_per_device + place
+        return frozen_array(slot_ED, np.int64)
+
+
 def even_table(slots: SlotTable, placement: ExpertPlacement, topology: Topology, source: int) -> np.ndarray:
     """The table of even dispatch, ``[J, E]`` (Hecate, §4.4): nearest holders first, in equal parts.
 
-    A source that has the expert keeps its tokens. Otherwise the expert's holders in the source's node take
-    turns, and if there are none, all its holders. Sources begin with different holders.
+    A source that has the expert keeps its tokens. Otherwise the holders in its node take turns, and if there
+    are none, all holders. Sources begin with different holders.
     """
     present_ED = placement.present_ED
     in_node_ED = present_ED & (topology.node_of_device_D == topology.node_of_device[source])
@@ -47,10 +122,7 @@ def even_table(slots: SlotTable, placement: ExpertPlacement, topology: Topology,
 
 
 def owner_table(slots: SlotTable, placement: ExpertPlacement, source: int) -> np.ndarray:
-    """The table ``[J, E]`` under which replicas serve only their own device, and owners all others.
-
-    That is the rule of FasterMoE, §4.1, and Pro-Prophet, §IV-A.
-    """
+    """The table ``[J, E]`` of owners; replicas serve only their own device (FasterMoE, §4.1)."""
     device_E = np.where(placement.present_ED[:, source], source, placement.owner_E)
     slot_E = slots.slot_ED[np.arange(placement.num_experts), device_E]
     return np.repeat(slot_E[None], ROWS, axis=0)
@@ -61,11 +133,8 @@ def dispatch_table(
 ) -> np.ndarray:
     """The table that follows any dispatch, of forecast or of exact counts, int64 ``[J, E]``.
 
-    Each slot's share is that of the source's tokens which the dispatch sends to the slot's device, rounded to
-    1/J by largest remainders. Experts of which the source has no tokens are as in ``otherwise_JE``.
-
-    Raises:
-        ValueError: The dispatch sends tokens to a device that lacks their expert.
+    Slots share a source's tokens as the dispatch does, rounded to 1/J by largest remainders. Experts of which
+    the source has no tokens are as in ``otherwise_JE``. Devices without their expert are a ValueError.
     """
     sent_ED = dispatch.sent_ED(source)
     # Smaller parts are rounding errors.

@@ -1,11 +1,12 @@
-"""``megatron-fssdp train``: trains a model as YAML files describe it."""
+"""``megatron-fssdp train`` and ``sweep``: train one model or many, as YAML files describe them."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.strategy_names import SHIPPED_NAMES
+from megatron_fssdp.cli.shared_options import SHIPPED_NAMES, Texts, key_values, strategy_names
+from megatron_fssdp.config.shipped_files import shipped_runs
 
 
 def train_command(
@@ -15,25 +16,19 @@ def train_command(
         typer.Argument(
             help="YAML files of the run, or names that `megatron-fssdp configs` lists. Later files win.",
             metavar="CONFIG.yaml...",
+            autocompletion=shipped_runs,
         ),
     ],
     moe_strategy: Annotated[
         str | None,
         typer.Option(
             help=f"Strategy that replaces the one in the files: {SHIPPED_NAMES}, or one of another package.",
+            autocompletion=strategy_names,
         ),
     ] = None,
-    moe_strategy_set: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="A setting of the strategy, for example slots=2. Repeatable."),
-    ] = None,
+    moe_strategy_set: Annotated[Texts, key_values("A setting of the strategy, for example slots=2.")] = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any setting of the run, for example training.seed=7. Repeatable.",
-        ),
+        Texts, key_values("Any setting of the run, for example training.seed=7.", "--set")
     ] = None,
     nproc: Annotated[int | None, typer.Option(help="Number of ranks on this machine.")] = None,
     iters: Annotated[
@@ -67,8 +62,7 @@ def train_command(
     from rich.console import Console
 
     from megatron_fssdp.launch.train_request import TrainRequest
-    from megatron_fssdp.launch.training import dry_run as printed_command
-    from megatron_fssdp.launch.training import train
+    from megatron_fssdp.launch.training import printed_command, train
 
     request = TrainRequest(
         config_paths=configs,
@@ -86,3 +80,29 @@ def train_command(
         print(printed_command(request))
     else:
         raise typer.Exit(train(request, Console(markup=False)))
+
+
+def sweep_command(
+    sweep: Annotated[Path, typer.Argument(help="YAML file of the sweep.", metavar="SWEEP.yaml")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of all runs and of the page. Default: in runs/, named after the file."),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print state and command of every run, and start nothing."),
+    ] = False,
+) -> None:
+    """Train strategies × settings × seeds from one YAML, and compare them on one page with their spread.
+
+    The same command continues an interrupted sweep: finished runs are not run again.
+    """
+    from rich.console import Console
+
+    from megatron_fssdp.cli.sweep_runs import Sweep
+
+    prepared = Sweep(sweep, out or Path("runs") / sweep.stem, Console(markup=False))
+    if dry_run:
+        print(prepared.listing())
+    else:
+        raise typer.Exit(prepared.run())
