@@ -1,7 +1,9 @@
 """Finds and reads the texts to train on: files that the user names, or Python's standard library."""
 
+import ast
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,9 +21,17 @@ TEXT_KEY = "text"
 _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 _TESTS = ("test", "tests", "idle_test", "idlelib_test")
 
+MAX_WORDS = 100
+"""Most words of a sentence. The remaining words form the next sentence."""
+
+_MIN_WORDS = 3
+_LEAST_LETTERS = 0.7
+# Sentences are split after a full stop and before a capital letter, but not after "e.g.", "i.e." or initials.
+_SENTENCES = re.compile(r"(?<=[.!?])(?<!\b[A-Za-z]\.)(?<!i\.e\.)(?<!e\.g\.)[\"')\]]*\s+(?=[\"'(`]?[A-Z])")
+
 
 class Document(NamedTuple):
-    """One document of a corpus."""
+    """A text of a corpus."""
 
     text: str
     is_python: bool
@@ -49,11 +59,7 @@ class Corpus:
         return sum(file.stat().st_size for file in self.files)
 
     def documents(self) -> Iterator[Document]:
-        """Read the documents, one after the other.
-
-        Raises:
-            ConfigurationError: A file cannot be read, or a line is no JSON object with text under the key.
-        """
+        """Yield the documents, or raise a ConfigurationError: a file or line has no readable text."""
         for file in self.files:
             try:
                 if file.suffix in JSON_SUFFIXES:
@@ -83,8 +89,7 @@ class Corpus:
 def corpus_from_paths(paths: Iterable[Path], json_key: str = TEXT_KEY) -> Corpus:
     """Collect files with any suffix, and inside folders those with a suffix of ``TEXT_SUFFIXES``, once each.
 
-    Raises:
-        ConfigurationError: A path does not exist, or the files contain no text.
+    A path that does not exist, or files without text, are a ConfigurationError.
     """
     paths, found = list(paths), dict[Path, Path]()
     for path in paths:
@@ -93,8 +98,8 @@ def corpus_from_paths(paths: Iterable[Path], json_key: str = TEXT_KEY) -> Corpus
         files = _files_below(path, TEXT_SUFFIXES, _NOT_STANDARD_LIBRARY) if path.is_dir() else [path]
         for file in files:
             found.setdefault(file.resolve(), file)
-    folders = tuple(path for path in paths if path.is_dir())
-    return Corpus(", ".join(str(path) for path in paths[:3]), tuple(found.values()), folders, json_key)
+    folders, name = tuple(filter(Path.is_dir, paths)), ", ".join(map(str, paths[:3]))
+    return Corpus(name, tuple(found.values()), folders, json_key)
 
 
 def default_corpus() -> Corpus:
@@ -108,3 +113,37 @@ def _files_below(root: Path, suffixes: tuple[str, ...], skipped: tuple[str, ...]
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
         yield from (Path(folder) / name for name in sorted(names) if name.endswith(suffixes))
+
+
+def sentences(text: str, is_python: bool) -> list[str]:
+    """Return the sentences of a document in order, once each: of a Python source those of its docstrings.
+
+    Simple rules leave out doctests, tables and rulers. They sometimes split after an abbreviation.
+    """
+    blocks = _docstrings(text) if is_python else [text]
+    return list(dict.fromkeys(sentence for block in blocks for sentence in _sentences_of(block)))
+
+
+def _docstrings(source: str) -> list[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def _sentences_of(block: str) -> Iterator[str]:
+    for paragraph in re.split(r"\n\s*\n", block):
+        if paragraph.lstrip().startswith((">>>", "$ ")):
+            continue
+        for sentence in _SENTENCES.split(" ".join(paragraph.split())):
+            words = sentence.lstrip("-*+# ").split()
+            for start in range(0, len(words), MAX_WORDS):
+                if _is_sentence(cut := words[start : start + MAX_WORDS]):
+                    yield " ".join(cut)
+
+
+def _is_sentence(words: list[str]) -> bool:
+    letters = "".join(words)
+    return len(words) >= _MIN_WORDS and sum(map(str.isalpha, letters)) >= _LEAST_LETTERS * len(letters)

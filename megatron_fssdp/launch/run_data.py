@@ -14,11 +14,9 @@ from megatron_fssdp.config.run.megatron_arguments import TokenizedData
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import DataSettings
 from megatron_fssdp.config.written_files import refuse_unwritable
+from megatron_fssdp.data.built_data import DATA_NAME, MANIFEST_FILE, build_data, read_manifest
 from megatron_fssdp.data.corpus import TEXT_KEY, corpus_from_paths, default_corpus
-from megatron_fssdp.data.indexed_builder import build_data
-from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, read_manifest
-from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE, TRAINED_KINDS, load_pretrained
-from megatron_fssdp.data.wordpiece import SEP, SPECIAL_TOKENS
+from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE, SEP, SPECIAL_TOKENS, TRAINED_KINDS, load_pretrained
 
 
 def data_folder(settings: DataSettings, out_dir: Path) -> Path:

@@ -24,7 +24,7 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from torch.nn.functional import cross_entropy
 
-from megatron_fssdp.data.wordpiece import WordPieceTokenizer
+from megatron_fssdp.data.tokenizer import WordPieceTokenizer
 from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
 from megatron_fssdp.pretraining.script_parts import built_datasets, refuse_arguments, refuse_bad_losses
 

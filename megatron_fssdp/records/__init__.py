@@ -1,7 +1,4 @@
-"""The files of a run folder: what a training writes down, and the readers.
-
-``load(folder)`` reads everything. ``load(folder).arrays`` has all numbers as NumPy arrays by name.
-"""
+"""The files of a run folder. ``load(folder).arrays`` has all numbers as NumPy arrays by name."""
 
 from megatron_fssdp.records.recorded_run import RecordedRun, load
 

@@ -1,12 +1,9 @@
 """Arrays with one entry per iteration, in a ``.npy`` file that grows with its run.
 
-The file is a NumPy array of rows, one row per iteration. A row has the number of its iteration, the numbers
-of the layers, and one field for each array. ``np.load(file)["counts_ILDE"]`` is therefore that array of all
-iterations. An iteration costs one write of its own bytes.
-
-The file's header has the number of rows. It is raised after a row is complete. A process that is killed while
-it writes therefore loses at most the iteration that it was writing, and other processes can read the file
-while it grows. NumPy leaves space in the header for this (``numpy.lib.format.GROWTH_AXIS_MAX_DIGITS``).
+A row has the number of its iteration, those of the layers, and one field for each array, so
+``np.load(file)["counts_ILDE"]`` is that array of all iterations. The number of rows in the header is raised
+after a row is complete: a process that is killed while it writes loses at most this row, and others can read
+the growing file. NumPy leaves space in the header for this (``numpy.lib.format.GROWTH_AXIS_MAX_DIGITS``).
 """
 
 import io
@@ -30,11 +27,8 @@ _ITERATIONS, _LAYERS = "iterations", "layers"
 class GrowingArrays:
     """Appends rows to the file, which can be read after each one. A resumed run continues the file.
 
-    ``layers`` has Megatron's number of each recorded layer, in order. ``read`` reads the folder of the file
-    into a record with ``iterations`` and ``layers``.
-
-    Raises:
-        ConfigurationError: The existing file is damaged, or holds other layers.
+    ``layers`` has Megatron's numbers of the recorded layers. ``read`` reads the folder of the file into a
+    record with ``iterations`` and ``layers``. A file of other layers is a ConfigurationError.
     """
 
     def __init__(self, path: Path, layers: Sequence[int], read: Callable[[Path], Any]) -> None:
@@ -56,9 +50,8 @@ class GrowingArrays:
     def append_row(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
         """Add arrays of one iteration, by name. Existing rows from this iteration on are dropped first.
 
-        Raises:
-            ConfigurationError: The arrays differ in names, shapes or data types from those of earlier
-                iterations, or the file cannot be written. The rows of earlier iterations are unchanged.
+        Other names, shapes or data types than before, or a file that cannot be written, are a
+        ConfigurationError that leaves earlier rows unchanged.
         """
         fields = {_ITERATIONS: np.array(iteration, np.int64), _LAYERS: self._layers, **entry}
         row_type = np.dtype([(name, array.dtype, array.shape) for name, array in fields.items()])
@@ -70,28 +63,24 @@ class GrowingArrays:
         row = np.array([tuple(fields.values())], row_type)
         num_kept = bisect_left(self._iterations, iteration)
         try:
-            if num_kept:
-                self._add(row, num_kept)
-            else:
+            if not num_kept:
                 with written_file(self._path, "record_dir") as partial:
                     partial.write_bytes(_header(row_type, 1) + row.tobytes())
+            else:
+                with self._path.open("r+b") as file:  # the header counts the row only while it is complete
+                    file.write(_header(row_type, num_kept))
+                    file.truncate(file.seek(num_kept * row.nbytes, os.SEEK_CUR))
+                    file.write(row.tobytes())
+                    file.seek(0)
+                    file.write(_header(row_type, num_kept + 1))
         except OSError as error:
             raise cannot_write(self._path, "record_dir", error) from None
         self._iterations[num_kept:] = [iteration]
         self._row_type = row_type
 
-    def _add(self, row: NDArray[Any], num_kept: int) -> None:
-        """Write a row after the kept ones. The header counts a row only while it is complete."""
-        with self._path.open("r+b") as file:
-            file.write(_header(row.dtype, num_kept))
-            file.truncate(file.seek(num_kept * row.nbytes, os.SEEK_CUR))
-            file.write(row.tobytes())
-            file.seek(0)
-            file.write(_header(row.dtype, num_kept + 1))
-
 
 def _header(row_type: np.dtype[Any], num_rows: int) -> bytes:
-    """Return the header of the file. Its length does not depend on the number of rows."""
+    """Return the file's header, whose length does not depend on the number of rows."""
     header = io.BytesIO()
     described = {"descr": npy_format.dtype_to_descr(row_type), "fortran_order": False, "shape": (num_rows,)}
     npy_format.write_array_header_1_0(header, described)
@@ -101,17 +90,10 @@ def _header(row_type: np.dtype[Any], num_rows: int) -> bytes:
 def read_arrays(
     path: Path, num_dimensions: Mapping[str, int], optional: Collection[str] = ()
 ) -> dict[str, NDArray[Any]]:
-    """Read arrays of a file of rows, without pickle, also while the file grows.
+    """Read the named arrays of a file of rows, without pickle, also while the file grows.
 
-    ``num_dimensions`` has the arrays that are read, with their numbers of dimensions. Those that are
-    ``optional`` can be missing.
-
-    Returns:
-        The arrays by name, with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``. The numbers in
-        both are ascending. No number is negative.
-
-    Raises:
-        ConfigurationError: The file is missing, damaged or holds something else.
+    They come with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``, both ascending. No number is
+    negative. A ConfigurationError says that the file is missing, damaged or something else.
     """
     try:
         rows = npy_format.open_memmap(path, mode="r")

@@ -22,9 +22,9 @@ _COUNTS, _BY_NODES, _BY_DEVICES = "counts_ILDE", "by_nodes_ILN", "by_devices_ILD
 class RecordedLoads:
     """Router counts of a run.
 
-    ``by_nodes_ILN`` has the tokens whose experts are on 1, 2, … N nodes, by the experts' owners under plain
-    expert parallelism; ``by_devices_ILD`` has the same for devices. N and this D count one expert-parallel
-    group. Both are zeros where they were not recorded, and None if no iteration was.
+    ``by_nodes_ILN`` has the tokens whose experts are on 1, 2, … N nodes under plain expert parallelism,
+    ``by_devices_ILD`` the same for the D devices of one expert-parallel group. Both are zeros where they were
+    not recorded, and None if no iteration was.
     """
 
     counts_ILDE: NDArray[np.int32]  # tokens that each source device sent to each expert
@@ -34,13 +34,13 @@ class RecordedLoads:
     by_devices_ILD: NDArray[np.int64] | None = None
 
     def of_iterations(self, chosen: slice) -> "RecordedLoads":
-        """Return the loads of some positions of iterations, such as ``slice(-60, None)`` for the last 60."""
+        """Return the loads at some positions, such as ``slice(-60, None)`` for the last 60 iterations."""
         known = {name: array for name, array in vars(self).items() if array is not None and name != "layers"}
         return replace(self, **{name: array[chosen] for name, array in known.items()})
 
 
 class LoadsWriter(GrowingArrays):
-    """Adds router counts to ``loads.npy`` in the folder of a run, one iteration at a time."""
+    """Adds router counts to ``loads.npy`` of a run."""
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
         super().__init__(Path(record_dir) / LOADS_FILE, layers, read_loads)
@@ -60,10 +60,6 @@ class LoadsWriter(GrowingArrays):
 
 
 def read_loads(record_dir: Path | str) -> RecordedLoads:
-    """Read the router counts of a run, also while the run continues.
-
-    Raises:
-        ConfigurationError: The file is missing or damaged, or does not hold loads.
-    """
+    """Read the router counts of a run, or raise a ConfigurationError; also while the run continues."""
     path, wanted = Path(record_dir) / LOADS_FILE, {_COUNTS: 4, _BY_NODES: 3, _BY_DEVICES: 3}
     return RecordedLoads(**read_arrays(path, wanted, optional=(_BY_NODES, _BY_DEVICES)))

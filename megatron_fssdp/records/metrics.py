@@ -24,9 +24,7 @@ class PassMetrics:
     """
 
     other_s: _Figure  # before the dispatch: attention, the gate, and shared experts that do not overlap
-    dispatch_s: (
-        _Figure  # from the exchange of counts to the sorted rows; the smart schedule's has the combine
-    )
+    dispatch_s: _Figure  # from the exchange of counts to sorted rows; the smart schedule's has the combine
     experts_s: _Figure  # the experts' compute
     combine_s: _Figure  # from the experts' results to the layer's output, with the wait for the slowest rank
     experts_slowest_s: _Figure  # the experts' compute on the rank where it takes longest
@@ -43,22 +41,18 @@ class LayerMetrics:
     spag_bytes: Count  # that SparseAllGather moved, over all devices
     sprs_bytes: Count  # that SparseReduceScatter moved, over all devices
     cross_node_tokens: Count  # dispatched tokens whose expert was on another node
-    # Seconds of the transfers on device 0 of each expert-parallel group, means over the groups. Exposed is
-    # the part in which the device's compute waited for the transfer.
+    # Transfers on device 0 of each expert-parallel group, means over the groups; exposed: compute waited.
     spag_s: _Figure = 0.0
     spag_exposed_s: _Figure = 0.0
     sprs_s: _Figure = 0.0
     sprs_exposed_s: _Figure = 0.0
-    # Share of the load that is on the same experts as in the iteration recorded before (Pro-Prophet's
-    # locality). None in the first iteration.
+    # Share of the load on the same experts as one iteration before (Pro-Prophet's locality). None at first.
     load_similarity: _Figure | None = None
-    # Standard deviation of the device loads under plain expert parallelism over the one under the placement
-    # that was used (Pro-Prophet's RB). None if the latter is 0.
+    # Standard deviation of device loads under plain expert parallelism over that under the placement used
+    # (Pro-Prophet's RB). None if the latter is 0.
     balance_ratio: _Figure | None = None
     schedule: str | None = None  # order of the collectives in the last forward pass (Parm's schedules)
-    schedule_predicted_s: dict[str, _Figure] | None = (
-        None  # modelled, of a forward pass, by compared schedule
-    )
+    schedule_predicted_s: dict[str, _Figure] | None = None  # of a forward pass, by compared schedule
     strategy: str | None = None  # that ``auto`` selected for the layer; None under other strategies
     forward: PassMetrics | None = None  # None if the parts of the passes were not measured
     backward: PassMetrics | None = None
@@ -66,21 +60,21 @@ class LayerMetrics:
 
 @dataclass(frozen=True)
 class RunSession:
-    """One start of a training. A resumed run has one session for each start."""
+    """One start of a training."""
 
     strategy: str
     iterations: Count  # that the run was asked to train, those before its start included
     ranks: Count = 0  # on the host that has the fewest cores per rank
     cores: Count = 0  # that these ranks can use; 0 if ranks compute on GPUs
-    devices: Count = 0  # ranks of the whole run, each with a device of its own; 0 if it was not recorded
+    devices: Count = 0  # ranks of the whole run, each with a device of its own; 0: not recorded
     device: str = ""  # name of the GPU of global rank 0; empty if ranks compute on CPUs
     precision: str = ""  # data type of parameters and compute: fp32, bf16 or fp16; empty if not recorded
 
     @property
     def shared_cores(self) -> str:
-        """Statement such as ``4 ranks share 2 cores``; then, speed says nothing about ranks with own devices.
+        """Statement such as ``4 ranks share 2 cores``, or nothing.
 
-        It is empty otherwise. A rank with little work lends its core to a busy one, so balance saves no time.
+        Ranks with little work then lend their cores to busy ones, so balance saves no time.
         """
         if not 0 < self.cores < self.ranks:
             return ""
@@ -101,7 +95,7 @@ class SeenGain:
 class SelectionMetrics:
     """One selection of ``auto`` for the layers of a pipeline stage, before an iteration."""
 
-    stage: Count  # number of the pipeline stage, from 0
+    stage: Count  # from 0
     changed: tuple[Count, ...]  # Megatron's numbers of the layers that got another strategy, in order
     predicted_s: _Difference  # modelled seconds that these changes save in an iteration
     iteration_s: _Figure | None = None  # median of the iterations before; None if they were not measured
@@ -121,14 +115,10 @@ class IterationMetrics:
     resharded_experts: Count = 0  # experts whose owner or slot changed before the iteration
     reshard_bytes: Count = 0  # that the re-shard moved between devices, over all devices
     reshard_s: _Figure = 0.0  # part of ``iteration_s``, on device 0 of the slowest group
-    # Seconds of forward and backward passes with the reduction of gradients, part of ``iteration_s``, on
-    # global rank 0. 0 if it was not recorded.
-    passes_s: _Figure = 0.0
+    passes_s: _Figure = 0.0  # part of it in passes and reduction of gradients, on rank 0; 0: not recorded
     rank_peak_bytes: tuple[Count, ...] = ()  # peak memory of each global rank so far; empty: not recorded
     rank_memory: str | None = None  # ``allocated`` by torch on the GPU, or ``resident`` in the host's memory
-    # Floating-point operations over all devices, by Megatron's own formula, which counts those of the model
-    # and no recomputation. 0 if they were not recorded.
-    flops: _Figure = 0.0
+    flops: _Figure = 0.0  # of all devices without recomputation, by Megatron's formula; 0: not recorded
     session: RunSession | None = None  # the start of the training, in its first iteration; else None
     selections: tuple[SelectionMetrics, ...] = ()  # of ``auto`` before the iteration, one for each stage
 

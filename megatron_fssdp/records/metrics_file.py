@@ -1,7 +1,7 @@
 """Reads and writes ``metrics.jsonl`` and ``evaluations.jsonl`` of a run.
 
-Both have one line of JSON for each entry. A killed run loses at most the line that it was writing. A resumed
-run repeats what came after its checkpoint, and only the repetition counts.
+Both have one line of JSON for each entry. A killed run loses at most the line that it was writing. Of what a
+resumed run repeats, only the repetition counts.
 """
 
 import os
@@ -23,8 +23,8 @@ METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
 class MetricsWriter:
     """Appends one :class:`IterationMetrics` for each iteration. A resumed run continues the file.
 
-    The first iteration that is appended drops its own lines and those of later iterations, so that each
-    iteration has one line. A ConfigurationError says, also at once, that the file cannot be written.
+    The first iteration that is appended drops its own lines and those of later iterations. If the file cannot
+    be written, a ConfigurationError says so, also at once.
     """
 
     def __init__(self, record_dir: Path | str) -> None:
@@ -41,7 +41,7 @@ class MetricsWriter:
 
 
 def _drop_from(path: Path, iteration: int) -> None:
-    """Cut a file of metrics before its first line of this iteration or of a later one."""
+    """Cut the file before its first line of this iteration or of a later one."""
     kept = 0
     for line in path.read_bytes().splitlines(keepends=True):
         with suppress(ValueError):  # damaged lines stay; commands report them
@@ -52,13 +52,7 @@ def _drop_from(path: Path, iteration: int) -> None:
 
 
 def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
-    """Read the metrics of a run, in the order of iterations.
-
-    Unknown keys are ignored, and missing keys get their default values.
-
-    Raises:
-        ConfigurationError: The file is missing or a line is damaged.
-    """
+    """Read the metrics of a run in the order of iterations, or raise a ConfigurationError."""
     found: list[IterationMetrics] = []
     for record in _read_lines(Path(record_dir) / METRICS_FILE, IterationMetrics):
         while found and found[-1].iteration >= record.iteration:
@@ -70,8 +64,7 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
 class MetricsTail:
     """Follows a ``metrics.jsonl`` to which a run appends, from its beginning or from its present end.
 
-    Only complete lines count. A damaged line is left out; commands that read the whole file report it. If a
-    resumed run cuts the file, the tail begins again with the first line.
+    Incomplete lines wait, damaged ones are left out. If a resumed run cuts the file, the tail begins again.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
@@ -81,7 +74,7 @@ class MetricsTail:
             self.read()
 
     def read(self) -> list[IterationMetrics]:
-        """Return the records that were added since the last call."""
+        """Return the records since the last call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -100,15 +93,14 @@ class MetricsTail:
 
 
 def append_evaluation(record_dir: Path, evaluation: Evaluation) -> None:
-    """Add an evaluation to the file of a run, or raise a ConfigurationError if it cannot be written."""
+    """Add an evaluation to the file of a run, or raise a ConfigurationError."""
     _append_lines(record_dir / EVALUATIONS_FILE, evaluation)
 
 
 def read_evaluations(record_dir: Path) -> tuple[Evaluation, ...]:
-    """Read the evaluations of a run in the order of iterations; none if the run has no such file.
+    """Read the evaluations of a run in the order of iterations, or raise a ConfigurationError.
 
-    Raises:
-        ConfigurationError: The file cannot be read, or a line is damaged.
+    There are none if the run has no such file.
     """
     path = record_dir / EVALUATIONS_FILE
     found: dict[tuple[int, str], Evaluation] = {}
@@ -120,14 +112,7 @@ def read_evaluations(record_dir: Path) -> tuple[Evaluation, ...]:
 
 
 def _append_lines(path: Path, *records: Any) -> None:
-    """Add dataclasses to a file, each as one line. A half-written last line is cut first.
-
-    The file is created with its folder if it does not exist. Numbers that JSON does not have (NaN, infinity)
-    become null.
-
-    Raises:
-        ConfigurationError: The file cannot be written, for example because the disk is full.
-    """
+    """Add dataclasses to a file, each as one line, after a half-written last line is cut."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
@@ -135,17 +120,13 @@ def _append_lines(path: Path, *records: Any) -> None:
                 file.seek(end - 1)
                 if file.read() != b"\n":
                     file.truncate(path.read_bytes().rfind(b"\n") + 1)
+            # JSON has no NaN and no infinity, so these become null.
             file.writelines(to_json(record, inf_nan_mode="null") + b"\n" for record in records)
     except OSError as error:
         raise cannot_write(path, "record_dir", error) from None
 
 
 def _read_lines[RecordT](path: Path, record_cls: type[RecordT]) -> list[RecordT]:
-    """Read every complete line of a file into a dataclass.
-
-    Raises:
-        ConfigurationError: The file is missing or cannot be read, or a line is damaged.
-    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
@@ -165,7 +146,7 @@ def _read_lines[RecordT](path: Path, record_cls: type[RecordT]) -> list[RecordT]
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:
-    """Return the error for a record that cannot be read, after the error that reading it raised."""
+    """Return the error to raise after that which reading a record raised."""
     if isinstance(error, FileNotFoundError):
         return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
     if isinstance(error, NotADirectoryError):

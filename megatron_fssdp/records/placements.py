@@ -17,7 +17,7 @@ from megatron_fssdp.records.metrics_file import unreadable
 PLACEMENTS_FILE = "placements.npy"
 
 _ARRAYS = {"owned_bits": 4, "present_bits": 4, "ep_tokens_ILD": 3, "tokens_ILD": 3}
-"""Number of dimensions of each array in the file. Bits of devices are packed into bytes."""
+"""Numbers of dimensions. Bits of devices are packed into bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class RecordedPlacements:
 
 
 class PlacementsWriter(GrowingArrays):
-    """Adds placements to ``placements.npy`` of a run, with one bit for each expert and device."""
+    """Adds placements to ``placements.npy`` of a run."""
 
     def __init__(self, record_dir: Path | str, layers: Sequence[int]) -> None:
         super().__init__(Path(record_dir) / PLACEMENTS_FILE, layers, read_placements)
@@ -59,16 +59,11 @@ class PlacementsWriter(GrowingArrays):
 
 
 def read_placements(record_dir: Path | str) -> RecordedPlacements:
-    """Read the placements of a run, also while the run continues.
-
-    Raises:
-        ConfigurationError: The file is missing or damaged, or does not hold placements.
-    """
+    """Read the placements of a run, or raise a ConfigurationError; also while the run continues."""
     path = Path(record_dir) / PLACEMENTS_FILE
     arrays = read_arrays(path, _ARRAYS)
     owned, present = arrays.pop("owned_bits"), arrays.pop("present_bits")
-    num_devices = arrays["tokens_ILD"].shape[-1]
-    problem = ""
+    num_devices, problem = arrays["tokens_ILD"].shape[-1], ""
     if owned.shape != present.shape or owned.shape[-1] != -(-num_devices // 8):
         problem = (
             f"owned_bits has shape {owned.shape}, present_bits {present.shape} for {num_devices} devices"

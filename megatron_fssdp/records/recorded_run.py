@@ -21,6 +21,11 @@ from megatron_fssdp.records.metrics_file import read_evaluations, read_metrics
 from megatron_fssdp.records.placements import PLACEMENTS_FILE, RecordedPlacements, read_placements
 from megatron_fssdp.records.run_settings import SETTINGS_FILE, flat_settings
 
+LOG_FILE = "log.txt"
+_MEMORY_MARK = "[fssdp] memory of a rank: "
+STOP_MARK = "[fssdp] stopped after iteration"
+"""Begin of the line that the command line writes when the ranks end before the run is complete."""
+
 _OF_ITERATIONS = (
     *("lm_loss", "grad_norm", "iteration_s", "tokens_per_s", "passes_s", "flops"),
     *("resharded_experts", "reshard_bytes", "reshard_s"),
@@ -32,19 +37,11 @@ _OF_LAYERS = tuple(
 )
 
 
-LOG_FILE = "log.txt"
-_MEMORY_MARK = "[fssdp] memory of a rank: "
-STOP_MARK = "[fssdp] stopped after iteration"
-"""Begin of the line that the command line writes when the ranks end before the run is complete."""
-
-
 class RunLog(NamedTuple):
     """Statements of a run's log."""
 
     accounted: str  # the memory of experts; empty if the log does not state it
-    # Every end of a start before the run was complete, after the number of the last complete iteration:
-    # ``5: interrupted by Ctrl-C``.
-    stops: tuple[str, ...]
+    stops: tuple[str, ...]  # last iteration and reason of each early end: ``5: interrupted by Ctrl-C``
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +62,12 @@ class RecordedRun:
 
     @cached_property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """All recorded numbers by name, as float64 where nothing else is said. NaN: not recorded.
+        """All recorded numbers by name, float64; NaN: not recorded.
 
         ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]`` number the entries. Fields of
-        :class:`IterationMetrics` end in ``_I``, such as ``lm_loss_I``. Fields of :class:`LayerMetrics` end in
-        ``_IL``, such as ``spag_exposed_s_IL`` and ``forward_experts_s_IL``. Arrays of ``loads.npy`` and
-        ``placements.npy`` have their own iterations and layers: ``loads.counts_ILDE``, ``loads.iterations``,
-        ``placements.tokens_ILD`` and so on.
+        :class:`IterationMetrics` end in ``_I``, such as ``lm_loss_I``, and those of :class:`LayerMetrics` in
+        ``_IL``, such as ``spag_exposed_s_IL`` and ``forward_experts_s_IL``. Files of arrays have their own
+        types, iterations and layers: ``loads.counts_ILDE``, ``loads.iterations``, ``placements.tokens_ILD``.
         """
         found: dict[str, NDArray[Any]] = {
             "iterations": np.array([record.iteration for record in self.metrics]),
@@ -99,7 +95,7 @@ class RecordedRun:
 
     @property
     def layers(self) -> list[int]:
-        """Megatron's numbers of the MoE layers, of length L. The list is empty under strategy ``none``."""
+        """Megatron's numbers of the MoE layers; none under strategy ``none``."""
         return [layer.layer for layer in self.metrics[0].layers]
 
     @property
@@ -114,14 +110,9 @@ class RecordedRun:
 
 
 def load(run: Path | str) -> RecordedRun:
-    """Read the records of a run. A damaged ``loads.npy`` or ``placements.npy`` is left out and named.
+    """Read the folder of a run, or any ``record_dir``. Damaged arrays are left out and named.
 
-    Args:
-        run: Folder that ``megatron-fssdp train --out`` wrote, or any ``record_dir``.
-
-    Raises:
-        ConfigurationError: The folder holds no records, records of different models, or a damaged
-            ``config.yaml``.
+    No records, those of different models, or damaged settings are a ConfigurationError.
     """
     path = Path(run)
     metrics = read_metrics(path)
@@ -134,16 +125,15 @@ def load(run: Path | str) -> RecordedRun:
             "different models; record the run again"
         )
     session = next((record.session for record in reversed(metrics) if record.session is not None), None)
-    config = path / SETTINGS_FILE
-    settings = flat_settings(load_yaml(config)) if config.exists() else {}
-    name = settings.get("strategy.name")
-    if not isinstance(name, str):
-        if config.exists():
+    config, settings = path / SETTINGS_FILE, dict[str, Any]()
+    name: Any = path.resolve().name if session is None else session.strategy
+    if config.exists():  # otherwise, the command line did not start this run's script
+        settings = flat_settings(load_yaml(config))
+        name = settings.get("strategy.name")
+        if not isinstance(name, str):
             raise ConfigurationError(
                 f"{config}: names no strategy, so the file is damaged or incomplete; record the run again"
             )
-        # The command line did not start this run's script.
-        name = path.resolve().name if session is None else session.strategy
     asked = settings.get("training.train_iters") if session is None else session.iterations
     problems: list[str] = []
     return RecordedRun(
@@ -162,7 +152,7 @@ def load(run: Path | str) -> RecordedRun:
 
 
 def _optional[RecordT](path: Path, read: Callable[[Path], RecordT], problems: list[str]) -> RecordT | None:
-    """Read a file of a run, or note why it cannot be read. None if there is none."""
+    """Read a file if there is one, or note why it cannot be read."""
     try:
         return read(path.parent) if path.exists() else None
     except ConfigurationError as error:
@@ -171,7 +161,6 @@ def _optional[RecordT](path: Path, read: Callable[[Path], RecordT], problems: li
 
 
 def _read_log(path: Path) -> RunLog:
-    """Read the log of a run. A log that is missing or cannot be read states nothing."""
     accounted, stops = "", []
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:

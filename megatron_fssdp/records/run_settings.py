@@ -26,16 +26,9 @@ _DECIDES = {
 
 
 def write_recorded_settings(record_dir: Path, run: RunConfig | None, strategy: Mapping[str, Any]) -> bool:
-    """Write what is known about a run, unless ``megatron-fssdp train`` has already written its settings.
+    """Write what is known about a run, or raise a ConfigurationError. ``run`` is None if no YAML can say it.
 
-    Only the name and settings of the strategy are written if a run's YAML cannot describe the run, which is
-    then None.
-
-    Returns:
-        Whether the file was written.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
+    Return False, and write nothing, where ``megatron-fssdp train`` has already written its settings.
     """
     path = record_dir / SETTINGS_FILE
     if path.is_file() and path.read_bytes().startswith(RECORDED_RUN_HEADER.encode()):
@@ -47,7 +40,7 @@ def write_recorded_settings(record_dir: Path, run: RunConfig | None, strategy: M
 
 
 def run_config_of(path: Path) -> RunConfig:
-    """Return the settings of a run, or raise a ConfigurationError: ``config.yaml`` is missing or damaged."""
+    """Return the settings of a run, or raise a ConfigurationError."""
     config = path / SETTINGS_FILE
     return validate(RunConfig, load_yaml(config), str(config))
 
@@ -65,9 +58,9 @@ def flat_settings(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the settings in which runs differ: the value in each run as text, by dotted key.
+    """Return the settings in which runs differ, by dotted key: each run's value as text, or ``–``.
 
-    ``–`` is not set or unknown. A run without any settings counts as equal.
+    A run without any settings counts as equal.
     """
     known = [one for one in settings if one]
     found = {}
@@ -76,18 +69,16 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple
         section, _, argument = key.partition(".")
         option = options().get(argument)
         default = plain(option.default) if option else None
-        values = [
-            one.get(key, default) for one in known if any(name.partition(".")[0] == section for name in one)
-        ]
+        values = [one.get(key, default) for one in known if section in {name.split(".")[0] for name in one}]
         if any(value != values[0] for value in values) and not (key == "data.path" and _is_same_data(values)):
             found[key] = tuple(_text(one.get(key)) for one in settings)
     return found
 
 
 def loss_obstacle(settings: Sequence[Mapping[str, Any]]) -> str:
-    """Return why the losses of runs cannot be compared, with the settings that differ. Empty if they can.
+    """Return why the losses of runs cannot be compared, with the settings that differ; empty if they can.
 
-    Losses can be compared if the runs train the same model with the same batches and the same learning rates.
+    Comparable runs train the same model with the same batches and learning rates.
     """
     differing, kinds = differing_settings(settings), dict[str, str]()
     for key in differing:

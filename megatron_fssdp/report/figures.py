@@ -14,18 +14,12 @@ from plotly.subplots import make_subplots
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.colours import TIME_PARTS
 
-GREY = "#8A8F98"
-"""Colour of reference lines, visible on light and dark backgrounds."""
+GREY = "#8A8F98"  # of reference lines, visible on light and dark backgrounds
+DASHES = ("solid", "dash", "dot", "dashdot")  # of curves in turn, so that those which coincide stay visible
 
-_MOST_POINTS = 600
-"""Most points of a curve."""
-
-_MOST_COLUMNS, _MOST_CELLS = 300, 400_000
-"""Most columns of a heat map, and cells of all heat maps of a page, which keeps it at a few megabytes."""
-
-DASHES = ("solid", "dash", "dot", "dashdot")
-"""Styles of curves, in turn, so that curves which coincide stay visible."""
-
+_MOST_POINTS = 600  # of a curve
+_MOST_COLUMNS = 300  # of a heat map
+_MOST_CELLS = 400_000  # of all heat maps of a page, which keeps it at a few megabytes
 # Blue is idle, pale is even, orange to brown is overloaded. Colour-blind readers can distinguish both ends.
 _IDLE, _UNDER, _EVEN, _OVER, _CROWDED = "#08306B", "#6BAED6", "#F2EFE6", "#F28E2B", "#7F2704"
 
@@ -43,11 +37,10 @@ class Line(NamedTuple):
 def binned(
     iterations_I: NDArray[np.int64], values: NDArray[Any], most: int = _MOST_POINTS
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Average consecutive iterations of values ``[I, …]`` if there are more than ``most``.
+    """Average consecutive iterations of values ``[I, …]`` into at most so many bins.
 
-    Returns:
-        The mean iteration of each bin, float32 ``[B]``, and the mean of its values without NaN, float32
-        ``[B, …]``; NaN where there is nothing else.
+    Return the mean iteration of each bin, float32 ``[B]``, and the mean of its values, float32 ``[B, …]``,
+    without NaN where there is something else.
     """
     starts = np.arange(0, len(iterations_I), -(-len(iterations_I) // most))
     known = np.isfinite(values)
@@ -59,7 +52,7 @@ def binned(
 
 
 def bin_words(lines: Sequence[Line]) -> list[str]:
-    """Return a sentence on the size of the largest bins, or nothing if each bin holds one iteration."""
+    """Return a sentence on the size of bins, if they hold several iterations."""
     width = -(-max(len(line.iterations) for line in lines) // _MOST_POINTS)
     return [f"Each point is the mean of {width} iterations."] if width > 1 else []
 
@@ -71,7 +64,7 @@ def new_figure(title: str, x_title: str, y_title: str, height: int, **layout: An
 
 
 def ticks(count: int, most: int = 12) -> dict[str, Any]:
-    """Return axis settings with a tick at every whole number, if there are at most ``most`` numbers."""
+    """Return axis settings: a tick at every number, if there are at most ``most``."""
     return {"dtick": 1} if count <= most else {}
 
 
@@ -126,10 +119,7 @@ def layer_loads(
 
 
 def expert_loads(title: str, loads: RecordedLoads, num_figures: int = 1) -> go.Figure:
-    """Return one heat map for each layer: the load of every expert over an even share.
-
-    ``num_figures`` is the number of such figures on the page, which share the room for cells.
-    """
+    """Return one heat map for each layer; ``num_figures`` of these share the page's room for cells."""
     load_ILE = relative_load_ILE(loads.counts_ILDE)
     room = _MOST_CELLS // (load_ILE[0].size * num_figures)
     maps = {f"layer {layer}": load_ILE[:, i] for i, layer in enumerate(loads.layers)}

@@ -1,4 +1,4 @@
-"""Writes a page: title, result in one sentence, sections. One HTML file without a network."""
+"""Writes a page: one HTML file that needs no network."""
 
 import re
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """All that a page shows."""
+    """A page with its result and sections."""
 
     kind: str  # what the page is, such as "report"
     title: str
@@ -53,7 +53,7 @@ class Page:
 
     @property
     def html(self) -> str:
-        """The page as HTML text that needs no other file and no network."""
+        """The page as HTML."""
         loader = PackageLoader("megatron_fssdp.report", ".")
         environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
         figures = [part for section in self.sections for part in section.parts if isinstance(part, go.Figure)]

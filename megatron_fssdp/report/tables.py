@@ -25,19 +25,9 @@ class Table:
 def terminal_table(
     table: Table, title: str = "", caption: str = "", whole: Collection[str] = ()
 ) -> TerminalTable:
-    """Return a table for the terminal, with a line above it and lines below it.
-
-    Cells that are too long continue on the next line, but for the columns that ``whole`` names.
-    """
-    shown = TerminalTable(
-        title=title or None,
-        caption=caption or None,
-        title_justify="left",
-        caption_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    """Return a table for the terminal. Only columns that ``whole`` names never wrap."""
+    shown = TerminalTable(title=title or None, caption=caption or None, box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.title_style, shown.title_justify, shown.caption_justify = "bold", "left", "left"
     for position, heading in enumerate(table.header):
         is_left = position == 0 or heading in table.prose
         justify: Literal["left", "right"] = "left" if is_left else "right"

@@ -29,23 +29,12 @@ MEGATRON_PRELOAD = (
 
 @contextmanager
 def megatron_parallel_state(
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    cp: int = 1,
-    vpp: int | None = None,
-    seed: int = 1234,
+    tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, vpp: int | None = None, seed: int = 1234
 ) -> Iterator[None]:
-    """Create Megatron's process groups on the running ranks, and destroy them afterwards.
+    """Create Megatron's process groups and seed its random states on the running ranks, as Megatron does.
 
-    ``tp``, ``pp``, ``ep``, ``etp`` and ``cp`` are the sizes of tensor, pipeline and expert parallelism, of
-    the experts' tensor parallelism and of context parallelism. ``vpp`` is the number of model chunks of a
-    pipeline rank, if it has several. The data-parallel size follows from the number of ranks. Megatron's
-    model-parallel random states are seeded as in its own initialization.
-
-    Raises:
-        ValueError: The parallel sizes do not divide the number of ranks.
+    ``etp`` is the experts' tensor parallelism, and ``vpp`` the number of model chunks of a pipeline rank.
+    Sizes that do not divide the number of ranks are a ValueError.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -81,10 +70,9 @@ def run_megatron_ranks(
     preload: Sequence[str] = MEGATRON_PRELOAD,
     **sizes: int | None,
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on ranks that have Megatron's parallel state.
+    """Run ranks (:func:`run_ranks`) inside :func:`megatron_parallel_state`, whose arguments ``sizes`` are.
 
-    This is :func:`run_ranks` with Megatron and its CPU runtime preloaded, and with
-    :func:`megatron_parallel_state`, whose arguments ``sizes`` are, around the call.
+    Megatron and its CPU runtime are preloaded.
     """
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **(env or {})}
     call = (_call_in_state, world_size, sizes, fn, args)
@@ -99,7 +87,7 @@ def _call_in_state(
 
 
 def keep_option_texts() -> None:
-    """Let Megatron read the help texts of its options once, and not twice on each rank of a training."""
+    """Let Megatron read its options' help texts once, and not twice on each rank of a training."""
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
 

@@ -23,8 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# torch.testing and the optimizers import torch._dynamo on their first use. Without preloading, this costs
-# every rank of every call almost a second.
+# torch.testing and the optimizers import torch._dynamo on their first use, which takes almost a second.
 DEFAULT_PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo")
 _DUMP_S = 0.1  # time for ranks that timed out to print where they hang
 _MARGIN_S = 30.0  # the server enforces the time limit, and the caller only detects a dead server
@@ -34,7 +33,7 @@ _LOG_TAIL_CHARS = 6000
 class RankError(RuntimeError):
     """A rank raised an exception, died or exceeded the time limit. The message has tracebacks and output.
 
-    ``ranks`` are those that failed by themselves, or that still ran when the time limit was reached.
+    ``ranks`` are those that failed by themselves, or still ran at the time limit.
     """
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
@@ -43,8 +42,6 @@ class RankError(RuntimeError):
 
 
 class _RankJob(NamedTuple):
-    """One function call on every rank of a new process group."""
-
     call: bytes  # the pickled function and its arguments after rank and world_size
     world_size: int
     timeout_s: float
@@ -69,24 +66,13 @@ def run_ranks(
     preload: Sequence[str] = DEFAULT_PRELOAD,
     grace_s: float = 0.1,
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` on every rank of a new process group and return the results.
+    """Call ``fn(rank, world_size, *args)`` on ranks with a gloo process group; return the results in order.
 
-    This process keeps one fork server for each ``preload`` until it ends. The default process group (gloo)
-    exists while ``fn`` runs.
-
-    Args:
-        fn: Function at the top of a module.
-        world_size: Number of ranks.
-        *args: Picklable arguments, the same for every rank.
-        timeout_s: Time limit of the call and of every collective in it, in seconds.
-        env: Environment variables of the ranks, but not those that libraries read at import, such as
-            OMP_NUM_THREADS (always 1).
-        preload: What the server runs before the first fork, in order: "module" is imported, and of
-            "module:function", the function is called.
-        grace_s: Seconds that the other ranks have to end by themselves after a rank has failed.
-
-    Returns:
-        The return values of ``fn``, in the order of ranks. They must be picklable.
+    ``fn`` is a function at the top of a module; its arguments and results are picklable. ``timeout_s`` limits
+    the call and every collective in it. ``env`` cannot set what libraries read at import, such as
+    OMP_NUM_THREADS (always 1). ``preload`` is what the server imports ("module") or calls ("module:function")
+    before the first fork; this process keeps a server for each ``preload`` until it ends. After a rank has
+    failed, the others have ``grace_s`` to end by themselves.
 
     Raises:
         RankError: A rank raised an exception, died, or still ran at the time limit. All ranks have ended.
@@ -115,7 +101,7 @@ def run_ranks(
 
 
 class _ForkServer:
-    """A fork server process, as the caller sees it. It ends when this process ends."""
+    """A fork server, as the caller sees it. It ends with this process."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         ours, theirs = socket.socketpair()
@@ -215,9 +201,7 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
         connection.send(traceback.format_exc())
         return
     faulthandler.enable()
-    faulthandler.register(
-        signal.SIGUSR1
-    )  # ranks that exceed the time limit get it, and print where they hang
+    faulthandler.register(signal.SIGUSR1)  # ranks at the time limit get it, and print where they hang
     gc.collect()
     gc.freeze()  # the garbage collector then does not touch the shared pages, which would copy them
     connection.send("")

@@ -1,14 +1,25 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE, TOKENIZER_FILE, load_pretrained, train_bpe
+from megatron_fssdp.data.tokenizer import (
+    MIN_VOCAB_SIZE,
+    SPECIAL_TOKENS,
+    TOKENIZER_FILE,
+    VOCAB_FILE,
+    WordPieceTokenizer,
+    load_pretrained,
+    train_bpe,
+)
 from megatron_fssdp.launch.run_data import build_with_progress
 
 TEXTS = ["the quick brown fox jumps over the lazy dog\n" * 20, "def f(x):\n    return x\n" * 20]
+SENTENCES = ["The quick brown fox jumps over the lazy dog.", "Returns the size of a file, in bytes."] * 20
 
 
 @pytest.mark.parametrize("vocab_size", [MIN_VOCAB_SIZE, 300])
@@ -66,9 +77,8 @@ def test_the_end_of_a_document_is_a_usual_token_or_given(folder: Path) -> None:
 def test_a_hub_that_does_not_answer_is_named_at_once(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        ConfigurationError, match=r"127.0.0.1:1 does not answer.*; give a folder with"
-    ) as caught:
+    message = r"127.0.0.1:1 does not answer.*; give a folder with"
+    with pytest.raises(ConfigurationError, match=message) as caught:
         load_pretrained("someone/something")
     assert "\n" not in str(caught.value)
 
@@ -79,3 +89,41 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigurationError, match="unknown tokenizer 'wordpeice'; did you mean 'wordpiece'"):
         build_with_progress([tmp_path / "a.txt"], tmp_path, "wordpeice", 300)
+
+
+def test_a_saved_tokenizer_loads_as_the_same(tmp_path: Path) -> None:
+    trained = WordPieceTokenizer.train(SENTENCES, 120)
+    (tmp_path / TOKENIZER_FILE).write_text(trained.files[TOKENIZER_FILE])
+    loaded = WordPieceTokenizer.load(tmp_path)
+    assert loaded.inv_vocab == trained.inv_vocab
+    assert loaded.vocab_size == len(loaded.inv_vocab) <= 120
+    assert loaded.unique_identifiers == trained.unique_identifiers
+    assert loaded.encode(["THE lazy Foxes"])[0].tolist() == trained.encode(["the lazy foxes"])[0].tolist()
+    pieces = [loaded.inv_vocab[index] for index in loaded.encode(["theft"])[0].tolist()]
+    assert [piece.startswith("##") for piece in pieces] == [False] + [True] * (len(pieces) - 1)
+    # A word list alone is enough for Megatron's own BERT tokenizers.
+    assert dict(enumerate(trained.files[VOCAB_FILE].split())) == loaded.inv_vocab
+
+
+def test_training_is_the_same_in_every_process() -> None:
+    imported = "from megatron_fssdp.data.tokenizer import WordPieceTokenizer as T"
+    code = f"{imported}; print(T.train({SENTENCES!r}, 100).identity)"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == WordPieceTokenizer.train(SENTENCES, 100).identity
+    assert other.stdout.strip() != WordPieceTokenizer.train(SENTENCES, 80).identity
+
+
+def test_special_tokens_have_the_first_ids_and_count_as_text_in_documents() -> None:
+    tokenizer = WordPieceTokenizer.train(SENTENCES, 120)
+    special = (tokenizer.pad, tokenizer.unk, tokenizer.cls, tokenizer.sep, tokenizer.mask)
+    assert special == tuple(range(5))
+    assert [tokenizer.inv_vocab[index] for index in special] == list(SPECIAL_TOKENS)
+    assert tokenizer.eod_id == tokenizer.sep
+    assert tokenizer.mask not in tokenizer.encode(["the [MASK] file"])[0].tolist()
+    assert tokenizer.encode(["漢"])[0].tolist() == [tokenizer.unk]
+
+
+def test_another_tokenizers_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER_FILE).write_text(train_bpe(SENTENCES, 300).files[TOKENIZER_FILE])
+    with pytest.raises(ConfigurationError, match="does not have this token"):
+        WordPieceTokenizer.load(tmp_path)

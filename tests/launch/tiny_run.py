@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from megatron_fssdp.data.manifest import BuiltFile, DataManifest
+from megatron_fssdp.data.built_data import BuiltFile, DataManifest
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"

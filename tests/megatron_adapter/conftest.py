@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fssdp.data.built_data import DATA_NAME, build_data
 from megatron_fssdp.data.corpus import corpus_from_paths
-from megatron_fssdp.data.indexed_builder import build_data
-from megatron_fssdp.data.manifest import DATA_NAME
 
 SOURCES = [Path(module.__file__) for module in (argparse, json.decoder, pathlib, textwrap, typing)]
 

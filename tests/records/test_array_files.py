@@ -73,19 +73,19 @@ def test_iterations_are_sliced_in_every_array(tmp_path: Path) -> None:
         np.testing.assert_array_equal(part, whole if field.name == "layers" else whole[1:])
 
 
+def change_counts(rows: dict[str, np.ndarray], change: Callable[[np.ndarray], np.ndarray]) -> None:
+    rows.update({name: change(rows[name]) for name in ("counts_ILDE", "tokens_ILD") if name in rows})
+
+
 CHANGES: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
-    "counts_ILDE, tokens_ILD .* dimensions": lambda rows: rows.update(
-        {name: array[:, None] for name, array in rows.items() if name in ("counts_ILDE", "tokens_ILD")}
-    ),
+    "counts_ILDE, tokens_ILD .* dimensions": lambda rows: change_counts(rows, lambda array: array[:, None]),
     "data type float64": lambda rows: rows.update(iterations=rows["iterations"] * 1.0),
     "data type uint64": lambda rows: rows.update(iterations=rows["iterations"].astype(np.uint64)),
     "got no array layers": lambda rows: rows.pop("layers"),
     "iterations are not ascending": lambda rows: rows.update(iterations=np.array([2, 1])),
     "layers are not ascending": lambda rows: rows.update(layers=np.array([[3, 1]] * 2)),
     "layers differ between iterations": lambda rows: rows.update(layers=np.array([[1, 3], [1, 4]])),
-    "negative numbers": lambda rows: rows.update(
-        {name: -array for name, array in rows.items() if name in ("counts_ILDE", "tokens_ILD")}
-    ),
+    "negative numbers": lambda rows: change_counts(rows, np.negative),
 }
 
 

@@ -21,13 +21,19 @@ def values(iteration: int, num_numbers: int = 3) -> np.ndarray:
     return np.full((len(LAYERS), num_numbers), iteration, np.int64)
 
 
-def opened(path: Path) -> GrowingArrays:
-    """A writer that continues what is there."""
-    return GrowingArrays(path, LAYERS.tolist(), read)
-
-
 def read(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(**read_arrays(folder / "values.npy", FORMATS))
+
+
+class Writer(GrowingArrays):
+    """Continues what is there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, LAYERS.tolist(), read)
+
+    def add(self, *iterations: int, num_numbers: int = 3) -> None:
+        for iteration in iterations:
+            self.append_row(iteration, {"values": values(iteration, num_numbers)})
 
 
 def checked(path: Path) -> list[int]:
@@ -41,9 +47,9 @@ def checked(path: Path) -> list[int]:
 
 def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "run" / "values.npy"
-    writer = opened(path)
+    writer = Writer(path)
     for iteration in range(1, 12):  # the number of rows gets a second digit
-        writer.append_row(iteration, {"values": values(iteration)})
+        writer.add(iteration)
         assert checked(path) == list(range(1, iteration + 1))
     rows = np.load(path)
     assert rows["values"].shape == (11, 2, 3)
@@ -53,22 +59,21 @@ def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Pat
 
 def test_an_iteration_adds_its_own_bytes_and_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "values.npy"
-    writer = opened(path)
-    writer.append_row(1, {"values": values(1, 1000)})
+    writer = Writer(path)
+    writer.add(1, num_numbers=1000)
     before = path.stat()
-    for iteration in range(2, 30):
-        writer.append_row(iteration, {"values": values(iteration, 1000)})
+    writer.add(*range(2, 30), num_numbers=1000)
     after = path.stat()
     assert (after.st_ino, after.st_size - before.st_size) == (before.st_ino, 28 * np.load(path).itemsize)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (after.st_size + 5, limits[1]))
     try:
         with pytest.raises(ConfigurationError, match="cannot be written \\(File too large\\)"):
-            writer.append_row(30, {"values": values(30, 1000)})
+            writer.add(30, num_numbers=1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checked(path) == list(range(1, 30))
-    writer.append_row(30, {"values": values(30, 1000)})
+    writer.add(30, num_numbers=1000)
     assert checked(path) == list(range(1, 31))
 
 
@@ -78,20 +83,18 @@ def test_a_repeated_iteration_replaces_itself_and_all_later_ones(
     tmp_path: Path, again_from: int, is_resumed: bool
 ) -> None:
     path = tmp_path / "values.npy"
-    writer = opened(path)
-    for iteration in (1, 2, 3, 4):
-        writer.append_row(iteration, {"values": values(iteration)})
+    writer = Writer(path)
+    writer.add(1, 2, 3, 4)
     if is_resumed:
-        writer = opened(path)
-    for iteration in (again_from, 9):
-        writer.append_row(iteration, {"values": values(iteration)})
+        writer = Writer(path)
+    writer.add(again_from, 9)
     assert checked(path) == [*range(1, again_from), again_from, 9]
 
 
 def _append_many(path: Path, first: int) -> None:
-    writer = opened(path)
+    writer = Writer(path)
     for iteration in range(first, first + 200):  # a test that fails must not fill the disk
-        writer.append_row(iteration, {"values": values(iteration, 6_000)})  # rows of many pages
+        writer.add(iteration, num_numbers=6_000)  # rows of many pages
         time.sleep(0.0005)  # without it, the file grows faster than it can be read
 
 
@@ -119,15 +122,11 @@ def test_a_killed_run_keeps_all_complete_iterations(tmp_path: Path) -> None:
 
 def test_other_layers_names_and_shapes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "values.npy"
-    writer = opened(path)
-    writer.append_row(1, {"values": values(1)})
-    with pytest.raises(
-        ConfigurationError, match=r"holds arrays .*\(2, 3\).*, but .* \(2, 4\).* choose another"
-    ):
-        writer.append_row(2, {"values": values(2, 4)})
-    with pytest.raises(
-        ConfigurationError, match=r"but this run records .*others.*; choose another output folder"
-    ):
+    writer = Writer(path)
+    writer.add(1)
+    with pytest.raises(ConfigurationError, match=r"holds .*\(2, 3\).*, but .* \(2, 4\).* choose another"):
+        writer.add(2, num_numbers=4)
+    with pytest.raises(ConfigurationError, match=r"run records .*others.*; choose another output folder"):
         writer.append_row(2, {"others": values(2)})
     assert checked(path) == [1]
     with pytest.raises(ConfigurationError, match=r"holds layers \[2, 5\], but this run records \[2\]"):

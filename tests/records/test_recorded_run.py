@@ -111,10 +111,7 @@ def test_strategies_and_seeds_may_differ_and_are_named() -> None:
     ("changed", "obstacle"),
     [
         ({"model.family": "bert"}, "different model (model.family gpt and bert)"),
-        (
-            {"training.train_iters": 20},
-            "different learning-rate schedule (training.train_iters 10 and 20)",
-        ),
+        ({"training.train_iters": 20}, "different learning-rate schedule (training.train_iters 10 and 20)"),
         ({"data.path": "b"}, "different data (data.path a and b)"),
         ({"model.capacity": 1.5}, "different model (model.capacity – and 1.5)"),
     ],
@@ -133,8 +130,7 @@ def test_the_same_data_in_two_folders_is_no_difference(tmp_path: Path) -> None:
 @pytest.mark.parametrize("header", [RECORDED_RUN_HEADER, "# another\n"])
 def test_settings_of_train_are_never_replaced(tmp_path: Path, header: str) -> None:
     (tmp_path / "config.yaml").write_text(text := f"{header}strategy: {{name: ep}}\n")
-    with (
-        nullcontext() if header == RECORDED_RUN_HEADER else pytest.raises(ConfigurationError, match="exists")
-    ):
+    refused = pytest.raises(ConfigurationError, match="exists")
+    with nullcontext() if header == RECORDED_RUN_HEADER else refused:
         assert not write_recorded_settings(tmp_path, None, {"name": "fssdp", "settings": {}})
     assert (tmp_path / "config.yaml").read_text() == text

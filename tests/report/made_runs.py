@@ -50,10 +50,10 @@ def write_made_run(
             tokens_LD = np.rint(mean_L1 + 0.25 * (ep_LD - mean_L1)).astype(np.int64)
         histogram_LD = np.full((num_layers, num_devices), 7)
         loads.append(iteration, counts_LDE, *([histogram_LD] * 2 if has_histograms else ()))
-        placements.append(
-            iteration, np.repeat(owned_ED[None], num_layers, axis=0), present_LED, ep_LD, tokens_LD
-        )
+        owned_LED = np.repeat(owned_ED[None], num_layers, axis=0)
+        placements.append(iteration, owned_LED, present_LED, ep_LD, tokens_LD)
         replicas_L = (present_LED.sum(axis=(1, 2)) - num_experts).tolist()
+        resharded = {"resharded_experts": 3, "reshard_bytes": 300, "reshard_s": 0.2} if iteration == 4 else {}
         metrics.append(
             IterationMetrics(
                 iteration,
@@ -79,9 +79,7 @@ def write_made_run(
                     )
                     for i, layer in enumerate(layers)
                 ),
-                resharded_experts=3 if iteration == 4 else 0,
-                reshard_bytes=300 if iteration == 4 else 0,
-                reshard_s=0.2 if iteration == 4 else 0.0,
+                **resharded,
                 passes_s=0.8,
                 rank_peak_bytes=tuple(2**30 + 2**26 * rank for rank in range(num_devices)),
                 rank_memory="allocated",

@@ -28,9 +28,8 @@ def test_unknown_values_are_left_out_of_the_mean() -> None:
 
 
 def test_numbers_have_the_unit_in_which_they_are_at_least_one() -> None:
-    assert [format_bytes(n) for n in (0, 999, 1000, 2.5e6, 4e15)] == [
-        *("0 B", "999 B", "1 kB", "2.5 MB", "4,000 TB")
-    ]
+    found = [format_bytes(number) for number in (0, 999, 1000, 2.5e6, 4e15)]
+    assert found == ["0 B", "999 B", "1 kB", "2.5 MB", "4,000 TB"]
     assert [format_flops(n) for n in (1.51e8, 2e14)] == ["151 MFLOP/s", "200 TFLOP/s"]
     assert [format_seconds(n) for n in (0, 3.86e-5, 0.0088, 2)] == ["0 µs", "38.6 µs", "8.8 ms", "2 s"]
     assert [format_memory(n) for n in (2**20, 3 * 2**30)] == ["1 MiB", "3 GiB"]

@@ -111,10 +111,8 @@ def test_a_resumed_run_has_parts(tmp_path: Path) -> None:
     assert [strategy for strategy, _ in parts_of(runs[0].run)] == ["ep", "fssdp"]
     (table,) = next(one.parts for one in run_page(runs).sections if one.anchor == "parts-and-interruptions")
     assert isinstance(table, Table)
-    assert [row[1:] for row in table.rows] == [
-        ("ep", "2.0000 → 2.0000", "2.00"),
-        ("fssdp", "2.0000 → 2.0000", "1.00"),
-    ]
+    loss = "2.0000 → 2.0000"
+    assert [row[1:] for row in table.rows] == [("ep", loss, "2.00"), ("fssdp", loss, "1.00")]
     assert [row[0].rpartition(", ")[2] for row in table.rows] == ["iterations 1 to 3", "iterations 4 to 10"]
 
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,15 @@ CASES = (
 )
 
 
-def call_all(rank: int, world_size: int) -> dict[str, Any]:
+@contextmanager
+def one_card() -> Iterator[None]:
     with Patches() as patches:
         CardGroups(poses=False).install(patches)
+        yield
+
+
+def call_all(rank: int, world_size: int) -> dict[str, Any]:
+    with one_card():
         return all_calls(rank, "cpu")
 
 
@@ -41,8 +49,7 @@ def test_every_call_moves_the_data_that_nccl_would_move() -> None:
 
 def call_in_order(rank: int, world_size: int) -> tuple[bool, list[float]]:
     """Rank 1 comes late, so nothing can be complete on rank 0 before it waits."""
-    with Patches() as patches:
-        CardGroups(poses=False).install(patches)
+    with one_card():
         x, y = torch.ones(2), torch.full((2,), float(rank))
         if rank == 1:
             time.sleep(0.5)
@@ -58,8 +65,7 @@ def test_calls_return_at_once_and_results_come_with_the_wait() -> None:
 
 
 def run_cases(rank: int, world_size: int) -> list[float]:
-    with Patches() as patches:
-        CardGroups(poses=False).install(patches)
+    with one_card():
         return [max(CaseRun(case).run().errors.values()) for case in CASES]
 
 
@@ -89,8 +95,7 @@ def test_a_script_runs_with_its_arguments(tmp_path: Path) -> None:
 
 def fail(rank: int, world_size: int) -> str:
     """Ask for a reduction that gloo does not have."""
-    with Patches() as patches:
-        CardGroups(poses=False).install(patches)
+    with one_card():
         work = dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND, async_op=True)
         with pytest.raises(RuntimeError) as error:
             work.wait()

@@ -22,26 +22,17 @@ from megatron_fssdp.simulation.workloads import WORKLOADS, fitted_loads, generat
 _GENERATED_ITERATIONS = 20
 
 _COMPARED_ITERATIONS = 50
-"""Most iterations of a record for which different nodes and devices are estimated, spread over the record.
-
-The mean of thousands of tokens hardly changes with more of them.
-"""
+"""Iterations, spread over a record, whose mean estimates different nodes and devices closely enough."""
 
 
 def loads_for_job(
     source: str, job: MoeJob, chosen: slice = slice(None), seed: int = 0
 ) -> tuple[RecordedLoads, str]:
-    """Read or generate loads that fit the sizes of a job.
+    """Read the loads of a run, or generate a workload, with the sizes of a job.
 
-    ``source`` is the folder of a run, its ``loads.npy``, or the name of a workload. ``chosen`` are positions
-    of the record's iterations; its end is the number to generate, or 20.
-
-    Returns:
-        The loads, and a note that states how they were generated or scaled. It is empty if a record fits the
-        job unchanged.
-
-    Raises:
-        ConfigurationError: No run or workload has this name, or the loads do not fit the job.
+    ``chosen`` are positions of the record's iterations; its end is the number to generate. Return also a note
+    on how the loads were generated or scaled, if they were. An unknown name and loads that do not fit the job
+    are a ConfigurationError.
     """
     if source in WORKLOADS:
         count = chosen.stop or _GENERATED_ITERATIONS
@@ -62,20 +53,16 @@ def loads_for_job(
 
 
 def unknown_loads(source: str) -> str:
-    """Return the message for loads that are neither a run nor the name of a workload."""
+    """Return the message for loads that are neither of a run nor a workload."""
     return f"--loads: {unknown_name('workload or run', source, WORKLOADS)}; or give the folder of a run"
 
 
 def with_recorded_choices(
     job: MoeJob, record: RecordedLoads, cluster: ClusterDescription
 ) -> tuple[MoeJob, str]:
-    """Add to a job what the record of its loads knows about different nodes and devices of a token.
+    """Add to a job what its record knows about different nodes and devices of a token.
 
-    Returns:
-        The job, and a note that states where the numbers of different tokens come from.
-
-    Raises:
-        ValueError: The job does not fit the cluster.
+    Return also where these numbers come from. A job that does not fit the cluster raises a ValueError.
     """
     choices = recorded_choices(record, topology_of(cluster, job.num_devices), job.top_k)
     if choices is None:
@@ -87,8 +74,7 @@ def with_recorded_choices(
 def recorded_choices(record: RecordedLoads, topology: Topology, top_k: int) -> TokenChoices | None:
     """Return the factors by which the nodes and devices of a record's tokens differ from their estimate.
 
-    Both belong to the owners of plain expert parallelism. None if the record does not know them, or knows
-    them for other numbers of nodes or devices than the job has.
+    Both are of plain expert parallelism. None: not recorded, or for other numbers of nodes or devices.
     """
     if record.by_nodes_ILN is None or record.by_devices_ILD is None:
         return None

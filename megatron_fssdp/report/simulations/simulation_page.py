@@ -12,18 +12,9 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.run_settings import flat_settings
+from megatron_fssdp.report import figures
 from megatron_fssdp.report.colours import distinct_colours
-from megatron_fssdp.report.figures import (
-    DASHES,
-    GREY,
-    Line,
-    bin_words,
-    curves,
-    device_loads,
-    expert_loads,
-    new_figure,
-    time_bars,
-)
+from megatron_fssdp.report.figures import DASHES, GREY, Line
 from megatron_fssdp.report.page import Page, Section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
@@ -41,7 +32,7 @@ _EVEN_LINE = {"line": {"color": GREY, "dash": "dash", "width": 1.5}, "name": _EV
 def simulation_page(
     report: SimulationReport, loads: RecordedLoads, cluster: ClusterDescription, job: MoeJob
 ) -> Page:
-    """Return the page of a simulation of loads on a cluster, with the sizes of a job."""
+    """Return the page of a simulation."""
     labels = [row.label for row in report.ranked]
     colour_of = dict(zip(labels, distinct_colours(labels), strict=True))
     expert_load = (
@@ -51,7 +42,7 @@ def simulation_page(
     sections = [
         ranking_section(report),
         _course_section(report, job, colour_of),
-        Section("Expert load over iterations", expert_load, [expert_loads("", loads)]),
+        Section("Expert load over iterations", expert_load, [figures.expert_loads("", loads)]),
         *([_roofline_section(report, cluster, job, colour_of)] if job.num_devices > 1 else []),
         _memory_section(report),
         _assumptions_section(cluster),
@@ -77,9 +68,7 @@ def simulation_headline(report: SimulationReport) -> str:
     else:
         parts_s = report.steady_parts_s(best.outcome)
         weights, gradients = (format_seconds(parts_s[f"waiting for {one}"]) for one in ("spAG", "spRS"))
-        before, after = (
-            report.steady(outcome.load_max_over_mean_IL) for outcome in (report.plain, best.outcome)
-        )
+        before, after = (report.steady(one.load_max_over_mean_IL) for one in (report.plain, best.outcome))
         clauses = [
             f"{best.label} is {ratio:.2f} × as fast as {BASELINE} ({plain} → {format_seconds(seconds)} an "
             "iteration)",
@@ -93,9 +82,9 @@ def simulation_headline(report: SimulationReport) -> str:
 
 
 def ranking_section(report: SimulationReport, title: str = "Ranking", lead: str = "") -> Section:
-    """Return the section with the parts of an iteration's time under every strategy, and the ranking."""
+    """Show the parts of an iteration's time under every strategy, and the ranking."""
     parts_s = {row.label: report.steady_parts_s(row.outcome) for row in report.ranked}
-    figure = time_bars("simulated time of an iteration", parts_s)
+    figure = figures.time_bars("simulated time of an iteration", parts_s)
     figure.add_vline(x=report.even_ep_s, **_EVEN_LINE)
     sentence = (
         f"{lead}Mean time of an iteration after the warm-up, divided into parts, the fastest strategy first. "
@@ -107,7 +96,7 @@ def ranking_section(report: SimulationReport, title: str = "Ranking", lead: str 
 
 
 def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[str, str]) -> Section:
-    """Return the section with the time, the load and the moved bytes of each iteration."""
+    """Show the time, the load and the moved bytes of each iteration."""
     outcomes = {row.label: row.outcome for row in report.ranked}
 
     def lines(values: Mapping[str, NDArray[np.float64]]) -> list[Line]:
@@ -119,12 +108,12 @@ def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
     seconds = lines({name: one.iteration_s for name, one in outcomes.items()})
     loads = lines({name: one.load_max_over_mean_IL.mean(axis=1) for name, one in outcomes.items()})
     moved = {name: job.expert_bytes * one.of_layers("gathered").sum(axis=1) for name, one in outcomes.items()}
-    times = curves("Time", "simulated seconds", seconds, ".4s")
+    times = figures.curves("Time", "simulated seconds", seconds, ".4s")
     times.add_hline(y=report.even_ep_s, **_EVEN_LINE)
-    parts = [times, device_loads("Busiest device, mean of layers", loads)]
+    parts = [times, figures.device_loads("Busiest device, mean of layers", loads)]
     if any(values.any() for values in moved.values()):
         title = "Weights that travel to replicas (spAG)"
-        figure = curves(title, "bytes of an iteration", lines(moved), ".4s")
+        figure = figures.curves(title, "bytes of an iteration", lines(moved), ".4s")
         parts.append(figure.update_yaxes(tickformat="~s", ticksuffix="B"))
     sentence = "Load 1 is even: a layer takes as long as its busiest device."
     for figure in parts:
@@ -137,21 +126,21 @@ def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
             f" The grey area is the longest warm-up (iterations: {report.warm_up}), which the ranking leaves "
             "out: until then, a strategy measures, has no past loads, or waits for its first turn."
         )
-    return Section("Each iteration", sentence, [*parts, *bin_words(seconds)])
+    return Section("Each iteration", sentence, [*parts, *figures.bin_words(seconds)])
 
 
 def _roofline_section(
     report: SimulationReport, cluster: ClusterDescription, job: MoeJob, colour_of: Mapping[str, str]
 ) -> Section:
-    """Return the section with the DDL-Roofline (FasterMoE, §3.3, Fig. 5)."""
+    """Show the DDL-Roofline (FasterMoE, §3.3, Fig. 5)."""
     points = {row.label: roofline_point(row.outcome, job) for row in report.ranked}
     size, unit = unit_of(cluster.expert_flops_per_s, FLOPS)
     ratios = [point.ratio for point in points.values()]
     span = np.geomspace(min(0.1, min(ratios) / 2), max(10.0, max(ratios) * 2), 200)
     titles = "R_CC: compute / communication (Eq. 3)", f"mean {unit} per device (Eq. 4)"
-    figure = new_figure(
-        "", *titles, 460, xaxis={"type": "log", "dtick": 1}, yaxis={"type": "log", "dtick": "D2"}
-    )
+    figure = figures.new_figure("", *titles, 460)
+    figure.update_xaxes(type="log", dtick=1)
+    figure.update_yaxes(type="log", dtick="D2")
     limits = {"ideal (Eq. 5)": ideal_flops_per_s, "semi-ideal (Eq. 6)": semi_ideal_flops_per_s}
     for (name, limit), dash in zip(limits.items(), DASHES, strict=False):
         line, y = {"color": GREY, "dash": dash, "width": 2}, limit(span, cluster.expert_flops_per_s / size)
@@ -176,8 +165,7 @@ def _memory_section(report: SimulationReport) -> Section:
     header = ("", "experts of the device", "replicas, transfers", "dense", "activations (estimated)", "sum")
     rows = []
     for row in report.ranked:
-        memory = row.outcome.memory
-        experts = memory.experts
+        memory, experts = row.outcome.memory, row.outcome.memory.experts
         kinds = (experts.expert_parallelism_bytes, experts.above_expert_parallelism_bytes)
         sizes = (*kinds, memory.dense_bytes, memory.activation_bytes, memory.total_bytes)
         rows.append((row.label, *map(format_memory, sizes)))

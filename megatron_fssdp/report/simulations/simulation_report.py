@@ -22,26 +22,23 @@ from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 RANKING_FILE, ITERATIONS_FILE = "ranking.json", "iterations.csv"
 
-_FIRST = 7
-"""Number of columns of the ranking that fit into 80 characters."""
+_FIRST = 7  # columns of the ranking fit into 80 characters
+_WHOLE = ("strategy", "warm-up")  # cells of these columns stay on one line
 
-_WHOLE = ("strategy", "warm-up")
-"""Columns whose cells stay on one line; the headings of the others are wrapped first."""
-
+# Columns of ``iterations.csv`` that are sums over the layers, and the simulator's names for them.
 _COUNTS = {
     "replicas": "replicas",
     "moved_experts": "gathered",
     "between_nodes_experts": "gathered_between_nodes",
     "cross_node_pairs": "cross_node",
 }
-"""Columns of ``iterations.csv`` that are sums over the layers, and the simulator's names for them."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankedStrategy:
-    """One strategy in the ranking."""
+    """A strategy in the ranking."""
 
-    label: str  # name of the strategy
+    label: str  # its name
     outcome: StrategyOutcome
     tokens: BreakEven | None = None  # per rank and iteration, from which it pays; None: not searched
     bandwidth: BreakEven | None = None  # bytes per second of a node's network, up to which it pays
@@ -61,9 +58,9 @@ class SimulationReport:
 
     @property
     def warm_up(self) -> int:
-        """Number of first iterations that no mean of the ranking contains, so that all are of the same loads.
+        """The longest warm-up of the strategies that get beyond theirs.
 
-        This is the longest warm-up of the strategies that get beyond theirs.
+        No mean of the ranking contains these iterations, so that all are of the same loads.
         """
         return max((row.outcome.warm_up for row in self.rows if self.is_settled(row)), default=0)
 
@@ -90,10 +87,9 @@ class SimulationReport:
 
     @property
     def ranked(self) -> list[RankedStrategy]:
-        """Strategies from best to worst by the seconds of their steady state.
+        """Strategies from best to worst by their steady seconds.
 
-        Strategies that do not fit into memory come after the others, and before them those that are still
-        warming up in the last iteration.
+        After these come the strategies that are still warming up, and last those that do not fit into memory.
         """
 
         def rank(row: RankedStrategy) -> tuple[bool, bool, float]:
@@ -103,7 +99,7 @@ class SimulationReport:
 
     @property
     def table(self) -> Table:
-        """The ranking, from best to worst. If no break-even was searched, its columns are left out."""
+        """The ranking, without the columns of a break-even if none was searched."""
         searched = any(row.tokens is not None or row.bandwidth is not None for row in self.rows)
         rows = []
         for row in self.ranked:
@@ -147,7 +143,7 @@ def _break_even(found: BreakEven | None, form: str, unit: float = 1.0) -> str:
 
 
 def ranking_data(report: SimulationReport) -> dict[str, Any]:
-    """Return the ranking as plain values for JSON."""
+    """Return the ranking for JSON."""
     return {
         "title": report.title,
         "notes": list(report.notes),

@@ -10,17 +10,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from megatron_fssdp.records.placements import RecordedPlacements
-from megatron_fssdp.report.figures import (
-    GREY,
-    Line,
-    bin_words,
-    device_loads,
-    expert_loads,
-    layer_loads,
-    new_figure,
-    relative_load_ILE,
-    ticks,
-)
+from megatron_fssdp.report import figures
 from megatron_fssdp.report.page import Part, Section
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.shown_run import ShownRun, counted
@@ -29,52 +19,46 @@ _NO_LAYERS = (
     "No loads of MoE layers were recorded, because Megatron's own layer (strategy none) does not report "
     "them. To see the loads of plain expert parallelism, run again with --moe-strategy ep."
 )
+# Runs are shown once if the mean difference of their relative expert loads is smaller: placement does not
+# change what routers do, so runs with the same seed have the same loads.
 _SAME = 0.01
-"""Runs are shown once if the mean difference of their relative expert loads is less than this number.
-
-Placement does not change what routers do, so runs with the same seed have the same loads.
-"""
-
-_MOST_STEPS, _MOST_CELLS = 60, 150_000
-"""Most steps of a slider, and cells of all its heat maps together."""
-
-_MOST_DEVICES = 12
-"""Most devices that the words at a cell name."""
-
+_MOST_STEPS, _MOST_CELLS = 60, 150_000  # of a slider, and of all its heat maps together
+_MOST_DEVICES = 12  # that the words at a cell name
 _SCALE = [[0.0, "rgba(138,143,152,0.16)"], [0.001, "#FBD5A8"], [0.5, "#F28E2B"], [1.0, "#7F2704"]]
 
 
 def device_load_section(runs: Sequence[ShownRun]) -> Section:
-    """Return the section: max/mean device load by iteration and layer, before and after."""
+    """Show max/mean device load by iteration and layer, before and after."""
     title = "Device load, before and after"
     recorded = [one for one in runs if one.run.layers]
     if not recorded:
         return Section(title, _NO_LAYERS)
-    lines: list[Line] = []
+    lines: list[figures.Line] = []
     strips: list[Part] = []
     for one in recorded:
         before_IL, load_IL = one.run.arrays["ep_load_max_over_mean_IL"], one.run.load_IL
         x, is_plain = one.run.iterations, np.array_equal(before_IL, load_IL)
         if not is_plain and not lines:
-            lines.append(Line("before (plain EP), mean of layers", GREY, x, before_IL.mean(axis=1), "dash"))
-        lines.append(Line(f"{one.name}, mean of layers", one.colour, x, load_IL.mean(axis=1)))
-        lines.append(Line(f"{one.name}, worst layer", one.colour, x, load_IL.max(axis=1), "dot"))
+            name, before_I = "before (plain EP), mean of layers", before_IL.mean(axis=1)
+            lines.append(figures.Line(name, figures.GREY, x, before_I, "dash"))
+        lines.append(figures.Line(f"{one.name}, mean of layers", one.colour, x, load_IL.mean(axis=1)))
+        lines.append(figures.Line(f"{one.name}, worst layer", one.colour, x, load_IL.max(axis=1), "dot"))
         if len(runs) == 1 or not is_plain:
             loads = {"before (plain EP)": before_IL, "after": load_IL}
-            strips.append(layer_loads(f"{one.name}: every layer", x, one.run.layers, loads))
-    figure = device_loads("Busiest device, max / mean", lines)
+            strips.append(figures.layer_loads(f"{one.name}: every layer", x, one.run.layers, loads))
+    figure = figures.device_loads("Busiest device, max / mean", lines)
     notes = [f"{one.name}: {_NO_LAYERS}" for one in runs if one not in recorded]
     sentence = (
         "Tokens of the busiest device, divided by the mean of all devices: 1 is even, and a layer takes as "
         "long as its busiest device. Before: under plain expert parallelism. After: as it was computed."
     )
-    return Section(title, sentence, [figure, *strips, *bin_words(lines), *notes])
+    return Section(title, sentence, [figure, *strips, *figures.bin_words(lines), *notes])
 
 
 def expert_load_section(runs: Sequence[ShownRun]) -> Section:
-    """Return the section with the load of every expert over an even share. Equal loads are shown once."""
+    """Show the load of every expert over an even share, equal loads once."""
     title = "Expert load over iterations"
-    figures: list[Part] = []
+    maps: list[Part] = []
     notes: list[str] = []
     shown: dict[str, NDArray[np.float64]] = {}
     for one in runs:
@@ -83,21 +67,21 @@ def expert_load_section(runs: Sequence[ShownRun]) -> Section:
             why = "loads.npy is not there, or cannot be read." if one.run.layers else _NO_LAYERS
             notes.append(f"{one.name}: {why}")
             continue
-        load_ILE = relative_load_ILE(loads.counts_ILDE)
+        load_ILE = figures.relative_load_ILE(loads.counts_ILDE)
         if twin := next((name for name, other in shown.items() if _is_same(other, load_ILE)), ""):
             words = f"its loads differ from those of {twin} by less than {_SAME:.0%}"
             notes.append(f"{one.name} is not shown: {words}.")
         else:
             shown[one.name] = load_ILE
-            figures.append(expert_loads(one.name if len(runs) > 1 else "", loads, len(runs)))
-    if not figures:
+            maps.append(figures.expert_loads(one.name if len(runs) > 1 else "", loads, len(runs)))
+    if not maps:
         return Section(title, notes[0].partition(": ")[2])
     sentence = (
         "Tokens that the router sent to each expert, divided by an even share: pale is even, orange is more, "
         "blue is less. Planning from past iterations helps experts that stay orange, and misses stripes that "
         "jump between experts."
     )
-    return Section(title, sentence, [*figures, *notes])
+    return Section(title, sentence, [*maps, *notes])
 
 
 def _is_same(one_ILE: NDArray[np.float64], other_ILE: NDArray[np.float64]) -> bool:
@@ -105,7 +89,7 @@ def _is_same(one_ILE: NDArray[np.float64], other_ILE: NDArray[np.float64]) -> bo
 
 
 def placement_section(runs: Sequence[ShownRun]) -> Section:
-    """Return the section with the replicas of every expert at an iteration, for each run that had some."""
+    """Show the replicas of every expert by iteration, and the strategies that ``auto`` changed."""
     title = "Replicas of every expert"
     if not any(one.run.layers for one in runs):
         return Section(title, _NO_LAYERS)
@@ -135,21 +119,18 @@ def placement_section(runs: Sequence[ShownRun]) -> Section:
 
 
 def _replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> go.Figure:
-    """Return a heat map of layers × experts with the number of replicas, and a slider over iterations."""
+    """Return a heat map of layers × experts, and a slider over iterations."""
     num_iterations, num_layers, num_experts, _ = placements.present_ILED.shape
     most = max(2, min(_MOST_STEPS, _MOST_CELLS // (num_layers * num_experts * num_maps)))
     chosen = np.unique(np.linspace(0, num_iterations - 1, min(most, num_iterations)).round().astype(int))
     owned_ILED = placements.owned_ILED[chosen]
     replicas_ILED = placements.present_ILED[chosen] & ~owned_ILED
     counts_ILE = replicas_ILED.sum(axis=3).astype(np.uint16)
-    figure = new_figure(title, "expert", "layer", 270 + min(460, 26 * num_layers))
+    figure = figures.new_figure(title, "expert", "layer", 270 + min(460, 26 * num_layers))
     steps, last = [], len(chosen) - 1
     for i, iteration in enumerate(placements.iterations[chosen].tolist()):
         words = [
-            [
-                f"owner {_numbers(owned_D)}, replicas {_numbers(replicas_D)}"
-                for owned_D, replicas_D in zip(*layer, strict=True)
-            ]
+            list(map(_owner_and_replicas, *layer))
             for layer in zip(owned_ILED[i], replicas_ILED[i], strict=True)
         ]
         form = (
@@ -162,11 +143,15 @@ def _replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> g
         steps.append({"label": f"{iteration:,}", "method": "restyle", "args": [visible]})
     slider = {"steps": steps, "active": last, "currentvalue_prefix": "iteration ", "pad_t": 60}
     highest = max(1, int(counts_ILE.max()))
-    bar = {"title_text": "replicas", **ticks(highest)}
+    bar = {"title_text": "replicas", **figures.ticks(highest)}
     scale = {"colorscale": _SCALE, "cmin": 0, "cmax": highest, "colorbar": bar}
     figure.update_layout(sliders=[slider], coloraxis=scale)
-    figure.update_xaxes(showgrid=False, zeroline=False, **ticks(num_experts, 16))
+    figure.update_xaxes(showgrid=False, zeroline=False, **figures.ticks(num_experts, 16))
     return figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+
+
+def _owner_and_replicas(owned_D: NDArray[np.bool_], replicas_D: NDArray[np.bool_]) -> str:
+    return f"owner {_numbers(owned_D)}, replicas {_numbers(replicas_D)}"
 
 
 def _numbers(devices_D: NDArray[np.bool_]) -> str:
@@ -175,7 +160,7 @@ def _numbers(devices_D: NDArray[np.bool_]) -> str:
 
 
 def _selections(one: ShownRun) -> Iterator[tuple[str, ...]]:
-    """Yield the changes of strategies in a run of ``auto``: when, which layers, predicted and seen gain."""
+    """Yield ``auto``'s changes: when, which layers, the new strategy, predicted and seen gain."""
     selections = [(record, made) for record in one.run.metrics for made in record.selections]
     for number, (record, change) in enumerate(selections):
         if not change.changed:

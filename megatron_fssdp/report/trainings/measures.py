@@ -15,21 +15,20 @@ from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, progress_of
 from megatron_fssdp.report.units import format_bytes, format_flops
 
-WEIGHTS, GRADIENTS = "waiting for spAG", "waiting for spRS"
-"""Keys of the parts in which compute waits for replicas' weights and gradients, in ``TIME_PARTS``."""
+WEIGHTS, GRADIENTS = "waiting for spAG", "waiting for spRS"  # keys of TIME_PARTS
 
 
 class Measure(NamedTuple):
-    """One figure of a run: name in JSON, name and unit in tables, value, and the value as text."""
+    """One figure of a run."""
 
-    key: str
-    label: str
+    key: str  # its name in JSON
+    label: str  # name and unit in tables
     value: Any
     text: str
 
 
 class Spread(NamedTuple):
-    """Lower quartile, median and upper quartile of a figure, interpolated linearly."""
+    """Median and quartiles of a figure, interpolated linearly."""
 
     lower_quartile: float
     median: float
@@ -37,7 +36,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Any) -> "Spread":
-        """Return the spread of at least one number."""
+        """Return the spread of one or more numbers."""
         return cls(*map(float, np.quantile(values, (0.25, 0.5, 0.75))))
 
     def text(self, form: str) -> str:
@@ -48,12 +47,9 @@ class Spread(NamedTuple):
 
 def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Table:
     """Return all figures of runs side by side. Losses are compared with those of the first run."""
-    obstacle = not_comparable(runs)
-    columns = []
-    for one in runs:
-        columns.append({measure.label: measure.text for measure in measures_of(one.run)})
-        if obstacle:
-            columns[-1] |= {label: "not comparable" for label in columns[-1] if label.startswith("tokens/s")}
+    columns = [{measure.label: measure.text for measure in measures_of(one.run)} for one in runs]
+    for column in columns if not_comparable(runs) else ():
+        column.update({label: "not comparable" for label in column if label.startswith("tokens/s")})
     labels = list(dict.fromkeys(label for column in sorted(columns, key=len)[::-1] for label in column))
     rows = [(label, *(found.get(label, "–") for found in columns)) for label in labels]
     if not with_losses:
@@ -149,7 +145,7 @@ def spread_of(one: ShownRun, key: str) -> Spread | None:
 
 
 def repeated_values(one: ShownRun, key: str) -> list[float]:
-    """Return a figure of the repeated runs that recorded it."""
+    """Return the values of a figure in the repeated runs that recorded it."""
     found = (measure for run in one.repeats.values() for measure in measures_of(run) if measure.key == key)
     return [measure.value for measure in found if not np.isnan(measure.value)]
 
@@ -173,8 +169,7 @@ def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
     """Divide the seconds of each iteration into parts, float64 ``[I]`` by the keys of ``TIME_PARTS``.
 
     As in the simulator, the experts' seconds are those of the slowest rank, and the all-to-alls do not
-    include the wait for it. Where the parts of layers were not recorded, they are in ``passes``. Where the
-    seconds of the passes were not recorded either, they are in ``rest``.
+    include the wait for it. Unrecorded parts of layers are in ``passes``, unrecorded passes in ``rest``.
     """
     whole_I, recorded_I = run.arrays["iteration_s_I"], run.arrays["passes_s_I"]
     reshard_I = np.minimum(whole_I, run.arrays["reshard_s_I"])
@@ -215,6 +210,6 @@ def has_layer_parts(run: RecordedRun) -> bool:
 
 
 def _passes_I(run: RecordedRun, part: str) -> NDArray[np.float64]:
-    """Return the seconds of a part of all layers' forward and backward passes."""
+    """Sum a part of all layers' forward and backward passes."""
     both = [run.arrays[f"{which}_{part}_s_IL"] for which in ("forward", "backward")]
     return np.nansum(both, axis=(0, 2))

@@ -3,6 +3,7 @@
 Shape letters: I iterations.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,30 +17,9 @@ from megatron_fssdp.report.page import Page, Part, Section
 from megatron_fssdp.report.simulations.simulation_page import ranking_section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings.load_sections import (
-    device_load_section,
-    expert_load_section,
-    placement_section,
-)
-from megatron_fssdp.report.trainings.measures import (
-    GRADIENTS,
-    WEIGHTS,
-    comparison_table,
-    has_layer_parts,
-    largest_difference,
-    mean_parts_s,
-    peak_memory,
-    replicas_of,
-    speed_of,
-    time_parts,
-)
-from megatron_fssdp.report.trainings.shown_run import (
-    ShownRun,
-    counted,
-    not_comparable,
-    parts_of,
-    progress_of,
-)
+from megatron_fssdp.report.trainings import load_sections, measures
+from megatron_fssdp.report.trainings.measures import largest_difference, mean_parts_s
+from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, not_comparable, parts_of, progress_of
 from megatron_fssdp.report.units import MEMORY, format_memory, format_seconds, unit_of
 
 _WHAT_IF = "What if: strategies ranked on a cluster"
@@ -52,31 +32,26 @@ _MEMORY_KINDS = {
     "allocated": "the maximum memory that torch allocated on the GPU",
     "resident": "the maximum resident memory of the process, libraries included",
 }
-
-_MOST_EXPLAINED = 3
-"""More runs than these have only their speed and loads in the sentence at the top."""
+_MOST_EXPLAINED = 3  # more runs have only their speed and loads in the sentence at the top
 
 
 def run_page(
     runs: Sequence[ShownRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
 ) -> Page:
-    """Return the page of one run, or of several runs to compare with the first.
-
-    A section that has nothing to show gives the reason.
-    """
+    """Return the page of one run, or of several runs to compare with the first."""
     how = "Figures are of the whole run unless stated otherwise. Load: max/mean device load; 1 is even."
     sections = [
         *_occasional_sections(runs),
         *([_loss_section(runs)] if with_losses else []),
         _time_section(runs),
-        device_load_section(runs),
-        expert_load_section(runs),
-        placement_section(runs),
+        load_sections.device_load_section(runs),
+        load_sections.expert_load_section(runs),
+        load_sections.placement_section(runs),
         _memory_section(runs),
-        Section(_WHAT_IF, _NOT_ASKED)
-        if what_if is None
-        else ranking_section(what_if, _WHAT_IF, f"{what_if.title}. "),
-        Section("All figures", how, [comparison_table(runs, with_losses=with_losses)]),
+        ranking_section(what_if, _WHAT_IF, f"{what_if.title}. ")
+        if what_if
+        else Section(_WHAT_IF, _NOT_ASKED),
+        Section("All figures", how, [measures.comparison_table(runs, with_losses=with_losses)]),
     ]
     title = " · ".join(one.name for one in runs)
     if len(runs) == 1:
@@ -139,10 +114,8 @@ def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
 
 
 def _loss_section(runs: Sequence[ShownRun]) -> Section:
-    lines = [
-        Line(one.name, one.colour, one.run.iterations, one.run.losses, DASHES[i % 3])
-        for i, one in enumerate(runs)
-    ]
+    dashes = itertools.cycle(DASHES[:3])
+    lines = [Line(one.name, one.colour, one.run.iterations, one.run.losses, next(dashes)) for one in runs]
     figure = curves("", "loss", lines, ".4f", 340)
     for one in runs:
         for data in dict.fromkeys(evaluation.data for evaluation in one.run.evaluations):
@@ -170,7 +143,7 @@ def _loss_section(runs: Sequence[ShownRun]) -> Section:
 def _time_section(runs: Sequence[ShownRun]) -> Section:
     lines = [Line(one.name, one.colour, one.run.iterations, one.run.arrays["iteration_s_I"]) for one in runs]
     if len(runs) == 1:
-        parts_s, x = time_parts(runs[0].run), runs[0].run.iterations
+        parts_s, x = measures.time_parts(runs[0].run), runs[0].run.iterations
         lines = [Line(*TIME_PARTS[part], x, found_I) for part, found_I in parts_s.items() if found_I.any()]
     figure = curves("Every iteration", "seconds", lines, ".4g", 280, stacked=len(runs) == 1)
     bars = {one.name: mean_parts_s(one.run) for one in runs}
@@ -187,7 +160,7 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
         "summed over layers. The other parts are means over the ranks, except for the experts, which are "
         "those of the slowest rank. The all-to-alls do not include the wait for this rank."
     )
-    if not all(has_layer_parts(one.run) for one in runs):
+    if not all(measures.has_layer_parts(one.run) for one in runs):
         parts.append(
             "A run that did not measure the parts of its layers (strategy none, or Megatron's combined 1F1B "
             "schedule) shows all passes as one part."
@@ -204,7 +177,7 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
 def _memory_section(runs: Sequence[ShownRun]) -> Section:
     title = "Memory of every rank"
     notes = [f"{one.name}, from its log: {one.run.log.accounted}." for one in runs if one.run.log.accounted]
-    peaks = {one: peak for one in runs if (peak := peak_memory(one.run))[0]}
+    peaks = {one: peak for one in runs if (peak := measures.peak_memory(one.run))[0]}
     if not peaks:
         return Section(title, "No memory was recorded yet.", notes)
     size, word = unit_of(max(max(found) for found, _ in peaks.values()), MEMORY)
@@ -222,16 +195,16 @@ def _memory_section(runs: Sequence[ShownRun]) -> Section:
 def headline_of(
     runs: Sequence[ShownRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
 ) -> str:
-    """Return the result of one run, or of several runs compared with the first, in one sentence."""
+    """Return the result in one sentence."""
     first, reason = runs[0], not_comparable(runs)
     if len(runs) == 1:
-        run, speed = first.run, speed_of(first)
+        run, speed = first.run, measures.speed_of(first)
         clauses = [f"{first.name}: {progress_of(run)}", *_clauses(run)]
         clauses.append(f"loss {run.losses[0]:.4f} → {run.losses[-1]:.4f}")
         if not reason:
             quartiles = f"{speed.lower_quartile:,.0f} to {speed.upper_quartile:,.0f}"
             clauses.append(f"median {speed.median:,.0f} tokens/s (quartiles {quartiles})")
-        if peaks := peak_memory(run)[0]:
+        if peaks := measures.peak_memory(run)[0]:
             clauses.append(f"peak memory of a rank {format_memory(max(peaks))}")
     else:
         most = None if len(runs) <= _MOST_EXPLAINED else 1
@@ -253,11 +226,11 @@ def headline_of(
 
 
 def _against(first: ShownRun, one: ShownRun, most: int | None, *, with_speed: bool) -> str:
-    """Compare a run with the first. ``most`` is the number of clauses on its loads, or None for all."""
+    """Compare a run with the first, with at most so many clauses on its loads."""
     clauses = _clauses(one.run)[:most]
     if not with_speed:
         return f"{one.name}: {'; '.join(clauses) or progress_of(one.run)}"
-    speed, plain = speed_of(one), speed_of(first)
+    speed, plain = measures.speed_of(one), measures.speed_of(first)
     words = f"{one.name} {speed.median / plain.median:.2f} × {first.name}"
     if 1 in (len(first.run.metrics), len(one.run.metrics)):
         words += " (a single iteration, which also allocates, says little)"
@@ -273,13 +246,13 @@ def _clauses(run: RecordedRun) -> list[str]:
     before, after = float(run.arrays["ep_load_max_over_mean_IL"].mean()), float(run.load_IL.mean())
     changed = f"{before:.2f} → {after:.2f}" if round(before, 2) != round(after, 2) else f"{after:.2f}"
     clauses = [f"busiest device {changed} × mean load"]
-    replicas, most = replicas_of(run)
+    replicas, most = measures.replicas_of(run)
     if replicas:
         parts_s = mean_parts_s(run)
         whole_s = max(sum(parts_s.values()), 1e-12)
         waits = [
             f"{format_seconds(parts_s[part])} for {kind}, {parts_s[part] / whole_s:.1%})"
-            for part, kind in ((WEIGHTS, "weights (spAG"), (GRADIENTS, "gradients (spRS"))
+            for part, kind in ((measures.WEIGHTS, "weights (spAG"), (measures.GRADIENTS, "gradients (spRS"))
         ]
         clauses.append(f"an iteration waits {' and '.join(waits)}")
         possible = "" if most is None else f" of {most:,} possible"

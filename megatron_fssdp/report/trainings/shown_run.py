@@ -1,4 +1,4 @@
-"""A recorded run on a page: its name, its colour, how far it is, and the parts of its training."""
+"""A recorded run on a page: its name, its colour, how far it is, and its starts."""
 
 import itertools
 import time
@@ -11,8 +11,7 @@ from megatron_fssdp.records.metrics_file import METRICS_FILE
 from megatron_fssdp.records.recorded_run import RecordedRun, load
 from megatron_fssdp.report.colours import distinct_colours
 
-_STILL_RUNNING_S = 120.0
-"""A run whose last record is younger counts as still training: most iterations take less than two minutes."""
+_STILL_RUNNING_S = 120.0  # a run with a younger record still trains: most iterations take less time
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,15 +21,14 @@ class ShownRun:
     name: str
     colour: str  # of its lines and bars, #RRGGBB
     run: RecordedRun  # of a group, the run that is shown in detail
+    # All runs of a group by seed and repetition, in which alone they differ.
     repeats: Mapping[tuple[int, int], RecordedRun] = field(default_factory=dict)
-    """All runs of a group by seed and repetition, in which alone they differ."""
 
 
 def shown_runs(paths: Sequence[Path]) -> list[ShownRun]:
-    """Read runs for one page. Names are strategies, folders' names or paths: the first of these that differ.
+    """Read runs for one page, or raise a ConfigurationError.
 
-    Raises:
-        ConfigurationError: A folder has no records, or damaged records.
+    Their names are strategies, folders' names or paths: the first of these that differ.
     """
     runs = [load(path) for path in paths]
     strategies = [run.strategy for run in runs]

@@ -22,14 +22,13 @@ FIGURES = {
 }
 """Label and format of the figures that a sweep compares, by their keys among the measures of a run."""
 
-MOST_DETAILED = 8
-"""Groups whose runs are shown in detail. There are about as many colours of strategies."""
+MOST_DETAILED = 8  # groups are shown in detail; there are about as many colours of strategies
 
 
 def loss_difference(group: ShownRun, other: ShownRun) -> float | None:
     """Return the largest relative difference of a loss from that of the same seed in another group.
 
-    It is None if the groups have no common seed and repetition, or train different things.
+    None: they have no common seed and repetition, or train different things.
     """
     pairs = [(other.repeats[repeat], run) for repeat, run in group.repeats.items() if repeat in other.repeats]
     if not pairs or loss_obstacle([run.settings for run in pairs[0]]):
@@ -44,12 +43,12 @@ def group_table(groups: Sequence[ShownRun]) -> Table:
     for group in groups:
         cells = []
         for key, (_, form) in FIGURES.items():
+            cell = "–"
             if key == "tokens_per_s" and obstacle:
-                cells.append("not comparable")
+                cell = "not comparable"
             elif spread := spread_of(group, key):
-                cells.append(spread.text(form) if len(group.repeats) > 1 else f"{spread.median:{form}}")
-            else:
-                cells.append("–")
+                cell = spread.text(form) if len(group.repeats) > 1 else f"{spread.median:{form}}"
+            cells.append(cell)
         difference = None if group is groups[0] else loss_difference(group, groups[0])
         last = "–" if difference is None else f"{difference:.1e}"
         rows.append((group.name, str(len(group.repeats)), *cells, last))
@@ -75,10 +74,7 @@ def sweep_page(
     unfinished: Sequence[str] = (),
     what_if: SimulationReport | None = None,
 ) -> Page:
-    """Return the page of a sweep, whose groups are compared with the first.
-
-    ``unfinished`` are the names of runs that failed or are not finished.
-    """
+    """Compare groups with the first. ``unfinished`` names the runs that have no results."""
     details, obstacle = groups[:MOST_DETAILED], not_comparable(groups)
     page = run_page(details, what_if, with_losses=not loss_obstacle([one.run.settings for one in details]))
     count, missing = sum(len(group.repeats) for group in groups), ""

@@ -1,7 +1,10 @@
-"""Builds Megatron's indexed data (``.bin`` and ``.idx``) from a corpus, completely or not at all."""
+"""Builds Megatron's indexed data from a corpus, with a manifest that describes it, and reads the manifest."""
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from itertools import batched, islice
 from pathlib import Path
 
@@ -9,30 +12,86 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.json_records import Count, parse_record
 from megatron_fssdp.config.quiet_output import quiet_output
 from megatron_fssdp.config.written_files import written_whole
-from megatron_fssdp.data.corpus import Corpus, Document
-from megatron_fssdp.data.manifest import DATA_NAME, MANIFEST_FILE, BuiltFile, DataManifest, read_manifest
-from megatron_fssdp.data.sentences import sentences
+from megatron_fssdp.data.corpus import Corpus, Document, sentences
 from megatron_fssdp.data.tokenizer import (
-    CONFIG_FILE,
     MIN_VOCAB_SIZE,
-    TOKENIZER_FILE,
+    TOKENIZER_FILES,
     TextTokenizer,
+    WordPieceTokenizer,
     train_bpe,
 )
-from megatron_fssdp.data.wordpiece import VOCAB_FILE, WordPieceTokenizer
+
+MANIFEST_FILE = "manifest.json"
+DATA_NAME = "text"
 
 OnProgress = Callable[[str, int, int], None]
-"""Takes the name of the present step, and of its bytes those that are done, and all."""
+"""Takes the name of a step, its bytes that are done, and all its bytes."""
 
 MAX_SENTENCE_TOKENS = 256
-"""Maximum tokens of a sentence. Megatron ignores documents that have a sentence of more than 512 tokens."""
+"""Megatron ignores documents that have a sentence of more than 512 tokens."""
 
 _BATCH = 64
 _TRAIN_TOKENIZER_BYTES = 16 << 20
 _LEAST_VOCABULARY = {"bpe": MIN_VOCAB_SIZE, "wordpiece": 64}
-_OUTPUTS = (MANIFEST_FILE, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx", TOKENIZER_FILE, CONFIG_FILE, VOCAB_FILE)
+_OUTPUTS = (MANIFEST_FILE, f"{DATA_NAME}.bin", f"{DATA_NAME}.idx", *TOKENIZER_FILES)
+
+
+@dataclass(frozen=True)
+class BuiltFile:
+    """One file of built data."""
+
+    num_bytes: Count
+    sha256: str  # in hexadecimal
+
+
+@dataclass(frozen=True)
+class DataManifest:
+    """The content of ``manifest.json``."""
+
+    fingerprint: str  # a hash of the sources and settings that the data was built from
+    tokenizer: str
+    vocab_size: Count
+    eod_id: Count  # ends a document; the sizes around it count it, too
+    num_documents: Count
+    num_tokens: Count
+    files: dict[str, BuiltFile]  # by name
+
+    def write(self, folder: Path) -> None:
+        """Write ``manifest.json`` into a folder."""
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+
+
+def read_manifest(folder: Path, complete: bool = True) -> DataManifest:
+    """Read the manifest of built data, or raise a ConfigurationError.
+
+    ``complete``: its files must exist with the right sizes.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        manifest = parse_record(DataManifest, path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"{folder}: no built data in this folder (no {MANIFEST_FILE}); "
+            f"run `megatron-fssdp data build --out {folder}`"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path}: damaged, or not of built data ({error}); build data in another folder"
+        ) from None
+    for name, file in manifest.files.items() if complete else ():
+        found = None
+        with contextlib.suppress(OSError, ValueError):  # a name with a null byte, or too long a name
+            found = (folder / name).stat().st_size
+        if found != file.num_bytes:
+            raise ConfigurationError(
+                f"{folder / name}: got {'no file' if found is None else f'{found} bytes'}, wanted "
+                f"{file.num_bytes} bytes; build the data again with --rebuild"
+            )
+    return manifest
 
 
 def build_data(
@@ -43,18 +102,14 @@ def build_data(
     rebuild: bool = False,
     on_progress: OnProgress = lambda phase, done, total: None,
 ) -> tuple[DataManifest, bool]:
-    """Tokenize a corpus into Megatron's indexed data, beside the tokenizer and the manifest.
+    """Write Megatron's ``.bin`` and ``.idx`` with tokenizer and manifest into a folder, or change nothing.
 
-    ``tokenizer`` exists, or is one of ``TRAINED_KINDS``. ``bpe`` trains byte-level byte-pair encoding on the
-    corpus. ``bytes`` needs no training. ``wordpiece`` splits the texts into sentences and trains BERT's
-    tokenizer on them. ``vocab_size`` counts special tokens, too. ``rebuild`` replaces existing data.
-
-    Returns:
-        The manifest of the data, and whether anything was built. Data that is up to date is not built again.
+    ``tokenizer`` exists, or is one of ``TRAINED_KINDS`` and is trained here. ``vocab_size`` counts special
+    tokens, too. Data that is up to date is kept, unless ``rebuild`` replaces all. Return the manifest, and
+    whether anything was built.
 
     Raises:
-        ConfigurationError: The folder cannot be written or holds other data or other files, or a document
-            cannot be read.
+        ConfigurationError: The folder cannot be written or has other data or files, or a text is unreadable.
     """
     if tokenizer == "bytes":
         vocab_size = MIN_VOCAB_SIZE
@@ -86,17 +141,18 @@ def build_data(
         builder.finalize(str(partial / f"{DATA_NAME}.idx"))
         for name, text in tokenizer.files.items():
             (partial / name).write_text(text, encoding="utf-8")
-        files = {}
-        for path in sorted(partial.iterdir()):
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            files[path.name] = BuiltFile(path.stat().st_size, digest)
+        files = {path.name: _described(path) for path in sorted(partial.iterdir())}
         counts = (tokenizer.vocab_size, tokenizer.eod_id, num_documents, sum(builder.sequence_lengths))
         manifest = DataManifest(wanted, tokenizer.kind, *counts, files)
         manifest.write(partial)
         for name in reversed(_OUTPUTS):  # The new files are complete, so the old data makes way.
             (out_dir / name).unlink(missing_ok=True)
     return manifest, True
+
+
+def _described(path: Path) -> BuiltFile:
+    with path.open("rb") as file:
+        return BuiltFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def _refuse_foreign_files(corpus: Corpus, out_dir: Path) -> None:
@@ -113,7 +169,7 @@ def _refuse_foreign_files(corpus: Corpus, out_dir: Path) -> None:
 
 
 def _fingerprint(corpus: Corpus, tokenizer: str | TextTokenizer, vocab_size: int) -> str:
-    """Return a hash of everything that decides the data: files with sizes and times, and the tokenizer."""
+    """Hash everything that decides the data: files with sizes and times, and the tokenizer."""
     made_by = f"{tokenizer} {vocab_size}" if isinstance(tokenizer, str) else tokenizer.identity
     digest = hashlib.sha256(f"{made_by}\n{corpus.json_key}\n".encode())
     for file in corpus.files:
@@ -136,10 +192,9 @@ def _trained(corpus: Corpus, kind: str, vocab_size: int, on_progress: OnProgress
 def _encoded(
     corpus: Corpus, tokenizer: TextTokenizer, on_progress: OnProgress
 ) -> Iterator[list[NDArray[np.int64]]]:
-    """Yield the token sequences of each document, int64 ``[tokens]``.
+    """Yield the token sequences of each document, int64 ``[tokens]``: its whole text, or its sentences.
 
-    With ``wordpiece`` these are its sentences, of which BERT forms pairs, so documents of a single sentence
-    are left out. Otherwise it is the whole text, followed by end-of-document.
+    BERT forms pairs of sentences, so documents with a single one are left out.
     """
     is_bert, cut = tokenizer.kind == "wordpiece", MAX_SENTENCE_TOKENS
     for batch in batched(_followed(corpus, "tokenizing", on_progress), _BATCH):

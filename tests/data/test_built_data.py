@@ -1,13 +1,13 @@
+import json
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.data import indexed_builder
+from megatron_fssdp.data import built_data
+from megatron_fssdp.data.built_data import MANIFEST_FILE, BuiltFile, DataManifest, build_data, read_manifest
 from megatron_fssdp.data.corpus import Corpus, corpus_from_paths
-from megatron_fssdp.data.indexed_builder import build_data
-from megatron_fssdp.data.manifest import read_manifest
 from megatron_fssdp.data.tokenizer import load_pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")  # Megatron's logging needs a rank
@@ -18,9 +18,8 @@ def corpus(tmp_path) -> Corpus:
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(7):
-        (folder / f"{number}.txt").write_text(
-            f"Document {number} says hello.\n\nAnd no more.\n" * number
-        )  # 0 is empty
+        text = f"Document {number} says hello.\n\nAnd no more.\n" * number  # the first is empty
+        (folder / f"{number}.txt").write_text(text)
     return corpus_from_paths([folder])
 
 
@@ -34,25 +33,20 @@ def sequences(folder: Path) -> tuple[list[list[int]], list[int]]:
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_data_holds_the_documents_in_order(corpus, tmp_path, kind):
-    steps = []
-    manifest, built = build_data(
-        corpus, tmp_path / "out", kind, vocab_size=265, on_progress=lambda *step: steps.append(step)
-    )
+    steps, out = [], tmp_path / "out"
+    manifest, built = build_data(corpus, out, kind, 265, on_progress=lambda *step: steps.append(step))
     assert built
-    assert manifest == read_manifest(tmp_path / "out")
+    assert manifest == read_manifest(out)
     assert (manifest.tokenizer, manifest.vocab_size) == (kind, 257 if kind == "bytes" else 265)
-    found, starts = sequences(tmp_path / "out")
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    assert [tokenizer.decode(document[:-1]) for document in found] == [
-        document.text for document in corpus.documents() if document.text
-    ]
+    found, starts = sequences(out)
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
+    texts = [document.text for document in corpus.documents() if document.text]
+    assert [tokenizer.decode(document[:-1]) for document in found] == texts
     assert {document[-1] for document in found} == {manifest.eod_id}
     assert starts == list(range(manifest.num_documents + 1)) == list(range(7))
     assert manifest.num_tokens == sum(map(len, found))
     assert steps[-1] == ("tokenizing", corpus.num_bytes, corpus.num_bytes)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
-        [*manifest.files, "manifest.json"]
-    )
+    assert {path.name for path in out.iterdir()} == {*manifest.files, MANIFEST_FILE}
 
 
 def test_existing_data_is_kept_unless_it_is_to_be_rebuilt(corpus, tmp_path):
@@ -123,7 +117,7 @@ def test_sentence_data_has_a_sequence_for_each_sentence(tmp_path, monkeypatch):
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(indexed_builder, "MAX_SENTENCE_TOKENS", 50)
+    monkeypatch.setattr(built_data, "MAX_SENTENCE_TOKENS", 50)
     out = tmp_path / "out"
     manifest, _ = build_data(corpus_from_paths(sorted(tmp_path.iterdir())), out, "wordpiece", 200)
     found, starts = sequences(out)
@@ -133,3 +127,27 @@ def test_sentence_data_has_a_sequence_for_each_sentence(tmp_path, monkeypatch):
     assert starts == [0, 2, len(found)]
     assert max(map(len, found)) == 50
     assert (manifest.num_documents, manifest.num_tokens) == (2, sum(map(len, found)))
+
+
+MANIFEST = DataManifest("f", "bpe", 300, 299, 1, 2, {"text.bin": BuiltFile(2, "ab")})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        ({"vocab_size": -1}, r"manifest\.json: damaged, or not of built data \(vocab_size: "),
+        ({"files": {"text.bin": {"num_bytes": 3, "sha256": "ab"}}}, "got 2 bytes, wanted 3 bytes"),
+        ({"files": {"null\0byte": {"num_bytes": 3, "sha256": "ab"}}}, "got no file, wanted 3 bytes"),
+    ],
+)
+def test_a_manifest_is_read_back_or_refused_with_its_problem(tmp_path: Path, changes, message) -> None:
+    (tmp_path / "text.bin").write_bytes(b"12")
+    MANIFEST.write(tmp_path)
+    if not changes:
+        assert read_manifest(tmp_path) == MANIFEST
+        return
+    content = json.loads((tmp_path / MANIFEST_FILE).read_text()) | changes
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=message):
+        read_manifest(tmp_path)
