@@ -11,9 +11,8 @@ def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
 
     An array that is such an array already, with memory of its own, is not copied.
     """
-    if isinstance(values, np.ndarray) and values.base is None:
-        flags = values.flags
-        if values.dtype == dtype and flags.c_contiguous and not flags.writeable:
+    if isinstance(values, np.ndarray) and values.base is None and values.dtype == dtype:
+        if values.flags.c_contiguous and not values.flags.writeable:
             return values
     array = np.array(values, dtype=dtype, order="C", copy=True)
     array.setflags(write=False)

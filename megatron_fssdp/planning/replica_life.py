@@ -76,8 +76,7 @@ class HeldReplicas:
         num_micro_batches: Number of micro-batches in an iteration, the largest that is still to come.
         fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums
             (Transformer Engine's ``fuse_wgrad_accumulation``), and not autograd.
-        copy_bytes: Bytes for each element of the quantized copies (fp8, fp4) that Transformer Engine keeps
-            as long as a replica's weights.
+        copy_bytes: Bytes of an element's quantized copies (fp8, fp4), which stay as long as the weights.
     """
 
     life: ReplicaLife

@@ -6,9 +6,9 @@ because strategies remember their answers for a layer.
 """
 
 import pickle
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.transfer_lanes import stream_lane
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+from megatron_fssdp.runtime.slots.remap import sent_to
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class SharedPlans:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.layers: list[PlannedLayer] = []
-        self._group, self._num_bytes = group, 1 << 10
+        self._group, self._num_bytes = group, 1 << 12  # enough for small layers
 
     def make(self, first: "PlannedLayer") -> None:
         """Plan a layer, and with it all others of the running iteration that lack a plan.
@@ -59,16 +60,18 @@ class SharedPlans:
 
     def _gather(self, own: bytes, device: torch.device) -> list[bytes]:
         """The messages of all ranks. Their room grows, for all ranks alike, when one of them is longer."""
+        on_lane: AbstractContextManager[Any] = nullcontext()
+        if device.type == "cuda":
+            # The host waits only for this message, and not for the optimizer's step.
+            on_lane = torch.cuda.stream(stream_lane(self._group, device, "counts").stream)
         while True:
             message = np.zeros(8 + self._num_bytes, np.uint8)
             message[:8] = np.frombuffer(len(own).to_bytes(8, "little"), np.uint8)
             part = np.frombuffer(own[: self._num_bytes], np.uint8)
             message[8 : 8 + len(part)] = part
-            # On CUDA, the host waits only for this message, and not for the optimizer's step.
-            is_cuda = device.type == "cuda"
-            lane = torch.cuda.stream(stream_lane(self._group, device, "counts").stream)
-            with lane if is_cuda else nullcontext():
-                gathered = start_counts(torch.from_numpy(message).to(device), self._group).wait()[0].numpy()
+            with on_lane:
+                sent = sent_to(torch.from_numpy(message), device)
+                gathered = start_counts(sent, self._group).wait()[0].numpy()
             lengths = gathered[:, :8].copy().view("<i8")[:, 0].tolist()
             if max(lengths) <= self._num_bytes:
                 return [one[8 : 8 + length].tobytes() for one, length in zip(gathered, lengths, strict=True)]

@@ -95,6 +95,7 @@ def test_training_and_simulator_agree(
     metrics, placements = read_metrics(tmp_path), read_placements(tmp_path)
 
     monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", str(MEASURED))
+    monkeypatch.setattr(STRATEGIES, "_entries", dict(STRATEGIES._entries))
     register_example()
     strategy = build_strategy(name, resolve_strategy(name, None, keys))  # type: ignore[arg-type]
     simulated = list(replay_strategy(strategy, read_loads(tmp_path).counts_ILDE, TOPOLOGY, PROFILE))

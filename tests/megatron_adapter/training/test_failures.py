@@ -92,6 +92,7 @@ def plan_alone() -> None:
         placement = ExpertPlacement.owners_only(context.owner_E, context.num_devices)
         return replace(plan, placement=placement, transfer=plain_transfer(placement))
 
+    FssdpStrategy.shares_plans = False
     wrap(FssdpStrategy, "before_gate", other_plan)
 
 
