@@ -7,12 +7,10 @@ from numpy.typing import ArrayLike
 
 
 def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
-    """Return ``values`` as a read-only, C-ordered array of data type ``dtype``.
-
-    An array that is such an array already, with memory of its own, is not copied.
-    """
-    if isinstance(values, np.ndarray) and values.base is None and values.dtype == dtype:
-        if values.flags.c_contiguous and not values.flags.writeable:
+    """A read-only, C-ordered array; one that is such an array, with memory of its own, is not copied."""
+    if isinstance(values, np.ndarray) and values.base is None:
+        flags = values.flags
+        if values.dtype == dtype and flags.c_contiguous and not flags.writeable:
             return values
     array = np.array(values, dtype=dtype, order="C", copy=True)
     array.setflags(write=False)
