@@ -161,7 +161,7 @@ class StrategyMoELayer(MoELayer):
         return super().preprocess(hidden_states, probs, routing_map)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
-        """Send the tokens; the next layer is planned while they travel."""
+        """Send the tokens; the next layer is prepared while they travel."""
         sent = super().dispatch(self.slot_layer.enter_dispatch(hidden_states), probs)
         self.slot_layer.rows_travel()
         return sent

@@ -82,7 +82,7 @@ SEAMS = _seams(
     megatron.core.transformer.moe.moe_layer
       MoELayer.route | divides the tokens of tensor-parallel ranks that have the same ones | placement
       MoELayer.preprocess | turns the routing of experts into that of slots | placement
-      MoELayer.dispatch | plans the next layer while tokens travel | placement
+      MoELayer.dispatch | prepares the next layer while tokens travel | placement
       MoELayer.postprocess | starts the next layer's transfers | placement
     megatron.core.transformer.cuda_graphs
       is_graph_capturing | keeps the plan of a CUDA graph in place | placement

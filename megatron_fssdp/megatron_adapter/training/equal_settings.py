@@ -1,6 +1,6 @@
 """Refuses a run on all ranks if one rank finds a reason, or if ranks have different settings.
 
-Every rank reads its own command line, files and environment, and then plans alone. Ranks that differ in them
+Every rank reads its own command line, files and environment, and plans by them. Ranks that differ in them
 would wait for each other forever.
 """
 
@@ -53,7 +53,7 @@ def check_equal_settings(requested: RequestedStrategy, args: Any, *, to_boards: 
             if facts.get(name) != first.get(name):
                 raise ConfigurationError(
                     f"{name}: got {first.get(name)} on rank 0 and {facts.get(name)} on rank {rank}, wanted "
-                    "the same on all ranks, because every rank plans alone; start all of them with the same "
+                    "the same on all ranks, because all of them must plan alike; start all of them with the same "
                     "options, files and environment"
                 )
 

@@ -10,7 +10,7 @@ the opposite order::
     prepare          after the gate            provides the slots
     remap            in the dispatcher         experts become slots
     enter_dispatch   before the rows leave                                    gradients complete: spRS starts
-    rows_travel      after the rows have left  plans the next layer
+    rows_travel      after the rows have left  prepares the next layer
     await_weights    before the experts        spAG ends
     leave_experts    after the experts                                        next spRS ends, (spAG ends)
     finish           end of the layer          next layer's spAG starts       (spAG starts)
