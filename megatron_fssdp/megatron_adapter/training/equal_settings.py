@@ -53,7 +53,7 @@ def check_equal_settings(requested: RequestedStrategy, args: Any, *, to_boards: 
             if facts.get(name) != first.get(name):
                 raise ConfigurationError(
                     f"{name}: got {first.get(name)} on rank 0 and {facts.get(name)} on rank {rank}, wanted "
-                    "the same on all ranks, because all of them must plan alike; start all of them with the same "
+                    "the same on all ranks, because all of them must plan alike; start them with the same "
                     "options, files and environment"
                 )
 
