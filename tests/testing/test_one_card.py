@@ -79,7 +79,8 @@ import os, sys, torch, torch.distributed as dist
 dist.init_process_group("nccl")
 number = torch.tensor([1.0 + dist.get_rank()])
 dist.all_reduce(number)
-print(dist.get_backend(), number.item(), os.environ["LOCAL_RANK"], sys.argv[1:], flush=True)
+seen = f"{dist.get_backend()} {number.item()} {os.environ['LOCAL_RANK']} {sys.argv[1]}"
+open(f"{sys.argv[2]}/{os.environ['RANK']}.txt", "w").write(seen)
 """
 
 
@@ -87,10 +88,10 @@ def test_a_script_runs_with_its_arguments(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [*torchrun, "-m", "tests.support.one_card", str(script), "--size", "3"]
+    words = [*torchrun, "-m", "tests.support.one_card", str(script), "--size", str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["nccl 3.0 0 ['--size', '3']"] * 2
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["nccl 3.0 0 --size"] * 2
 
 
 def fail(rank: int, world_size: int) -> str:
