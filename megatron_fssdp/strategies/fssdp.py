@@ -102,7 +102,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         otherwise the highest device load. Without a load history, every expert stays with its owner at first.
         """
         self._without_loads.discard(context.layer)
-        if history.is_empty and self.settings.slots and not (self._is_hecate or context.shares_evenly):
+        is_possible = self._is_unmeasured(context) or bool(self.settings.slots)
+        if history.is_empty and is_possible and not (self._is_hecate or context.shares_evenly):
             self._without_loads.add(context.layer)
         if not (self._goes_by_seconds and context.profile is not None):
             # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the mean of the window.
@@ -150,8 +151,13 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             return sparse_materialization(owner_E, load_DE.sum(axis=0), topology, **limits)
         return plan_materialization(owner_E, load_DE, topology, **limits)
 
+    def _is_unmeasured(self, context: LayerContext) -> bool:
+        return self.settings.slots is None and context.profile is None
+
     def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
-        return self.plan_of(placement, context, rematerialize=self.settings.rematerialize)
+        # Until free memory is measured, one layer at a time has replicas.
+        rematerialize = self.settings.rematerialize or self._is_unmeasured(context)
+        return self.plan_of(placement, context, rematerialize=rematerialize)
 
     def _policy(self, plan: LayerPlan, context: LayerContext, history: LoadHistory) -> DispatchPolicy:
         """Whether the device shares tokens out evenly or by exact counts (ours), once for each placement.

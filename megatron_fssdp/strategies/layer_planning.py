@@ -26,6 +26,12 @@ The price knows neither the host's work for the second hop nor the copies of row
 4 and 8, it promised 4, 14 and 29 %, and -6, 9 and 23 % were measured. It breaks even at about 8 %.
 """
 
+_LIVES = {
+    ReplicaLife.ITERATION: (ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS),
+    ReplicaLife.SELECTED: tuple(life for life in ReplicaLife if life is not ReplicaLife.RESIDENT),
+}
+"""Lives of plans that a declared life allows; others allow only themselves. A pass needs the least memory."""
+
 
 def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHistory) -> LayerPlan:
     """The strategy's plan for a layer's iteration, which also says how its tokens travel.
@@ -101,7 +107,7 @@ def _check(strategy: Strategy, context: LayerContext, plan: LayerPlan) -> None:
         return
     if not strategy.may_replicate(context.layer):
         wanted = f"no replicas, because {name}.may_replicate says no"
-    elif plan.life is not life and (life is not ReplicaLife.SELECTED or plan.life is ReplicaLife.RESIDENT):
+    elif plan.life not in _LIVES.get(life, (life,)):
         wanted = f"replicas of {name}.replica_life, {life.name}; the plan's is {plan.life.name}"
     elif plan.gather_ahead and not strategy.overlaps:
         wanted = f"gather_ahead=False, because {name}.overlaps says no"

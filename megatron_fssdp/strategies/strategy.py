@@ -43,7 +43,8 @@ class Strategy[Settings: PlacementSettings](ABC):
     Attributes:
         window: Number of iterations of load history that the strategy uses; at least 1.
         profile_iterations: Iterations to measure before layers get a profile; 0 if no costs are needed.
-        replica_life: Ability: how long the replicas of plans live; estimates of memory use it.
+        replica_life: Ability: how long the replicas of plans live; estimates of memory use it. Where they
+            may live for an iteration, they may live for a layer's pass.
         overlaps: Ability: transfers may run beside compute and the dispatch, as ``gather_ahead`` asks for.
         splits: Ability: a part of the weights may travel beside the experts of another layer (``early``).
         moves_owners: Ability: experts may change owners; see :class:`MovesOwners`.

@@ -14,6 +14,7 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -64,8 +65,8 @@ class Given(Strategy[EpSettings]):
         (PLAN, {"overlaps": False}, "got a plan with 1 replicas, wanted gather_ahead=False"),
         (
             replace(PLAN, rematerialize=True),
-            {},
-            "wanted replicas of Given.replica_life, ITERATION; .*LAYER_PASS",
+            {"replica_life": ReplicaLife.MICRO_BATCH},
+            "wanted replicas of Given.replica_life, MICRO_BATCH; .*LAYER_PASS",
         ),
         (PLAN, {"may_replicate": lambda layer: False}, "wanted no replicas"),
     ],
@@ -85,7 +86,8 @@ def test_a_mistake_is_one_line_with_the_package(answer: Any, changes: dict[str, 
 
 
 def test_plans_that_abilities_cover_and_failures_of_shipped_strategies_pass() -> None:
-    assert plan_before_gate(Given(PLAN), CONTEXT, HISTORY) is PLAN
+    for plan in (PLAN, replace(PLAN, rematerialize=True)):
+        assert plan_before_gate(Given(plan), CONTEXT, HISTORY) is plan
     shipped = Given(ZeroDivisionError())
     shipped.package = "megatron-fssdp"
     with pytest.raises(ZeroDivisionError):

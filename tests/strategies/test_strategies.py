@@ -195,9 +195,9 @@ def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "is_graph", "asks"), [(2, False, True), (None, False, False), (2, True, False)]
+    ("slots", "is_graph", "asks"), [(2, False, True), (None, False, True), (2, True, False)]
 )
-def test_an_iteration_without_loads_is_planned_by_its_counts_if_slots_are_given(
+def test_an_iteration_without_loads_is_planned_by_its_counts(
     slots: int | None, is_graph: bool, asks: bool
 ) -> None:
     strategy = build_strategy("fssdp", FssdpSettings(slots=slots))
@@ -209,6 +209,7 @@ def test_an_iteration_without_loads_is_planned_by_its_counts_if_slots_are_given(
     assert bool(after.placement.num_replicas) == asks
     if asks:
         assert len(after.placement.holders(5)) > 1
+        assert after.rematerialize == plan.rematerialize == (slots is None), "memory is not measured"
         assert after.placement.replicas_per_device_D.max() <= 2
         load_D, plain_D = (one.dispatch(counts_DE, CONTEXT.topology).device_tokens_D for one in (after, plan))
         assert load_D.max() < 0.8 * plain_D.max()

@@ -47,7 +47,7 @@ class SlotKeys(ExchangeKeys):
         None,
         "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit into "
         "the free memory, which is measured in the first iterations. Before, fssdp has as many as the device "
-        "owns experts.",
+        "owns experts, in one layer at a time.",
         ge=0,
     )
     overlap: bool = setting(

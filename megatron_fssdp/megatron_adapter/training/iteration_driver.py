@@ -34,7 +34,7 @@ from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 from megatron_fssdp.strategies.auto import AutoStrategy
-from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.selection_report import SelectionReport
 from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, mistakes_named
 
@@ -140,7 +140,8 @@ class IterationDriver:
             is_logged = number % self._args.log_interval == 0
             self.balance.note(number, plans, loads, seconds, is_logged=is_logged)
         if any(layer.stopwatch is not None for layer in self.runtime.layers):
-            self._measured_replicas_bytes = max(self._measured_replicas_bytes, self._replicas_bytes(loads))
+            num_bytes = self._replicas_bytes(plans, loads)
+            self._measured_replicas_bytes = max(self._measured_replicas_bytes, num_bytes)
         return loads
 
     def _tell_exchange(self) -> None:
@@ -153,11 +154,13 @@ class IterationDriver:
                 f"{', '.join(map(str, sorted(numbers)))} send each token once to a node"
             )
 
-    def _replicas_bytes(self, loads: Sequence[LayerLoad]) -> int:
+    def _replicas_bytes(self, plans: Sequence[LayerPlan | None], loads: Sequence[LayerLoad]) -> int:
         first = self.runtime.layers[0]
         layout, device = first.experts.layout(), first.groups.device
+        # Replicas of one layer's pass may be gone at the peak, so they are not taken off.
+        kept = [load for plan, load in zip(plans, loads, strict=True) if plan and not plan.rematerialize]
         return held_replicas_bytes(
-            [int(one.replicas_per_device_D[device]) for load in loads for one in load.placements],
+            [int(one.replicas_per_device_D[device]) for load in kept for one in load.placements],
             self.held,
             expert_elements=layout.numel,
             dtype_bytes=layout.dtype.itemsize,
