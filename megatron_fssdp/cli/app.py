@@ -86,11 +86,9 @@ def main() -> None:
         sys.exit(EXIT_BAD_INPUT)
     except typer.Abort:
         _fail("interrupted", EXIT_INTERRUPTED)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        _fail(f"{error.filename or 'output'}: cannot be written ({error.strerror}); free some space")
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _fail(f"{error.filename or 'output'}: cannot be written ({error.strerror}); free some space")
         from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
 
         if (message := broken_package_message(error)) is None:
