@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import batched
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +22,7 @@ TEXT_KEY = "text"
 _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 _TESTS = ("test", "tests", "idle_test", "idlelib_test")
 
-MAX_WORDS = 100
-"""Most words of a sentence. The remaining words form the next sentence."""
-
+MAX_WORDS = 100  # The remaining words of a sentence form the next sentence.
 _MIN_WORDS = 3
 _LEAST_LETTERS = 0.7
 # Sentences are split after a full stop and before a capital letter, but not after "e.g.", "i.e." or initials.
@@ -138,12 +137,8 @@ def _sentences_of(block: str) -> Iterator[str]:
         if paragraph.lstrip().startswith((">>>", "$ ")):
             continue
         for sentence in _SENTENCES.split(" ".join(paragraph.split())):
-            words = sentence.lstrip("-*+# ").split()
-            for start in range(0, len(words), MAX_WORDS):
-                if _is_sentence(cut := words[start : start + MAX_WORDS]):
-                    yield " ".join(cut)
-
-
-def _is_sentence(words: list[str]) -> bool:
-    letters = "".join(words)
-    return len(words) >= _MIN_WORDS and sum(map(str.isalpha, letters)) >= _LEAST_LETTERS * len(letters)
+            for words in batched(sentence.lstrip("-*+# ").split(), MAX_WORDS):
+                characters = "".join(words)
+                num_letters = sum(map(str.isalpha, characters))
+                if len(words) >= _MIN_WORDS and num_letters >= _LEAST_LETTERS * len(characters):
+                    yield " ".join(words)

@@ -2,26 +2,24 @@
 
 import hashlib
 import json
-import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatron_fssdp.config.errors import ConfigurationError
-
-TRAINED_KINDS = ("bpe", "bytes", "wordpiece")
-"""Kinds of tokenizers that data is built with; any other is one that exists."""
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCAB_FILE = "vocab.txt"  # a list of words, which Megatron's own tokenizers load
 TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE, VOCAB_FILE)
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MIN_VOCAB_SIZE = 257  # 256 bytes and end-of-document
+TRAINED_KINDS = {"bpe": MIN_VOCAB_SIZE, "bytes": MIN_VOCAB_SIZE, "wordpiece": 64}
+"""Kinds of tokenizers that are trained, with their least ``vocab_size``; any other is one that exists."""
 
 # The time to learn from a word, and to encode a text, grows with the square of its length, so both are cut.
 _MAX_WORD = 100
@@ -38,7 +36,7 @@ class TextTokenizer:
     by file name. A tokenizer without ``eod_token`` is a ConfigurationError.
     """
 
-    def __init__(self, kind: str, library: Any, eod_token: str) -> None:
+    def __init__(self, kind: str, library: Tokenizer, eod_token: str) -> None:
         self._library, json_text = library, library.to_str()
         library.encode_special_tokens = True
         self.ids: dict[str, int] = library.get_vocab(with_added_tokens=True)
@@ -52,7 +50,7 @@ class TextTokenizer:
         hint = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod_token}
         self.files = {TOKENIZER_FILE: json_text, CONFIG_FILE: json.dumps(hint) + "\n"}
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+    def encode(self, texts: Iterable[str]) -> list[NDArray[np.int64]]:
         """Return the token ids of each text, int64 ``[tokens]``, without end-of-document."""
         pieces = [_pieces_of(text) for text in texts]
         every = [piece for of_text in pieces for piece in of_text]
@@ -65,8 +63,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
     Little text gives fewer than ``vocab_size`` ids. With ``MIN_VOCAB_SIZE``, each byte is a token.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
     library = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.pre_tokenizer = pre_tokenizers.Sequence([byte_level, pre_tokenizers.FixedLength(_MAX_WORD)])
@@ -84,8 +80,6 @@ def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
     By default, a usual token of the tokenizer ends a document. A missing or damaged tokenizer, or one without
     such a token, is a ConfigurationError.
     """
-    from tokenizers import Tokenizer
-
     path = Path(name)
     try:
         if not path.exists():
@@ -97,12 +91,8 @@ def load_pretrained(name: str, eod_token: str | None = None) -> TextTokenizer:
             f"--tokenizer {name}: is none of bpe, bytes and wordpiece, and no folder, file or name of a "
             f"tokenizer on the Hugging Face hub ({reason}); give a folder with {TOKENIZER_FILE}"
         ) from None
-    end = eod_token or next((end for end in _USUAL_ENDS if library.token_to_id(end) is not None), None)
-    if end is None:
-        raise ConfigurationError(
-            f"--tokenizer {name}: it does not say which token ends a document; name it with --eod-token"
-        )
-    return TextTokenizer("huggingface", library, end)
+    usual = next((end for end in _USUAL_ENDS if library.token_to_id(end) is not None), _EOD)
+    return TextTokenizer("huggingface", library, eod_token or usual)
 
 
 def _from_hub(name: str) -> Path:
@@ -110,16 +100,9 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import constants, get_session, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    answers: list[Any] = []
-
-    def ask() -> None:
-        with suppress(Exception):  # errors of the network have many types
-            answers.append(get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S))
-
     # The download would try again for half a minute. The thread also limits the search for the address.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_PATIENCE_S)
+    asking = ThreadPoolExecutor().submit(get_session().head, constants.ENDPOINT, timeout=_PATIENCE_S)
+    answers = wait([asking], _PATIENCE_S).done and not asking.exception()
     try:
         return Path(hf_hub_download(name, TOKENIZER_FILE, local_files_only=not answers))
     except LocalEntryNotFoundError:
@@ -130,78 +113,57 @@ def _pieces_of(text: str) -> list[str]:
     return [text[at : at + _PIECE_CHARS] for at in range(0, max(len(text), 1), _PIECE_CHARS)]
 
 
+def train_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """Train a tokenizer of one of ``TRAINED_KINDS``."""
+    if kind == "wordpiece":
+        return WordPieceTokenizer.train(texts, vocab_size)
+    return train_bpe(texts if kind == "bpe" else (), vocab_size)
+
+
 class WordPieceTokenizer(TextTokenizer):
     """WordPiece tokenizer (Devlin et al. 2019) with BERT's normalization. A document ends with ``[SEP]``.
 
-    To mask tokens, Megatron's data set asks which of them begin a word and which are special. A tokenizer
-    whose first tokens are not BERT's special tokens is a ConfigurationError.
+    To mask tokens, Megatron's data set asks which of them begin a word and which are special.
     """
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Tokenizer) -> None:
         super().__init__("wordpiece", library, SEP)
         self.inv_vocab: dict[int, str] = {index: word for word, index in self.ids.items()}
-        got = tuple(self.inv_vocab.get(index) for index in range(len(SPECIAL_TOKENS)))
-        if got != SPECIAL_TOKENS:
-            raise ConfigurationError(
-                f"{TOKENIZER_FILE}: begins with {got}, wanted BERT's {SPECIAL_TOKENS}; build the data with "
-                "--tokenizer wordpiece"
-            )
-        self.pad, self.unk, self.cls, self.sep, self.mask = range(len(SPECIAL_TOKENS))
-        self.files[VOCAB_FILE] = "".join(f"{self.inv_vocab[index]}\n" for index in range(self.vocab_size))
-
-    @property
-    def unique_identifiers(self) -> "OrderedDict[str, str]":
-        """What decides whether Megatron can reuse its index caches."""
-        return OrderedDict({"class": type(self).__qualname__, "identity": self.identity})
+        self.pad, self.unk, self.cls, self.sep, self.mask = (self.ids[token] for token in SPECIAL_TOKENS)
+        self.files[VOCAB_FILE] = "".join(f"{self.inv_vocab[index]}\n" for index in sorted(self.inv_vocab))
+        # Megatron reuses an index cache whose tokenizer had the same identifiers.
+        self.unique_identifiers = {"class": type(self).__qualname__, "identity": self.identity}
 
     @classmethod
     def load(cls, folder: Path) -> "WordPieceTokenizer":
-        """Load the tokenizer of a folder of built data."""
-        from tokenizers import Tokenizer
-
+        """Load the tokenizer of built data. One that is damaged or not BERT's is a ConfigurationError."""
+        path = folder / TOKENIZER_FILE
         try:
-            library = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+            return cls(Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises plain Exception
             raise ConfigurationError(
-                f"{folder / TOKENIZER_FILE}: cannot be read ({error}); build the data again"
+                f"{path}: cannot be read ({error}); build the data again with --tokenizer wordpiece"
             ) from None
-        return cls(library)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "WordPieceTokenizer":
         """Train on sentences. Little text gives fewer than ``vocab_size`` token ids."""
-        from tokenizers import trainers
-
         texts = list(texts)
-        learning = _bare_tokenizer({UNK: 0})
+        library = Tokenizer(models.WordPiece(unk_token=UNK))
+        library.normalizer = normalizers.BertNormalizer(lowercase=True)
+        cut = pre_tokenizers.FixedLength(_MAX_WORD)
+        library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), cut])
+        library.decoder = decoders.WordPiece()
+        counts = Counter(letter for text in texts for letter in library.normalizer.normalize_str(text))
+        frequent = sorted(counts, key=lambda letter: (-counts[letter], letter))[: vocab_size // 4]
+        letters = sorted(letter for letter in frequent if not letter.isspace())
+        # The trainer numbers letters inside words in the order of a hash table, and breaks ties by these
+        # numbers. Numbers that are fixed in advance make the result reproducible.
+        fixed = [*SPECIAL_TOKENS, *letters, *(f"##{letter}" for letter in letters)]
         trainer = trainers.WordPieceTrainer(
-            vocab_size=vocab_size,
-            # The trainer numbers letters inside words in the order of a hash table, and breaks ties by these
-            # numbers. Numbers that are fixed in advance make the result reproducible.
-            special_tokens=[*SPECIAL_TOKENS, *_letters(texts, learning.normalizer, vocab_size // 4)],
-            limit_alphabet=0,
-            show_progress=False,
+            vocab_size=vocab_size, special_tokens=fixed, limit_alphabet=0, show_progress=False
         )
-        learning.train_from_iterator(texts, trainer)
-        library = _bare_tokenizer(learning.get_vocab())
-        library.add_special_tokens(list(SPECIAL_TOKENS))
-        return cls(library)
-
-
-def _bare_tokenizer(words: dict[str, int]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    library = Tokenizer(models.WordPiece(vocab=words, unk_token=UNK))
-    library.normalizer = normalizers.BertNormalizer(lowercase=True)
-    cut = pre_tokenizers.FixedLength(_MAX_WORD)
-    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), cut])
-    library.decoder = decoders.WordPiece()
-    return library
-
-
-def _letters(texts: Iterable[str], normalizer: Any, most: int) -> list[str]:
-    """Return the most frequent letters, each as the start of a word and as a part inside a word."""
-    counts = Counter(letter for text in texts for letter in normalizer.normalize_str(text))
-    frequent = sorted(counts, key=lambda letter: (-counts[letter], letter))[:most]
-    letters = sorted(letter for letter in frequent if not letter.isspace())
-    return letters + [f"##{letter}" for letter in letters]
+        library.train_from_iterator(texts, trainer)
+        trained = json.loads(library.to_str())
+        del trained["added_tokens"][len(SPECIAL_TOKENS) :]  # letters are no special tokens
+        return cls(Tokenizer.from_str(json.dumps(trained)))

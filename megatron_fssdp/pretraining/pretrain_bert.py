@@ -24,7 +24,6 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from torch.nn.functional import cross_entropy
 
-from megatron_fssdp.data.tokenizer import WordPieceTokenizer
 from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
 from megatron_fssdp.pretraining.script_parts import built_datasets, refuse_arguments, refuse_bad_losses
 
@@ -118,13 +117,18 @@ def forward_step(
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     """Build training, validation and test data of these sizes, masked as by Megatron-LM's script."""
     args = get_args()
-    # Masking needs only the words. Megatron's own tokenizer types need the package transformers.
-    is_file = args.tokenizer_type == "NullTokenizer"
+    if args.tokenizer_type == "NullTokenizer":
+        # Masking needs only the words. Megatron's own tokenizer types need the package transformers.
+        from megatron_fssdp.data.tokenizer import WordPieceTokenizer  # needs the package tokenizers
+
+        tokenizer: Any = WordPieceTokenizer.load(Path(args.tokenizer_model))
+    else:
+        tokenizer = build_tokenizer(args)
     return built_datasets(
         BERTMaskedWordPieceDataset,
         BERTMaskedWordPieceDatasetConfig,
         num_samples,
-        tokenizer=WordPieceTokenizer.load(Path(args.tokenizer_model)) if is_file else build_tokenizer(args),
+        tokenizer=tokenizer,
         masking_probability=args.mask_prob,
         short_sequence_probability=args.short_seq_prob,
         masking_max_ngram=3,

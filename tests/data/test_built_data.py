@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -143,11 +144,9 @@ MANIFEST = DataManifest("f", "bpe", 300, 299, 1, 2, {"text.bin": BuiltFile(2, "a
 )
 def test_a_manifest_is_read_back_or_refused_with_its_problem(tmp_path: Path, changes, message) -> None:
     (tmp_path / "text.bin").write_bytes(b"12")
-    MANIFEST.write(tmp_path)
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(asdict(MANIFEST) | changes))
     if not changes:
         assert read_manifest(tmp_path) == MANIFEST
         return
-    content = json.loads((tmp_path / MANIFEST_FILE).read_text()) | changes
-    (tmp_path / MANIFEST_FILE).write_text(json.dumps(content))
     with pytest.raises(ConfigurationError, match=message):
         read_manifest(tmp_path)

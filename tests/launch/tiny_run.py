@@ -1,9 +1,11 @@
 """The shipped tiny run, data that stands in for training data, and the words of a printed command."""
 
+import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
-from megatron_fssdp.data.built_data import BuiltFile, DataManifest
+from megatron_fssdp.data.built_data import MANIFEST_FILE, BuiltFile, DataManifest
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
@@ -13,7 +15,8 @@ def fake_data(folder: Path, vocab_size: int = 1000, tokenizer: str = "bpe") -> P
     folder.mkdir()
     (folder / "text.bin").write_bytes(b"12")
     files = {"text.bin": BuiltFile(2, "")}
-    DataManifest("f", tokenizer, vocab_size, vocab_size - 1, 1, 1, files).write(folder)
+    manifest = DataManifest("f", tokenizer, vocab_size, vocab_size - 1, 1, 1, files)
+    (folder / MANIFEST_FILE).write_text(json.dumps(asdict(manifest)))
     return folder
 
 
