@@ -127,7 +127,7 @@ def build_data(
             builder.add_document(np.concatenate(sequences), [len(ids) for ids in sequences])
         num_documents = len(builder.document_indices) - 1
         if not num_documents:
-            raise ConfigurationError(f"{corpus.name}: no file has two or more sentences; give other texts")
+            raise ConfigurationError(f"{corpus.name}: too little text; give files of two or more sentences")
         builder.finalize(str(partial / f"{DATA_NAME}.idx"))
         for name, text in tokenizer.files.items():
             (partial / name).write_text(text, encoding="utf-8")

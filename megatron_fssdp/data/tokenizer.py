@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ class TextTokenizer:
         self.ids: dict[str, int] = library.get_vocab(with_added_tokens=True)
         if eod_token not in self.ids:
             raise ConfigurationError(
-                f"--eod-token {eod_token}: the tokenizer does not have this token; name one of its own"
+                f"the tokenizer has no token {eod_token} to end a document; name one by --eod-token"
             )
         self.kind = kind  # one of TRAINED_KINDS, or "huggingface"
         self.eod_id, self.vocab_size = self.ids[eod_token], max(self.ids.values()) + 1  # ids may have gaps
@@ -101,8 +101,9 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     # The download would try again for half a minute. The thread also limits the search for the address.
-    asking = ThreadPoolExecutor().submit(get_session().head, constants.ENDPOINT, timeout=_PATIENCE_S)
-    answers = wait([asking], _PATIENCE_S).done and not asking.exception()
+    asking = ThreadPool(1).apply_async(get_session().head, (constants.ENDPOINT,), {"timeout": _PATIENCE_S})
+    asking.wait(_PATIENCE_S)
+    answers = asking.ready() and asking.successful()
     try:
         return Path(hf_hub_download(name, TOKENIZER_FILE, local_files_only=not answers))
     except LocalEntryNotFoundError:

@@ -89,7 +89,8 @@ def build_with_progress(
     """Do what ``megatron-fssdp data build`` does: build indexed data, and show progress and outcome."""
     refuse_unwritable(out, "--out")
     corpus = corpus_from_paths(paths, json_key) if paths else default_corpus()
-    if tokenizer not in TRAINED_KINDS and difflib.get_close_matches(tokenizer, TRAINED_KINDS, n=1):
+    is_near = bool(difflib.get_close_matches(tokenizer, TRAINED_KINDS, n=1))
+    if is_near and tokenizer not in TRAINED_KINDS and not Path(tokenizer).exists():
         raise ConfigurationError(f"--tokenizer: {unknown_name('tokenizer', tokenizer, TRAINED_KINDS)}")
     asked = tokenizer if tokenizer in TRAINED_KINDS else load_pretrained(tokenizer, eod_token)
     console = Console(markup=False)
