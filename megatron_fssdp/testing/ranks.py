@@ -88,8 +88,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
         job = _Job(call, world_size, timeout_s, grace_s, dict(env or {}), preparation, Path(folder))
         ranks, failures = _failures(job, _run_in_server(job, preload))
-        texts = [(job.folder / f"{rank}.log").read_text(errors="replace") for rank in range(world_size)]
-        tails = [text.rstrip()[-6000:] for text in texts]
+        files = [job.folder / f"{rank}.log" for rank in range(world_size)]
+        tails = [file.read_text(errors="replace").rstrip()[-6000:] if file.exists() else "" for file in files]
         logs = [f"output of rank {rank}:\n{tail}" for rank, tail in enumerate(tails) if tail]
         if ranks:
             raise RankError(f"{name} on {world_size} ranks: " + "\n".join([*failures, *logs]), ranks)
