@@ -1,20 +1,8 @@
-"""Runs test code on gloo ranks that start in milliseconds, optionally with Megatron's parallel state.
+"""Runs test code on gloo ranks that start in milliseconds, optionally with Megatron's parallel state."""
 
-``tests/testing/test_example.py`` in the project's repository shows a test that uses it.
-"""
-
-from megatron_fssdp.testing.parallel_state import (
-    MEGATRON_PRELOAD,
-    megatron_parallel_state,
-    run_megatron_ranks,
-)
-from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, RankError, run_ranks
-
-__all__ = [
-    "DEFAULT_PRELOAD",
-    "MEGATRON_PRELOAD",
-    "RankError",
-    "megatron_parallel_state",
-    "run_megatron_ranks",
-    "run_ranks",
-]
+from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD as MEGATRON_PRELOAD
+from megatron_fssdp.testing.parallel_state import megatron_parallel_state as megatron_parallel_state
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks as run_megatron_ranks
+from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD as DEFAULT_PRELOAD
+from megatron_fssdp.testing.ranks import RankError as RankError
+from megatron_fssdp.testing.ranks import run_ranks as run_ranks

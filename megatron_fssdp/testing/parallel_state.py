@@ -1,29 +1,15 @@
 """Sets up Megatron's parallel state on the ranks of a test."""
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
 from typing import Any
 
 from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, run_ranks
 
 MEGATRON_PRELOAD = (
     *DEFAULT_PRELOAD,
-    "megatron_fssdp.megatron_adapter.cpu.cpu_runtime:install",
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.models.bert.bert_model",
-    "megatron.core.models.mimo",
-    "megatron.training.training",
-    "megatron.core.datasets.gpt_dataset",
-    "megatron.core.datasets.blended_megatron_dataset_builder",
-    "megatron.core.tokenizers.text",
-    "megatron_fssdp.testing.parallel_state:keep_option_texts",
-    "megatron_fssdp.megatron_adapter.entry.launcher",
-    "megatron_fssdp.megatron_adapter.entry.registration",
-    "megatron_fssdp.megatron_adapter.training.training_hooks",
-    "megatron_fssdp.strategies.fssdp",
-    "megatron_fssdp.strategies.auto",
+    "megatron_fssdp.megatron_adapter.cpu.cpu_runtime:install",  # which imports most of Megatron
+    "megatron_fssdp.megatron_adapter.training.training_hooks",  # and most of this package
 )
 
 
@@ -47,12 +33,7 @@ def megatron_parallel_state(
             f"{etp * ep * pp}; change the number of ranks or the sizes"
         )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
+        tp, pp, vpp, context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
     )
     try:
         model_parallel_cuda_manual_seed(seed)
@@ -70,27 +51,10 @@ def run_megatron_ranks(
     preload: Sequence[str] = MEGATRON_PRELOAD,
     **sizes: int | None,
 ) -> list[Any]:
-    """Run ranks (:func:`run_ranks`) inside :func:`megatron_parallel_state`, whose arguments ``sizes`` are.
-
-    Megatron and its CPU runtime are preloaded.
-    """
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **(env or {})}
-    call = (_call_in_state, world_size, sizes, fn, args)
-    return run_ranks(*call, timeout_s=timeout_s, env=env, preload=preload)
+    """As :func:`run_ranks`, with Megatron on the CPU in a :func:`megatron_parallel_state` of ``sizes``."""
+    return run_ranks(_in_state, world_size, sizes, fn, *args, timeout_s=timeout_s, env=env, preload=preload)
 
 
-def _call_in_state(
-    rank: int, world_size: int, sizes: dict[str, Any], fn: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
+def _in_state(rank: int, world_size: int, sizes: dict[str, Any], fn: Callable[..., Any], *args: Any) -> Any:
     with megatron_parallel_state(**sizes):
         return fn(rank, world_size, *args)
-
-
-def keep_option_texts() -> None:
-    """Let Megatron read its options' help texts once, and not twice on each rank of a training."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-    from megatron.training.arguments import add_megatron_arguments
-
-    read = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))
-    ArgumentGroupFactory._get_field_docstrings = staticmethod(read)
-    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

@@ -3,7 +3,9 @@
 A server process imports the libraries once, computes nothing, and forks the ranks of every call.
 """
 
+import atexit
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import gc
@@ -12,22 +14,19 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import spawn
+from multiprocessing import Pipe, get_context, spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+from unittest.mock import patch
 
 # torch.testing and the optimizers import torch._dynamo on their first use, which takes almost a second.
 DEFAULT_PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo")
-_DUMP_S = 0.1  # time for ranks that timed out to print where they hang
-_MARGIN_S = 30.0  # the server enforces the time limit, and the caller only detects a dead server
-_LOG_TAIL_CHARS = 6000
 
 
 class RankError(RuntimeError):
@@ -41,7 +40,7 @@ class RankError(RuntimeError):
         self.ranks = tuple(ranks)
 
 
-class _RankJob(NamedTuple):
+class _Job(NamedTuple):
     call: bytes  # the pickled function and its arguments after rank and world_size
     world_size: int
     timeout_s: float
@@ -49,12 +48,6 @@ class _RankJob(NamedTuple):
     env: dict[str, str]
     preparation: dict[str, Any]  # import path, working directory and main module, as multiprocessing has them
     folder: Path  # for <rank>.log, and the pickled <rank>.result or <rank>.failure (its time and traceback)
-
-
-class _JobReport(NamedTuple):
-    exit_codes: list[int]  # of every rank; signals are negative
-    unfinished: list[int]  # ranks that the server ended
-    timed_out: bool
 
 
 def run_ranks(
@@ -69,10 +62,10 @@ def run_ranks(
     """Call ``fn(rank, world_size, *args)`` on ranks with a gloo process group; return the results in order.
 
     ``fn`` is a function at the top of a module; its arguments and results are picklable. ``timeout_s`` limits
-    the call and every collective in it. ``env`` cannot set what libraries read at import, such as
-    OMP_NUM_THREADS (always 1). ``preload`` is what the server imports ("module") or calls ("module:function")
-    before the first fork; this process keeps a server for each ``preload`` until it ends. After a rank has
-    failed, the others have ``grace_s`` to end by themselves.
+    the call. ``env`` cannot set what libraries read at import, such as OMP_NUM_THREADS (always 1).
+    ``preload`` is what the server imports ("module") or calls ("module:function") before the first fork; this
+    process keeps a server for each ``preload`` until it ends. After a rank has failed, the others have
+    ``grace_s`` to end by themselves.
 
     Raises:
         RankError: A rank raised an exception, died, or still ran at the time limit. All ranks have ended.
@@ -90,107 +83,70 @@ def run_ranks(
         ) from None
     preparation = spawn.get_preparation_data("rank")
     del preparation["authkey"]  # which cannot be sent
+    # Every test file imports pytest, and one import in the server is cheaper than one on every rank.
+    preload = (*preload, "pytest") if "pytest" in sys.modules else tuple(preload)
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-        job = _RankJob(call, world_size, timeout_s, grace_s, dict(env or {}), preparation, Path(folder))
-        report = _server(preload).run(job)
-        found = {rank: _end_of_log(job, rank) for rank in range(world_size)}
-        logs = [f"output of rank {rank}:\n{text}" for rank, text in found.items() if text]
-        _raise_on_failure(f"{name} on {world_size} ranks", job, report, logs)
+        job = _Job(call, world_size, timeout_s, grace_s, dict(env or {}), preparation, Path(folder))
+        ranks, failures = _failures(job, _run_in_server(job, preload))
+        files = [job.folder / f"{rank}.log" for rank in range(world_size)]
+        tails = [file.read_text(errors="replace").rstrip()[-6000:] if file.exists() else "" for file in files]
+        logs = [f"output of rank {rank}:\n{tail}" for rank, tail in enumerate(tails) if tail]
+        if ranks:
+            raise RankError(f"{name} on {world_size} ranks: " + "\n".join([*failures, *logs]), ranks)
         print(*logs, sep="\n", end="\n" if logs else "")  # pytest shows it if the test fails afterwards
         return [pickle.loads((job.folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]
 
 
-class _ForkServer:
-    """A fork server, as the caller sees it. It ends with this process."""
-
-    def __init__(self, preload: tuple[str, ...]) -> None:
-        ours, theirs = socket.socketpair()
-        path = [entry or os.getcwd() for entry in sys.path]
-        code = (
-            f"import os, sys; sys.path[:] = {path!r}; "
-            f"from {__name__} import serve; serve({theirs.fileno()}, {preload!r}); "
-            "os._exit(0)"  # skips Python's clean-up, during which some libraries print errors
-        )
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code],  # a rank that dies has printed everything
-                env=dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # only the caller gets Ctrl-C, and it then ends the server
-            )
-        self._connection = Connection(ours.detach())
-        if failure := self._answer(None):
-            self._connection.close()
-            raise RuntimeError(f"preloading {preload} failed in the fork server:\n{failure}")
-
-    def run(self, job: _RankJob) -> _JobReport:
-        self._connection.send(job)
-        return _JobReport(*self._answer(job.timeout_s + job.grace_s + _MARGIN_S))
-
-    def is_alive(self) -> bool:
-        return not self._connection.closed and self._process.poll() is None
-
-    def _answer(self, limit_s: float | None) -> Any:
-        try:
-            if self._connection.poll(limit_s):
-                return self._connection.recv()
-            raise EOFError
-        except BaseException as error:
-            # Closing the connection makes the server end the ranks and itself, also after Ctrl-C.
-            self._connection.close()
-            if isinstance(error, EOFError | OSError):
-                raise RuntimeError("the fork server died, or does not answer") from error
-            raise
-
-
-_servers: dict[tuple[str, ...], _ForkServer] = {}
-
-
-def _server(preload: Sequence[str]) -> _ForkServer:
-    # Every test file imports pytest, and one import in the server is cheaper than one on every rank.
-    key = (*preload, "pytest") if "pytest" in sys.modules else tuple(preload)
-    if key not in _servers or not _servers[key].is_alive():
-        _servers[key] = _ForkServer(key)
-    return _servers[key]
-
-
-def _raise_on_failure(what: str, job: _RankJob, report: _JobReport, logs: list[str]) -> None:
-    failures: list[tuple[float, int, str]] = []
-    for rank, code in enumerate(report.exit_codes):
-        file = job.folder / f"{rank}.failure"
-        if rank in report.unfinished:
-            continue
-        if file.exists():
-            raised_at_s, text = pickle.loads(file.read_bytes())
-            failures.append((raised_at_s, rank, f"rank {rank} raised:\n{text.rstrip()}"))
-        elif code < 0:
-            failures.append((0.0, rank, f"rank {rank} was ended by signal {-code}"))
-        elif code or not file.with_suffix(".result").exists():
-            failures.append((0.0, rank, f"rank {rank} exited with code {code} and did not return"))
-    failures.sort()  # The likely cause comes first: a rank that died, else the earliest exception.
-    ranks, parts = [rank for _, rank, _ in failures], [text for *_, text in failures]
-    if report.timed_out:
+def _failures(job: _Job, exit_codes: dict[int, int]) -> tuple[list[int], list[str]]:
+    """Return the ranks that failed, and what happened to them, the likely cause first."""
+    returned = [(job.folder / f"{rank}.result").exists() for rank in range(job.world_size)]
+    found = []
+    for rank, code in exit_codes.items():
+        if code or not returned[rank]:
+            end = f"was ended by signal {-code}" if code < 0 else f"exited with code {code} without a result"
+            file = job.folder / f"{rank}.failure"
+            # A rank that died is a likelier cause than the earliest exception.
+            time_s, end = pickle.loads(file.read_bytes()) if file.exists() else (0.0, end)
+            found.append((time_s, rank, f"rank {rank} {end}"))
+    found.sort()
+    ranks, texts = [rank for _, rank, _ in found], [text for *_, text in found]
+    unfinished = [rank for rank in range(job.world_size) if rank not in exit_codes]
+    if unfinished and not any(exit_codes.values()):
         # Ranks that have returned a result only wait for the others.
-        running = [rank for rank in report.unfinished if not (job.folder / f"{rank}.result").exists()]
-        ranks = running or report.unfinished
+        ranks = [rank for rank in unfinished if not returned[rank]] or unfinished
         numbers = ", ".join(map(str, ranks))
-        parts.insert(0, f"time-out after {job.timeout_s:g} s; still running: rank {numbers}")
-    if ranks:
-        raise RankError(f"{what}: " + "\n".join([*parts, *logs]), ranks)
+        texts.insert(0, f"time-out after {job.timeout_s:g} s; still running: rank {numbers}")
+    return ranks, texts
 
 
-def _end_of_log(job: _RankJob, rank: int) -> str:
-    text = (job.folder / f"{rank}.log").read_text(errors="replace").rstrip()
-    return text if len(text) <= _LOG_TAIL_CHARS else "[...] " + text[-_LOG_TAIL_CHARS:]
+_servers: dict[tuple[str, ...], Connection] = {}
 
 
-# What follows runs in the server, or on a rank.
+def _run_in_server(job: _Job, preload: tuple[str, ...]) -> dict[int, int]:
+    server = _servers.get(preload)
+    if server is None or server.closed or server.poll():  # An idle server says nothing, unless it died.
+        server, theirs = Pipe()
+        atexit.register(server.close)  # before multiprocessing waits for the server's end
+        # With Python's output unbuffered, a rank that dies has printed everything.
+        with theirs, patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1"):
+            get_context("spawn").Process(target=_serve, args=(theirs, preload)).start()
+        _servers[preload] = server
+    try:
+        server.send(job)
+        answer = server.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(f"preloading {preload} failed in the fork server:\n{answer}")
+        return answer
+    except BaseException as error:
+        server.close()  # It then ends the ranks and itself, also after Ctrl-C.
+        if isinstance(error, EOFError | OSError):
+            raise RuntimeError("the fork server died") from error
+        raise
 
 
-def serve(descriptor: int, preload: tuple[str, ...]) -> None:
-    """Run the preload entries, then run jobs from the caller's connection until the caller closes it."""
-    connection = Connection(descriptor)
+def _serve(caller: Connection, preload: tuple[str, ...]) -> None:
+    """Be the server: import the libraries, then run jobs until the caller ends or closes the connection."""
+    failure = ""
     try:
         for entry in preload:
             module, _, function = entry.partition(":")
@@ -198,95 +154,77 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
             if function:
                 getattr(imported, function)()
     except BaseException:
-        connection.send(traceback.format_exc())
-        return
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # ranks at the time limit get it, and print where they hang
+        failure = traceback.format_exc()
+    os.setsid()  # From now on, only the caller gets Ctrl-C.
     gc.collect()
     gc.freeze()  # the garbage collector then does not touch the shared pages, which would copy them
-    connection.send("")
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            connection.send(_run(connection.recv(), connection))
+            job = caller.recv()
+            caller.send(failure or _run(job, caller))
+    os._exit(0)  # skips Python's clean-up, during which some libraries print errors
 
 
-def _run(job: _RankJob, caller: Connection) -> _JobReport:
+def _run(job: _Job, caller: Connection) -> dict[int, int]:
+    """Return the exit codes of the ranks that end within the limits; signals are negative. End the others."""
     end_s = time.monotonic() + job.timeout_s
     with socket.create_server(("127.0.0.1", 0), backlog=max(128, job.world_size)) as listener:
-        pids = [_fork(job, rank, listener, caller) for rank in range(job.world_size)]
+        pids = [os.fork() or _be_rank(rank, job, end_s, listener, caller) for rank in range(job.world_size)]
+    for pid in pids:
+        os.setpgid(pid, pid)  # as the rank itself does, if that comes first
     running = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
-    exit_codes = [0] * job.world_size
-    failed = timed_out = False
-    try:
-        while running:
-            ready = wait([caller, *running], max(0.0, end_s - time.monotonic()))
-            if caller in ready:
-                raise EOFError("the caller closed the connection")
-            for descriptor in running.keys() & set(ready):
-                rank = running.pop(descriptor)
-                exit_codes[rank] = _reap(pids[rank], descriptor)
-            if not failed and any(exit_codes):
-                failed, end_s = True, time.monotonic() + job.grace_s
-            elif not ready and (failed or timed_out):
-                break
-            elif not ready:
-                timed_out, end_s = True, time.monotonic() + _DUMP_S
-                for rank in running.values():
-                    os.kill(pids[rank], signal.SIGUSR1)
-    finally:
-        for descriptor, rank in running.items():
-            os.kill(pids[rank], signal.SIGKILL)
-            exit_codes[rank] = _reap(pids[rank], descriptor)
-    return _JobReport(exit_codes, list(running.values()), timed_out)
+    exit_codes: dict[int, int] = {}
+    end_s += 0.1  # in which the ranks print where they hang
+    while running:
+        ready: list[Any] = wait([caller, *running], max(0.0, end_s - time.monotonic()))
+        is_over = not ready or caller in ready
+        for descriptor in tuple(running) if is_over else ready:
+            rank = running.pop(descriptor)
+            os.close(descriptor)
+            # Processes that a rank started and left, such as checkpoint writers, end with it.
+            os.killpg(pids[rank], signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
+            if not is_over:
+                exit_codes[rank] = code
+        if any(exit_codes.values()):
+            end_s = min(end_s, time.monotonic() + job.grace_s)
+    return exit_codes
 
 
-def _reap(pid: int, descriptor: int) -> int:
-    os.close(descriptor)
-    # End processes that the rank started and left, such as checkpoint writers.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _fork(job: _RankJob, rank: int, listener: socket.socket, caller: Connection) -> int:
-    if pid := os.fork():
-        return pid
+def _be_rank(rank: int, job: _Job, end_s: float, listener: socket.socket, caller: Connection) -> NoReturn:
     exit_code = 1
     try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank ends with the server
         os.setpgid(0, 0)
         caller.close()
         log = os.open(job.folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        try:
-            _call(job, rank, listener)
-            exit_code = 0
-        except BaseException:
-            failure = pickle.dumps((time.monotonic(), traceback.format_exc()))
-            (job.folder / f"{rank}.failure").write_bytes(failure)
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(max(0.01, end_s - time.monotonic()))  # prints where the rank hangs
+        spawn.prepare(job.preparation)
+        import torch.distributed as dist
+
+        # The server's limit comes before that of collectives, which would blame the ranks that wait.
+        (host, port), limit = listener.getsockname(), datetime.timedelta(seconds=job.timeout_s + 5)
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), job.world_size)
+        os.environ.update({name: str(number) for name, number in numbers.items()})
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.update({"MASTER_ADDR": host, **job.env})
+        # Rank 0 serves the store on the inherited socket, so that no port has to be guessed.
+        serves: dict[str, Any] = {"is_master": rank == 0, "master_listen_fd": listener.detach()}
+        store = dist.TCPStore(host, port, job.world_size, timeout=limit, wait_for_workers=False, **serves)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=limit)
+        function, arguments = pickle.loads(job.call)
+        result = pickle.dumps(function(rank, job.world_size, *arguments))
+        (job.folder / f"{rank}.result").write_bytes(result)
+        if dist.is_initialized():
+            dist.barrier()  # Rank 0 serves the store, so no rank may leave before all ranks have finished.
+            dist.destroy_process_group()
+        exit_code = 0
+    except BaseException:
+        failure = (time.monotonic(), f"raised:\n{traceback.format_exc().rstrip()}")
+        (job.folder / f"{rank}.failure").write_bytes(pickle.dumps(failure))
     finally:
         os._exit(exit_code)
-
-
-def _call(job: _RankJob, rank: int, listener: socket.socket) -> None:
-    import torch.distributed as dist
-
-    spawn.prepare(job.preparation)
-    port, limit = listener.getsockname()[1], datetime.timedelta(seconds=job.timeout_s)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in numbers.items()})
-    os.environ.update({"LOCAL_WORLD_SIZE": str(job.world_size), "MASTER_ADDR": "127.0.0.1", **job.env})
-    served: dict[str, Any] = {}
-    if rank == 0:  # It serves the store on the inherited socket, so that no port has to be guessed.
-        served = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-    else:
-        listener.close()
-    store = dist.TCPStore("127.0.0.1", port, job.world_size, timeout=limit, **served)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=limit)
-    function, arguments = pickle.loads(job.call)
-    result = pickle.dumps(function(rank, job.world_size, *arguments))
-    (job.folder / f"{rank}.result").write_bytes(result)
-    if dist.is_initialized():
-        dist.barrier()  # Rank 0 serves the store, so no rank may leave before all ranks have finished.
-        dist.destroy_process_group()

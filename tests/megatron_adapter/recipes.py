@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
+from tests.support.training_preload import TRAINING_PRELOAD
 
 from .training_run import SMALL, flags
 
@@ -204,7 +204,7 @@ def _attention(recipe: Recipe) -> Flags:
 
 def refusals(found: Sequence[Recipe]) -> list[str | None]:
     """Return the features of each recipe that the strategy refuses; ``None`` if it accepts the recipe."""
-    (refused,) = run_ranks(_refusals, 1, list(found), preload=MEGATRON_PRELOAD, timeout_s=300)
+    (refused,) = run_ranks(_refusals, 1, list(found), preload=TRAINING_PRELOAD, timeout_s=300)
     return refused
 
 

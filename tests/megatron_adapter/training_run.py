@@ -21,7 +21,7 @@ import pytest
 
 from megatron_fssdp.megatron_adapter.wrapping import wrap as wrap
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
+from tests.support.training_preload import TRAINING_PRELOAD
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SCRIPT = SCRIPTS / "pretrain_gpt.py"
@@ -145,7 +145,7 @@ def train_on_all_ranks(
     environment |= {**variables, **(env or {})}
     limits = {"timeout_s": timeout_s, "grace_s": grace_s}
     return run_ranks(
-        train_on_rank, world_size, argv, before, launcher, **limits, env=environment, preload=MEGATRON_PRELOAD
+        train_on_rank, world_size, argv, before, launcher, **limits, env=environment, preload=TRAINING_PRELOAD
     )
 
 

@@ -22,19 +22,16 @@ from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.strategies.layer_plan import LayerContext
-from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD, run_ranks
+from megatron_fssdp.testing import MEGATRON_PRELOAD, run_ranks
 from tests.support.measured_profile import CHEAP_TO_MOVE as PROFILE
 
 from .drawn_placements import DrawnPlacements
 from .layer_case import MODEL_DIM, LayerCase
 
-DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
-CPU_PRELOAD = (*DEFAULT_PRELOAD, "megatron_fssdp.megatron_adapter.cpu.cpu_runtime:install", DISPATCHER)
-
 
 def run_layer_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, **more: Any) -> list[Any]:
     """Call a function on CPU ranks on which Megatron's dispatcher works."""
-    return run_ranks(function, world_size, *arguments, preload=CPU_PRELOAD, **more)
+    return run_ranks(function, world_size, *arguments, preload=MEGATRON_PRELOAD, **more)
 
 
 @cache

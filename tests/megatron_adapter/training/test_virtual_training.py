@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.testing import run_ranks
-from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD
+from tests.support.training_preload import TRAINING_PRELOAD
 
 from ..training_run import (
     EP2,
@@ -31,7 +31,7 @@ from .parity.test_strategy_parity import cheap_links
 
 WORLD_SIZE, LIMIT_S = 4, 400.0
 # The server imports Megatron without the patches for CPU ranks.
-PRELOAD = tuple(entry for entry in MEGATRON_PRELOAD if not entry.endswith(":install"))
+PRELOAD = tuple(entry for entry in TRAINING_PRELOAD if not entry.endswith(":install"))
 # Parameters are drawn on the host, as the launcher has it on CPU ranks. Megatron moves them to the device
 # only with the distributed optimizer.
 VIRTUAL_GPT = Model(

@@ -22,10 +22,10 @@ from tests.support.virtual_cuda.programs.known_findings import explained
 
 from ..case_run import CaseRun
 from ..layer_case import LayerCase
-from ..rank_layer import DISPATCHER, rank_groups
+from ..rank_layer import rank_groups
 from .test_slot_layer import FOUR
 
-PRELOAD = (*DEFAULT_PRELOAD, DISPATCHER)
+PRELOAD = (*DEFAULT_PRELOAD, "megatron.core.transformer.moe.token_dispatcher")
 # Non-reentrant recomputation asks torch for a real device.
 CASES = tuple(
     replace(case, device="cuda", has_main_grad=True)
