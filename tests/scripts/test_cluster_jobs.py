@@ -281,7 +281,7 @@ def test_missing_requirements_of_a_node_are_named(config: Path, tmp_path: Path) 
 
 @pytest.fixture
 def two_nodes(tmp_path: Path) -> Iterator[TwoNodes]:
-    with TwoNodes(tmp_path, iterations=300) as nodes:
+    with TwoNodes(tmp_path, train_iters=300) as nodes:
         yield nodes
 
 

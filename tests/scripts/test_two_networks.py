@@ -51,7 +51,7 @@ def losses(run: TwoNodes) -> list[float]:
 def one_node(network: NodeCommands, tmp_path_factory: pytest.TempPathFactory) -> TwoNodes:
     """Train with the same ranks on one node."""
     folder = tmp_path_factory.mktemp("one")
-    with TwoNodes(folder, network.on, iterations=ITERATIONS) as run:
+    with TwoNodes(folder, network.on, train_iters=ITERATIONS) as run:
         run.start(nodes=1, ranks_per_node=2, **ON_NETWORK)
         assert run.exit_codes() == [0], run.said()
     return run
@@ -60,7 +60,7 @@ def one_node(network: NodeCommands, tmp_path_factory: pytest.TempPathFactory) ->
 def test_two_nodes_train_with_the_losses_of_one(
     one_node: TwoNodes, network: NodeCommands, tmp_path: Path
 ) -> None:
-    with TwoNodes(tmp_path, network.on, iterations=ITERATIONS) as run:
+    with TwoNodes(tmp_path, network.on, train_iters=ITERATIONS) as run:
         run.start(**ON_NETWORK)
         assert run.exit_codes() == [0, 0], run.said()
     assert losses(run) == pytest.approx(losses(one_node), rel=1e-6)
@@ -73,7 +73,7 @@ def test_two_nodes_train_with_the_losses_of_one(
 
 def test_a_node_that_died_rejoins_the_run(one_node: TwoNodes, network: NodeCommands, tmp_path: Path) -> None:
     """The other node restarts its ranks and waits for it; both resume from the last checkpoint."""
-    with TwoNodes(tmp_path, network.on, iterations=ITERATIONS, save_interval=SAVED_EVERY) as run:
+    with TwoNodes(tmp_path, network.on, train_iters=ITERATIONS, save_interval=SAVED_EVERY) as run:
         run.start(**ON_NETWORK, MAX_RESTARTS="2")
         tracker = run.out / "checkpoints" / "latest_checkpointed_iteration.txt"
         while not tracker.exists() or run.num_iterations() < 2 * SAVED_EVERY:
