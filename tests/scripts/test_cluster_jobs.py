@@ -236,8 +236,11 @@ def test_a_slurm_job_requeues_until_the_run_is_finished(slurm: Slurm, config: Pa
 @pytest.mark.slow
 def test_data_that_does_not_exist_is_built_before_the_ranks_start(slurm: Slurm, config: Path) -> None:
     slurm.use_the_real_cli()
-    settings = ("data.external=false", "data.tokenizer=bytes", "data.vocab_size=257")
-    done = slurm.submit(config, *(word for setting in settings for word in ("--set", setting)))
+    of_data = ("mock_data", "tokenizer_type", "vocab_size")
+    training = {key: value for key, value in RUN["training"].items() if key not in of_data}
+    data = {"tokenizer": "bytes", "vocab_size": 257}
+    config.write_text(yaml.safe_dump({**RUN, "data": data, "training": training}))
+    done = slurm.submit(config)
     assert done.returncode == 0, done.stderr
     assert "building the data" in done.stderr
     assert (slurm.out.parent / "data-bytes" / "manifest.json").is_file()

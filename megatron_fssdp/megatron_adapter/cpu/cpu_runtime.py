@@ -143,6 +143,9 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "megatron.training.training": {
         # pretrain() does not pass allow_no_cuda on.
         "initialize_megatron": lambda original: functools.partial(original, allow_no_cuda=True),
+        # A loader draws a number from the CPU's generator, after a checkpoint was loaded. Dropout, which has
+        # CUDA's generator on a GPU, would then not go on as in an uninterrupted run.
+        "build_train_valid_test_data_iterators": torch.random.fork_rng(devices=()),
     },
 }
 # Megatron imports these names with Transformer Engine only.
