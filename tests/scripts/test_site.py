@@ -101,7 +101,8 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pages", ["index.html", pytest.param("*.html", marks=pytest.mark.slow)])
 def test_nothing_overlaps_in_a_browser(site: Path, pages: str) -> None:
     with opened_browser() as browser:
-        for page in sorted(site.rglob(pages)):
+        # The page of a wrong address has links from the root of a server, which a folder does not have.
+        for page in sorted(page for page in site.rglob(pages) if page.name != "404.html"):
             for width in WIDTHS:
                 assert browser.open(page, width).faults() == [], f"{page.name}, {width} px"
             browser.evaluate("localStorage.clear()")  # the site remembers a scheme
