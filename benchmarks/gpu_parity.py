@@ -2,12 +2,14 @@
 
     python benchmarks/gpu_parity.py --case fssdp --precision fp32 --ranks 8 --work DIR --out parity.jsonl
     python benchmarks/gpu_parity.py --case fssdp --ranks 8 --work DIR --sanitize
+    python benchmarks/gpu_parity.py --case fssdp --precision bf16 --work DIR2 -- --fp8-format hybrid
 
 The training of ``none`` comes first. Each call appends a row to the file, and fails if the losses differ. The
 model is small, and on such a model replicas seldom pay. Therefore plans price links as free: every strategy
 that compares costs makes replicas or moves experts wherever loads are uneven, so that their code runs. The
 ranks run this file, too. ``--sanitize`` compares nothing: torch's sanitizer looks for data races between CUDA
-streams in a shorter training, and stops it at the first one.
+streams in a shorter training, and stops it at the first one. Megatron gets the arguments after ``--`` as they
+are; trainings with other ones need another folder.
 """
 
 import argparse
@@ -152,8 +154,12 @@ def small_training(
             "strategy": {"name": strategy[0], "settings": dict(strategy[1])},
         }
     )
-    has_engine = importlib.util.find_spec("transformer_engine") is not None
-    installation = Installation(device == "cpu", has_engine and precision == "bf16" and not is_virtual)
+    has_engine, has_apex = (
+        importlib.util.find_spec(name) is not None
+        for name in ("transformer_engine", "fused_weight_gradient_mlp_cuda")
+    )
+    uses_engine = has_engine and precision == "bf16" and not is_virtual
+    installation = Installation(device == "cpu", uses_engine, has_apex)
     return (
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
         *LAUNCHERS.get(device, ()),
@@ -170,7 +176,9 @@ def plan_with_free_links() -> None:
     """Replace the measured costs of links after every measurement, equally on all ranks."""
     from megatron_fssdp.megatron_adapter.training import iteration_driver
     from megatron_fssdp.planning.cost.cost_model import LinkCost
+    from megatron_fssdp.strategies import auto
 
+    auto.LEAST_GAIN = auto.LEAST_OF_ITERATION = 0.0  # Experts take a small part of a layer and an iteration.
     measure = iteration_driver.profile_layers
 
     @wraps(measure)
@@ -243,10 +251,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_parity"), help="folder of all trainings")
     parser.add_argument("--out", type=Path, help="file with one row of JSON for each training")
     parser.add_argument("--sanitize", action="store_true", help="look for data races, and compare nothing")
+    parser.add_argument("arguments", nargs="*", help="more arguments of Megatron, after --")
     options = parser.parse_args(words)
     records = options.work / f"{'sanitized' if options.sanitize else options.precision}-{options.case}"
     asked = options.case, options.precision, options.ranks, records, options.device
-    command = training_command(*asked, is_short=options.sanitize)
+    command = (*training_command(*asked, is_short=options.sanitize), *options.arguments)
     # Costs decide early, so that few iterations are enough.
     environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cuda", PROFILE_VARIABLE: "2"}
     if options.sanitize:

@@ -4,7 +4,6 @@ Heavy packages are imported inside the commands, so that ``--help`` answers quic
 """
 
 import errno
-import os
 import sys
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from megatron_fssdp.cli.doctor_command import doctor_command
 from megatron_fssdp.cli.profile_command import profile_command
 from megatron_fssdp.cli.training_commands import sweep_command, train_command
 from megatron_fssdp.cli.watch_command import watch_command
-from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.errors import ConfigurationError, await_first_rank
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 
@@ -97,8 +96,8 @@ def main() -> None:
 
 
 def _fail(message: str, code: int = EXIT_BAD_INPUT) -> None:
-    if os.environ.get("RANK", "0") == "0":  # under torchrun, only one of the ranks prints
-        print(f"error: {message}", file=sys.stderr)
+    await_first_rank()
+    print(f"error: {message}", file=sys.stderr)
     sys.exit(code)
 
 

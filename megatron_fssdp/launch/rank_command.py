@@ -97,5 +97,6 @@ def rank_command(config: RunConfig, data: TokenizedData | None, out_dir: Path, r
     if has_te is None:
         # A machine without GPUs only prints the command, so what it has installed says nothing about others.
         has_te = not has_gpus or importlib.util.find_spec("transformer_engine") is not None
-    installation = Installation(on_cpu=on_cpu, has_transformer_engine=has_te and not on_cpu)
+    has_apex = not has_gpus or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    installation = Installation(on_cpu, has_te and not on_cpu, has_apex)
     return RankCommand(config, megatron_arguments(config, data, installation, out_dir, resume), on_cpu)

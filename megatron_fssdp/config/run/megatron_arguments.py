@@ -49,10 +49,11 @@ class TokenizedData:
 
 @dataclass(frozen=True)
 class Installation:
-    """Whether the ranks run on CPUs, and otherwise whether they can import Transformer Engine."""
+    """Whether the ranks run on CPUs, and otherwise which packages they can import."""
 
     on_cpu: bool
     has_transformer_engine: bool
+    has_apex: bool = True
 
 
 def megatron_arguments(
@@ -148,7 +149,9 @@ def _derived(config: RunConfig, installation: Installation, out_dir: Path) -> di
     if not installation.has_transformer_engine:
         return {**values, "transformer_impl": "local", **_NO_GPU_KERNELS}
     values["transformer_impl"] = "transformer_engine"
-    if model.num_experts is not None and config.strategy.name == "none":
+    if not installation.has_apex:  # The output layer's kernel for it is Apex's, also with Transformer Engine.
+        values["gradient_accumulation_fusion"] = False
+    if model.num_experts is not None:
         values["moe_grouped_gemm"] = True
         # Megatron's grouped experts do not support biases together with fused dropout.
         values |= {"bias_dropout_fusion": False} if model.add_bias_linear else {}

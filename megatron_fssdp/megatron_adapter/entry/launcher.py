@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.errors import ConfigurationError, await_first_rank
 from megatron_fssdp.config.shipped_files import shipped_scripts
 from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
 
@@ -69,14 +69,16 @@ def show_warnings_once() -> None:
 def report(error: ConfigurationError, to: TextIO | None = None) -> None:
     """Print one line for an error, by default to standard error.
 
-    Before process groups exist, all ranks get the same error and only rank 0 prints it.
+    Before process groups exist, all ranks get the same error, and rank 0 prints it first.
     """
     import torch.distributed as dist
 
-    rank, is_initialized = int(os.environ.get("RANK", 0)), dist.is_initialized()
-    if is_initialized or rank == 0:
-        place = f" on rank {rank}" if is_initialized else ""
-        print(f"[fssdp] error{place}: {error}", file=to or sys.stderr, flush=True)
+    is_initialized = dist.is_initialized()
+    if not is_initialized:
+        await_first_rank()
+    rank = os.environ.get("RANK", "0")
+    place = f" on rank {rank}" if is_initialized or rank != "0" else ""
+    print(f"[fssdp] error{place}: {error}", file=to or sys.stderr, flush=True)
 
 
 def report_uncaught() -> None:

@@ -187,42 +187,38 @@ class StrategyMoELayer(MoELayer):
         return self.slot_layer.finish(super().postprocess(output, shared_expert_output))
 
 
-def install_launch_hooks(model: Iterable[torch.nn.Module]) -> None:
-    """Add a forward pre-hook to the transformer layers of the model chunks that contain our MoE layers.
+def install_beginnings(model: Iterable[torch.nn.Module]) -> None:
+    """Call each transformer layer that contains one of our MoE layers with a beginning of our own.
 
-    The first one of a chunk starts its gather, and all mark points of clocks. If CUDA graphs of attention
-    bypass this hook, the gather starts with the dispatch instead. If the device has one queue for the kernels
-    of all streams, each part of attention also gets a hook, at which transfers issue their next messages.
+    The first layer of a chunk starts its gather there, and all mark points of clocks. Modules with hooks
+    cannot be captured by CUDA graphs, so methods are wrapped. If the device has one queue for the kernels of
+    all streams, each part of attention gets a hook, at which transfers issue their next messages.
     """
     for chunk in model:
         first = True
         for module in chunk.modules():
             if isinstance(module, TransformerLayer) and isinstance(module.mlp, StrategyMoELayer):
-                _hook(module, module.mlp, first)
+                _wrap(module, module.mlp, first)
                 first = False
 
 
-def _hook(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
+def _wrap(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     slots = moe.slot_layer
     slots.is_first = first
 
-    def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begun(method: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         if not is_graph_capturing():
             slots.mark(hidden, "other", None)
             if first and not in_backward():
                 slots.launch(hidden)
+        return method(*args, **kwargs)
 
-    if layer.config.overlap_moe_expert_parallel_comm:
-        # The combined schedule calls the parts of the layer and not the layer, so that its hooks do not run.
-        # Attention is its first part, and the layer's forward pass begins with the same method.
-        def begin_and_attend(attention: Any, *args: Any, **kwargs: Any) -> Any:
-            begin(layer, args, kwargs)
-            return attention(*args, **kwargs)
-
-        wrap(layer, "_forward_attention", begin_and_attend)
-    else:
-        layer.register_forward_pre_hook(begin, with_kwargs=True)
+    # The combined schedule calls the parts of the layer, of which attention is the first. A replay of a CUDA
+    # graph takes the place of the forward pass.
+    is_combined = layer.config.overlap_moe_expert_parallel_comm
+    for name in ("_forward_attention",) if is_combined else ("forward", "_te_cuda_graph_replay"):
+        wrap(layer, name, begun)
     if slots.groups.one_queue:
         for part in layer.self_attention.children():
             part.register_forward_hook(partial(_advance, slots))

@@ -119,6 +119,7 @@ SEAMS = _seams(
     megatron.core.transformer.transformer_layer
       TransformerLayer.mlp | starts to gather experts while attention computes | placement
       TransformerLayer._forward_attention | starts it in the combined schedule | placement
+      TransformerLayer._te_cuda_graph_replay | starts it before a CUDA graph of attention | placement
     megatron.core.distributed.param_and_grad_buffer
       _ParamAndGradBucketGroup.finish_param_sync | ends the gather of parameters before experts move | moving
     megatron.core.distributed

@@ -19,7 +19,7 @@ from megatron.training.global_vars import get_args
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer, install_launch_hooks
+from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer, install_beginnings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.megatron_adapter.training.equal_settings import check_equal_settings, refused_together
 from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
@@ -71,7 +71,7 @@ class TrainingHooks:
         if session is not None:
             self._model = model
             _report_installation(model, requested)
-            install_launch_hooks(model)
+            install_beginnings(model)
             # Without an optimizer (--skip-train) the model is only evaluated: no owner ever moves.
             if optimizer is not None:
                 self._driver = IterationDriver(session, requested.name, model, optimizer, get_args())

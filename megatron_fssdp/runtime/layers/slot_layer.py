@@ -15,10 +15,9 @@ the opposite order::
     leave_experts    after the experts                                        next spRS ends, (spAG ends)
     finish           end of the layer          next layer's spAG starts       (spAG starts)
 
-``finish`` of a layer launches the next one, so that neither CUDA graphs of attention nor a missing hook can
-lose a gather. If replicas live for an iteration, SparseAllGather runs once before the first micro-batch, and
-SparseReduceScatter once after the last. Steps in parentheses take place only under re-materialization
-(Hecate §4.2).
+``finish`` of a layer launches the next one, also where a CUDA graph contains attention. If replicas live for
+an iteration, SparseAllGather runs once before the first micro-batch, and SparseReduceScatter once after the
+last. Steps in parentheses take place only under re-materialization (Hecate §4.2).
 
 Shape letters: T tokens, E experts, R rows that a rank receives, M model dimension, A rows that a rank sends,
 W slots of all devices.

@@ -119,7 +119,9 @@ def test_mistakes_are_refused_with_their_option_and_the_reason(overrides: str, w
         ("training.bf16=true", GPU, "--bf16 --distributed-backend=nccl", "--use-cpu-initialization"),
         ("", GPU, "--transformer-impl=transformer_engine", "--no-rope-fusion"),
         ("", PLAIN_GPU, "--transformer-impl=local --no-rope-fusion --no-masked-softmax-fusion", ""),
-        (f"{NONE} model.add_bias_linear=true", GPU, "--moe-grouped-gemm --no-bias-dropout-fusion", ""),
+        ("model.add_bias_linear=true", GPU, "--moe-grouped-gemm --no-bias-dropout-fusion", ""),
+        (NONE, GPU, "--moe-grouped-gemm", "--no-gradient-accumulation-fusion"),
+        ("", Installation(False, True, has_apex=False), "--no-gradient-accumulation-fusion", ""),
         # What is given wins over what is derived, and null removes it.
         ("model.moe_token_dispatcher_type=allgather", CPU, "--moe-token-dispatcher-type=allgather", ""),
         ("training.bias_dropout_fusion=true", CPU, "", "--no-bias-dropout-fusion"),

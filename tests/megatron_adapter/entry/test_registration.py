@@ -1,13 +1,14 @@
-"""What registering refuses before process groups exist, and which warnings ranks repeat."""
+"""What registering refuses before process groups exist, and which errors and warnings ranks repeat."""
 
 import os
 import warnings
 
 import pytest
 
+from megatron_fssdp.config import errors
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry import registration
-from megatron_fssdp.megatron_adapter.entry.launcher import show_warnings_once
+from megatron_fssdp.megatron_adapter.entry.launcher import report, show_warnings_once
 
 
 def test_a_process_without_a_launcher_gets_the_launch_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +37,16 @@ def test_other_ranks_do_not_repeat_the_warnings_of_libraries(
             warnings.warn_explicit(text, category, "x.py", 1, module=module)
     repeated = ["Apex is missing", "deprecated"] if rank == "0" else []
     assert [str(one.message) for one in caught] == [*repeated, "NaN", "of the script"]
+
+
+@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("3", [60.0])])
+def test_rank_0_is_the_first_to_print_an_error_of_all_ranks(
+    rank: str, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun ends all ranks when one ends. If rank 0 does not have the error, it must not be lost."""
+    waited: list[float] = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    report(ConfigurationError("slots: got -1"))
+    assert waited == waits
+    assert capsys.readouterr().err == f"[fssdp] error{' on rank 3' if waits else ''}: slots: got -1\n"
