@@ -8,8 +8,7 @@ The training of ``none`` comes first. Each call appends a row to the file, and f
 model is small, and on such a model replicas seldom pay. Therefore plans price links as free: every strategy
 that compares costs makes replicas or moves experts wherever loads are uneven, so that their code runs. The
 ranks run this file, too. ``--sanitize`` compares nothing: torch's sanitizer looks for data races between CUDA
-streams in a shorter training, and stops it at the first one. Megatron gets the arguments after ``--`` as they
-are; trainings with other ones need another folder.
+streams in a shorter training, and stops it at the first one. Other arguments of Megatron need another folder.
 """
 
 import argparse
@@ -154,12 +153,9 @@ def small_training(
             "strategy": {"name": strategy[0], "settings": dict(strategy[1])},
         }
     )
-    has_engine, has_apex = (
-        importlib.util.find_spec(name) is not None
-        for name in ("transformer_engine", "fused_weight_gradient_mlp_cuda")
-    )
-    uses_engine = has_engine and precision == "bf16" and not is_virtual
-    installation = Installation(device == "cpu", uses_engine, has_apex)
+    engine, apex = map(importlib.util.find_spec, ("transformer_engine", "fused_weight_gradient_mlp_cuda"))
+    uses_engine = engine is not None and precision == "bf16" and not is_virtual
+    installation = Installation(device == "cpu", uses_engine, apex is not None)
     return (
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
         *LAUNCHERS.get(device, ()),
@@ -178,7 +174,7 @@ def plan_with_free_links() -> None:
     from megatron_fssdp.planning.cost.cost_model import LinkCost
     from megatron_fssdp.strategies import auto
 
-    auto.LEAST_GAIN = auto.LEAST_OF_ITERATION = 0.0  # Experts take a small part of a layer and an iteration.
+    auto.LEAST_GAIN = auto.LEAST_OF_ITERATION = 0.0  # Experts take a small part of a layer.
     measure = iteration_driver.profile_layers
 
     @wraps(measure)
@@ -258,24 +254,20 @@ def main(words: Sequence[str] | None = None) -> int:
     command = (*training_command(*asked, is_short=options.sanitize), *options.arguments)
     # Costs decide early, so that few iterations are enough.
     environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cuda", PROFILE_VARIABLE: "2"}
-    if options.sanitize:
-        environment["TORCH_CUDA_SANITIZER"] = "1"
+    environment |= {"TORCH_CUDA_SANITIZER": "1"} if options.sanitize else {}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     print(done.stdout)
     if options.sanitize:
         return done.returncode
-    baseline = options.work / f"{options.precision}-{BASELINE}"
-    row = compared(options.case, options.precision, records, baseline)
+    row = compared(options.case, options.precision, records, options.work / f"{options.precision}-{BASELINE}")
     row["predicted"] = "".join(_PREDICTED.findall(done.stdout)[-1:])
     if options.out is not None:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-    if done.returncode:
-        return done.returncode
     print(row["problem"] or "the losses agree")
-    return 1 if row["problem"] else 0
+    return done.returncode or int(bool(row["problem"]))
 
 
 if __name__ == "__main__":

@@ -18,35 +18,6 @@ EXPERTS, HIDDEN, TOKENS = 4, 8, 16
 REPLICAS = {"slots": 1, "overlap_degree": 2, "reshard_interval": 0}
 
 
-def test_capture_ends_after_the_router_and_a_replay_skips_it() -> None:
-    for captured, difference in run_megatron_ranks(_capture_and_replay, 2, ep=2):
-        assert captured == [(TOKENS, 1, HIDDEN), (TOKENS, EXPERTS), (TOKENS, EXPERTS)]
-        assert difference == 0.0
-
-
-def _capture_and_replay(rank: int, world_size: int) -> tuple[list[Any], float]:
-    from megatron.core.transformer import cuda_graphs
-    from megatron.core.transformer.enums import CudaGraphModule
-
-    config = moe_config(world_size, HIDDEN, EXPERTS)
-    layer = build_layer(config, "fssdp", REPLICAS)
-    hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    config.cuda_graph_impl, config.cuda_graph_modules = "transformer_engine", [CudaGraphModule.moe_router]
-    cuda_graphs._set_capture_start()
-    captured = layer(hidden)
-    cuda_graphs._set_capture_end()
-    wanted, _ = layer(hidden)
-    hidden_states, probs, routing_map = captured
-    layer.cudagraph_tensor_store.set(
-        hidden_states=hidden_states, probs=probs, routing_map=routing_map, shared_expert_output=None
-    )
-    layer.router.forward = _forbidden
-    got, _ = layer(hidden)
-    layer.cudagraph_tensor_store.clear()
-    shapes = [tuple(tensor.shape) for tensor in captured]
-    return shapes, float((got - wanted).abs().max())
-
-
 def test_a_graph_of_preprocessing_keeps_its_table_while_plans_change() -> None:
     for captured, differences, num_plans in run_megatron_ranks(_capture_preprocessing, 2, ep=2):
         assert captured
