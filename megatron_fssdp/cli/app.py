@@ -4,6 +4,7 @@ Heavy packages are imported inside the commands, so that ``--help`` answers quic
 """
 
 import errno
+import os
 import sys
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from megatron_fssdp.cli.doctor_command import doctor_command
 from megatron_fssdp.cli.profile_command import profile_command
 from megatron_fssdp.cli.training_commands import sweep_command, train_command
 from megatron_fssdp.cli.watch_command import watch_command
-from megatron_fssdp.config.errors import ConfigurationError, await_first_rank
+from megatron_fssdp.config.errors import ConfigurationError
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 
@@ -96,8 +97,8 @@ def main() -> None:
 
 
 def _fail(message: str, code: int = EXIT_BAD_INPUT) -> None:
-    await_first_rank()
-    print(f"error: {message}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, only one of the ranks prints
+        print(f"error: {message}", file=sys.stderr)
     sys.exit(code)
 
 

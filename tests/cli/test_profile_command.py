@@ -57,6 +57,7 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
             {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"},
             "wanted the same number on every machine",
         ),
+        (["--out", "/no/such/folder/c.yaml"], {"RANK": "1", "WORLD_SIZE": "1"}, ""),  # only rank 0 prints
     ],
 )
 def test_bad_input_ends_before_any_collective(
@@ -70,4 +71,5 @@ def test_bad_input_ends_before_any_collective(
     code, _, error = command("profile", *out, *words)
     assert code == EXIT_BAD_INPUT
     assert wanted in error
+    assert bool(error) == bool(wanted)
     assert not list(tmp_path.iterdir())

@@ -3,17 +3,19 @@
 import os
 import runpy
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from megatron_fssdp.config.errors import ConfigurationError, await_first_rank
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.shipped_files import shipped_scripts
 from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
 
 EXIT_BAD_INPUT = 2
+_FIRST_RANK_S = 60.0
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy NAME]"
 
 
@@ -69,14 +71,16 @@ def show_warnings_once() -> None:
 def report(error: ConfigurationError, to: TextIO | None = None) -> None:
     """Print one line for an error, by default to standard error.
 
-    Before process groups exist, all ranks get the same error, and rank 0 prints it first.
+    Before process groups exist, all ranks get the same error and rank 0 prints it. torchrun ends the ranks of
+    a node when one of them ends. Those beside rank 0 therefore wait for it, and print if it does not.
     """
     import torch.distributed as dist
 
-    is_initialized = dist.is_initialized()
-    if not is_initialized:
-        await_first_rank()
-    rank = os.environ.get("RANK", "0")
+    rank, is_initialized = os.environ.get("RANK", "0"), dist.is_initialized()
+    if not is_initialized and rank != "0":
+        if os.environ.get("LOCAL_RANK") != rank:
+            return
+        time.sleep(_FIRST_RANK_S)
     place = f" on rank {rank}" if is_initialized or rank != "0" else ""
     print(f"[fssdp] error{place}: {error}", file=to or sys.stderr, flush=True)
 

@@ -5,9 +5,8 @@ import warnings
 
 import pytest
 
-from megatron_fssdp.config import errors
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.entry import registration
+from megatron_fssdp.megatron_adapter.entry import launcher, registration
 from megatron_fssdp.megatron_adapter.entry.launcher import report, show_warnings_once
 
 
@@ -39,14 +38,20 @@ def test_other_ranks_do_not_repeat_the_warnings_of_libraries(
     assert [str(one.message) for one in caught] == [*repeated, "NaN", "of the script"]
 
 
-@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("3", [60.0])])
+@pytest.mark.parametrize(("rank", "local", "waits"), [("0", "0", []), ("3", "3", [60.0]), ("9", "1", None)])
 def test_rank_0_is_the_first_to_print_an_error_of_all_ranks(
-    rank: str, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: str,
+    local: str,
+    waits: list[float] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """torchrun ends all ranks when one ends. If rank 0 does not have the error, it must not be lost."""
+    """torchrun ends a node's ranks when one ends. If rank 0 does not have the error, it must not be lost."""
     waited: list[float] = []
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr(launcher.time, "sleep", waited.append)
     report(ConfigurationError("slots: got -1"))
-    assert waited == waits
-    assert capsys.readouterr().err == f"[fssdp] error{' on rank 3' if waits else ''}: slots: got -1\n"
+    assert waited == (waits or [])
+    place = " on rank 3" if waits else ""
+    assert capsys.readouterr().err == ("" if waits is None else f"[fssdp] error{place}: slots: got -1\n")
