@@ -2,13 +2,13 @@
 
     python benchmarks/gpu_parity.py --case fssdp --precision fp32 --ranks 8 --work DIR --out parity.jsonl
     python benchmarks/gpu_parity.py --case fssdp --ranks 8 --work DIR --sanitize
-    python benchmarks/gpu_parity.py --case fssdp --precision bf16 --work DIR2 -- --fp8-format hybrid
+    python benchmarks/gpu_parity.py --case fssdp --precision bf16 -- --moe-permute-fusion
 
 The training of ``none`` comes first. Each call appends a row to the file, and fails if the losses differ. The
 model is small, and on such a model replicas seldom pay. Therefore plans price links as free: every strategy
 that compares costs makes replicas or moves experts wherever loads are uneven, so that their code runs. The
 ranks run this file, too. ``--sanitize`` compares nothing: torch's sanitizer looks for data races between CUDA
-streams in a shorter training, and stops it at the first one. Other arguments of Megatron need another folder.
+streams in a shorter training, and stops it at the first one. Other arguments of Megatron need another ``--work``.
 """
 
 import argparse

@@ -198,11 +198,11 @@ def install_beginnings(model: Iterable[torch.nn.Module]) -> None:
         first = True
         for module in chunk.modules():
             if isinstance(module, TransformerLayer) and isinstance(module.mlp, StrategyMoELayer):
-                _wrap(module, module.mlp, first)
+                _install_beginning(module, module.mlp, first)
                 first = False
 
 
-def _wrap(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
+def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     slots = moe.slot_layer
     slots.is_first = first
 

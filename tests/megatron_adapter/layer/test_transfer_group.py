@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.megatron_adapter.layer.moe_layer import _wrap
+from megatron_fssdp.megatron_adapter.layer.moe_layer import _install_beginning
 from megatron_fssdp.megatron_adapter.layer.strategy_session import (
     DEFAULT_OPTIONS,
     create_transfer_group,
@@ -126,7 +126,7 @@ def test_each_part_of_attention_is_a_point_in_both_passes_if_there_is_one_queue(
     slots.launch = lambda hidden: None
     moe: Any = SimpleNamespace(slot_layer=slots)
     layer = FakeLayer()
-    _wrap(cast(Any, layer), moe, True)
+    _install_beginning(cast(Any, layer), moe, True)
     output = layer(torch.ones(1, 2, requires_grad=True))
     assert order == [("point", True)] * (2 if one_queue else 0)
     output.sum().backward()
