@@ -8,7 +8,7 @@ The training of ``none`` comes first. Each call appends a row to the file, and f
 model is small, and on such a model replicas seldom pay. Therefore plans price links as free: every strategy
 that compares costs makes replicas or moves experts wherever loads are uneven, so that their code runs. The
 ranks run this file, too. ``--sanitize`` compares nothing: torch's sanitizer looks for data races between CUDA
-streams in a shorter training, and stops it at the first one. Other arguments of Megatron need another ``--work``.
+streams in a shorter training, and stops at the first one. Arguments of Megatron need another ``--work``.
 """
 
 import argparse
