@@ -224,18 +224,9 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
             f"results differ from plain expert parallelism: {differences}, wanted at most 1e-5"
         )
 
-    plan = measurement.Plan(
-        size,
-        pace,
-        profile,
-        options.nodes,
-        tuple(variants),
-        counts,
-        options.repetitions,
-        options.warm_up,
-        options.seed,
-        namespaces=not options.loopback,
-    )
+    what = (size, pace, profile, options.nodes, tuple(variants), counts)
+    times = (options.repetitions, options.warm_up, options.seed)
+    plan = measurement.Plan(*what, *times, namespaces=not options.loopback)
     before = psutil.cpu_times()
     samples = run_on_nodes(measurement.measure, nodes, options.ranks_per_node, plan, **where)[0]
     shares = report.cpu_shares(before, psutil.cpu_times())

@@ -9,6 +9,7 @@ device, W slots of all devices, R rows that a rank receives.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,6 +67,12 @@ def make_parameters(size: StackSize, owned: Sequence[int]) -> list[ParametersByE
     return layers
 
 
+@cache  # A gloo group has a thread that wakes up 100 times a second, so all stacks must share one.
+def _this_rank_alone(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    alone: dist.ProcessGroup = dist.new_subgroups_by_enumeration([[rank] for rank in range(group.size())])[0]
+    return alone
+
+
 class LayerStack:
     """Alternating attention and MoE layers, with residuals."""
 
@@ -84,8 +91,7 @@ class LayerStack:
         self.pace = pace
         self._collection = ProcessGroupCollection()
         self._collection.ep = self._collection.tp_ep = groups.expert_parallel
-        alone = [[rank] for rank in range(groups.num_devices)]
-        self._collection.expt_tp, _ = dist.new_subgroups_by_enumeration(alone)
+        self._collection.expt_tp = _this_rank_alone(groups.expert_parallel)
         self._plain = self._dispatcher(MoEAlltoAllTokenDispatcher, size.num_experts // groups.num_devices)
         self._pairs: list[torch.Tensor] = []
 
