@@ -51,7 +51,8 @@ def count_parameters(model: ModelArguments, vocab_size: int) -> ParameterCount:
     hidden, norm, num_moe_layers = model.hidden_size, _norm_elements(model), sum(model.moe_layers)
     num_experts, elements = model.num_experts or 0, expert_elements(model)
     matrices = mlp_matrix_elements(model, model.expert_ffn_size)
-    positions = model.seq_length if model.position_embedding_type == "learned_absolute" else 0
+    most_positions = getattr(model, "max_position_embeddings", None) or model.seq_length
+    positions = most_positions if model.position_embedding_type == "learned_absolute" else 0
     num_vocabularies = 1 + model.untie_embeddings_and_output_weights
     outside = (num_vocabularies * vocab_size + positions) * hidden
     if model.family == "bert":
