@@ -59,7 +59,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             *("config", "planning", "strategies", "simulation", "records", "report"),
             *("data", "megatron_adapter", "launch"),
         },
-        {"torch", "typer", "rich", "pydantic_core"},
+        {"torch", "typer", "rich", "pydantic", "pydantic_core"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),

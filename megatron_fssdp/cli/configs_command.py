@@ -39,8 +39,8 @@ def schema_command(
     ] = False,
 ) -> None:
     """Print the JSON Schema of a run's YAML, or of a sweep's."""
+    from megatron_fssdp.cli.sweep_plan import sweep_schema
     from megatron_fssdp.config.run.json_schema import run_config_schema, schema_text
-    from megatron_fssdp.config.run.sweep import sweep_schema
 
     sys.stdout.write(schema_text(sweep_schema() if sweep else run_config_schema()))
 

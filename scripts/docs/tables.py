@@ -19,10 +19,10 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from pydantic import BaseModel  # noqa: E402
 from settings_pages import kind_of_field, shown_default  # noqa: E402
 
+from megatron_fssdp.cli.sweep_plan import SweepConfig  # noqa: E402
 from megatron_fssdp.config.cluster_description import ClusterDescription  # noqa: E402
 from megatron_fssdp.config.run.megatron_options import description  # noqa: E402
 from megatron_fssdp.config.run.run_config import RunConfig  # noqa: E402
-from megatron_fssdp.config.run.sweep import SweepConfig  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
 from megatron_fssdp.megatron_adapter.support import capabilities, limits  # noqa: E402
 

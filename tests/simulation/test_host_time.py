@@ -56,7 +56,7 @@ def test_messages_of_transfers_are_posted_by_the_host() -> None:
 
 
 def test_measured_times_are_interpolated() -> None:
-    costs = HostCosts({"ep": (1.0, 2.0, 2.0, 2.0, 4.0)})
+    costs = HostCosts({"ep": (1.0, 2.0, 2.0, 2.0, 2.0, 4.0)})
     (few, many), (first, last) = SIZES[-2:], (SIZES[0], SIZES[-1])
     assert costs.of_layer("ep", *first).before_gate_s == pytest.approx(1e-3)
     assert costs.of_layer("ep", 2, 2).before_gate_s == pytest.approx(1e-3)

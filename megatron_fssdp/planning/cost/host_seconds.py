@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-SIZES = ((16, 8), (64, 32), (256, 64), (256, 256), (512, 1024))
+SIZES = ((16, 8), (64, 32), (128, 64), (256, 64), (256, 256), (512, 1024))
 """Experts and devices at which seconds are measured."""
 
 
@@ -52,16 +52,16 @@ class HostCosts:
 
 MEASURED = HostCosts(
     before_gate_ms={
-        "fssdp": (0.84, 1.9, 8.6, 39, 890),
-        "prophet": (0.35, 0.44, 0.5, 1.9, 16),
-        "auto": (1.1, 2.1, 9.6, 43, 940),
+        "fssdp": (0.64, 1.6, 3.6, 6.2, 37, 910),
+        "prophet": (0.93, 1.9, 3.6, 5, 30, 620),
+        "auto": (1, 2.6, 4.1, 6.7, 38, 940),
     },
     after_gate_ms={
-        "fastermoe": (0.065, 0.07, 0.094, 0.18, 1),
-        "quota": (0.18, 0.2, 0.33, 0.7, 6),
+        "fastermoe": (0.059, 0.067, 0.022, 0.1, 0.26, 1.6),
+        "quota": (0.26, 0.32, 0.54, 0.85, 4.6, 80),
     },
     dispatch_ms={
-        "fastermoe": (0.077, 0.087, 0.13, 0.23, 1.1),
-        "quota": (0.053, 0.061, 0.12, 0.24, 1.5),
+        "fastermoe": (0.057, 0.074, 0.11, 0.15, 0.41, 2.9),
+        "quota": (0.18, 0.23, 0.38, 0.66, 2.8, 44),
     },
 )

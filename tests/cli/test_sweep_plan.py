@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fssdp.cli.sweep_plan import SweepConfig, load_sweep, planned_runs
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.run.sweep import SweepConfig, load_sweep, planned_runs
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def sweep_of(**settings) -> SweepConfig:
