@@ -166,8 +166,8 @@ def _prepare(
     part = words(num_bytes / num_counted)
     whole = part.repeat(size)
     sent_bytes = part.nbytes * num_counted
-    if name in ("row_exchange", "all_to_all"):
-        splits = [part.numel()] * size if name == "row_exchange" else None
+    if name == "all_to_all":
+        splits = [part.numel()] * size  # With sizes, as in a dispatch, the backend takes another path.
         received = torch.empty_like(whole)
         return lambda: dist.all_to_all_single(received, whole, splits, splits, group=group), sent_bytes
     if name == "all_gather":

@@ -15,7 +15,7 @@ from megatron_fssdp.config.shipped_files import known_clusters
 from megatron_fssdp.config.yaml_text import format_yaml
 
 CollectiveName = Literal[
-    "point_to_point", "row_exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast"
+    "point_to_point", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast"
 ]
 LinkClass = Literal["intra_node", "inter_node"]
 
@@ -58,9 +58,8 @@ class ClusterDescription(Settings):
         "Measured costs of single collectives, which replace intra_node and inter_node. A bandwidth is per "
         "device and counts the bytes that the busiest device sends over links of the class. inter_node "
         "counts bytes to other nodes while all devices of a node send at once. Two exceptions: for "
-        "point_to_point one device sends alone; for all_to_all and row_exchange, messages inside the nodes "
-        "travel at the same time. row_exchange is an all-to-all with a size for each pair of devices, as in "
-        "a dispatch.",
+        "point_to_point one device sends alone; for all_to_all, which has a size for each pair of devices "
+        "as in a dispatch, messages inside the nodes travel at the same time.",
     )
     sources: dict[str, str] = setting({}, "Source of each figure, by the figure's key above.")
 

@@ -129,8 +129,8 @@ def simulate(
 ) -> StrategyOutcome:
     """Simulate a strategy on loads: its seconds, decisions, traffic and memory.
 
-    ``none`` is simulated as ``ep`` with the collectives of Megatron's dispatcher. Loads and the optional
-    arguments are those of :func:`replay_strategy`.
+    ``none`` is simulated as ``ep``, because tokens travel in the same way. Loads and the optional arguments
+    are those of :func:`replay_strategy`.
 
     Raises:
         ValueError: The loads do not have the job's sizes, or the job does not fit cluster or strategy.
@@ -147,7 +147,7 @@ def simulate(
     warm_up = 0 if past_ILDE is not None else warm_up_iterations(strategy, len(counts_ILDE))
     profile = layer_profile(job, cluster, strategy.replica_life)
     profile = replace(profile, deduplicated=strategy.travel.exchange == "deduplicated")
-    links = cluster_links(cluster, is_megatrons=name == "none", on_cuda=job.on_cuda)
+    links = cluster_links(cluster)
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
     host = HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)

@@ -30,7 +30,6 @@ from megatron_fssdp.runtime.experts.compute_probe import (
 )
 
 _NAMES: tuple[CollectiveName, ...] = get_args(CollectiveName)
-_EXCHANGES: tuple[CollectiveName, ...] = ("row_exchange", "all_to_all")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_SHAPE = LayerShape(512, 2048, 2, 512, False, 8, 256, 1, torch.float32)
 _GPU_SHAPE = LayerShape(4096, 14336, 8, 8192, True, 32, 4096, 1, torch.bfloat16)
@@ -194,8 +193,9 @@ def _measure_links(
         between, _ = dist.new_subgroups_by_enumeration([list(ranks[at::per_node]) for at in range(per_node)])
         whole_nic = measured("point_to_point inter_node, all devices", "point_to_point", between)
         for name in _NAMES:
-            # In exchanges, as in a dispatch, messages inside the nodes are under way at the same time.
-            is_exchange, is_idle = name in _EXCHANGES, name == "point_to_point" and dist.get_rank() % per_node
+            # In a dispatch, messages inside the nodes are under way at the same time.
+            is_exchange = name == "all_to_all"
+            is_idle = name == "point_to_point" and dist.get_rank() % per_node
             group = everyone if is_exchange else None if is_idle else between
             num_near = per_node - 1 if is_exchange else 0
             fits[name]["inter_node"] = measured(f"{name} inter_node", name, group, num_near)

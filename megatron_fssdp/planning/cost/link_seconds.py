@@ -166,23 +166,17 @@ def cluster_cost(cluster: ClusterDescription) -> ClusterCost:
     return ClusterCost(intra, inter, cluster.expert_flops_per_s)
 
 
-def cluster_links(
-    cluster: ClusterDescription, *, is_megatrons: bool = False, on_cuda: bool = True
-) -> ClusterLinks:
+def cluster_links(cluster: ClusterDescription) -> ClusterLinks:
     """The links of a cluster. Measured costs of single collectives replace the general link costs.
 
-    Between CPUs, this package exchanges rows and counts as point-to-point messages, and otherwise by torch's
-    collectives, as Megatron does (``is_megatrons`` if its dispatcher moves the tokens).
+    Tokens and counts travel by the collectives of Megatron's dispatcher under all strategies. Transfers are
+    point-to-point messages.
 
     A fitted all-to-all or all-gather gives the bandwidth of each device while all devices use their NICs. In
     an uneven all-to-all most NICs are idle, and the busiest node has the whole bandwidth ``inter_node``. A
     fitted point-to-point transfer limits one device; the limit of a node is ``inter_node``.
     """
     far = link_cost(cluster.inter_node)
-    all_to_all: CollectiveName = "all_to_all"
-    if not is_megatrons and "row_exchange" in cluster.collectives:
-        all_to_all = "row_exchange"
-    counts: CollectiveName = "all_gather" if is_megatrons or on_cuda else all_to_all
 
     def links_of(name: CollectiveName) -> LinkSet:
         measured = cluster.collectives.get(name, {})
@@ -194,7 +188,7 @@ def cluster_links(
             return LinkSet(near, of_node, far_of_device=link_cost(inter))
         return LinkSet(near, of_node, far_of_all=link_cost(inter, cluster.devices_per_node))
 
-    return ClusterLinks(links_of(all_to_all), links_of("point_to_point"), links_of(counts))
+    return ClusterLinks(links_of("all_to_all"), links_of("point_to_point"), links_of("all_gather"))
 
 
 def topology_of(cluster: ClusterDescription, num_devices: int) -> Topology:
