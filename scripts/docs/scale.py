@@ -61,7 +61,9 @@ SECONDS = (
 )
 ONCE = ("ep once, s", "fssdp once, s", "both once", "only ep once")
 DEEPEP = ("ep DeepEP, s", "fssdp DeepEP, s", "both DeepEP")
-COLUMNS = (*LAYOUT, *MESSAGES, *GROUPS, *HOST, *SECONDS, *ONCE, *DEEPEP)
+OTHERS = ("prophet", "fastermoe", "quota", "auto")
+"""Strategies that act in the simulated iterations; ``flexmoe`` and ``smartmoe`` act every 25."""
+COLUMNS = (*LAYOUT, *MESSAGES, *GROUPS, *HOST, *SECONDS, *ONCE, *DEEPEP, *OTHERS)
 
 
 def stage_of(model: str, num_gpus: int) -> tuple[MoeJob, int]:
@@ -159,6 +161,7 @@ def row_of(model: str, num_gpus: int) -> list[object]:
     most = [float(one.load_max_over_mean_IL.mean()) for one in (ep, ours)]
     seconds = [*most, ep.mean_s, ours.mean_s, ep.mean_s / ours.mean_s, even[2]]
     seconds += [*once, once[0] / ours.mean_s, *deepep]
+    seconds += [ep.mean_s / outcome(name, LOG_NORMAL, "megatron").mean_s for name in OTHERS]
     numbers = [x if isinstance(x, int) else round(x, 2) for x in (*groups, *host, *seconds)]
     return [*layout, "yes", *sizes, *sends, *numbers]
 
