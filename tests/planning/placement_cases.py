@@ -50,16 +50,19 @@ def random_counts_DE(seed, num_devices, num_experts, most=40):
     return rng.poisson(popularity_E * most / 4, size=(num_devices, num_experts)).astype(np.int64)
 
 
-def brute_force_dispatch_DED(counts_DE, placement, topology):
-    """The whole dispatch tensor, computed token by token from the definition."""
+def brute_force_dispatch_DED(counts_DE, placement, topology, *, whole=True):
+    """The dispatch tensor from the definition: of whole tokens, or of the fractions that prices count."""
     num_devices, num_experts = counts_DE.shape
-    dispatch = np.zeros((num_devices, num_experts, num_devices), dtype=np.int64)
+    dispatch = np.zeros((num_devices, num_experts, num_devices), dtype=np.int64 if whole else np.float64)
     for source in range(num_devices):
         for expert in range(num_experts):
             holders = [d for d in range(num_devices) if placement.present_ED[expert, d]]
             node = topology.node_of_device[source]
             near = [d for d in holders if topology.node_of_device[d] == node]
             chosen = [source] if source in holders else near or holders
+            if not whole:
+                dispatch[source, expert, chosen] = counts_DE[source, expert] / len(chosen)
+                continue
             share, rest = divmod(int(counts_DE[source, expert]), len(chosen))
             for holder in chosen:
                 dispatch[source, expert, holder] += share
