@@ -1,6 +1,6 @@
 """Simulates for which jobs a strategy pays: the tables of docs/choosing.md.
 
-usage: python scripts/docs/break_even.py FOLDER       (some minutes; writes results of benchmarks/results)
+usage: python scripts/docs/break_even.py FOLDER       (about a minute; writes results of benchmarks/results)
 
 ``tables.py`` makes the page's tables from these files. Four MoE layers stand for all layers of a model.
 """
@@ -17,10 +17,11 @@ from benchmarks.result_file import write_result  # noqa: E402
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster  # noqa: E402
 from megatron_fssdp.config.run.composition import load_run  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings  # noqa: E402
 from megatron_fssdp.planning.replica_life import ReplicaLife  # noqa: E402
 from megatron_fssdp.simulation.break_even import BreakEven, break_evens  # noqa: E402
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run  # noqa: E402
-from megatron_fssdp.simulation.simulator import device_memory, simulate  # noqa: E402
+from megatron_fssdp.simulation.simulator import StrategyOutcome, device_memory, simulate  # noqa: E402
 from megatron_fssdp.simulation.workloads import generated_loads  # noqa: E402
 
 NAMES = ("fssdp", "prophet", "quota", "fastermoe", "flexmoe", "smartmoe")
@@ -81,6 +82,13 @@ def even_bytes(job: MoeJob, cluster: ClusterDescription) -> int:
     return device_memory(job, cluster, slots=0, life=ReplicaLife.ITERATION).total_bytes
 
 
+def settings_of(example: Example, name: str) -> StrategySettings:
+    """A strategy's default settings, but for the example's slots."""
+    model = STRATEGIES[name].settings
+    has_slots = example.slots is not None and "slots" in model.model_fields
+    return model.model_validate({"slots": example.slots} if has_slots else {})
+
+
 def table_of(example: Example) -> tuple[list[str], list[list[object]]]:
     """Columns and rows of one example; loads under which even ``ep`` does not fit are left out."""
     whole, job, cluster = example.job(), example.job(*example.few_layers), load_cluster(example.cluster)
@@ -94,32 +102,28 @@ def table_of(example: Example) -> tuple[list[str], list[list[object]]]:
     cluster = cluster.model_copy(update={"memory_bytes": int(few_base + (capacity - base) / times)})
     loads = {name: generated_loads(name, job, ITERATIONS) for name in WORKLOADS}
 
-    def settings_of(name: str) -> object:
-        keys = {"slots": example.slots} if "slots" in STRATEGIES[name].settings.model_fields else {}
-        return STRATEGIES[name].settings.model_validate({k: v for k, v in keys.items() if v is not None})
+    def simulated(name: str, load: str) -> StrategyOutcome:
+        return simulate(name, settings_of(example, name), loads[load], cluster, job)
 
-    found = {
-        (name, load): simulate(name, settings_of(name), counts_ILDE, cluster, job)
-        for load, counts_ILDE in loads.items()
-        for name in ("ep", *NAMES)
-        if name == "ep" or not simulate("ep", settings_of("ep"), counts_ILDE, cluster, job).memory.runs_out
-    }
-    fitting = [load for load in WORKLOADS if (NAMES[0], load) in found]
+    plain = {load: simulated("ep", load) for load in WORKLOADS}
+    fitting = [load for load in WORKLOADS if not plain[load].memory.runs_out]
     columns = ["strategy", *(f"{WORKLOADS[load]} ({load})" for load in fitting)]
     columns += [f"memory, GiB of {capacity / GIB:.0f}", "pays from, tokens per rank"]
     rows, spans_nodes = [], False
     for name in NAMES:
-        outcomes = {load: found[name, load] for load in fitting}
+        outcomes = {load: simulated(name, load) for load in fitting}
         row: list[object] = [name]
         for load, one in outcomes.items():
-            speed = found["ep", load].iteration_s[WARM_UP:].mean() / one.iteration_s[WARM_UP:].mean()
+            speed = plain[load].iteration_s[WARM_UP:].mean() / one.iteration_s[WARM_UP:].mean()
             row.append("does not fit" if one.memory.runs_out else round(float(speed), 2))
         most = max(one.memory.total_bytes for one in outcomes.values())
         row.append(round((base + times * (most - few_base)) / GIB))
         limits: tuple[BreakEven | None, BreakEven | None] = (None, None)
         if name not in RARE and not outcomes[UNEVEN].memory.runs_out:
             past_ILDE, now_ILDE = loads[UNEVEN][-SAMPLE - PAST : -SAMPLE], loads[UNEVEN][-SAMPLE:]
-            limits = break_evens(name, settings_of(name), now_ILDE, cluster, job, past_ILDE=past_ILDE)
+            limits = break_evens(
+                name, settings_of(example, name), now_ILDE, cluster, job, past_ILDE=past_ILDE
+            )
             spans_nodes = spans_nodes or limits[1] is not None
         rows.append([*row, limit(limits[0], 1.0), limit(limits[1], 8e-9)])
     if not spans_nodes:
