@@ -151,7 +151,7 @@ class FasterMoEKeys(PlacementSettings):
         False,
         "Whether to use FasterMoE's smart schedule (§4.2): ranks exchange tokens with one group of ranks "
         "after another, and experts compute one group's tokens while the next are sent. 'by_price': in the "
-        "layers and iterations in which modelled seconds say that it saves time. No GPU has run it yet.",
+        "layers and iterations in which modelled seconds say that it saves time. Its speed on GPUs is unknown.",
     )
     group_size: int | None = setting(
         None,

@@ -24,30 +24,37 @@ class SlotCounts:
         self._measures_spread = measures_spread
         self._counts_W: torch.Tensor | None = None
         self._num_slots, self._is_clear = -1, True
-        self._spread: torch.Tensor | None = None
+        self._spread: TokenSpread | None = None
         self.num_counting = 1  # Ranks that count each token: several if tensor-parallel ranks all route it.
 
-    def open(self, one: SlotPass, device: torch.device) -> torch.Tensor:
-        """The counts of the present iteration by slot, int64 ``[W]``; the address stays while W does."""
+    def open(self, one: SlotPass, device: torch.device) -> None:
+        """Prepare the sums of the iteration; they keep their addresses while the number of slots stays.
+
+        A CUDA graph that counts does so without :meth:`add`, and before its capture this must have been
+        called once outside of a graph.
+        """
         self._is_clear = False
-        if self._counts_W is None or self._num_slots != one.num_slots:
+        if self._measures_spread and self._spread is None:
+            self._spread = TokenSpread(self._plain_owner_E, self._topology, device)
+        if one.is_shared and (self._counts_W is None or self._num_slots != one.num_slots):
             self._num_slots = one.num_slots
             self._counts_W = torch.zeros(one.num_slots, dtype=torch.int64, device=device)
-        return self._counts_W
 
     def add(self, one: SlotPass, routing_map: torch.Tensor, slot_map: torch.Tensor) -> None:
         """Count tokens by their experts ``[T, E]`` and slots ``[T, W]``, bool; the host does not wait."""
-        if self._measures_spread:
-            spread = token_spread(routing_map, self._plain_owner_E, self._topology)
-            self._spread = spread if self._spread is None else self._spread + spread
-        if one.is_shared:
-            self.open(one, slot_map.device).add_(slot_map.sum(0))
+        self.open(one, slot_map.device)
+        if self._spread is not None:
+            self._spread.add(routing_map)
+        if one.is_shared and self._counts_W is not None:
+            self._counts_W.add_(slot_map.sum(0))
 
     def clear(self) -> None:
         """Drop the counts."""
-        self._spread = None
-        if self._counts_W is not None and not self._is_clear:
-            self._counts_W.zero_()
+        if not self._is_clear:
+            sums = (self._counts_W, None if self._spread is None else self._spread.sums)
+            for one in sums:
+                if one is not None:
+                    one.zero_()
         self._is_clear = True
 
     def to_share(self, shared: SlotPass | None) -> torch.Tensor | None:
@@ -57,7 +64,8 @@ class SlotCounts:
         iteration, ``None`` if the layer was not used.
         """
         on_device = shared is not None and not shared.plan.each_micro_batch
-        numbers = [one for one in (self._counts_W if on_device else None, self._spread) if one is not None]
+        spread = None if self._spread is None else self._spread.sums
+        numbers = [one for one in (self._counts_W if on_device else None, spread) if one is not None]
         return torch.cat(numbers) if numbers else None
 
     def take(self, numbers_SN: np.ndarray, shared: SlotPass | None, load: LayerLoad, measure: bool) -> None:
@@ -68,7 +76,7 @@ class SlotCounts:
         """
         num_devices = self._topology.num_devices
         numbers_DN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1]).sum(axis=1)
-        num_slots = numbers_DN.shape[1] - (0 if self._spread is None else len(self._spread))
+        num_slots = numbers_DN.shape[1] - (0 if self._spread is None else len(self._spread.sums))
         counts_DW = numbers_DN[:, :num_slots] // self.num_counting
         counts_DE = np.zeros_like(load.counts_DE)
         if num_slots:
@@ -97,15 +105,28 @@ class SlotCounts:
             load.add_plain(counts_DE, self._plain_owner_E, None)
 
 
-def token_spread(routing_map: torch.Tensor, owner_E: np.ndarray, topology: Topology) -> torch.Tensor:
-    """Tokens whose experts have owners on 1, 2, … N nodes, then on 1, 2, … D devices; int64 ``[N + D]``."""
-    device, selected = routing_map.device, routing_map.float()
-    histograms = []
-    for place_E, num_places in (
-        (topology.node_of_device_D[owner_E], topology.num_nodes),
-        (owner_E, topology.num_devices),
-    ):
-        is_there = torch.from_numpy(place_E[:, None] == np.arange(num_places)).to(device, non_blocking=True)
-        num_hit_T = (selected @ is_there.float() > 0).sum(dim=1, keepdim=True)
-        histograms.append((num_hit_T == torch.arange(1, num_places + 1, device=device)).sum(dim=0))
-    return torch.cat(histograms)
+class TokenSpread:
+    """Counts on how many places the owners of a token's experts are.
+
+    ``sums``, int64 ``[N + D]``: tokens whose experts are on 1, 2, … N nodes, then on 1, 2, … D devices.
+    """
+
+    def __init__(self, owner_E: np.ndarray, topology: Topology, device: torch.device) -> None:
+        self.sums = torch.zeros(topology.num_nodes + topology.num_devices, dtype=torch.int64, device=device)
+        node_E = topology.node_of_device_D[owner_E]
+        # The host's copies are needed here only, so a wait for them does not matter.
+        self._places = [
+            (torch.from_numpy(place_E[:, None] == np.arange(num)).to(device).float(), counts)
+            for place_E, num, counts in (
+                (node_E, topology.num_nodes, self.sums[: topology.num_nodes]),
+                (owner_E, topology.num_devices, self.sums[topology.num_nodes :]),
+            )
+        ]
+
+    def add(self, routing_map: torch.Tensor) -> None:
+        """Add the tokens of a routing map, bool ``[T, E]``."""
+        selected = routing_map.float()
+        for place_EN, sums in self._places:
+            num_hit_T = (selected @ place_EN > 0).sum(dim=1, keepdim=True)
+            numbers = torch.arange(1, len(sums) + 1, device=sums.device)
+            sums.add_((num_hit_T == numbers).sum(dim=0))

@@ -160,6 +160,8 @@ class SlotLayer(PlannedLayer):
         self.advance_transfers()
         one = self._pass_for(routing_map)
         self._use(one)
+        if routing_map is None and self._is_counted:
+            self.counts.open(one, self.experts.device)
         if one.transfers is not None and not one.plan.gather_ahead:
             one.transfers.await_weights()
 

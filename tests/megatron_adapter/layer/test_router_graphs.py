@@ -25,8 +25,14 @@ def test_a_graph_of_preprocessing_keeps_its_table_while_plans_change() -> None:
         assert num_plans > 1
 
 
-def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float], int]:
-    """Capture with the slots of the first plan; replay with those of later plans, as the graph would."""
+def test_a_graph_of_preprocessing_counts_each_iteration_anew() -> None:
+    for addresses, counted, spread in run_megatron_ranks(_count_in_graph, 2, ep=2):
+        assert len(addresses) == 1
+        assert counted == spread == [2 * TOKENS] * 2
+
+
+def _captured_layer(rank: int, world_size: int) -> tuple[Any, torch.Tensor]:
+    """A layer whose preprocessing is in a graph, and an input."""
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.enums import CudaGraphModule
 
@@ -34,12 +40,50 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
     config.cuda_graph_impl = "transformer_engine"
     config.cuda_graph_modules = [CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
     layer = build_layer(config, "fssdp", REPLICAS)
-    slots, clock = layer.slot_layer, layer.slot_layer.clock
+    layer.slot_layer.counts._measures_spread = True  # as with records
     hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
     hidden[..., 0] += 2
     cuda_graphs._set_capture_start()
     layer(hidden)
     cuda_graphs._set_capture_end()
+    return layer, hidden
+
+
+def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], list[int]]:
+    """Replay a graph of preprocessing twice in each of two iterations: its tensors, and what is counted."""
+    layer, hidden = _captured_layer(rank, world_size)
+    slots, clock, dispatcher = layer.slot_layer, layer.slot_layer.clock, layer.token_dispatcher
+    slots.reset()
+    sums = slots.counts._counts_W, slots.counts._spread.sums
+    addresses, counted, spread = set(), [], []
+    for _ in range(2):
+        clock.driven, clock.num_micro_batches = True, 2
+        for _ in range(2):
+            # Nothing of the plugin's Python runs in a replay but `prepare`, so the sums are changed by hand.
+            probs, routing_map = layer.router(hidden)
+            slots._is_counted = False
+            slots.plan_iteration()
+            slots._use(slots.shared)
+            slot_map, slot_probs = slots.remap(routing_map, probs)
+            rows, row_probs = dispatcher.dispatch_preprocess(hidden, slot_map, slot_probs)
+            sums[0].add_(slot_map.any(dim=1).sum())
+            sums[1].add_(len(slot_map))
+            layer.cudagraph_tensor_store.set(hidden_states=rows, probs=row_probs)
+            layer(hidden)[0].sum().backward()
+            layer.cudagraph_tensor_store.clear()
+        shared = slots.counts.to_share(slots.shared)
+        addresses.add((slots.counts._counts_W.data_ptr(), slots.counts._spread.sums.data_ptr()))
+        counted.append(int(shared[0]))
+        spread.append(int(shared[-1]))
+        slots.gradients.finish()
+        slots.end_iteration()
+    return addresses, counted, spread
+
+
+def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float], int]:
+    """Capture with the slots of the first plan; replay with those of later plans, as the graph would."""
+    layer, hidden = _captured_layer(rank, world_size)
+    slots, clock = layer.slot_layer, layer.slot_layer.clock
     dispatcher, table = layer.token_dispatcher, slots._in_use.table_EJ
     attributes = list(dispatcher.valid_cudagraph_attrs)
     differences, plans = [], set()
