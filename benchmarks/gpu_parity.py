@@ -160,7 +160,7 @@ def small_training(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
         *LAUNCHERS.get(device, ()),
         *("-m", "megatron_fssdp", script),
-        *megatron_arguments(config, None, installation, out, resume=False),
+        *megatron_arguments(config, {}, installation, out, resume=False),
     )
 
 

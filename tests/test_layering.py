@@ -21,6 +21,7 @@ ROOT = Path(megatron_fssdp.__file__).parent
 LAYERS: dict[str, tuple[set[str], set[str]]] = {
     # Megatron's argument parser, which knows the keys of a run's YAML, is imported only when it is asked.
     "config": (set(), {"pydantic", "pydantic_core", "yaml", "megatron"}),
+    "files": ({"config"}, {"pydantic"}),
     "planning": ({"config"}, {"numpy", "cython"}),
     "strategies": ({"planning", "config"}, {"numpy"}),
     "simulation": ({"strategies", "planning", "config"}, {"numpy"}),
@@ -29,18 +30,19 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "dispatchers": ({"collectives", "planning", "config"}, {"torch", "numpy", "megatron"}),
     "runtime": ({"collectives", "strategies", "planning"}, {"torch", "numpy"}),
     # Files of a run folder, which the adapter writes.
-    "records": ({"config"}, {"numpy", "pydantic", "pydantic_core"}),
+    "records": ({"config", "files"}, {"numpy", "pydantic", "pydantic_core"}),
     "report": (
-        {"records", "planning", "simulation", "config"},
+        {"records", "files", "planning", "simulation", "config"},
         {"numpy", "rich", "jinja2", "markupsafe", "plotly"},
     ),
     # Text to Megatron's indexed files, written by Megatron's own writer: knows no model, no strategy.
-    "data": ({"config"}, {"numpy", "tokenizers", "huggingface_hub", "megatron"}),
+    "data": ({"config", "files"}, {"numpy", "tokenizers", "huggingface_hub", "megatron"}),
     # For tests of all layers, users' too: ranks, and Megatron's parallel state.
     "testing": (set(), {"torch", "megatron"}),
     "megatron_adapter": (
         {
             "config",
+            "files",
             "planning",
             "strategies",
             "simulation",
@@ -53,10 +55,10 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     ),
     # Scripts that ranks run; they are started by their paths.
     "pretraining": ({"data", "megatron_adapter"}, {"megatron", "torch"}),
-    "launch": ({"config", "data", "records", "megatron_adapter"}, {"torch", "rich"}),
+    "launch": ({"config", "files", "data", "records", "megatron_adapter"}, {"torch", "rich"}),
     "cli": (
         {
-            *("config", "planning", "strategies", "simulation", "records", "report"),
+            *("config", "files", "planning", "strategies", "simulation", "records", "report"),
             *("data", "megatron_adapter", "launch"),
         },
         {"torch", "typer", "rich", "pydantic", "pydantic_core"},

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 
@@ -85,12 +86,9 @@ def described_systems() -> Iterator[None]:
         (TOP_EXPERTS, TopExpertsSettings, TopExperts),
         (STEPPED_HECATE, SteppedHecateSettings, FssdpStrategy),
     )
-    for name, settings, strategy in systems:
-        register_strategy(
-            name, settings=settings, strategy=strategy, summary=strategy.__doc__ or name, ranked=False
-        )
-    try:
+    with mock.patch.dict(STRATEGIES._entries):
+        for name, settings, strategy in systems:
+            register_strategy(
+                name, settings=settings, strategy=strategy, summary=strategy.__doc__ or name, ranked=False
+            )
         yield
-    finally:
-        for name, _, _ in systems:
-            STRATEGIES.remove(name)

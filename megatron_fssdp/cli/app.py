@@ -13,7 +13,7 @@ import typer
 from megatron_fssdp import __version__
 from megatron_fssdp.cli.analysis.commands import compare_command, report_command, simulate_command
 from megatron_fssdp.cli.check_command import check_command
-from megatron_fssdp.cli.configs_command import configs_command, schema_command
+from megatron_fssdp.cli.configs_command import configs_command
 from megatron_fssdp.cli.data_command import data_build_command
 from megatron_fssdp.cli.doctor_command import doctor_command
 from megatron_fssdp.cli.profile_command import profile_command
@@ -48,7 +48,6 @@ app.command("report")(report_command)
 app.command("compare")(compare_command)
 app.command("simulate")(simulate_command)
 app.command("configs")(configs_command)
-app.command("schema")(schema_command)
 
 
 def _show_version(asked: bool) -> None:

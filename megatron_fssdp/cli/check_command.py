@@ -19,8 +19,8 @@ def check_command(context: typer.Context) -> None:
     """Check the torchrun command of a training: arguments, strategy and devices. Nothing starts."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
-    from megatron_fssdp.config.quiet_output import quiet_output
-    from megatron_fssdp.config.shipped_files import shipped_scripts
+    from megatron_fssdp.config.run.megatron_options import quiet_output
+    from megatron_fssdp.megatron_adapter.entry.launcher import shipped_scripts
 
     words: list[str] = context.obj or []
     at = next((at for at, word in enumerate(words) if Path(word).name in _LAUNCHERS), None)

@@ -1,4 +1,4 @@
-"""``megatron-fssdp configs`` and ``schema``: list and print what comes with the package."""
+"""``megatron-fssdp configs``: lists and prints what comes with the package."""
 
 import os
 import re
@@ -33,18 +33,6 @@ def configs_command(
     sys.stdout.write(format_yaml(compose(names).data) if names else shipped_names())
 
 
-def schema_command(
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Print the schema of a sweep's YAML instead.")
-    ] = False,
-) -> None:
-    """Print the JSON Schema of a run's YAML, or of a sweep's."""
-    from megatron_fssdp.cli.sweep_plan import sweep_schema
-    from megatron_fssdp.config.run.json_schema import run_config_schema, schema_text
-
-    sys.stdout.write(schema_text(sweep_schema() if sweep else run_config_schema()))
-
-
 def shipped_names() -> str:
     """Return one line for each shipped file, by folder: its name, its parameters, and what it is."""
     runs = shipped_runs()
@@ -64,7 +52,7 @@ def _description(file: Path) -> str:
     """Return the first sentence of the comment at the head of a YAML file, or an empty text."""
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = takewhile(lambda line: line.startswith("#"), lines)
-    text = " ".join(line.lstrip("# ") for line in comment if "yaml-language-server" not in line)
+    text = " ".join(line.lstrip("# ") for line in comment)
     return textwrap.shorten(re.split(r"(?<=[.])\s+(?=[A-Z])", text)[0], _MOST_CHARACTERS, placeholder=" …")
 
 

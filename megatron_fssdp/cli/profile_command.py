@@ -9,7 +9,7 @@ import typer
 
 from megatron_fssdp.cli.shared_options import Paths, run_files
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import refuse_foreign, refuse_unwritable, written_file
+from megatron_fssdp.files.written_files import refuse_foreign, refuse_unwritable, written_file
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings

@@ -12,8 +12,6 @@ from pydantic import ConfigDict, Field, model_validator
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import Settings, load_yaml, setting, validate
-from megatron_fssdp.config.run.json_schema import choose_strategy_settings
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
 _OWN_KEYS = {
     "strategy": "list strategies and their settings under strategies",
@@ -94,16 +92,6 @@ def load_sweep(file: Path) -> SweepConfig:
     beside = ((name, file.parent / name) for name in sweep.run)
     run = tuple(str(path) if path.exists() else name for name, path in beside)
     return sweep.model_copy(update={"run": run})
-
-
-def sweep_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a sweep's YAML."""
-    schema = SweepConfig.model_json_schema()
-    choose_strategy_settings(schema, "SweptStrategy")
-    for choice in schema["properties"]["strategies"]["items"]["anyOf"]:
-        if choice.get("type") == "string":
-            choice["enum"] = list(STRATEGIES)
-    return schema
 
 
 @dataclass(frozen=True)

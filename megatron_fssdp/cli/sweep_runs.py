@@ -11,9 +11,9 @@ from rich.console import Console
 
 from megatron_fssdp.cli.analysis.what_if import what_if
 from megatron_fssdp.cli.sweep_plan import PlannedRun, load_sweep, planned_runs
-from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import refuse_non_folder, refuse_unwritable, written_file
+from megatron_fssdp.files import run_lock
+from megatron_fssdp.files.written_files import refuse_non_folder, refuse_unwritable, written_file
 from megatron_fssdp.launch.rank_processes import exit_code_after, failure_reason
 from megatron_fssdp.launch.run_folder import RunFolder, RunState
 from megatron_fssdp.launch.train_request import TrainRequest

@@ -1,1 +1,1 @@
-"""Settings of a run: read from YAML, validated, immutable, and described by a JSON Schema."""
+"""Settings of a run: read from YAML, validated, and immutable."""

@@ -1,4 +1,4 @@
-"""Finds the configs and the training scripts that come with the package by name, from any working folder."""
+"""Finds the configs that come with the package by name, from any working folder."""
 
 from pathlib import Path
 
@@ -26,11 +26,6 @@ def shipped_run(name: Path | str) -> Path | None:
     path = Path(name)
     inside = path.relative_to(_FOLDER) if path.is_relative_to(_FOLDER) else path
     return shipped_runs().get(inside.as_posix().removesuffix(_SUFFIX))
-
-
-def shipped_scripts() -> dict[str, Path]:
-    """Return the package's training scripts by name, which is the same on every machine."""
-    return {path.stem: path for path in sorted(_PACKAGE.glob("pretraining/pretrain_*.py"))}
 
 
 def known_clusters() -> dict[str, Path]:

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.json_records import Count, parse_record
-from megatron_fssdp.config.quiet_output import quiet_output
-from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.config.run.megatron_options import quiet_output
 from megatron_fssdp.data.corpus import Corpus, sentences
 from megatron_fssdp.data.tokenizer import TOKENIZER_FILES, TRAINED_KINDS, TextTokenizer, train_tokenizer
+from megatron_fssdp.files.json_records import Count, parse_record
+from megatron_fssdp.files.written_files import written_whole
 
 MANIFEST_FILE = "manifest.json"
 DATA_NAME = "text"

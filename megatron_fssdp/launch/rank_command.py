@@ -4,17 +4,14 @@ import importlib.util
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.quiet_output import quiet_output
-from megatron_fssdp.config.run.megatron_arguments import (
-    LAUNCH_ORDER,
-    Installation,
-    TokenizedData,
-    megatron_arguments,
-)
+from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
+from megatron_fssdp.config.run.megatron_options import quiet_output
 from megatron_fssdp.config.run.run_config import RunConfig
 
 _DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
@@ -45,8 +42,6 @@ class RankCommand:
         variables: dict[str, str] = {} if device == "auto" else {_DEVICE_VARIABLE: device}
         if cut.tensor_model_parallel_size > 1 or cut.context_parallel_size > 1:
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron needs it to order its kernels
-        if self.config.strategy.name != "none":
-            variables |= dict([LAUNCH_ORDER])
         return variables
 
     def environment(self) -> dict[str, str]:
@@ -81,8 +76,8 @@ class RankCommand:
         return ["-m", "megatron_fssdp", f"pretrain_{self.config.model.family}", *self.megatron_arguments]
 
 
-def rank_command(config: RunConfig, data: TokenizedData | None, out_dir: Path, resume: bool) -> RankCommand:
-    """Return the command of a run; None as data: Megatron's own arguments name it."""
+def rank_command(config: RunConfig, data: Mapping[str, Any], out_dir: Path, resume: bool) -> RankCommand:
+    """Return the command of a run on ``data``, Megatron's arguments that name it."""
     import torch
 
     training, cut, has_gpus = config.training, config.parallelism, torch.cuda.is_available()

@@ -4,19 +4,19 @@ import difflib
 import shlex
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import unknown_name
-from megatron_fssdp.config.run.megatron_arguments import TokenizedData
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import DataSettings
-from megatron_fssdp.config.written_files import refuse_unwritable
 from megatron_fssdp.data.built_data import DATA_NAME, MANIFEST_FILE, build_data, read_manifest
 from megatron_fssdp.data.corpus import TEXT_KEY, corpus_from_paths, default_corpus
 from megatron_fssdp.data.tokenizer import MIN_VOCAB_SIZE, SEP, SPECIAL_TOKENS, TRAINED_KINDS, load_pretrained
+from megatron_fssdp.files.written_files import refuse_unwritable
 
 
 def data_folder(settings: DataSettings, out_dir: Path) -> Path:
@@ -34,10 +34,14 @@ def unbuilt_folder(settings: DataSettings, out_dir: Path) -> Path | None:
     return None if is_built else folder
 
 
-def read_data(config: RunConfig, out_dir: Path) -> TokenizedData | None:
-    """Return the data of a run; None if Megatron's own arguments name it (``data.external``)."""
+def read_data(config: RunConfig, out_dir: Path) -> dict[str, Any]:
+    """Return Megatron's arguments that name the data of a run; none for ``data.external``.
+
+    Raises:
+        ConfigurationError: There is no such data, or it has too few documents for its split.
+    """
     if config.data.external:
-        return None
+        return {}
     folder, family = data_folder(config.data, out_dir), config.model.family
     manifest = read_manifest(folder)
     if (manifest.tokenizer == "wordpiece") != (family == "bert"):
@@ -46,11 +50,11 @@ def read_data(config: RunConfig, out_dir: Path) -> TokenizedData | None:
             f"{'wordpiece' if family == 'bert' else 'bpe or bytes'} for model.family {family}; build it with "
             "`megatron-fssdp data build` and give its folder as data.path"
         )
-    return _tokenized(folder, manifest.vocab_size, manifest.eod_id, manifest.num_documents)
+    return data_arguments(config, folder, manifest.vocab_size, manifest.eod_id, manifest.num_documents)
 
 
-def planned_data(config: RunConfig, out_dir: Path) -> tuple[str, TokenizedData | None]:
-    """Return the data for a printed command, and shell text that comes before it.
+def planned_data(config: RunConfig, out_dir: Path) -> tuple[str, dict[str, Any]]:
+    """Return shell text that comes before a printed command, and what :func:`read_data` returns for it.
 
     Data that is not here is described as `megatron-fssdp data build` makes it from the settings of the run.
     """
@@ -61,7 +65,8 @@ def planned_data(config: RunConfig, out_dir: Path) -> tuple[str, TokenizedData |
     tokenizer = "wordpiece" if config.model.family == "bert" else settings.tokenizer
     vocab_size = MIN_VOCAB_SIZE if tokenizer == "bytes" else settings.vocab_size
     eod_id = SPECIAL_TOKENS.index(SEP) if tokenizer == "wordpiece" else vocab_size - 1
-    data = _tokenized(folder, vocab_size, eod_id, len(default_corpus().files) if builds else None)
+    num_documents = len(default_corpus().files) if builds else None
+    data = data_arguments(config, folder, vocab_size, eod_id, num_documents)
     if not builds:
         return (
             f"# not checked: data.path {str(settings.path)!r} does not exist on this machine; --vocab-size "
@@ -73,8 +78,34 @@ def planned_data(config: RunConfig, out_dir: Path) -> tuple[str, TokenizedData |
     return f"# first, build the data:\n{shlex.join(words)}\n# then train:\n", data
 
 
-def _tokenized(folder: Path, vocab_size: int, eod_id: int, num_documents: int | None) -> TokenizedData:
-    return TokenizedData(folder / DATA_NAME, vocab_size, eod_id, num_documents, folder / "index_cache")
+def data_arguments(
+    config: RunConfig, folder: Path, vocab_size: int, eod_id: int, num_documents: int | None
+) -> dict[str, Any]:
+    """Return Megatron's arguments for data in a folder; ``vocab_size`` counts the id that ends a document."""
+    return {
+        "data_path": folder / DATA_NAME,
+        "data_cache_path": folder / "index_cache",
+        "split": "1,0,0" if config.training.eval_interval is None else _split(config, num_documents),
+        "tokenizer_type": "NullTokenizer",  # text never contains the id that ends a document
+        "vocab_size": vocab_size,
+        "null_tokenizer_eod_id": eod_id,
+        # BERT's script needs the vocabulary itself, because it masks whole words.
+        "tokenizer_model": folder if config.model.family == "bert" else None,
+    }
+
+
+def _split(config: RunConfig, num_documents: int | None) -> str:
+    # If a part has no documents, Megatron searches it for tokens forever.
+    shares = [float(share) for share in config.data.split.split(",")]
+    total = max(sum(shares), 1e-9)
+    for name, share in zip(("training", "validation", "test"), shares, strict=False):
+        is_wanted = share > 0 or name == "training"
+        if num_documents is not None and is_wanted and share / total * num_documents < 1:
+            raise ConfigurationError(
+                f"data.split {config.data.split}: leaves none of the {num_documents} documents for the "
+                f"{name} data; give it a larger share, or build the data from more files"
+            )
+    return config.data.split
 
 
 def build_with_progress(

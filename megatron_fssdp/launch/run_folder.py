@@ -10,9 +10,9 @@ from typing import Any, Literal
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import TrainingArguments
-from megatron_fssdp.config.run_lock import refuse_live
-from megatron_fssdp.config.written_files import cannot_write, refuse_non_folder, written_whole
 from megatron_fssdp.config.yaml_text import format_yaml
+from megatron_fssdp.files.run_lock import refuse_live
+from megatron_fssdp.files.written_files import cannot_write, refuse_non_folder, written_whole
 from megatron_fssdp.records.metrics_file import read_metrics
 from megatron_fssdp.records.recorded_run import STOP_MARK
 from megatron_fssdp.records.run_settings import RECORDED_RUN_HEADER, flat_settings, run_config_of

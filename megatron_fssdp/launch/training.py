@@ -13,11 +13,10 @@ from statistics import fmean
 from rich.console import Console
 from rich.text import Text
 
-from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run.megatron_arguments import trace_folder
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.written_files import refuse_non_folder, refuse_unwritable
+from megatron_fssdp.files import run_lock
+from megatron_fssdp.files.written_files import refuse_non_folder, refuse_unwritable
 from megatron_fssdp.launch.rank_command import RankCommand, rank_command
 from megatron_fssdp.launch.rank_processes import exit_code_after, failure_reason, run_to_the_end
 from megatron_fssdp.launch.run_data import build_with_progress, planned_data, read_data, unbuilt_folder
@@ -136,8 +135,8 @@ def train(request: TrainRequest, console: Console) -> int:
         rank_command(config, planned, folder.path, resume).check(is_here=True)
         build_with_progress([], place, config.data.tokenizer, config.data.vocab_size)
     data = read_data(config, folder.path)
-    if data is not None:
-        own = config.data.model_copy(update={"path": data.prefix.parent})
+    if data:
+        own = config.data.model_copy(update={"path": data["data_path"].parent})
         config = config.model_copy(update={"data": own})
     command = rank_command(config, data, folder.path, resume)
     command.check(is_here=True)
@@ -208,7 +207,8 @@ def _run(command: RankCommand, folder: RunFolder, lock: int, console: Console) -
         folder.note_stop(progress.reached, "an exit option asked for it")
         early = "the ranks stopped before the last iteration, as an exit option asked; the reason is in"
         say(console, f"{early} {folder.log}")
-    for trace in sorted(trace_folder(training, folder.path).glob("rank-*.json.gz")):
+    beside = (training.tensorboard_dir or folder.path / "tensorboard").parent  # Megatron writes traces there.
+    for trace in sorted((beside / "torch_profile").glob("rank-*.json.gz")):
         say(console, f"profiler's trace: {trace}; open it in https://ui.perfetto.dev")
     done = f"done: {progress.reached} iterations, loss {progress.last.lm_loss:.4f}"
     say(console, f"{done}; next: megatron-fssdp report {shlex.quote(str(folder.path))}")

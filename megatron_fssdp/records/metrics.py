@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from megatron_fssdp.config.json_records import Count
+from megatron_fssdp.files.json_records import Count
 
 # Limits of numbers in a record, which detect damaged records.
 _Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -13,8 +13,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.json_records import parse_record
-from megatron_fssdp.config.written_files import cannot_write
+from megatron_fssdp.files.json_records import parse_record
+from megatron_fssdp.files.written_files import cannot_write
 from megatron_fssdp.records.metrics import Evaluation, IterationMetrics
 
 METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"

@@ -8,8 +8,8 @@ from typing import Any
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run.megatron_options import options, plain
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.written_files import written_file
 from megatron_fssdp.config.yaml_text import format_yaml
+from megatron_fssdp.files.written_files import written_file
 
 SETTINGS_FILE = "config.yaml"
 RECORDED_RUN_HEADER = "# What this run was started with; `megatron-fssdp train` takes it as it is.\n"

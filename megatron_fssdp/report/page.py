@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from megatron_fssdp.config.written_files import written_file
+from megatron_fssdp.files.written_files import written_file
 from megatron_fssdp.report.tables import Table
 
 type Part = go.Figure | Table | str

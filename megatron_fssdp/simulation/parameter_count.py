@@ -124,7 +124,8 @@ def _small_elements(model: ModelArguments, is_moe: bool) -> int:
 
 
 def _key_size(model: ModelArguments) -> int:
-    return model.num_key_heads * model.head_width
+    heads = model.num_query_groups if model.group_query_attention else model.num_attention_heads
+    return heads * model.head_width
 
 
 def _norm_elements(model: ModelArguments, size: int | None = None) -> int:

@@ -8,7 +8,7 @@ ROOMS = {
     "strategies": "what each strategy decides, and when",
     "planning": "placements, loads, costs and all algorithms, as pure functions",
     "simulation": "the seconds, bytes and memory that decisions cost",
-    "config": "settings, YAML and JSON Schema",
+    "config": "settings and YAML",
     "testing": "functions that run on forked ranks",
 }
 """Packages that have a page, because they can be used on their own, with a short description."""

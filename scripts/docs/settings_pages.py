@@ -79,8 +79,7 @@ def _settings_page() -> str:
         "# Settings",
         "This page lists all settings. It is made from the models that validate them "
         "(`megatron_fssdp.config`). How files are combined is described in [configs](../configs.md). "
-        "`megatron-fssdp schema` prints the same settings as a JSON Schema for editors. In `model`, "
-        "`parallelism` and `training`, every other argument of Megatron can be given, too.",
+        "In `model`, `parallelism` and `training`, every other argument of Megatron can be given, too.",
     ]
     for section, field in RunConfig.model_fields.items():
         inner = field.annotation

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu_parity import CASES
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import refuse_non_folder
+from megatron_fssdp.files.written_files import refuse_non_folder
 from scripts.gpu_check.page import PAGE, write_results
 from scripts.gpu_check.step import Running, Step
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_parity import CASES
-from megatron_fssdp.config.written_files import written_whole
+from megatron_fssdp.files.written_files import written_whole
 from scripts.gpu_check.step import Step, log_end
 
 PAGE, SUMMARY, ZIP = "gpu_check.html", "gpu_check.json", "gpu_check.zip"

@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 
@@ -6,7 +5,6 @@ import pytest
 
 from megatron_fssdp import __version__
 from megatron_fssdp.cli.shared_options import SHIPPED_NAMES
-from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 
 
@@ -27,15 +25,6 @@ def test_help_names_all_strategies():
     assert {name for name, entry in STRATEGIES.items() if entry.package == SHIPPED} == {
         *SHIPPED_NAMES.split(", ")
     }
-
-
-def test_the_schema_command_prints_json(command):
-    code, out, _ = command("schema")
-    assert code == 0
-    schema = json.loads(out)
-    assert list(schema["properties"]) == ["include", *RunConfig.model_fields]
-    assert schema["$defs"]["MegatronArguments"]["properties"]["num_workers"]["type"] == "integer"
-    assert "strategies" in json.loads(command("schema", "--sweep")[1])["properties"]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_printed_command_follows_the_machines_of_the_run_and_not_this_one(prin
         TINY, *many, *sets("training.device=cuda", "training.bf16=true"), *data, "--dry-run"
     )
     assert text.startswith(
-        "MEGATRON_FSSDP_DEVICE=cuda NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun --nnodes=4 --nproc-per-node=8 "
+        "MEGATRON_FSSDP_DEVICE=cuda torchrun --nnodes=4 --nproc-per-node=8 "
         '--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"'
     )
     assert value("--distributed-backend") == "nccl"

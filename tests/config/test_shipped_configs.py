@@ -8,9 +8,10 @@ import pytest
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.run.composition import compose, load_run
-from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.launch.run_data import data_arguments
 from megatron_fssdp.simulation.parameter_count import ParameterCount, count_parameters
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ def counted(model: str) -> ParameterCount:
 
 
 def arguments(run: RunConfig) -> list[str]:
-    data = TokenizedData(Path("d/text"), run.data.vocab_size, run.data.vocab_size - 1, 50, Path("d/cache"))
+    data = data_arguments(run, Path("d"), run.data.vocab_size, run.data.vocab_size - 1, 50)
     machine = Installation(on_cpu=run.training.device == "cpu", has_transformer_engine=False)
     return megatron_arguments(run, data, machine, Path("runs/x"), resume=False)
 

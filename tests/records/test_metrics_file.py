@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.json_records import parse_record
+from megatron_fssdp.files.json_records import parse_record
 from megatron_fssdp.records.metrics import Evaluation, IterationMetrics, LayerMetrics
 from megatron_fssdp.records.metrics_file import (
     MetricsTail,

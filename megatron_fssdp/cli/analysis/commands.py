@@ -72,7 +72,7 @@ def _write_report(
     from rich.console import Console
 
     from megatron_fssdp.cli.analysis.what_if import what_if
-    from megatron_fssdp.config.written_files import refuse_special_file, refuse_unwritable
+    from megatron_fssdp.files.written_files import refuse_special_file, refuse_unwritable
     from megatron_fssdp.records.run_settings import differing_settings, loss_obstacle
     from megatron_fssdp.report.simulations.simulation_report import ranking_data
     from megatron_fssdp.report.tables import terminal_table
@@ -162,7 +162,7 @@ def simulate_command(
     from megatron_fssdp.cli.analysis import strategy_ranking as ranking
     from megatron_fssdp.config.cluster_description import cluster_yaml
     from megatron_fssdp.config.run.composition import load_run
-    from megatron_fssdp.config.written_files import refuse_foreign, refuse_unwritable, written_whole
+    from megatron_fssdp.files.written_files import refuse_foreign, refuse_unwritable, written_whole
     from megatron_fssdp.report.simulations import simulation_page as pages
     from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
     from megatron_fssdp.report.simulations.simulation_report import write_report

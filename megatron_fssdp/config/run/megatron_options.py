@@ -11,11 +11,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import io
+import logging
 import os
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,10 +26,8 @@ from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import closest, describe_value
-from megatron_fssdp.config.quiet_output import quiet_output
 
 _PACKAGES = ("megatron-fssdp", "megatron-core", "torch", "transformer-engine", "nvidia-modelopt")
-_SCHEMA_TYPES: Mapping[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
 _MODEL_GROUPS = ("transformer", "network size", "moe", "mla", "regularization", "experimental_attention")
 
 
@@ -109,20 +110,6 @@ def plain(value: Any) -> Any:
     return value.name if isinstance(value, enum.Enum) else value
 
 
-def schema() -> dict[str, Any]:
-    """Return a JSON Schema of all options."""
-    found: dict[str, Any] = {}
-    for name, action in sorted(options().items()):
-        kind = "boolean" if action.nargs == 0 else _SCHEMA_TYPES.get(action.type or str)
-        one: dict[str, Any] = {"type": kind} if kind else {}
-        if action.choices:
-            one = {"enum": list(action.choices)}
-        if _takes_list(action):
-            one = {"anyOf": [one, {"type": "array", "items": one}]}
-        found[name] = {**one, "description": description(name)}
-    return {"type": "object", "properties": found}
-
-
 def description(name: str) -> str:
     """Return Megatron's help text of an option, and for a flag that switches something off its name."""
     action = options()[name]
@@ -155,6 +142,19 @@ def _text(action: argparse.Action, item: Any) -> str:
         text = ",".join(map(str, item))
         return text if getattr(action.type, "name", "") == "tuple_type" else f"[{text}]"
     return "" if item is False else str(item)  # argparse takes every other text for true
+
+
+@contextmanager
+def quiet_output() -> Iterator[None]:
+    """Inside this context nothing is printed. Megatron warns about packages that are missing here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 @dataclass(frozen=True)

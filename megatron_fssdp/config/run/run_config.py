@@ -26,13 +26,11 @@ SECTIONS: Mapping[str, type[sections.Section]] = {
 HOMES = {key: section for section, model in SECTIONS.items() for key in model.model_fields}
 """The section of each key that is declared."""
 
-_TP, _PP, _EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
-_ETP = "expert_tensor_parallel_size"
+_OWN_KEYS = {key for one in SECTIONS.values() for key, field in one.model_fields.items() if field.description}
 
-_OF_DATA = {
-    *("data_path", "split", "mock_data", "vocab_size"),
-    *("tokenizer_type", "tokenizer_model", "null_tokenizer_eod_id"),
-}
+_TP, _PP, _EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
+
+_NAMED_DATA = "data_path split mock_data vocab_size tokenizer_type tokenizer_model null_tokenizer_eod_id"
 
 _OF_BERT: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope"),
@@ -89,7 +87,8 @@ class RunConfig(Settings):
                 elif key in megatron_options.options():
                     text = megatron_options.problem(key, value)
                 else:
-                    text = megatron_options.unknown_option(key, list(model.model_fields), model.own_keys())
+                    own = [name for name in model.model_fields if name in _OWN_KEYS]
+                    text = megatron_options.unknown_option(key, list(model.model_fields), own)
                 if text:
                     problems[section, key] = text
         return problems
@@ -101,7 +100,7 @@ class RunConfig(Settings):
             for section in (self.model, self.parallelism, self.training)
             for name, value in section
             if name in section.model_fields_set
-            and name not in section.own_keys()
+            and name not in _OWN_KEYS
             and (value is not None or name not in type(section).model_fields)
         }
 
@@ -135,7 +134,7 @@ def _sizes(run: RunConfig, values: Mapping[str, Any]) -> Iterator[str]:
     experts = cut.expert_model_parallel_size * cut.expert_tensor_size * cut.pipeline_model_parallel_size
     for product, factors in (
         (cut.ranks_of_a_model, f"{{{_TP}}} × {{{_PP}}} × {{context_parallel_size}}"),
-        (experts, f"{{{_EP}}} × {{{_ETP}}} × {{{_PP}}}"),
+        (experts, f"{{{_EP}}} × {{expert_tensor_parallel_size}} × {{{_PP}}}"),
     ):
         if cut.world_size % product:
             yield (
@@ -212,7 +211,7 @@ def _training(run: RunConfig) -> Iterator[str]:
             "because Megatron itself needs it; set it, or choose another strategy"
         )
     tokenizer, family = run.data.tokenizer, run.model.family
-    for key in () if run.data.external else _OF_DATA.intersection(run.megatron_values()):
+    for key in () if run.data.external else run.megatron_values().keys() & _NAMED_DATA.split():
         yield f"{{{key}}} follows from the section data; change that, or set data.external to true"
     is_built = not run.data.external and run.data.path is None  # a folder's data is checked when it is read
     if is_built and (tokenizer == "wordpiece") != (family == "bert"):

@@ -20,11 +20,6 @@ class Section(Settings):
 
     model_config = ConfigDict(extra="allow")
 
-    @classmethod
-    def own_keys(cls) -> tuple[str, ...]:
-        """Return the keys that are not arguments of Megatron."""
-        return tuple(name for name, field in cls.model_fields.items() if field.description)
-
 
 class ModelArguments(Section):
     """Architecture of a GPT or BERT model, dense or with mixture-of-experts layers."""
@@ -65,11 +60,6 @@ class ModelArguments(Section):
     moe_router_load_balancing_type: str | tuple[str, ...] = "aux_loss"
     moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
     mtp_num_layers: Annotated[int, Field(ge=1, le=100)] | None = None
-
-    @property
-    def num_key_heads(self) -> int:
-        """Number of heads of keys and values."""
-        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     @property
     def head_width(self) -> int:

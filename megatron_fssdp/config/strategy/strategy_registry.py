@@ -93,10 +93,6 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
             )
         self._entries[entry.name] = entry
 
-    def remove(self, name: str) -> None:
-        """Forget a strategy that a script has registered."""
-        del self._entries[name]
-
     def _with_installed(self) -> dict[str, RegisteredStrategy]:
         if self._is_loaded:
             return self._entries

@@ -11,9 +11,6 @@ from pydantic import ConfigDict, model_validator
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import Settings, setting
 
-KEEP_OWNERS = "set reshard_interval=0 (under auto smartmoe=false)"
-"""Advice in error messages for setups in which owners cannot be moved."""
-
 PROFILE_VARIABLE, CHECK_VARIABLE = "FSSDP_PROFILE_ITERATIONS", "FSSDP_CHECK_PLANS"
 
 
@@ -100,11 +97,6 @@ class PlacementSettings(StrategySettings):
         own = TokenTravel.__dataclass_fields__
         return TokenTravel(**{name: value for name, value in self if name in own})
 
-    @property
-    def uses_gate(self) -> bool:
-        """Whether FasterMoE's topology-aware gate routes, which changes the routing."""
-        return getattr(self, "router", "stock") == "topology_aware"
-
     def as_candidate(self) -> Self:
         """Return these settings as a candidate of ``auto`` uses them, for single layers."""
         return self
@@ -151,7 +143,7 @@ class FasterMoEKeys(PlacementSettings):
         False,
         "Whether to use FasterMoE's smart schedule (§4.2): ranks exchange tokens with one group of ranks "
         "after another, and experts compute one group's tokens while the next are sent. 'by_price': in the "
-        "layers and iterations in which modelled seconds say that it saves time. Its speed on GPUs is unknown.",
+        "layers and iterations in which modelled seconds say that it saves time. Not timed on GPUs.",
     )
     group_size: int | None = setting(
         None,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
+from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 

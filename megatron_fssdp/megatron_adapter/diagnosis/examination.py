@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fssdp.config.quiet_output import quiet_output
+from megatron_fssdp.config.run.megatron_options import quiet_output
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.diagnosis.devices import (
     Gpus,

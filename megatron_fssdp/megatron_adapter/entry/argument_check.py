@@ -20,9 +20,9 @@ from megatron.training import argument_utils, arguments
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import closest
-from megatron_fssdp.config.quiet_output import quiet_output
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.run.megatron_arguments import ON_CPU
+from megatron_fssdp.config.run.megatron_options import quiet_output
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime

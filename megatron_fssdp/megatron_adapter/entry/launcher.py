@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import TextIO
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.shipped_files import shipped_scripts
 from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
 
 EXIT_BAD_INPUT = 2
@@ -53,6 +52,12 @@ def launch(arguments: Sequence[str]) -> None:
     except ConfigurationError as error:
         report(error)
         sys.exit(EXIT_BAD_INPUT)
+
+
+def shipped_scripts() -> dict[str, Path]:
+    """Return the package's training scripts by name, which is the same on every machine."""
+    package = Path(__file__).parents[2]
+    return {path.stem: path for path in sorted(package.glob("pretraining/pretrain_*.py"))}
 
 
 def show_warnings_once() -> None:

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from megatron_fssdp.config import run_lock
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.run.megatron_arguments import LAUNCH_ORDER
+from megatron_fssdp.files import run_lock
 from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import hints_of, wrap_checkpointing
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
@@ -100,7 +99,8 @@ def register(by_launcher: bool = False) -> None:
             check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         requested = requested_by(args)
         if not on_cpu and requested.session is not None:
-            os.environ.setdefault(*LAUNCH_ORDER)
+            # NCCL asks for it where communicators are used at the same time; before 2.26 it is ignored.
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         validated = validate(args, *rest, **kwargs)
         # Rank 0 holds the folder only when all ranks have come here.
         if (record_dir := requested.settings.record_dir) is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
+from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 

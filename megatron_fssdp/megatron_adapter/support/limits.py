@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import KEEP_OWNERS
+from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.strategy import Strategy
@@ -62,7 +62,8 @@ class Facts(dict[str, Any]):
         if strategy is None:
             return
         own: Any = strategy.settings
-        self |= {"strategy": strategy, "travel": strategy.travel, "gate": own.uses_gate}
+        self |= {"strategy": strategy, "travel": strategy.travel}
+        self["gate"] = getattr(own, "router", "stock") == "topology_aware"
         self["moves"] = strategy.moves_owners
         self["divides"] = strategy.travel.schedule in ("s1", "megatron")  # the same tokens, evenly
         # auto selects a schedule of Parm only if it can.

@@ -6,20 +6,15 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.run.megatron_arguments import (
-    Installation,
-    TokenizedData,
-    megatron_arguments,
-    trace_folder,
-)
+from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.megatron_options import options, plain, problem
 from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
 from megatron_fssdp.config.run.sections import DataSettings
+from megatron_fssdp.launch.run_data import data_arguments
 
 TP2 = "parallelism.tensor_model_parallel_size=2 parallelism.expert_tensor_parallel_size=1"
 NONE = "strategy.name=none"
 CPU, GPU, PLAIN_GPU = Installation(True, False), Installation(False, True), Installation(False, False)
-DATA = TokenizedData(Path("d/text"), 2048, 2047, 50, Path("d/cache"))
 
 
 def tiny(*overrides: str) -> RunConfig:
@@ -27,7 +22,8 @@ def tiny(*overrides: str) -> RunConfig:
 
 
 def arguments(config: RunConfig, installation: Installation = CPU, *, resume: bool = False) -> list[str]:
-    return megatron_arguments(config, DATA, installation, Path("runs/x"), resume=resume)
+    data = data_arguments(config, Path("d"), 2048, 2047, 50)
+    return megatron_arguments(config, data, installation, Path("runs/x"), resume=resume)
 
 
 def given(words: list[str]) -> dict[str, str]:
@@ -40,7 +36,7 @@ def given(words: list[str]) -> dict[str, str]:
 def test_declared_keys_are_the_packages_own_or_megatrons_arguments_with_its_defaults() -> None:
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
-            if name in model.own_keys():
+            if field.description:  # the package's own
                 assert name not in options()
                 continue
             assert name in options(), f"{section}.{name}"
@@ -160,17 +156,15 @@ def test_a_resumed_run_loads_its_own_checkpoints_and_records_no_profile() -> Non
     assert words[words.index("--profile-ranks") + 1 :][:2] == ["0", "2"]
     # Megatron writes the trace into a folder beside that of the board.
     assert found["--tensorboard-dir"] == "runs/x/tensorboard"
-    assert trace_folder(run.training, Path("runs/x")) == Path("runs/x/torch_profile")
     resumed = arguments(run, resume=True)
     assert "--profile" not in resumed
     assert given(resumed)["--load"] == "runs/x/checkpoints"
     board = tiny(*asked, "training.tensorboard_dir=boards/y")
     assert given(arguments(board))["--tensorboard-dir"] == "boards/y"
-    assert trace_folder(board.training, Path("runs/x")) == Path("boards/torch_profile")
 
 
 def test_external_data_is_named_by_megatrons_arguments() -> None:
-    words = megatron_arguments(tiny("data.external=true"), None, CPU, Path("runs/x"), resume=False)
+    words = megatron_arguments(tiny("data.external=true"), {}, CPU, Path("runs/x"), resume=False)
     assert not {"--data-path", "--tokenizer-type"} & set(words)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.launch.run_data import data_arguments
 from megatron_fssdp.simulation.parameter_count import count_parameters
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
@@ -58,7 +59,7 @@ class Job:
 
 def job_of(run: RunConfig) -> Job:
     on_cpu, vocab_size = run.training.device != "cuda", run.data.vocab_size
-    data = TokenizedData(Path("d/text"), vocab_size, vocab_size - 1, 50, Path("d/cache"))
+    data = data_arguments(run, Path("d"), vocab_size, vocab_size - 1, 50)
     machine = Installation(on_cpu, has_transformer_engine=False)
     words = megatron_arguments(run, data, machine, Path("runs/x"), resume=False)
     return Job(words, run.parallelism.world_size, run.strategy.name, vocab_size, run.model.family)

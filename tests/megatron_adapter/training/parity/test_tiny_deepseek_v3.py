@@ -9,7 +9,8 @@ import shlex
 from pathlib import Path
 
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.run.megatron_arguments import Installation, TokenizedData, megatron_arguments
+from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
+from megatron_fssdp.launch.run_data import data_arguments
 
 from ...fused_dispatch import install_fused_dispatch
 from ...training_run import SCRIPT, Model, TrainingRun, relative_difference, train
@@ -42,6 +43,6 @@ def test_losses_equal_those_of_stock_megatron(text_data: Path, tmp_path: Path) -
 
 def _train(data: Path, folder: Path, *overrides: str) -> TrainingRun:
     run = load_run(FILES, [*OVERRIDES.split(), *overrides])
-    tokens = TokenizedData(data, BYTES, BYTES - 1, 50, folder / "cache")
+    tokens = data_arguments(run, folder, BYTES, BYTES - 1, 50) | {"data_path": data}
     words = megatron_arguments(run, tokens, Installation(True, False), folder, resume=False)
     return train(2, "", data, model=Model(SCRIPT, shlex.join(words)), before=install_fused_dispatch)

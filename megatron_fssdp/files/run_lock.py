@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import cannot_write
+from megatron_fssdp.files.written_files import cannot_write
 
 LOCK_FILE = ".lock"
 HELD_VARIABLE = "MEGATRON_FSSDP_HELD_FOLDER"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.config import run_lock
+from megatron_fssdp.files import run_lock
 
 
 def test_ranks_do_not_lock_the_folder_that_train_holds_for_them(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.written_files import refuse_unwritable, written_file, written_whole
+from megatron_fssdp.files.written_files import refuse_unwritable, written_file, written_whole
 
 
 def write_and_fail(target: Path) -> None:
