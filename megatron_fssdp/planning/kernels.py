@@ -23,7 +23,7 @@ _NUM_LEVELS = 6
 # take longer and find little more.
 _WIDTH = 2
 # Prices of all kicks, times the number of experts: small layers need more kicks, and their prices are quick.
-_KICK_PRICES = 6000
+_KICK_PRICES = 10000
 # Part of a price below which a difference is rounding.
 _ROUNDING = 1e-9
 # Most experts of a link whose transfers cost nothing in a descent.
@@ -804,13 +804,33 @@ class Search(Layer):
                     self.place_wanted()
                     self.keep()
 
-    def seed_everywhere(self) -> None:
-        """Keep the best of the placements with the hottest 1, 2, … experts on all devices (FasterMoE)."""
-        for i in range(min(self.num_experts, self.most_replicated)):
-            self.count(self.hottest_E[i], -1)
-            self.spread(self.hottest_E[i], 3)
-            self.count(self.hottest_E[i], 1)
-            self.keep()
+    def seed_by_sources(self) -> None:
+        """Keep the best placement in which devices, or nodes, have the experts to which they send most."""
+        for kind in range(2 if self.num_nodes > 1 else 1):
+            room = self.slots
+            while room > 0:
+                self.become(self.owners_ED)
+                for _ in range(room):
+                    for device in range(self.num_devices):
+                        self.fetch(self.node_D[device], device if kind == 0 else -1)
+                self.keep()
+                room //= 2
+
+    def fetch(self, node: int, device: int) -> None:
+        """Give a device, or if it is -1 the node, the missing expert to which it sends most tokens."""
+        found = -1
+        most = 0.0
+        for expert in range(self.num_experts):
+            load = self.load_ED[expert, device] if device >= 0 else self.load_EN[expert, node]
+            has = self.has_ED[expert, device] if device >= 0 else self.holders_EN[expert, node] > 0
+            if load > most and not has and self.may_grow(expert):
+                found, most = expert, load
+        if found >= 0 and device < 0:
+            device = self.least_loaded(found, node, False)
+        if found >= 0 and device >= 0:
+            self.count(found, -1)
+            self.put(found, device, 1)
+            self.count(found, 1)
 
     def prune(self) -> None:
         """Drop the replicas without which the kept placement costs no more."""
@@ -852,7 +872,7 @@ class Search(Layer):
     def run(self) -> None:
         """Search; the result is ``kept_ED`` and ``kept_s``."""
         self.kept_s = self.start_s
-        self.seed_everywhere()
+        self.seed_by_sources()
         self.seed_by_levels()
         self.become(self.start_ED)
         self.keep()

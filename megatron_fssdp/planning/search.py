@@ -6,16 +6,15 @@ replica goes decides which links carry tokens.
 
 The search (``Search`` in ``kernels.py``) compares all placements by one price, that of ``layer_seconds.py``:
 
-1. **Seeds.** Owners only; the hottest 1, 2, … experts on all devices (FasterMoE's choice); water filling, in
-   which owners give load away until they keep a part of the mean load, at six levels, and with several nodes
-   again so that each of these experts is in all nodes; and a placement of the caller, such as the last one.
+1. **Seeds.** Owners only. Devices, or nodes, get the experts to which they send most: as many as fit, half of
+   them, and so on. Water filling: owners give load away until they keep a part of the mean load, at six
+   levels; with several nodes again so that each of these experts is in all nodes. A placement of the caller.
 2. **A climb** from owners only, by a smooth price, in which all devices count, the highest ones most. It is
    repeated while 1, 2, 4, … experts on each link cost nothing.
 3. **Descents** from the best placement so far, by the exact price, the smooth one and the exact one again. A
-   step looks at the experts with the largest parts of the busiest device, and of the busiest link. It adds a
-   replica, drops one, puts one into every node or everywhere, or, by the exact price, swaps one with the
-   least useful replica of a full device. An expert that saved nothing is not looked at again. Then **kicks**:
-   all replicas of one expert are changed at once, and a descent follows; what gains is kept.
+   step takes an expert with a large part of the busiest device or link. It adds a replica, drops one, puts
+   one into every node or everywhere, or, by the exact price, swaps one with the least useful replica of a
+   full device. Then **kicks**: all replicas of one expert change at once, and a descent follows.
 4. Replicas without which the placement costs no more are dropped.
 
 An expert is taken out once for all its moves. The price of a move then follows from the highest values

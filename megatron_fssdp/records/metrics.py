@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
+import numpy as np
 from pydantic import BeforeValidator, Field
 
 from megatron_fssdp.files.json_records import Count
@@ -135,3 +136,14 @@ class Evaluation:
     def loss(self) -> float:
         """The first loss, which is the language model's."""
         return next(iter(self.losses.values()), math.nan)
+
+
+def balance_ratio(before_D: np.ndarray, after_D: np.ndarray) -> float | None:
+    """Ratio RB of Pro-Prophet (§VI): spread of device loads ``[D]`` before over after balancing.
+
+    The spread is the standard deviation. ``None`` means exactly even after, 1 even before and after.
+    """
+    before, after = float(np.std(before_D)), float(np.std(after_D))
+    if after == 0.0:
+        return 1.0 if before == 0.0 else None
+    return before / after

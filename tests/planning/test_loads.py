@@ -3,13 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.loads import (
-    LoadHistory,
-    balance_ratio,
-    has_jumped,
-    load_similarity,
-    max_over_mean,
-)
+from megatron_fssdp.planning.loads import LoadHistory, has_jumped, load_similarity, max_over_mean
+from megatron_fssdp.records.metrics import balance_ratio
 
 LOADS = st.lists(st.integers(0, 1000), min_size=2, max_size=8)
 

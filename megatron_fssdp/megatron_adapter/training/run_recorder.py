@@ -19,7 +19,7 @@ from megatron.training.training import num_floating_point_operations
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
 from megatron_fssdp.megatron_adapter.training.stage_records import RankRecord, by_stage, gathered
-from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
+from megatron_fssdp.planning.loads import load_similarity, max_over_mean
 from megatron_fssdp.records.loads import LoadsWriter
 from megatron_fssdp.records.metrics import (
     IterationMetrics,
@@ -28,6 +28,7 @@ from megatron_fssdp.records.metrics import (
     RunSession,
     SeenGain,
     SelectionMetrics,
+    balance_ratio,
 )
 from megatron_fssdp.records.metrics_file import MetricsWriter
 from megatron_fssdp.records.placements import PlacementsWriter
