@@ -91,10 +91,10 @@ cdef class Search(Layer):
     cdef void seed_by_levels(self) noexcept nogil
     @cython.locals(turn=Py_ssize_t, missed=Py_ssize_t, expert=Py_ssize_t)
     cdef void kick(self) noexcept nogil
-    @cython.locals(room=Py_ssize_t)
+    @cython.locals(num_replicated=Py_ssize_t)
     cdef void seed_by_sources(self) noexcept nogil
-    @cython.locals(most=double, load=double, has=bint)
-    cdef void fetch(self, Py_ssize_t node, Py_ssize_t device) noexcept nogil
+    @cython.locals(most=double, load=double, has=bint, may_grow=bint)
+    cdef Py_ssize_t fetch(self, Py_ssize_t device, bint for_node, Py_ssize_t num_replicated) noexcept nogil
     cdef void prune(self) noexcept nogil
     cdef void run(self) noexcept nogil
 

@@ -805,32 +805,32 @@ class Search(Layer):
                     self.keep()
 
     def seed_by_sources(self) -> None:
-        """Keep the best placement in which devices, or nodes, have the experts to which they send most."""
-        for kind in range(2 if self.num_nodes > 1 else 1):
-            room = self.slots
-            while room > 0:
-                self.become(self.owners_ED)
-                for _ in range(room):
-                    for device in range(self.num_devices):
-                        self.fetch(self.node_D[device], device if kind == 0 else -1)
-                self.keep()
-                room //= 2
+        """Keep the best placement in which devices, or nodes, have the one or two experts that they use most."""
+        for kind in range(4 if self.num_nodes > 1 else 2):
+            self.become(self.owners_ED)
+            for expert in range(self.num_experts):
+                self.count(expert, -1)
+            num_replicated = 0
+            for turn in range(min(self.slots, 1 + kind % 2) * self.num_devices):
+                num_replicated += self.fetch(turn % self.num_devices, kind > 1, num_replicated)
+            for expert in range(self.num_experts):
+                self.count(expert, 1)
+            self.keep()
 
-    def fetch(self, node: int, device: int) -> None:
-        """Give a device, or if it is -1 the node, the missing expert to which it sends most tokens."""
+    def fetch(self, device: int, for_node: bool, num_replicated: int) -> int:
+        """Give a device the missing expert to which it, or its node, sends most; 1 if it is a new one."""
+        node = self.node_D[device]
         found = -1
         most = 0.0
         for expert in range(self.num_experts):
-            load = self.load_ED[expert, device] if device >= 0 else self.load_EN[expert, node]
-            has = self.has_ED[expert, device] if device >= 0 else self.holders_EN[expert, node] > 0
-            if load > most and not has and self.may_grow(expert):
+            load = self.load_EN[expert, node] if for_node else self.load_ED[expert, device]
+            has = self.holders_EN[expert, node] > 0 if for_node else self.has_ED[expert, device]
+            may_grow = num_replicated < self.most_replicated or self.holders_E[expert] > 1
+            if load > most and not has and may_grow:
                 found, most = expert, load
-        if found >= 0 and device < 0:
-            device = self.least_loaded(found, node, False)
-        if found >= 0 and device >= 0:
-            self.count(found, -1)
+        if found >= 0:
             self.put(found, device, 1)
-            self.count(found, 1)
+        return 1 if found >= 0 and self.holders_E[found] == 2 else 0
 
     def prune(self) -> None:
         """Drop the replicas without which the kept placement costs no more."""

@@ -6,9 +6,9 @@ replica goes decides which links carry tokens.
 
 The search (``Search`` in ``kernels.py``) compares all placements by one price, that of ``layer_seconds.py``:
 
-1. **Seeds.** Owners only. Devices, or nodes, get the experts to which they send most: as many as fit, half of
-   them, and so on. Water filling: owners give load away until they keep a part of the mean load, at six
-   levels; with several nodes again so that each of these experts is in all nodes. A placement of the caller.
+1. **Seeds.** Owners only. Devices, or nodes, get the one or two experts to which they send most. Water
+   filling: owners give load away until they keep a part of the mean load, at six levels; with several nodes
+   again so that each of these experts is in all nodes. A placement of the caller.
 2. **A climb** from owners only, by a smooth price, in which all devices count, the highest ones most. It is
    repeated while 1, 2, 4, … experts on each link cost nothing.
 3. **Descents** from the best placement so far, by the exact price, the smooth one and the exact one again. A
