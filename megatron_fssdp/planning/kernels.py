@@ -805,7 +805,7 @@ class Search(Layer):
                     self.keep()
 
     def seed_by_sources(self) -> None:
-        """Keep the best placement in which devices, or nodes, have the one or two experts that they use most."""
+        """Keep the best placement in which devices, or nodes, have the one or two experts they use most."""
         for kind in range(4 if self.num_nodes > 1 else 2):
             self.become(self.owners_ED)
             for expert in range(self.num_experts):
