@@ -13,6 +13,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -193,7 +194,9 @@ def draw(cases: list[Case]) -> Figure:
         ("an expert that has changed its owner", MOVED),
         *SPANS.values(),
     ]
-    handles = [Patch(facecolor=colour, label=label) for label, colour in kinds]
+    drawn_colours = {to_hex(patch.get_facecolor()) for axes in figure.axes for patch in axes.patches}
+    drawn_colours |= {colour.lower() for _, colour in SPANS.values()}
+    handles = [Patch(facecolor=c, label=label) for label, c in kinds if c.lower() in drawn_colours]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
 
