@@ -81,6 +81,7 @@ number = torch.tensor([1.0 + dist.get_rank()])
 dist.all_reduce(number)
 seen = f"{dist.get_backend()} {number.item()} {os.environ['LOCAL_RANK']} {sys.argv[1]}"
 open(f"{sys.argv[2]}/{os.environ['RANK']}.txt", "w").write(seen)
+dist.destroy_process_group()
 """
 
 
