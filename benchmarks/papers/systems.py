@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import numpy as np
 
@@ -86,9 +85,12 @@ def described_systems() -> Iterator[None]:
         (TOP_EXPERTS, TopExpertsSettings, TopExperts),
         (STEPPED_HECATE, SteppedHecateSettings, FssdpStrategy),
     )
-    with mock.patch.dict(STRATEGIES._entries):
-        for name, settings, strategy in systems:
-            register_strategy(
-                name, settings=settings, strategy=strategy, summary=strategy.__doc__ or name, ranked=False
-            )
+    for name, settings, strategy in systems:
+        register_strategy(
+            name, settings=settings, strategy=strategy, summary=strategy.__doc__ or name, ranked=False
+        )
+    try:
         yield
+    finally:
+        for name, _, _ in systems:
+            del STRATEGIES._entries[name]

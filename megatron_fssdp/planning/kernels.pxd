@@ -93,8 +93,8 @@ cdef class Search(Layer):
     cdef void kick(self) noexcept nogil
     @cython.locals(num_replicated=Py_ssize_t)
     cdef void seed_by_sources(self) noexcept nogil
-    @cython.locals(most=double, load=double, has=bint, may_grow=bint)
-    cdef Py_ssize_t fetch(self, Py_ssize_t device, bint for_node, Py_ssize_t num_replicated) noexcept nogil
+    @cython.locals(most=double, load=double, has=bint, is_first=bint)
+    cdef Py_ssize_t fetch(self, Py_ssize_t device, bint for_node, Py_ssize_t num) noexcept nogil
     cdef void prune(self) noexcept nogil
     cdef void run(self) noexcept nogil
 

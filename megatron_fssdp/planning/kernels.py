@@ -808,29 +808,30 @@ class Search(Layer):
         """Keep the best placement in which devices, or nodes, have the one or two experts they use most."""
         for kind in range(4 if self.num_nodes > 1 else 2):
             self.become(self.owners_ED)
-            for expert in range(self.num_experts):
-                self.count(expert, -1)
             num_replicated = 0
             for turn in range(min(self.slots, 1 + kind % 2) * self.num_devices):
                 num_replicated += self.fetch(turn % self.num_devices, kind > 1, num_replicated)
             for expert in range(self.num_experts):
-                self.count(expert, 1)
+                if self.holders_E[expert] > 1:
+                    self.count(expert, 1)
             self.keep()
 
-    def fetch(self, device: int, for_node: bool, num_replicated: int) -> int:
-        """Give a device the missing expert to which it, or its node, sends most; 1 if it is a new one."""
+    def fetch(self, device: int, for_node: bool, num: int) -> int:
+        """Give a device the missing expert to which it, or its node, sends most; 1 if it was counted."""
         node = self.node_D[device]
         found = -1
         most = 0.0
         for expert in range(self.num_experts):
             load = self.load_EN[expert, node] if for_node else self.load_ED[expert, device]
             has = self.holders_EN[expert, node] > 0 if for_node else self.has_ED[expert, device]
-            may_grow = num_replicated < self.most_replicated or self.holders_E[expert] > 1
-            if load > most and not has and may_grow:
+            if load > most and not has and (num < self.most_replicated or self.holders_E[expert] > 1):
                 found, most = expert, load
+        is_first = found >= 0 and self.holders_E[found] == 1
+        if is_first:
+            self.count(found, -1)  # out until all replicas are placed
         if found >= 0:
             self.put(found, device, 1)
-        return 1 if found >= 0 and self.holders_E[found] == 2 else 0
+        return 1 if is_first else 0
 
     def prune(self) -> None:
         """Drop the replicas without which the kept placement costs no more."""

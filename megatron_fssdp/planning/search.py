@@ -17,9 +17,8 @@ The search (``Search`` in ``kernels.py``) compares all placements by one price, 
    full device. Then **kicks**: all replicas of one expert change at once, and a descent follows.
 4. Replicas without which the placement costs no more are dropped.
 
-An expert is taken out once for all its moves. The price of a move then follows from the highest values
-without the expert and from what it adds. The search stops after a number of prices, not seconds, so all ranks
-find the same placement.
+An expert is taken out once for all its moves, and a price adds what it does to the highest values without it.
+The search stops after a number of prices, not seconds, so all ranks find the same placement.
 
 Shape letters: D devices, E experts, N nodes.
 """

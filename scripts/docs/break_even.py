@@ -1,6 +1,6 @@
 """Simulates for which jobs a strategy pays: the tables of docs/choosing.md.
 
-usage: python scripts/docs/break_even.py FOLDER       (about a minute; writes results of benchmarks/results)
+usage: python scripts/docs/break_even.py FOLDER       (half a minute; writes results into an existing folder)
 
 ``tables.py`` makes the page's tables from these files. Four MoE layers stand for all layers of a model.
 """
