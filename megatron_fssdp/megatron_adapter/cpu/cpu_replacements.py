@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 _CPU = torch.device("cpu")
 _IDENTITIES = (Tensor.cuda, Tensor.pin_memory)
 _CHANGED = frozenset({*_IDENTITIES, Tensor.to, Tensor.type})
+_FEW_BYTES = 4096  # Few enough that the number of hops decides how long they travel.
 
 
 def _is_accelerator(device: object) -> bool:
@@ -97,6 +98,19 @@ def inside_the_device_mode(apply: Callable[..., Any], node: Any, *args: Any) -> 
 def without_device_ids(barrier: Any, *args: Any, device_ids: object = None, **kwargs: Any) -> Any:
     """Call ``torch.distributed.barrier`` without ``device_ids``, which only NCCL accepts."""
     return barrier(*args, **kwargs)
+
+
+def all_gather_in_one_hop(
+    all_gather: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """Send a few bytes, such as counts of tokens, to every rank directly.
+
+    Gloo passes them around a ring. Each hop would wait behind transfers of experts on the same links.
+    """
+    if async_op or input_tensor.nbytes > _FEW_BYTES:
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+    sent = input_tensor.reshape(-1).view(torch.uint8).repeat(dist.get_world_size(group))
+    return dist.all_to_all_single(output_tensor.view(-1).view(torch.uint8), sent, group=group)
 
 
 def uneven_all_gather(

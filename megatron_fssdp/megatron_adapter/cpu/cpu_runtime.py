@@ -118,6 +118,7 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "torch.autograd.function:BackwardCFunction": {"apply": _around(replacements.inside_the_device_mode)},
     "torch.distributed": {
         "barrier": _around(replacements.without_device_ids),  # gloo refuses an argument of NCCL
+        "all_gather_into_tensor": _around(replacements.all_gather_in_one_hop),  # gloo needs D - 1 hops
         "all_gather": _around(replacements.uneven_all_gather),  # gloo refuses different sizes
         "reduce_scatter": _around(replacements.uneven_reduce_scatter),  # likewise
     },

@@ -1,12 +1,16 @@
 """The CPU runtime is requested or detected, and stays off in a GPU run. All trainings of the tests use it."""
 
 from argparse import Namespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
+from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import all_gather_in_one_hop
+from megatron_fssdp.testing import run_ranks
 
 
 def test_the_device_variable_selects_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +39,18 @@ def test_nothing_is_replaced_in_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert {name: getattr(torch.cuda, name) for name in before} == before
     assert torch.zeros(1).type() == type_name == "torch.FloatTensor"
     cpu_runtime.check_arguments(Namespace(context_parallel_size=2))
+
+
+def gather(rank: int, world_size: int) -> None:
+    ring, direct = dist.all_gather_into_tensor, dist.all_to_all_single
+    for width, dtype in ((1, torch.bool), (3, torch.bfloat16), (256, torch.int64), (257, torch.int64)):
+        own_R = [torch.arange(2 * width).add(one).view(2, width).to(dtype) for one in range(world_size)]
+        gathered = own_R[0].new_empty(2 * world_size, width)
+        with mock.patch.object(dist, "all_to_all_single", side_effect=direct) as in_one_hop:
+            all_gather_in_one_hop(ring, gathered, own_R[rank])
+        assert torch.equal(gathered, torch.cat(own_R))
+        assert in_one_hop.called == (width < 257)
+
+
+def test_few_bytes_are_gathered_in_one_hop() -> None:
+    run_ranks(gather, 3)
