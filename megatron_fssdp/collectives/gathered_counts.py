@@ -75,10 +75,10 @@ def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _start_gather(counts_E: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     """Start to gather; on CUDA, work that is queued later on the current stream runs after the gather."""
     counts = counts_E.new_empty(group.size() * len(counts_E))  # Gloo takes no matrix.
-    works = []
+    work = None
     if counts.device.type == "cpu":
         # Gloo gathers around a ring, and each hop would wait behind transfers on the same links.
-        works = [dist.all_to_all_single(counts, counts_E.repeat(group.size()), group=group, async_op=True)]
+        work = dist.all_to_all_single(counts, counts_E.repeat(group.size()), group=group, async_op=True)
     else:
         dist.all_gather_into_tensor(counts, counts_E.contiguous(), group=group)
-    return counts.view(-1, len(counts_E)), works
+    return counts.view(-1, len(counts_E)), [] if work is None else [work]

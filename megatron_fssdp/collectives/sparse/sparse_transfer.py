@@ -131,7 +131,7 @@ class SparseTransfer:
         received = self._new(self.received_experts, self.dtype) if out is None else dict(out)
         chunk_elements = self._chunk_elements(self.dtype, num_stages(self.plan.max_depth + 1, adds=False))
         cargo = GatherCargo({**owned, **received}, chunk_elements)
-        return self._start(cargo, chunk_elements, self.dtype, received, owned.values(), fill)
+        return self._start(cargo, chunk_elements, self.dtype, received, owned.values(), before=fill)
 
     def start_reduce_scatter(
         self,
@@ -139,6 +139,7 @@ class SparseTransfer:
         *,
         dtype: torch.dtype | None = None,
         out: Mapping[int, Tensor] | None = None,
+        then: Callable[[], object] = lambda: None,
     ) -> PendingTransfer:
         """Start SparseReduceScatter. Its ``wait()`` returns the sums of :attr:`shared_experts` by expert.
 
@@ -148,13 +149,14 @@ class SparseTransfer:
         ``partial`` has flat tensors ``[num_elements]`` of :attr:`received_experts`, and of
         :attr:`shared_experts` if the sums include the owner's own part. The caller must not write to them
         before the wait. ``dtype`` is that of the parts, equal on all ranks; by default that of the experts.
-        ``out`` has tensors to fill with the sums, of any dtype; ``None`` allocates them.
+        ``out`` has tensors to fill with the sums, of any dtype; ``None`` allocates them. Where sums end, the
+        lane calls ``then`` after the last one.
         """
         dtype = dtype or self.dtype
         sums = self._new(self.shared_experts, dtype) if out is None else dict(out)
         chunk_elements = self._chunk_elements(dtype, num_stages(self.plan.max_depth + 1, adds=True))
         cargo = ReductionCargo(partial, sums, chunk_elements, dtype)
-        return self._start(cargo, chunk_elements, dtype, sums, partial.values(), lambda: None)
+        return self._start(cargo, chunk_elements, dtype, sums, partial.values(), after=then)
 
     def _start(
         self,
@@ -163,7 +165,7 @@ class SparseTransfer:
         dtype: torch.dtype,
         results: Results,
         sources: Iterable[Tensor],
-        fill: Callable[[], object],
+        **at_ends: Callable[[], object],
     ) -> PendingTransfer:
         # The results are allocated by the callers and not on the lane, so that their memory belongs to the
         # stream that waits for them.
@@ -175,7 +177,7 @@ class SparseTransfer:
         # With one queue, ranks without messages must issue the transfers of the lane in the same order.
         if not self.plan.edges or (is_idle and not self._one_queue):
             return PendingTransfer(timer, results)
-        steps = self._steps(cargo, num_chunks, results, fill)
+        steps = self._steps(cargo, num_chunks, results, **at_ends)
         if not self._on_cuda:
             return thread_lane(self.group).submit(steps, timer)
         at_once = self.plan.max_depth + 1 if self._one_queue else None
@@ -184,12 +186,17 @@ class SparseTransfer:
         return lane.submit(steps, timer, num_steps(self.plan, num_chunks), at_once, touched)
 
     def _steps(
-        self, cargo: GatherCargo, num_chunks: int, results: Results, fill: Callable[[], object]
+        self,
+        cargo: GatherCargo,
+        num_chunks: int,
+        results: Results,
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
     ) -> Steps:
         """Post the steps in order, and wait only for what the next messages to pass on need."""
         operation = "SparseAllGather" if cargo.is_gather else "SparseReduceScatter"
         with naming_failures(f"{operation} of {self._what}"):
-            fill()
+            before()
             steps = steps_of(self.plan, self.rank, num_chunks, is_gather=cargo.is_gather)
             # Steps by which a receive is posted early, and for which a send can stay open. Gloo's sender
             # waits for the receiver, so early receives hide a round trip for each message.
@@ -217,6 +224,8 @@ class SparseTransfer:
                     cargo.settle(message.expert, message.chunk)
             for works in open_sends:
                 wait_for(works)
+            if results:
+                after()
         return results
 
     def _chunk_elements(self, dtype: torch.dtype, num_stages: int) -> int:

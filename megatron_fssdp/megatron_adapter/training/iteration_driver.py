@@ -121,11 +121,12 @@ class IterationDriver:
         self._began_s = time.perf_counter()
 
     def _zero_gradients(self, zero_of_chunk: Callable[[], None]) -> None:
-        # After the first model chunk, others find nothing to do.
+        # First wait for transfers on their way, because they end by adding to gradients. After the first
+        # model chunk, others find nothing to do.
+        self.runtime.reset_gradients()
         zero_of_chunk()
         if self._residents is not None:
             self._residents.zero_gradients()
-        self.runtime.reset_gradients()
 
     def end(self) -> list[LayerLoad]:
         """End an iteration after the optimizer step, and return what each layer did."""

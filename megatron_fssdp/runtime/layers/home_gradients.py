@@ -16,7 +16,7 @@ from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
-from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers, add_to_owners, gradient_of
+from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers, gradient_to_fill
 
 
 class HomeGradients:
@@ -186,20 +186,19 @@ def sum_over_holders(
     writes them into the gradients. The caller lets other work hide what is running. All ranks of the group
     take the same steps in the same order. The transfer is one of whole experts, in the sums' data type.
     """
+    experts = (*transfer.received_experts, *transfer.shared_experts)
+    gradients = {expert: [gradient_to_fill(one) for one in parameters[expert]] for expert in experts}
     held = {}
-    for expert in (*transfer.received_experts, *transfer.shared_experts):
-        gradients = [
-            torch.zeros_like(parameter) if (gradient := gradient_of(parameter)) is None else gradient
-            for parameter in parameters[expert]
-        ]
-        held[expert] = layout.pack(gradients).to(transfer.dtype)
+    for expert, found in gradients.items():
+        pairs = zip(parameters[expert], found, strict=True)
+        whole = [torch.zeros_like(one) if gradient is None else gradient for one, gradient in pairs]
+        held[expert] = layout.pack(whole).to(transfer.dtype)
     reduction = transfer.start_reduce_scatter(held)
     yield
     sums = reduction.wait()
     gathered = transfer.start_all_gather(sums)
     yield
     for expert, total in {**sums, **gathered.wait()}.items():
-        for parameter in parameters[expert]:
-            if (gradient := gradient_of(parameter)) is not None:
-                gradient.zero_()
-        add_to_owners(zip(parameters[expert], layout.unpack(total), strict=True))
+        for gradient, part in zip(gradients[expert], layout.unpack(total), strict=True):
+            if gradient is not None:
+                gradient.copy_(part)

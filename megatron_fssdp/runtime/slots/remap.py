@@ -56,6 +56,7 @@ def route_to(
     ``slot_ET``, int64 ``[E, T]``, has a slot of the expert for each expert and token, also where the map is
     false. The other arguments and the result are those of :func:`remap_by_table`.
     """
-    slot_TE, shape = slot_ET.t(), (routing_map.shape[0], num_slots)
+    # Three operators read the slots along rows, the backward pass included.
+    slot_TE, shape = slot_ET.t().contiguous(), (routing_map.shape[0], num_slots)
     slot_map = routing_map.new_zeros(shape).scatter_(1, slot_TE, routing_map)
     return slot_map, probs.new_zeros(shape).scatter(1, slot_TE, probs)

@@ -12,7 +12,7 @@ Gradients go home once in an iteration, or with every backward pass under re-mat
 of one micro-batch. The sums of a backward pass stay open until they have reached the owners.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -56,7 +56,6 @@ class ReplicaTransfers:
         self._sent: Mapping[int, torch.Tensor] = {}
         self._gathering: list[PendingTransfer] = []
         self._reducing: PendingTransfer | None = None
-        self._home: dict[int, torch.Tensor] = {}
 
     # Weights.
 
@@ -177,25 +176,24 @@ class ReplicaTransfers:
         if dtype is not wide:
             own = {expert: total.to(dtype) for expert, total in own.items()}
         transfer = self._transfer(layout.numel)
-        # The owner's own part is already in its gradient, so it is not a part of these sums.
-        self._home = self._new(transfer.shared_experts, wide)
-        self._reducing = transfer.start_reduce_scatter(own, dtype=dtype, out=self._home)
+        # The owner's own part is already in its gradient, so it is not a part of these sums. Nothing else is
+        # added to its gradient before settle(), so the lane adds them, beside the backward pass.
+        home, owned = self._new(transfer.shared_experts, wide), self._experts.parameters
+        self._experts.await_gradients()
+        gradients = [gradient_to_fill(parameter) for expert in home for parameter in owned[expert]]
+
+        def add() -> None:
+            add_to(gradients, [part for total in home.values() for part in layout.unpack(total)])
+
+        self._reducing = transfer.start_reduce_scatter(own, dtype=dtype, out=home, then=add)
 
     def settle(self) -> None:
-        """Wait for the gradients on their way, add them to the owners', and give back the sums' memory."""
+        """Wait until the gradients on their way are in the owners', and give back the sums' memory."""
         if self._reducing is None:
             return
         with self._waiting():
             self._reducing.wait()
         self._reducing = None
-        owned, layout = self._experts.parameters, self.slots.layout
-        self._experts.await_gradients()
-        add_to_owners(
-            pair
-            for expert, total in self._home.items()
-            for pair in zip(owned[expert], layout.unpack(total), strict=True)
-        )
-        self._home = {}
         self.slots.close_sums()
 
     def drop(self) -> None:
@@ -215,17 +213,18 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return parameter.grad if main_grad is None else main_grad
 
 
-def add_to_owners(gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
-    """Add raw gradients of owned experts to ``main_grad``, or to ``grad`` without Megatron's DDP."""
-    so_far, added = [], []
-    for parameter, gradient in gradients:
-        if not parameter.requires_grad:
-            continue
-        found = gradient_of(parameter)
-        if found is None:
-            parameter.grad = gradient.to(parameter.dtype, copy=True)
-        else:
-            so_far.append(found)
-            added.append(gradient)
-    if so_far:
+def gradient_to_fill(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """The gradient of a Parameter, which becomes zeros if there is none; ``None`` if it is frozen."""
+    if not parameter.requires_grad:
+        return None
+    if gradient_of(parameter) is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return gradient_of(parameter)
+
+
+def add_to(gradients: Sequence[torch.Tensor | None], sums: Sequence[torch.Tensor]) -> None:
+    """Add sums of raw gradients of experts to the gradients of their Parameters, except frozen ones."""
+    pairs = [(gradient, one) for gradient, one in zip(gradients, sums, strict=True) if gradient is not None]
+    if pairs:
+        so_far, added = zip(*pairs, strict=True)
         torch._foreach_add_(so_far, added)
