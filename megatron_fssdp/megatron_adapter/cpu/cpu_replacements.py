@@ -9,10 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megatron_fssdp.collectives.messages import Posting, post, wait_for
+
 _CPU = torch.device("cpu")
 _IDENTITIES = (Tensor.cuda, Tensor.pin_memory)
 _CHANGED = frozenset({*_IDENTITIES, Tensor.to, Tensor.type})
 _FEW_BYTES = 4096  # Few enough that the number of hops decides how long they travel.
+_ROWS_TAG = 1 << 20  # above all tags of the sparse collectives, which can have the same group
 
 
 def _is_accelerator(device: object) -> bool:
@@ -110,7 +113,35 @@ def all_gather_in_one_hop(
     if async_op or input_tensor.nbytes > _FEW_BYTES:
         return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
     sent = input_tensor.reshape(-1).view(torch.uint8).repeat(dist.get_world_size(group))
-    return dist.all_to_all_single(output_tensor.view(-1).view(torch.uint8), sent, group=group)
+    received = output_tensor.view(-1).view(torch.uint8)
+    works = [dist.all_to_all_single(received, sent, group=group, async_op=True)]
+    return wait_for(work for work in works if work is not None)
+
+
+def all_to_all_at_once(
+    all_to_all: Any,
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Post the messages of an all-to-all at once, receives first, as NCCL does; gloo's own takes longer."""
+    if async_op:
+        return all_to_all(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    group = group or dist.group.WORLD
+    own, size = group.rank(), group.size()
+    received, sent = (
+        rows.split([len(rows) // size] * size if sizes is None else [int(number) for number in sizes])
+        for rows, sizes in ((output, output_split_sizes), (input, input_split_sizes))
+    )
+    ahead = [(own + step) % size for step in range(1, size)]
+    messages = [Posting(True, received[peer], peer, _ROWS_TAG) for peer in reversed(ahead)]
+    messages += [Posting(False, sent[peer], peer, _ROWS_TAG) for peer in ahead]
+    works = post([one for one in messages if one.tensor.numel()], group, in_batch=False)
+    received[own].copy_(sent[own])
+    return wait_for(works)
 
 
 def uneven_all_gather(

@@ -3,13 +3,14 @@
 from argparse import Namespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
-from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import all_gather_in_one_hop
+from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import all_gather_in_one_hop, all_to_all_at_once
 from megatron_fssdp.testing import run_ranks
 
 
@@ -43,7 +44,7 @@ def test_nothing_is_replaced_in_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 def gather(rank: int, world_size: int) -> None:
     ring, direct = dist.all_gather_into_tensor, dist.all_to_all_single
-    for width, dtype in ((1, torch.bool), (3, torch.bfloat16), (256, torch.int64), (257, torch.int64)):
+    for width, dtype in ((1, torch.bool), (256, torch.int64), (257, torch.int64)):
         own_R = [torch.arange(2 * width).add(one).view(2, width).to(dtype) for one in range(world_size)]
         gathered = own_R[0].new_empty(2 * world_size, width)
         with mock.patch.object(dist, "all_to_all_single", side_effect=direct) as in_one_hop:
@@ -52,5 +53,15 @@ def gather(rank: int, world_size: int) -> None:
         assert in_one_hop.called == (width < 257)
 
 
-def test_few_bytes_are_gathered_in_one_hop() -> None:
+def exchange(rank: int, world_size: int) -> None:
+    rows, uneven_RR = torch.arange(6.0).view(6, 1) + 10 * rank, np.array([[0, 4, 2], [6, 0, 0], [1, 2, 3]])
+    for of_rank in ((None, None), (uneven_RR[:, rank], uneven_RR[rank])):
+        stock, ours = (rows.new_zeros(6 if of_rank[0] is None else of_rank[0].sum(), 1) for _ in range(2))
+        dist.all_to_all_single(stock, rows, *(None if one is None else one.tolist() for one in of_rank))
+        all_to_all_at_once(None, ours, rows, *of_rank)
+        assert torch.equal(ours, stock)
+
+
+def test_messages_take_one_hop_and_are_posted_at_once() -> None:
     run_ranks(gather, 3)
+    run_ranks(exchange, 3)
