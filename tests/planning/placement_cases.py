@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, transfer_times
 from megatron_fssdp.planning.cost.link_seconds import BusiestLinks, transfer_traffic
@@ -11,6 +12,17 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+
+# A token takes a second to compute and next to nothing to send (probabilities and router counts, some bytes
+# at a microsecond each). Parameters take a second to send.
+SLOW_EXPERTS = LayerProfile(
+    non_moe_s=1.0,
+    cluster=ClusterCost(LinkCost(0, 1e-6), LinkCost(0, 1e-6), expert_flops_per_s=1.0),
+    expert_bytes=10**6,
+    token_bytes=0,
+    flops_per_token=1.0,
+    memory_capacity=8,
+)
 
 
 @st.composite

@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.loads import LoadHistory, has_jumped, load_similarity, max_over_mean
 from megatron_fssdp.records.metrics import balance_ratio
 
-LOADS = st.lists(st.integers(0, 1000), min_size=2, max_size=8)
-
 
 def test_load_statistics_equal_those_worked_out_by_hand() -> None:
     assert max_over_mean(np.array([6, 2, 4])) == 1.5

@@ -1,31 +1,17 @@
-"""The baselines that move experts do so where it pays.
-
-Shape letters: D devices, E experts.
-"""
+"""The baselines that move experts do so where it pays. In shapes, E are experts."""
 
 import dataclasses
 
 import numpy as np
 
 from megatron_fssdp.config.strategy.shipped_settings import SmartmoeSettings
-from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.baselines import SmartmoeStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
+from tests.planning.placement_cases import SLOW_EXPERTS
 
-MEGA = 10**6
-# A token takes a second to compute and next to nothing to send; moving an expert's states takes days.
-DEAR = LayerProfile(
-    non_moe_s=1.0,
-    cluster=ClusterCost(LinkCost(0, 1e-6), LinkCost(0, 1e-6), expert_flops_per_s=1.0),
-    expert_bytes=MEGA,
-    token_bytes=0,
-    flops_per_token=1.0,
-    memory_capacity=8,
-    owned_bytes=10**6 * MEGA,
-)
+DEAR = dataclasses.replace(SLOW_EXPERTS, owned_bytes=10**12)  # moving an expert's states takes days
 OWNERS = np.array([0, 0, 1, 1])
 LAYER = LayerContext(1, OWNERS, Topology.uniform(2, 1), DEAR)
 CHEAP_LAYER = dataclasses.replace(LAYER, profile=dataclasses.replace(DEAR, owned_bytes=1))

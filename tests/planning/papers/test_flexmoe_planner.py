@@ -13,22 +13,12 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from tests.drawn_examples import examples
-from tests.planning.placement_cases import placement_price
+from tests.planning.placement_cases import SLOW_EXPERTS, placement_price
 from tests.support.random_placement import with_replicas
 
 MEGA = 10**6
-# A token takes a second to compute and next to nothing to send (probabilities and router counts, some
-# bytes at a microsecond each); an expert's gradient takes 2 s, its states 20 s.
-PROFILE = LayerProfile(
-    non_moe_s=1.0,
-    cluster=ClusterCost(LinkCost(0, 1e-6), LinkCost(0, 1e-6), expert_flops_per_s=1.0),
-    expert_bytes=MEGA,
-    token_bytes=0,
-    flops_per_token=1.0,
-    memory_capacity=8,
-    gradient_bytes=2 * MEGA,
-    owned_bytes=20 * MEGA,
-)
+# An expert's gradient takes 2 s, its states 20 s.
+PROFILE = dataclasses.replace(SLOW_EXPERTS, gradient_bytes=2 * MEGA, owned_bytes=20 * MEGA)
 FOUR = Topology.uniform(4, 1)
 # Expert 1 has 40 of 64 pairs, every other one 8.
 HOT = np.array([[2, 10, 2, 2]] * 4)

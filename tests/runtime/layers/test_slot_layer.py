@@ -21,12 +21,7 @@ from ..rank_layer import run_layer_ranks
 # Relative to the largest value of each tensor.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 NOBODY = (0, 0, 2, 2, 2, 3, 3, 0)  # device 1 owns nothing
-LIVES = (
-    ReplicaLife.ITERATION,
-    ReplicaLife.LAYER_PASS,
-    ReplicaLife.MICRO_BATCH,
-    ReplicaLife.RESIDENT,
-)
+LIVES = (ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.RESIDENT)
 FOUR = [
     LayerCase(f"{life.name}-{name}", life, **options)
     for life in LIVES

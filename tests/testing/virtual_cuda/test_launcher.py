@@ -12,16 +12,6 @@ from tests.support.virtual_cuda.books.findings import Finding
 from tests.support.virtual_cuda.programs.known_findings import KnownFinding, explained
 from tests.support.virtual_cuda.programs.launcher import EXIT_FINDINGS, report, run_program
 
-ROOT = Path(__file__).parents[3]
-RACING = """
-import sys
-import torch
-assert torch.cuda.is_available(), sys.argv
-x = torch.ones(2, device="cuda")
-with torch.cuda.stream(torch.cuda.Stream()):
-    x.add_(int(sys.argv[1]))
-"""
-
 
 def test_a_program_sees_its_arguments_and_its_exit_code_is_kept(tmp_path: Path, monkeypatch) -> None:
     script = tmp_path / "program.py"
