@@ -84,6 +84,7 @@ class CaseRun:
             if case.driven:
                 runtime.begin_iteration(len(batches), iteration)
             for attempt in range(1 + case.repeats):
+                runtime.reset_gradients()  # Transfers on their way end by adding to gradients.
                 for layer in self.layers:
                     layer.zero_gradients()
                 if case.driven:
