@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megatron_fssdp.collectives.gathered_counts import gather_counts
 from megatron_fssdp.collectives.messages import Posting, post, wait_for
 
 _CPU = torch.device("cpu")
@@ -112,10 +113,10 @@ def all_gather_in_one_hop(
     """
     if async_op or input_tensor.nbytes > _FEW_BYTES:
         return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-    sent = input_tensor.reshape(-1).view(torch.uint8).repeat(dist.get_world_size(group))
-    received = output_tensor.view(-1).view(torch.uint8)
-    works = [dist.all_to_all_single(received, sent, group=group, async_op=True)]
-    return wait_for(work for work in works if work is not None)
+    group = group or dist.group.WORLD
+    gathered = gather_counts(input_tensor.reshape(-1).view(torch.uint8), group)
+    output_tensor.view(-1).view(torch.uint8).copy_(gathered.view(-1))
+    return None
 
 
 def all_to_all_at_once(
