@@ -1,12 +1,11 @@
 """Load-balanced MoE training strategies for stock Megatron-LM.
 
-There are four ways to use the plugin:
+All ways to use the plugin lead to :func:`attach`, which needs nothing but megatron-core:
 
-- The launcher (``torchrun … -m megatron_fssdp pretrain_gpt.py …``) runs an unmodified training script.
+- The launcher (``torchrun … -m megatron_fssdp SCRIPT.py …``) runs an unmodified script of any host.
 - ``scripts/apply_patches.sh`` adds the flag ``--moe-strategy`` to a checkout of Megatron-LM.
-- :func:`register` adds the plugin inside your own script.
-- The spec functions (:func:`get_gpt_decoder_block_spec` and its siblings) serve models that are built from
-  megatron-core's layer specs, without a command line.
+- :func:`register` adds that flag inside your own script for Megatron-LM.
+- ``attach("fssdp")``, or :func:`attach_from_environment`, before a program builds its model.
 
 Importing this package imports neither torch nor Megatron: each name is looked up when it is used first.
 """
@@ -18,12 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_fssdp.config.strategy.strategy_registry import register_strategy
     from megatron_fssdp.megatron_adapter.checkpoints.named_copies import restore_owners
-    from megatron_fssdp.megatron_adapter.entry.layer_specs import (
-        get_bert_layer_spec,
-        get_gpt_decoder_block_spec,
-        get_moe_module_spec,
-        start_session,
-    )
+    from megatron_fssdp.megatron_adapter.entry.attach import attach, attach_from_environment
+    from megatron_fssdp.megatron_adapter.entry.layer_specs import get_gpt_decoder_block_spec
     from megatron_fssdp.megatron_adapter.entry.registration import register
 
 try:
@@ -31,25 +26,33 @@ try:
 except PackageNotFoundError:  # the package is imported from its sources and was never installed
     __version__ = "0+unknown"
 __all__ = [
-    "get_bert_layer_spec",
+    "attach",
+    "attach_from_environment",
     "get_gpt_decoder_block_spec",
-    "get_moe_module_spec",
     "register",
     "register_strategy",
     "restore_owners",
-    "start_session",
 ]
-_LAYER_SPECS = "megatron_fssdp.megatron_adapter.entry.layer_specs"
+_ATTACH = "megatron_fssdp.megatron_adapter.entry.attach"
 _PLACES = {
+    "attach": _ATTACH,
+    "attach_from_environment": _ATTACH,
+    "get_gpt_decoder_block_spec": "megatron_fssdp.megatron_adapter.entry.layer_specs",
     "register": "megatron_fssdp.megatron_adapter.entry.registration",
     "register_strategy": "megatron_fssdp.config.strategy.strategy_registry",
     "restore_owners": "megatron_fssdp.megatron_adapter.checkpoints.named_copies",
 }
+_REPLACED = ("start_session", "get_moe_module_spec", "get_bert_layer_spec")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _REPLACED:
+        raise AttributeError(
+            f"megatron_fssdp.{name} is no more: call megatron_fssdp.attach(strategy, settings) before the "
+            "model is built, from Megatron's own specs"
+        )
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_PLACES.get(name, _LAYER_SPECS)), name)
+    found = getattr(import_module(_PLACES[name]), name)
     globals()[name] = found  # Megatron's --spec looks into the module's dictionary.
     return found

@@ -2,30 +2,35 @@
 
 Hints are plain values in a checkpoint's common state with which a run continues as before. A checkpoint
 can be loaded without its hints, under any strategy and owner map and in stock Megatron, which ignores them.
-All ranks save the same values.
+All ranks save the same values. Hints travel with experts: a checkpoint without experts (adapters only) has
+none, because its experts come from elsewhere.
 """
 
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
+from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import slots_in
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.auto import AutoStrategy
-from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,7 @@ _MARKS = (".metadata", CONFIG_FNAME)
 
 @dataclass(frozen=True)
 class OwnerHint:
-    """The owner maps of all pipeline stages. A run of the same layout starts with them."""
+    """The owner maps of all pipeline stages. A run of the same layout moves experts there, then trains."""
 
     key: ClassVar[str] = "megatron_fssdp_owners"  # in the checkpoint's common state
     slots: ExpertSlots
@@ -48,11 +53,11 @@ class OwnerHint:
         return None if all(lists is None for lists in stages) else {"stages": stages}
 
     def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
-        """Adopt a checkpoint's owner map. No contents move: experts are loaded afterwards into all slots."""
+        """Note a checkpoint's owner map. Experts are loaded by name, and move there before training."""
         group = parallel_state.get_pipeline_model_parallel_group()
         owners = fitting_owners(hint, metadata, self.slots.stage_owners(), group.rank(), group.size())
         if owners is not None:
-            self.slots.adopt(owners)
+            self.slots.saved_owners = owners
             _log(logging.INFO, "experts keep the owners of the checkpoint")
 
 
@@ -119,8 +124,9 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 CheckpointHint = OwnerHint | StrategyHint | LoadHint
 
 
-def hints_of(strategy: Strategy, slots: ExpertSlots, runtime: MoERuntime) -> list[CheckpointHint]:
-    """Return hints for what a run with the strategy may change."""
+def hints_of(session: StrategySession) -> list[CheckpointHint]:
+    """Return hints for what a run with the session's strategy may change."""
+    strategy, slots, runtime = session.strategy, session.slots, session.runtime
     hints: list[CheckpointHint] = [OwnerHint(slots)] if strategy.moves_owners else []
     if isinstance(strategy, AutoStrategy):
         hints.append(StrategyHint(strategy, slots))
@@ -129,34 +135,54 @@ def hints_of(strategy: Strategy, slots: ExpertSlots, runtime: MoERuntime) -> lis
     return hints
 
 
-def wrap_checkpointing(checkpointing: Any, hints: list[CheckpointHint]) -> None:
-    """Wrap the functions of ``megatron.training.checkpointing`` that save and load."""
-    wrap_save(checkpointing.dist_checkpointing)
-    if not hints:
-        return  # Formats that identify experts by position are then possible.
+_sessions: list[weakref.ref[StrategySession]] = []
+_loading: list[StrategySession] = []  # whose experts the running load fills
 
-    def generate_state_dict(generate: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        state = generate(args, *rest, **kwargs)
-        # Megatron passes the iteration only when it saves. In other formats than torch_dist, some ranks do
-        # not come here, so the hints could not be gathered.
-        if kwargs.get("iteration") is not None and args.ckpt_format == "torch_dist":
-            gathered = ((hint.key, hint.gather()) for hint in hints)
-            state |= {key: value for key, value in gathered if value is not None}
-        return state
 
-    # load_checkpoint reads the common state, calls this function with it, and then builds the sharded state
-    # dict into which it loads. No other function of Megatron calls it.
-    def load_content_metadata(load_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        metadata = load_metadata(*args, **kwargs)
-        common = kwargs.get("preloaded_state_dict") or {}
-        for hint in hints:
-            hint.slots.loading = set(range(len(hint.slots.layers)))
+def add(session: StrategySession) -> None:
+    """Save and load the hints of a session with its experts."""
+    _sessions.append(weakref.ref(session))
+    _install()
+
+
+@cache  # once in a process
+def _install() -> None:
+    wrap_save(dist_checkpointing)
+    # Both functions of megatron-core look these up when they are called.
+    wrap(serialization, "save_preprocess", _save_hints)
+    wrap(serialization, "load_preprocess", _expect_experts)
+    wrap(serialization, "load_common_state_dict", _take_hints)
+
+
+def _alive() -> list[StrategySession]:
+    return [session for ref in _sessions if (session := ref()) is not None]
+
+
+def _save_hints(preprocess: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    saved, hints = slots_in(sharded_state_dict), dict[str, Any]()
+    for session in _alive():
+        # A stage without MoE layers takes part for the others.
+        if any(_of_all_stages(session.slots in saved)):
+            hints |= {hint.key: hint.gather() for hint in hints_of(session)}
+    known = {key: value for key, value in hints.items() if value is not None}
+    return preprocess({**sharded_state_dict, **known}, *args, **kwargs)
+
+
+def _expect_experts(preprocess: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    loaded = slots_in(sharded_state_dict)
+    _loading[:] = [session for session in _alive() if session.slots in loaded]
+    return preprocess(sharded_state_dict, *args, **kwargs)
+
+
+def _take_hints(load_common: Any, *args: Any, **kwargs: Any) -> Any:
+    common = load_common(*args, **kwargs)
+    sessions, _loading[:] = list(_loading), []
+    for session in sessions:
+        session.slots.loading = set(range(len(session.slots.layers)))
+        for hint in hints_of(session):
             if hint.key in common:
-                take_or_log(hint, common[hint.key], metadata or {})
-        return metadata
-
-    wrap(checkpointing, "generate_state_dict", generate_state_dict)
-    wrap(checkpointing.dist_checkpointing, "load_content_metadata", load_content_metadata)
+                take_or_log(hint, common[hint.key], common.get("content_metadata") or {})
+    return common
 
 
 def take_or_log(hint: CheckpointHint, saved: Any, metadata: Mapping[str, Any]) -> None:

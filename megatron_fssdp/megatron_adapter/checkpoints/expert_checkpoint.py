@@ -17,35 +17,47 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 ShardedStateDict = dict[str, Any]
 CurrentOwners = Callable[[], StageOwners | None]
 
 _OWNER_LAYER = "layer_number_by_fssdp"
+_SLOTS = "slots_of_fssdp"
 # The number of a local expert in the keys of SequentialMLP and of TEGroupedMLP. Transformer Engine's name of
 # the first extra state has no number.
 _LOCAL_INDEX = re.compile(r"local_experts\.(\d+)\..*|.*\.(?:weight|bias|_extra_state)(\d*)")
 
 
-def follow_owners(experts: Any, layer: int, current: CurrentOwners) -> None:
-    """Make the sharded state dict of a layer's experts follow the owner map, in which it has this index.
-
-    ``current`` is asked at each save and load; without owners, Megatron's even distribution applies.
-    """
-    experts.sharded_state_dict = partial(_state_by_owner, experts, layer, current)
+def follow_owners(experts: Any, layer: int, slots: ExpertSlots) -> None:
+    """Make the sharded state dict of a layer's experts follow the owner map, in which it has this index."""
+    experts.sharded_state_dict = partial(_state_with_slots, experts, layer, slots)
     _wrap_blocks()
+
+
+def slots_in(sharded_state_dict: Any) -> list[ExpertSlots]:
+    """The slots whose experts are in a sharded state dict; a host may have left them out."""
+    found = (getattr(entry, _SLOTS, None) for entry in nested_values(sharded_state_dict))
+    return list({id(slots): slots for slots in found if slots is not None}.values())
 
 
 @cache  # once in a process; it changes nothing for layers that do not follow an owner map
 def _wrap_blocks() -> None:
     wrap(TransformerBlock, "sharded_state_dict", _block_state)
     wrap(HybridStack, "sharded_state_dict", _block_state)
+
+
+def _state_with_slots(experts: Any, layer: int, slots: ExpertSlots, *args: Any, **kwargs: Any) -> Any:
+    state = _state_by_owner(experts, layer, slots.stage_owners, *args, **kwargs)
+    for entry in state.values():
+        setattr(entry, _SLOTS, slots)
+    return state
 
 
 def _state_by_owner(

@@ -26,11 +26,10 @@ from megatron_fssdp.config.run.megatron_options import quiet_output
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
-from megatron_fssdp.megatron_adapter.layer.strategy_session import (
-    RequestedStrategy,
-    StrategySession,
-    nccl_options,
-)
+from megatron_fssdp.megatron_adapter.entry.attach import asked_by_environment
+from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession, nccl_options
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.limits import replace_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
@@ -119,11 +118,12 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         raise ConfigurationError(message)
 
     parser.error = refuse  # type: ignore[method-assign]
+    asked, asked_settings = asked_by_environment()
     strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
     group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
     group.add_argument(
         "--moe-strategy",
-        default="none",
+        default=asked or "none",
         metavar="NAME",
         # argparse formats help texts with the % operator, so a per cent sign must be doubled.
         help=f"How experts are placed: {strategies}.".replace("%", "%%"),
@@ -137,7 +137,7 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         "--moe-strategy-set",
         metavar="KEY=VALUE",
         action="append",
-        default=[],
+        default=asked_settings,
         help="One setting of the strategy, for example slots=2. It can be repeated and overrides the file.",
     )
     return parser
@@ -155,20 +155,20 @@ def fit_to_cpu(args: Any) -> str:
     return "; ".join(f"{verb} {words}" for verb, words in told if words)
 
 
-def requested_by(args: Any) -> RequestedStrategy:
+def requested_by(args: Any, host: HostSettings | None = None) -> Attachment:
     """Return the strategy of parsed arguments; refuse a model or an argument that it does not support."""
     name = args.moe_strategy
     settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
-    if not isinstance(settings, PlacementSettings):
-        return RequestedStrategy(name, settings, None)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    session = StrategySession(name, settings, timeout, nccl_options(args))
+    if not isinstance(settings, PlacementSettings):
+        return Attachment(name, settings, host, timeout)
+    session = StrategySession(name, settings)
     session.check_model(args)
     if session.strategy.moves_owners:
         replace_checkpoint_arguments(f"--moe-strategy {name}", args)
     if settings.nodes is not None:
         check_declared_nodes(settings.nodes, args.world_size)
-    return RequestedStrategy(name, settings, session)
+    return Attachment(name, settings, host, timeout, nccl_options(args))
 
 
 def _validate(args: Any, on_cpu: bool) -> None:

@@ -1,11 +1,12 @@
-"""Registers the plugin and runs an unmodified Megatron training script. Bad input is reported by one line."""
+"""Runs an unmodified training script of any host with the plugin. Bad input gives one line."""
 
 import os
 import runpy
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -15,43 +16,52 @@ from megatron_fssdp.megatron_adapter.support.broken_packages import broken_packa
 
 EXIT_BAD_INPUT = 2
 _FIRST_RANK_S = 60.0
-USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py ARGS… [--moe-strategy NAME]"
+USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py|-m MODULE ARGS… [--moe-strategy NAME]"
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Register the plugin, and then run a script with its arguments, like ``python SCRIPT.py ARGS…``.
+    """Turn the plugin on, and run a script or a module, like ``python SCRIPT.py ARGS…`` or ``-m MODULE``.
 
-    The script is a path, or the name of one that comes with the package. Invalid input ends the process
-    by one line and exit code 2.
+    The script is a path, or the name of one that comes with the package. A script of Megatron-LM gets the
+    plugin's arguments. Elsewhere the strategy is that of ``--moe-strategy`` among the arguments, which the
+    script must ignore, or of the environment. Invalid input ends the process by one line and exit code 2.
     """
     show_warnings_once()
     try:
-        if not arguments:
-            raise ConfigurationError(f"{USAGE}; the script's own help: -m megatron_fssdp SCRIPT.py --help")
-        script = shipped_scripts().get(arguments[0], Path(arguments[0]))
-        if not script.is_file():
-            raise ConfigurationError(
-                f"script: got {script}, which is not a file, wanted a training script such as "
-                f"pretrain_gpt.py, or the name of one in the package ({', '.join(shipped_scripts())}); "
-                f"{USAGE}; for commands such as simulate: megatron-fssdp simulate --help"
-            )
-        # Python does the same for a script.
-        sys.path.insert(0, str(script.resolve().parent))
-        sys.argv = [str(script), *arguments[1:]]
-
+        run = _program(list(arguments))
         try:
-            from megatron_fssdp.megatron_adapter.entry.registration import register
+            from megatron_fssdp.megatron_adapter.entry import host_command
 
-            register(by_launcher=True)
+            host_command.turn_on(arguments)
         except Exception as error:
             # An incomplete installation of an optional package ends the import of Megatron.
             if message := broken_package_message(error):
                 raise ConfigurationError(message) from error
             raise
-        runpy.run_path(str(script), run_name="__main__")
+        run()
     except ConfigurationError as error:
         report(error)
         sys.exit(EXIT_BAD_INPUT)
+
+
+def _program(arguments: list[str]) -> Callable[[], object]:
+    """Set ``sys.argv`` as Python does, and return what runs the script or module."""
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        return partial(runpy.run_module, arguments[1], run_name="__main__", alter_sys=True)
+    if not arguments or arguments[0] == "-m":
+        raise ConfigurationError(f"{USAGE}; the script's own help: -m megatron_fssdp SCRIPT.py --help")
+    script = shipped_scripts().get(arguments[0], Path(arguments[0]))
+    if not script.is_file():
+        raise ConfigurationError(
+            f"script: got {script}, which is not a file, wanted a training script such as "
+            f"pretrain_gpt.py, or the name of one in the package ({', '.join(shipped_scripts())}); "
+            f"{USAGE}; for commands such as simulate: megatron-fssdp simulate --help"
+        )
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = [str(script), *arguments[1:]]
+    return partial(runpy.run_path, str(script), run_name="__main__")
 
 
 def shipped_scripts() -> dict[str, Path]:

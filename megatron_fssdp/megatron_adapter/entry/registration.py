@@ -1,10 +1,6 @@
-"""Registers the plugin with Megatron's command line and training loop.
-
-Only what layer specs and subclasses cannot change is wrapped, once.
-"""
+"""Adds the plugin to Megatron-LM's command line, on top of what :mod:`.attach` does in megatron-core."""
 
 import os
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -13,7 +9,6 @@ import torch.distributed as dist
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files import run_lock
 from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import hints_of, wrap_checkpointing
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.argument_check import (
     add_strategy_arguments,
@@ -22,19 +17,15 @@ from megatron_fssdp.megatron_adapter.entry.argument_check import (
     loaded_tokenizer,
     requested_by,
 )
+from megatron_fssdp.megatron_adapter.entry.attach import use
 from megatron_fssdp.megatron_adapter.entry.launcher import report_uncaught
-from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
+from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment, set_current
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.dataset_helpers import compilation_if_needed
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 _registered_by: Literal["nobody", "launcher", "script"] = "nobody"
-_requested: RequestedStrategy | None = None
-
-
-def requested_strategy() -> RequestedStrategy | None:
-    """Return the strategy of the parsed command line; ``None`` before arguments are parsed."""
-    return _requested
 
 
 def register(by_launcher: bool = False) -> None:
@@ -97,15 +88,12 @@ def register(by_launcher: bool = False) -> None:
         check_started_as_rank()
         if not on_cpu:
             check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        requested = requested_by(args)
-        if not on_cpu and requested.session is not None:
-            # NCCL asks for it where communicators are used at the same time; before 2.26 it is ignored.
-            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        requested = requested_by(args, _host_of(args))
         validated = validate(args, *rest, **kwargs)
         # Rank 0 holds the folder only when all ranks have come here.
         if (record_dir := requested.settings.record_dir) is not None:
             run_lock.refuse_live(record_dir, "record_dir")
-        _follow(requested)
+        _attach(requested)
         return validated
 
     wrap(arguments, "add_megatron_arguments", add_megatron_arguments)
@@ -116,7 +104,7 @@ def register(by_launcher: bool = False) -> None:
     # Megatron looks up the functions of its training loop in this module at call time.
     from megatron_fssdp.megatron_adapter.training import training_hooks
 
-    training_hooks.wrap_training(training, requested_strategy)
+    training_hooks.wrap_training(training)
 
     # Megatron's BERT ignores --num-experts without a warning, under every strategy including `none`.
     if find_spec("megatron.core.models.bert") is not None:
@@ -135,20 +123,23 @@ def check_started_as_rank() -> None:
         )
 
 
-def _follow(requested: RequestedStrategy) -> None:
-    """Let Megatron build and save models with the requested strategy."""
-    global _requested
-    _requested = requested
-    if (session := requested.session) is None:
-        return
-    from megatron.core.models.gpt import moe_module_specs
-    from megatron.training import checkpointing
+def _host_of(args: Any) -> HostSettings:
+    """What Megatron-LM's training loop says by its arguments and global variables."""
+    from megatron.training import global_vars
+    from megatron.training.training import num_floating_point_operations
 
-    from megatron_fssdp.megatron_adapter.layer import hybrid_layers
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+    return HostSettings(
+        (args,),
+        iteration=lambda: int(global_vars.get_args().curr_iteration),
+        resumes=lambda: bool(global_vars.get_args().iteration > 0),
+        flops=lambda batch_size: num_floating_point_operations(global_vars.get_args(), batch_size),
+        boards=lambda: (global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()),
+        has_boards=bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", "")),
+        exports_by_name=False,  # Checkpoints name experts, and copies by name are refused.
+    )
 
-    # Megatron's MoE specs look up the class at call time.
-    layer = partial(StrategyMoELayer, session=session)
-    moe_module_specs.MoELayer = layer
-    hybrid_layers.install(layer)
-    wrap_checkpointing(checkpointing, hints_of(session.strategy, session.slots, session.runtime))
+
+def _attach(requested: Attachment) -> None:
+    """Let models train under the requested strategy; without records, ``none`` needs nothing."""
+    does_nothing = requested.name == "none" and requested.settings.record_dir is None
+    set_current(None) if does_nothing and not requested.host.has_boards else use(requested)

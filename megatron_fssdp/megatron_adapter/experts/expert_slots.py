@@ -64,6 +64,9 @@ class ExpertSlots:
     def __init__(self) -> None:
         self.layers: list[SlotLayer] = []  # all layers of the owner map
         self.resharding: ExpertResharding | None = None  # set if the strategy moves owners
+        self.saved_owners: OwnerMap | None = (
+            None  # of the checkpoint that was loaded, until owners move there
+        )
         self.has_residents = False  # resident replicas, which are copies of what the slots hold
         # Indexes of layers whose weights Megatron's own load_state_dict will fill next, by the names of a
         # checkpoint that followed the owner map.
@@ -119,12 +122,18 @@ class ExpertSlots:
         """Move the experts to these owners and adopt them, see :meth:`ExpertResharding.execute`."""
         if self.resharding is None:
             raise ConfigurationError(
-                "experts: got a strategy or a loop that moves no owners, wanted one that does; build "
-                "the model with Megatron's training loop and a strategy with reshard_interval"
+                "experts: got a strategy that moves no owners, or no iteration yet, wanted a strategy with "
+                "reshard_interval whose training has begun"
             )
         if (report := self.resharding.execute(self.owners, owners)) is not None:
             self.adopt(owners)
         return report
+
+    def move_to_saved(self) -> None:
+        """Move the experts to the owners of the checkpoint that was loaded, if this strategy moves owners."""
+        saved, self.saved_owners = self.saved_owners, None
+        if saved is not None and self.resharding is not None:
+            self.move_to(saved)
 
     def await_parameters(self, layer: int) -> None:
         """Finish the gathers of parameters that DDP overlaps, for the slots with experts of a layer."""

@@ -10,7 +10,7 @@ therefore wrapped once::
                         2. starts the reduction if DDP overlaps it and it has not been started
                         3. Megatron's own method
 
-The call of ``finish_grad_sync`` marks the end of the last backward pass.
+A backward pass after the reduction has started is an error: its gradients would be lost.
 
 On CUDA, autograd runs the hooks of DDP on the stream on which Megatron has made DDP. Only the end of a
 backward pass joins it with the stream of the pass. Before that, :func:`await_gradients` orders the two.
@@ -19,7 +19,7 @@ backward pass joins it with the stream of the pass. Before that, :func:`await_gr
 A gather of replicas comes before these modules run, so :func:`await_parameters` runs their hooks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -96,6 +96,11 @@ def start_waiting(group: Any = None) -> bool:
     return bool(ready)
 
 
+def forget_waiting(layers: Collection[SlotLayer]) -> None:
+    """Forget reductions of these layers that wait, because their iteration was dropped."""
+    _waiting[:] = [one for one in _waiting if not any(slot.layer in layers for slot in _slots(one[0]))]
+
+
 @cache  # once in a process
 def _install() -> None:
     wrap(DistributedDataParallel, "_make_backward_post_hook", _note_stream)
@@ -112,9 +117,15 @@ def _note_stream(make: Any, ddp: Any, parameter: torch.nn.Parameter) -> Any:
 def _start_when_home(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
     if not _is_home(group) and group not in _finishing:
         if group.ddp_config.overlap_grad_reduce:
-            _waiting.append((group, lambda: start(group, *args, **kwargs)))
+            _waiting.append((group, lambda: _start(start, group, *args, **kwargs)))
             return None
         _slots(group)[0].finish_gradients()
+    return _start(start, group, *args, **kwargs)
+
+
+def _start(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+    for slot in _slots(group):
+        slot.layer.gradients.is_reduced = slot.layer.clock.driven
     return start(group, *args, **kwargs)
 
 

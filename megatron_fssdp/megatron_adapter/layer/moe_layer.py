@@ -8,13 +8,12 @@ experts compute what is in the slots, and calls the runtime where weights and gr
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
@@ -23,7 +22,6 @@ from megatron_fssdp.megatron_adapter.checkpoints.named_copies import check_named
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
-from megatron_fssdp.megatron_adapter.layer.hybrid_layers import numbers_before
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import TopologyAwareTopK, install_gate
@@ -39,32 +37,29 @@ from megatron_fssdp.strategies.layer_plan import LayerContext
 class StrategyMoELayer(MoELayer):
     """An MoE layer whose experts are placed by a strategy.
 
-    It is built like Megatron's own layer, with one more argument, ``session``. Its public methods are
-    Megatron's steps of a forward pass, in this order; ``combine`` stays Megatron's own.
+    A layer that Megatron has built becomes one by :meth:`of`, wherever its class was imported from. Its
+    public methods are Megatron's steps of a forward pass, in this order; ``combine`` stays Megatron's own.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        submodules: MoESubmodules | None = None,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        is_mtp_layer: bool = False,
-        name: str | None = None,
-        *,
-        session: StrategySession,
-    ) -> None:
+    @classmethod
+    def of(cls, layer: MoELayer, session: StrategySession, later_layers_before: int | None = None) -> Self:
+        """Let a built layer join a session, before DDP wraps its model. Collective over its groups.
+
+        For a layer of multi-token prediction, ``later_layers_before`` are those that come before the pattern
+        of layers to which it belongs.
+        """
+        layer.__class__ = cls
+        joined = cast(Self, layer)
+        joined._join(session, later_layers_before)
+        return joined
+
+    def _join(self, session: StrategySession, later_layers_before: int | None) -> None:
+        config, pg_collection = self.config, _groups_of(self)
         session.check_model(config)
-        if pg_collection is None:
-            pg_collection = get_default_pg_collection()
-        # Layers of multi-token prediction that come before this one; None for a layer of the decoder.
-        self._later_layers_before = numbers_before() if not is_mtp_layer else numbers_before() or 0
-        super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
+        self._later_layers_before = later_layers_before
         self._slot_experts = SlotExperts(self.experts, self.num_local_experts)
         local = self._slot_experts.parameters
-        groups = session.expert_groups(
-            self.ep_group, pg_collection.expt_tp, getattr(pg_collection, "tp_ep", None)
-        )
+        groups = session.expert_groups(self.ep_group, pg_collection.expt_tp, pg_collection.tp_ep)
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
         shares_evenly = Facts(config)["captures_preprocess"]
         context = LayerContext(self._global_number(), owner_E, groups.topology, shares_evenly=shares_evenly)
@@ -96,7 +91,7 @@ class StrategyMoELayer(MoELayer):
         self._index: int | None = None
         if self._later_layers_before is None:
             self._index = session.slots.add_layer(self.slot_layer, self._slot_experts)
-            follow_owners(self.experts, self._index, session.slots.stage_owners)
+            follow_owners(self.experts, self._index, session.slots)
             check_named_copies(self.experts, self._index, session.slots)
         session.runtime.timer.is_usable = not config.overlap_moe_expert_parallel_comm
 
@@ -185,6 +180,15 @@ class StrategyMoELayer(MoELayer):
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """End the pass; the next layer's SparseAllGather starts."""
         return self.slot_layer.finish(super().postprocess(output, shared_expert_output))
+
+
+def _groups_of(layer: Any) -> ProcessGroupCollection:
+    """The process groups with which Megatron has built a layer."""
+    router, dispatcher, groups = layer.router, layer.token_dispatcher, ProcessGroupCollection()
+    groups.ep, groups.tp = layer.ep_group, layer.tp_group
+    groups.expt_tp, groups.tp_ep = dispatcher.tp_group, dispatcher.tp_ep_group
+    groups.cp, groups.tp_cp, groups.tp_dp_cp = router.cp_group, router.tp_cp_group, router.tp_dp_cp_group
+    return groups
 
 
 def install_beginnings(model: Iterable[torch.nn.Module]) -> None:

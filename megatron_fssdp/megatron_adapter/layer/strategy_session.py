@@ -1,7 +1,6 @@
-"""The requested strategy, and the runtime and process groups that the layers of a model share."""
+"""The strategy of one model, and the runtime and process groups that its layers share."""
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron.core import parallel_state
 from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.config.loading import load_yaml
-from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings, checks_plans
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, checks_plans
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.support.limits import Facts, check_limits
@@ -30,7 +29,8 @@ DEFAULT_OPTIONS = {"is_high_priority_stream": True}
 class StrategySession:
     """One strategy but ``none`` for one model, with its settings and the runtime that all layers share.
 
-    Layer specs carry it to the layers. Time-out and NCCL options are those of the groups that it creates.
+    Time-out and NCCL options are those of the groups that it creates. ``host`` has settings that the config
+    of a layer lacks.
     """
 
     def __init__(
@@ -39,20 +39,19 @@ class StrategySession:
         settings: PlacementSettings,
         timeout: timedelta | None = None,
         nccl_options: dict[str, Any] = DEFAULT_OPTIONS,
+        host: Any = None,
     ) -> None:
         self.strategy_name, self.settings = strategy_name, settings
+        self._host = host
         self.timeout, self.nccl_options = timeout, nccl_options
         self.strategy = build_strategy(strategy_name, settings)
         is_recorded = settings.record_dir is not None
         self.runtime = MoERuntime(self.strategy, measure=is_recorded, check_plans=checks_plans())
         self.slots = ExpertSlots()  # of this rank, with the stage's experts
         self.selectors: dict[str, ScheduleSelector] = {}  # of Parm, by the name of the layers' group
+        self.keeps_owners = ""  # why owners do not move, if the strategy would
         self.numbers_of_slots: set[int] = set()  # for which dispatchers were built
         self._groups: dict[str, ExpertGroups] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "StrategySession":
-        # Megatron deep-copies layer specs. All copies must share this session.
-        return self
 
     def expert_groups(
         self,
@@ -95,15 +94,6 @@ class StrategySession:
     def check_model(self, config: Any) -> None:
         """Refuse, by a ConfigurationError, a model of Megatron's arguments or of a ``TransformerConfig``."""
         check_limits(self.strategy_name, self.strategy, config)
-
-
-@dataclass(frozen=True)
-class RequestedStrategy:
-    """The name and validated settings of the command line's strategy; ``none`` has no session."""
-
-    name: str
-    settings: StrategySettings
-    session: StrategySession | None
 
 
 def nccl_options(args: Any) -> dict[str, Any]:

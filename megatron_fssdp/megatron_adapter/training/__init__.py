@@ -1,1 +1,1 @@
-"""What happens around Megatron's training loop: iterations, records, memory and failures."""
+"""What only Megatron-LM's own training loop needs: evaluations in records, and lines on failures."""

@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.rerun_state_machine import (
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE,
+    get_rerun_state_machine,
+)
 
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
 logger = logging.getLogger(__name__)
 
+_REFUSED = (EXIT_CODE_FAILED_ON_RESULT_VALIDATION, EXIT_CODE_RESUME_TO_DISAMBIGUATE)
 _TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes this file when a checkpoint is complete.
 
 
@@ -47,11 +52,18 @@ def how_to_go_on(args: Any) -> str:
     return "No checkpoint has been completed: set --save and --save-interval to be able to resume"
 
 
-def report_non_finite(model: Iterable[torch.nn.Module], args: Any) -> None:
+def report_non_finite(model: Iterable[torch.nn.Module], args: Any, error: BaseException) -> None:
     """Log in which MoE layer of this rank's model chunks parameters or gradients are not finite, if so.
 
-    Call it when Megatron has refused a loss or a gradient; it waits for the device.
+    ``error`` ended the training. It waits for the device.
     """
+    if isinstance(error, SystemExit) and error.code not in _REFUSED:
+        return
+    with suppress(RuntimeError):  # A broken device raises again when it is asked.
+        _report_non_finite(model, args)
+
+
+def _report_non_finite(model: Iterable[torch.nn.Module], args: Any) -> None:
     layers = [m for chunk in model for m in chunk.modules() if isinstance(m, StrategyMoELayer)]
     finding = next(chain(_in_parameters(layers), _in_gradients(layers)), None)
     if finding is None and get_rerun_state_machine().rerun_requested:

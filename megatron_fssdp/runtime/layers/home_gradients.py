@@ -3,6 +3,9 @@
 A backward pass is complete when its dispatch is over and its weight gradients are computed. Megatron can
 delay the latter (``--delay-wgrad-compute``). Sums of an iteration leave after its last backward pass, those
 of re-materialized replicas and of replicas of one micro-batch after each.
+
+How many backward passes come is a hint: what a schedule announced, corrected by the iteration before. If one
+comes after the sums have left, they are opened again, and leave again before DDP reduces the gradients.
 """
 
 from collections import deque
@@ -28,6 +31,7 @@ class HomeGradients:
 
     def __init__(self, layer: PlannedLayer) -> None:
         self._layer = layer
+        self._num_before = 0, 0  # backward passes and announced micro-batches of the iteration before
         self.on_home: Callable[[], object] = lambda: None  # All gradients have reached the owners.
         self.on_complete: Callable[[], object] = lambda: None  # A backward pass of the layer is complete.
         self.delays_weight_gradients = False
@@ -37,14 +41,30 @@ class HomeGradients:
     def begin_anew(self) -> None:
         """Forget the passes of the iteration; their gradients are dropped."""
         for own in self.own:
+            own.is_dropped = True
             self._layer.give_back(own)
         self.is_home = True
+        self.is_reduced = False  # over the data-parallel ranks, so nothing may be added any more
         self.own = []
-        self._is_reduced = False
+        self._has_sums = False  # of the iteration that have not left
+        self._num_summed = 0  # backward passes in them
         self._num_complete = 0
         self._num_computed = 0
         self._over: deque[SlotPass] = deque()
         self._resident_sums: Iterator[None] | None = None
+
+    def note_iteration(self) -> None:
+        """Note how many backward passes the iteration had, before it is forgotten."""
+        if self._num_complete:
+            self._num_before = self._num_complete, self._layer.clock.num_micro_batches
+
+    @property
+    def _num_expected(self) -> int:
+        """Backward passes after which sums leave early; 0 if nothing is known."""
+        (passes, micro_batches), announced = self._num_before, self._layer.clock.num_micro_batches
+        if announced and micro_batches and not passes % micro_batches:
+            return announced * passes // micro_batches  # A layer may run several times in a micro-batch.
+        return announced or passes
 
     def own_of(self, counts_DE: np.ndarray) -> SlotPass | None:
         """The pass of the first micro-batch with these counts whose backward pass has yet to recompute it."""
@@ -55,8 +75,22 @@ class HomeGradients:
         return None
 
     def experts_begin_backward(self, one: SlotPass) -> None:
-        """Provide the weights that the experts' backward pass needs, and the memory for its gradients."""
+        """Provide the weights that the experts' backward pass needs, and the memory for its gradients.
+
+        Raises:
+            RuntimeError: DDP has reduced the gradients already, or the pass belongs to dropped gradients.
+        """
+        is_stale = one.is_shared and one.has_gradients and one is not self._layer.shared
+        if self.is_reduced or one.is_dropped or is_stale:
+            when = "reduced gradients" if self.is_reduced else "set gradients to zero or ended the iteration"
+            raise RuntimeError(
+                f"{self._layer.experts.what}: got a backward pass after the loop had {when}, wanted it "
+                "before; run all backward passes between zero_grad_buffer() and finalize_model_grads()"
+            )
         self.is_home = False
+        if one.is_shared and one.has_gradients and not one.plan.rematerialize:
+            self._reopen_residents()
+            self._has_sums = True
         self._end_those_over()  # Their gradients have travelled since the last backward pass of this layer.
         if one.transfers is not None:
             one.transfers.begin_use(backward=True)
@@ -88,7 +122,7 @@ class HomeGradients:
         else:
             if shared is not None and shared.transfers is not None:
                 shared.transfers.settle()
-            is_home = self._num_complete >= self._layer.clock.num_micro_batches > 0
+            is_home = self._num_complete >= self._num_expected > 0 and not self._has_sums
         if is_home:
             self._are_home()
 
@@ -98,12 +132,13 @@ class HomeGradients:
             return
         shared = self._layer.shared
         if shared is not None and shared.plan.resident:
-            self._sum_residents()
+            if self._has_sums:
+                self._sum_residents()
             with self._layer.waiting():
                 for _ in self._resident_sums or ():
                     pass
         elif shared is not None and shared.transfers is not None:
-            if not shared.plan.rematerialize:
+            if self._has_sums:
                 self._reduce_iteration(shared.transfers)
             shared.transfers.settle()
         for own in list(self.own):
@@ -127,9 +162,9 @@ class HomeGradients:
             self._complete(self._over.popleft())
 
     def _complete(self, one: SlotPass) -> None:
-        clock = self._layer.clock
         self._num_complete += 1
-        is_last = self._num_complete == clock.num_micro_batches
+        self._num_summed += 1
+        is_last = self._num_complete == self._num_expected
         if one.transfers is None:
             if one.plan.resident and is_last:
                 self._sum_residents()
@@ -149,19 +184,31 @@ class HomeGradients:
                 one.is_over = True
                 if not one.is_shared:
                     one.transfers.release()
-                if not (clock.driven and one.plan.gather_ahead):
+                if not one.plan.gather_ahead:
                     self.settle(with_iteration=one.is_shared)
         self.on_complete()
 
     def _reduce_iteration(self, transfers: ReplicaTransfers) -> None:
-        if self._is_reduced:
-            return
-        self._is_reduced = True
         dtype = transfers.slots.layout.dtype
-        is_summed = transfers.plan.life.sums_gradients(self._layer.clock.num_micro_batches)
+        is_summed = transfers.plan.life.sums_gradients(self._num_summed)
+        self._has_sums, self._num_summed = False, 0
         transfers.reduce(accumulation_dtype(dtype) if is_summed else dtype)
 
+    def _reopen_residents(self) -> None:
+        """Let only owners keep sums that all holders got already, so that the next sums do not count them."""
+        if self._resident_sums is None:
+            return
+        for _ in self._resident_sums:
+            pass
+        self._resident_sums = None
+        experts = self._layer.experts
+        for expert in experts.residents.keys() - experts.parameters.keys():
+            for parameter in experts.residents[expert]:
+                if (gradient := gradient_to_fill(parameter)) is not None:
+                    gradient.zero_()
+
     def _sum_residents(self) -> None:
+        self._has_sums = False
         if self._resident_sums is None:
             experts, plan = self._layer.experts, self._layer.plan
             assert plan is not None

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -24,16 +23,21 @@ from megatron_fssdp.strategies.strategy import Strategy
 class MoERuntime:
     """The layers of a model that share a strategy.
 
-    A training loop calls these methods in each iteration; the Megatron adapter does this::
+    A training calls these methods; the Megatron adapter does this::
 
-        begin_iteration    before the first forward pass
-        begin_passes       once, and again if the loop repeats the forward and backward passes
-        finish_gradients   before gradients are reduced over data-parallel ranks
+        begin_iteration    before the first forward pass of an iteration
+        expect             if more micro-batches follow than it was told
+        reset_gradients    where gradients are set to zero: drops what an abandoned iteration has left
+        finish_gradients   before gradients are read, or reduced over data-parallel ranks
         end_passes         after the last backward pass
         end_iteration      after the optimizer step
 
-    Without a loop, see :class:`IterationClock`. To ``measure`` means that for reports the first device of
-    each group keeps the device loads, bytes and times of transfers, and every rank the seconds of its passes.
+    Forward passes without backward passes are between ``begin_evaluation`` and ``end_evaluation``, also
+    inside of an iteration. They change neither its plans nor its counts. Passes outside compute with the
+    owners' experts alone.
+
+    To ``measure`` means that for reports the first device of each group keeps the device loads, bytes and
+    times of transfers, and every rank the seconds of its passes.
     """
 
     def __init__(self, strategy: Strategy, *, measure: bool = False, check_plans: bool = False) -> None:
@@ -45,11 +49,6 @@ class MoERuntime:
         self.timer = PassTimer()
         self._counts: list[_SharedCounts] = []
         self._plans: dict[str, SharedPlans] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MoERuntime":
-        # Layer specs contain the runtime, and Megatron deep-copies specs. All layers of a model must still
-        # share one runtime.
-        return self
 
     def add_layer(
         self,
@@ -102,41 +101,55 @@ class MoERuntime:
                 one.together = plans
         return layer
 
-    def begin_iteration(self, num_micro_batches: int, iteration: int | None = None) -> None:
+    def begin_iteration(self, num_micro_batches: int = 0, iteration: int | None = None) -> None:
         """Mark the start of an iteration; its plans are made from the loads of earlier iterations.
 
-        An evaluation has 0 micro-batches. The number of the iteration is for messages.
-        """
-        self.clock.driven = True
-        self.timer.stop()
-        self._drop_counts()
-        for layer in self.layers:
-            layer.end_iteration()
-        self.clock.num_micro_batches = num_micro_batches
-        self.clock.iteration = iteration
-        if self.measure:
-            self.timer.start()
-
-    def begin_passes(self) -> None:
-        """Mark that the passes of the running iteration begin, or begin again with the same data.
-
         The first layer is planned here. CUDA graphs that contain the remap need its table before they run.
+        ``num_micro_batches`` says when sums may leave early; 0 if it is unknown. The number of the iteration
+        is for messages. What an iteration that was not ended has left is dropped.
         """
         self.reset_gradients()
+        self.clock.driven = self.clock.trains = True
+        self.clock.num_micro_batches, self.clock.iteration = num_micro_batches, iteration
+        if self.measure:
+            self.timer.start()
         if self.layers and self.layers[0].context.num_devices > 1:
             self.layers[0].plan_iteration()
 
+    def expect(self, num_micro_batches: int) -> None:
+        """Announce more micro-batches of the running iteration."""
+        self.clock.num_micro_batches += num_micro_batches
+
+    def begin_evaluation(self) -> bool:
+        """Begin forward passes that have no backward passes; the result is for :meth:`end_evaluation`."""
+        outside, self.clock.trains = not self.clock.driven, False
+        self.clock.driven = True
+        return outside
+
+    def end_evaluation(self, outside: bool) -> None:
+        """End an evaluation; replicas that it gathered outside of an iteration are dropped, plans stay."""
+        if not outside:
+            self.clock.trains = True
+            return
+        self.clock.driven = False
+        for layer in self.layers:
+            layer.reset()
+
+    def drop_plans(self) -> None:
+        """Forget the plans that an evaluation has made, because what they depend on changes."""
+        for layer in self.layers:
+            layer.drop_plan()
+
     def reset_gradients(self) -> None:
-        """Drop gradients and counts of the iteration; called where Megatron sets gradients to zero."""
+        """Drop gradients, counts and weights of an iteration that was not ended; its plans stay."""
         self._drop_counts()
         for layer in self.layers:
             layer.reset()
         self.timer.stop()
-        if self.measure:
-            self.timer.start()
+        self.clock.driven = self.clock.trains = False
 
     def finish_gradients(self) -> None:
-        """Bring all replicas' gradients to the owners; every rank calls it after the last backward pass."""
+        """Bring all replicas' gradients to the owners; every rank calls it between two backward passes."""
         for layer in reversed(self.layers):
             layer.gradients.finish()
 
@@ -158,12 +171,11 @@ class MoERuntime:
         counts, self._counts = self._counts, []
         for one in counts:
             one.take()
-        self.clock.num_micro_batches = 0
-        self.clock.iteration = None
-        # Whoever calls the model between iterations may have changed its weights.
-        self.clock.driven = False
+        self.clock.driven = self.clock.trains = False
         self.timer.stop()
-        return [layer.end_iteration() for layer in self.layers]
+        loads = [layer.end_iteration() for layer in self.layers]
+        self.clock.num_micro_batches, self.clock.iteration = 0, None
+        return loads
 
     def _drop_counts(self) -> None:
         for one in self._counts:

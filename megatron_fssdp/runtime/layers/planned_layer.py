@@ -35,13 +35,12 @@ from megatron_fssdp.strategies.strategy import Strategy
 class IterationClock:
     """State of the running iteration, shared by all layers of a model.
 
-    It is ``driven`` if a loop has marked it. Otherwise each forward pass is planned alone, gathers its
-    replicas, and sends their gradients home before its backward pass ends, so that a layer in a user's own
-    loop is balanced as well.
+    It is ``driven`` in an iteration and in an evaluation. Other passes compute with owners alone.
     """
 
     driven: bool = False
-    num_micro_batches: int = 0  # backward passes; 0 outside of an iteration and in an evaluation
+    trains: bool = False  # Passes are counted; false in an evaluation, also inside of an iteration.
+    num_micro_batches: int = 0  # announced so far; a hint, 0 if nobody announced any
     iteration: int | None = None  # number in the loop's log, for messages
 
 
@@ -212,6 +211,7 @@ class PlannedLayer:
         key = (digest, self._num_replica_slots, self.experts, self.groups, self.is_first)
         if is_shared and not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
             return self._last_made[1]
+        is_kept = is_shared and self.clock.driven
         if counts_DE is None and plan.needs_counts and not self.history.is_empty:
             counts_DE = np.rint(self.history.forecast_DE()).astype(np.int64)
         slots = SlotTable.of(plan.placement, self._num_replica_slots, self._slot_multiple)
@@ -232,11 +232,11 @@ class PlannedLayer:
             holders = Holders.of(slots.slot_ED, node_D, here, experts.device)
         elif not np.array_equal(slots.expert_DU.reshape(-1), np.arange(slots.expert_DU.size)):
             table = by_number(source_table(plan, slots, self.context.topology, here, counts_DE))
-            table = self._on_device(table, is_shared)
+            table = self._on_device(table, is_kept)
         parameters_U = [None if expert < 0 else found[expert] for expert in expert_U]
         of = None if is_shared else counts_DE
         made = SlotPass(plan, digest, slots, parameters_U, table, holders, transfers, is_shared, of)
-        if is_shared:
+        if is_kept:
             self._last_made = key, made
         return made
 
@@ -277,10 +277,10 @@ class PlannedLayer:
             twice = 1 << (num_replicas - 1).bit_length()
             self._num_replica_slots = min(twice, max(num_replicas, self.strategy.slots(self.context)))
 
-    def _on_device(self, host: torch.Tensor, is_shared: bool) -> torch.Tensor:
-        """A share table on the device. Shared passes always have the same tensor, for CUDA graphs."""
+    def _on_device(self, host: torch.Tensor, is_kept: bool) -> torch.Tensor:
+        """A share table on the device. Passes of iterations always have the same tensor, for CUDA graphs."""
         device = self.experts.device
-        if not is_shared:
+        if not is_kept:
             return sent_to(host, device)
         if self._table is None:
             self._table = torch.empty_like(host, device=device)

@@ -35,14 +35,12 @@ class SharedPlans:
     def make(self, first: "PlannedLayer") -> None:
         """Plan a layer, and with it all others of the running iteration that lack a plan.
 
-        All ranks of the group call it at the same place of the program. Whoever calls the model without
-        marked iterations gets one plan at a time.
+        All ranks of the group call it at the same place of the program.
 
         Raises:
             Exception: What the strategy raised, on whatever rank; every rank raises it.
         """
-        layers = self.layers if first.clock.driven else [first]
-        layers = [layer for layer in layers if layer.lacks_plan]
+        layers = [layer for layer in self.layers if layer.lacks_plan]
         rank, size = self._group.rank(), self._group.size()
         own: list[bytes] | Exception
         try:

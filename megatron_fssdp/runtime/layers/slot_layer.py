@@ -80,7 +80,7 @@ class SlotLayer(PlannedLayer):
 
     def mark(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
         """Mark a border between two parts of the layer, if they are measured (:meth:`PassTimer.border`)."""
-        if self.timer.is_running:
+        if self.timer.is_running and self.clock.trains:
             self.timer.border((self.load.forward, self.load.backward), tensor, forward, backward)
 
     # The pass in use.
@@ -99,15 +99,20 @@ class SlotLayer(PlannedLayer):
 
     def _pass_for(self, routing_map: torch.Tensor | None) -> SlotPass:
         """The pass of the iteration, or a new one for the micro-batch with this routing map."""
-        is_planned = self._is_alone or self.clock.driven
-        plan = self.plan_iteration() if is_planned else self._next_plan()
-        if is_planned and (not plan.each_micro_batch or routing_map is None or self._is_alone):
+        if not (self._is_alone or self.clock.driven):
+            if routing_map is None:
+                raise RuntimeError(
+                    f"{self.experts.what}: got a pass outside of iterations whose routing a CUDA graph made, "
+                    "wanted one by Megatron's schedule; run it by get_forward_backward_func()"
+                )
+            return self._make(self.context.owners_only)
+        plan = self.plan_iteration()
+        if not plan.each_micro_batch or routing_map is None or self._is_alone:
             if routing_map is not None and self._asks_after_gate and not self._is_final:
                 self._is_final = True
                 self._correct(routing_map)
             assert self.shared is not None
             return self.shared
-        assert routing_map is not None
         self._await_parameters()
         counts_DE = self._host_counts(routing_map)
         # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots.
@@ -118,11 +123,6 @@ class SlotLayer(PlannedLayer):
         own.is_recomputed = in_backward()
         if self._is_counted:
             self.counts.count_on_host(counts_DE, own, self.load, self.measure)
-            if not self.clock.driven:
-                self.history.append(counts_DE)
-                # The gate has noted the schedule of this pass already.
-                noted = {name: getattr(self.load, name) for name in ("schedule", "schedule_predicted_s")}
-                self.load = replace(LayerLoad.empty(self.context), **noted)
         return own
 
     def _use(self, one: SlotPass | None) -> None:
@@ -150,11 +150,11 @@ class SlotLayer(PlannedLayer):
     def prepare(self, routing_map: torch.Tensor | None, *, training: bool) -> None:
         """Provide the slots of the coming forward pass, before its routing is remapped.
 
-        Transfers that may not run beside the dispatch end here. Only strategies that plan each micro-batch,
-        and loops that mark no iterations, need the counts of the routing map, bool ``[T, E]``; then the host
-        waits for them once. The map is ``None`` if a CUDA graph made it. Evaluations are not counted.
+        Transfers that may not run beside the dispatch end here. Only strategies that plan each micro-batch
+        need the counts of the routing map, bool ``[T, E]``; then the host waits for them once. The map is
+        ``None`` if a CUDA graph made it. Evaluations are not counted.
         """
-        self._is_counted = training and not in_backward()
+        self._is_counted = training and self.clock.trains and not in_backward()
         if self.stopwatch is not None:
             self.stopwatch.tokens_ready()
         self.advance_transfers()
@@ -172,7 +172,7 @@ class SlotLayer(PlannedLayer):
             self._ready = self.context.owners_only
         self.plan_iteration()
         self._use(self.shared)
-        self._is_counted = training and not in_backward()
+        self._is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
         self.counts.open(self._in_use, self.experts.device)
 
     def remap(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -320,6 +320,7 @@ class SlotLayer(PlannedLayer):
                 "owners; call MoERuntime.finish_gradients() before reading gradients"
             )
         load = self._take_load()
+        self.gradients.note_iteration()
         self._drop()
         if load.counts_DE.any():
             self.history.append(load.counts_DE)
@@ -330,6 +331,10 @@ class SlotLayer(PlannedLayer):
         self._begin_anew()
         self._take_load()
         self._use(self.shared)
+
+    def drop_plan(self) -> None:
+        """Forget the plan of an iteration that has not begun."""
+        self._drop()
 
     def _drop(self) -> None:
         self._begin_anew()

@@ -35,6 +35,7 @@ class SlotPass:
     is_recomputed: bool = False  # The forward pass runs in a backward pass.
     has_backward: bool = False  # A backward pass follows the last forward pass.
     is_over: bool = False  # The gradients of a micro-batch's pass are complete.
+    is_dropped: bool = False  # The loop has set gradients to zero since.
 
     def __post_init__(self) -> None:
         # Attributes, because every forward pass asks for them.

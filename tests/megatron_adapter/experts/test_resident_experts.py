@@ -124,7 +124,6 @@ def test_states_begin_like_those_of_parameters_with_equal_settings() -> None:
 def compare_in_training(*, counts_in_groups: bool) -> None:
     """At the end of every iteration, compare the contents of replicas with those of their owners."""
     from megatron.core import optimizer, parallel_state
-
     from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
     from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
 

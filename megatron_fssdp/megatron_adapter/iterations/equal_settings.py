@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import (
@@ -18,9 +18,11 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     profile_iterations,
 )
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
 from megatron_fssdp.planning.compiled_form import source_digest
 from megatron_fssdp.strategies.auto import AutoStrategy
+
+if TYPE_CHECKING:
+    from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 
 _SIZES = ("num_experts", "num_layers", "hidden_size", "seq_length")
 _COMPARED = (*_SIZES, "micro_batch_size", "global_batch_size")
@@ -43,9 +45,9 @@ def refused_together() -> Iterator[None]:
         raise reason or ConfigurationError(first)
 
 
-def check_equal_settings(requested: RequestedStrategy, args: Any, *, to_boards: bool) -> None:
+def check_equal_settings(model: "ModelIterations") -> None:
     """Refuse, on all ranks, those with different settings or another request for boards. Collective."""
-    of_ranks = of_all_ranks(_facts(requested, args, to_boards))
+    of_ranks = of_all_ranks(_facts(model))
     first = of_ranks[0]
     # Other strategies have other settings, so a rank may lack a fact. The strategy is the first fact.
     for name in dict.fromkeys(name for facts in of_ranks for name in facts):
@@ -58,27 +60,27 @@ def check_equal_settings(requested: RequestedStrategy, args: Any, *, to_boards: 
                 )
 
 
-def _facts(requested: RequestedStrategy, args: Any, to_boards: bool) -> dict[str, Any]:
-    settings = requested.settings.model_dump(mode="json")
+def _facts(model: "ModelIterations") -> dict[str, Any]:
+    settings = model.settings.model_dump(mode="json")
     # Only rank 0 writes records, but all ranks measure for them.
     is_recorded = settings.pop("record_dir", None) is not None
     facts: dict[str, Any] = {
-        "--moe-strategy": requested.name,
+        "--moe-strategy": model.name,
         **{f"--moe-strategy-set {key}": value for key, value in settings.items()},
         "whether --moe-strategy-set record_dir is given": is_recorded,
-        "whether --tensorboard-dir or --wandb-project is given": to_boards,
+        "whether --tensorboard-dir or --wandb-project is given": model.host.has_boards,
     }
     facts |= {
         f"--{name.replace('_', '-')}": value
-        for name, value in vars(args).items()
+        for name, value in model.host.items()
         # Megatron compares none of them. With another top-k, a rank would train silently.
-        if name.startswith("moe_") or name in _COMPARED
+        if (name.startswith("moe_") or name in _COMPARED) and not callable(value)
     }
     with suppress(PackageNotFoundError):  # It may run without an installation.
         facts["version of megatron_fssdp"] = version("megatron-fssdp")
     facts["version of the planning kernels"] = source_digest()
-    if requested.session is not None:
-        strategy = requested.session.strategy
+    if model.session is not None:
+        strategy = model.session.strategy
         # A candidate of another package is left out on ranks on which it cannot be built.
         if isinstance(strategy, AutoStrategy):
             facts["strategies to select from"] = tuple(strategy.candidates)

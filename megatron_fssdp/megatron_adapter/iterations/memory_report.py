@@ -7,6 +7,7 @@ from typing import Any
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.planning.memory import ExpertMemory, ExpertOptimizer, expert_memory
@@ -25,13 +26,13 @@ def reports_for_stage() -> bool:
     )
 
 
-def report_memory(session: StrategySession, args: Any, held: HeldReplicas) -> None:
+def report_memory(session: StrategySession, host: HostSettings, held: HeldReplicas) -> None:
     """Log one line for each pipeline stage. All ranks of a stage have the same number of slots."""
     if reports_for_stage():
-        logger.info(f"[fssdp] memory of a rank: {account_memory(session, args, held).describe()}")
+        logger.info(f"[fssdp] memory of a rank: {account_memory(session, host, held).describe()}")
 
 
-def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> ExpertMemory:
+def account_memory(session: StrategySession, host: HostSettings, held: HeldReplicas) -> ExpertMemory:
     """Return the bytes of this rank's experts under the strategy's limits; there must be a layer."""
     layers = session.runtime.layers
     first = layers[0]
@@ -49,14 +50,16 @@ def account_memory(session: StrategySession, args: Any, held: HeldReplicas) -> E
         expert_elements=layout.numel,
         dtype_bytes=layout.dtype.itemsize,
         gradient_bytes=layout.dtype.itemsize if main_grad is None else main_grad.element_size(),
-        optimizer=expert_optimizer(args),
+        optimizer=expert_optimizer(host),
         expert_data_parallel_size=parallel_state.get_expert_data_parallel_world_size(),
         messages=message_rule(on_cuda=parameter.device.type == "cuda"),
     )
 
 
-def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> HeldReplicas:
-    """Return how many replicas exist at once on this rank in the largest iteration to come."""
+def held_replicas(
+    session: StrategySession, model: Sequence[Any], host: HostSettings, num_micro_batches: int
+) -> HeldReplicas:
+    """Return how many replicas exist at once on this rank in the largest iteration that is known of."""
     stage = PipelineStage(
         tuple(sum(isinstance(module, StrategyMoELayer) for module in chunk.modules()) for chunk in model),
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -65,31 +68,34 @@ def held_replicas(session: StrategySession, model: Sequence[Any], args: Any) -> 
     )
     # Replica slots have fp32 sums of their own. Transformer Engine quantizes weights once for each direction,
     # and mxfp8 has a scale for every 32 elements.
-    is_quantized = bool(getattr(args, "fp8", None) or getattr(args, "fp4", None))
+    is_quantized = bool(host.fp8 or host.fp4)
     return HeldReplicas(
         session.strategy.replica_life,
         stage,
-        _most_micro_batches(args),
+        _most_micro_batches(host, num_micro_batches),
         fuses_gradients=True,
         copy_bytes=2 * (1 + 1 / 32) if is_quantized else 0.0,
     )
 
 
-def _most_micro_batches(args: Any) -> int:
-    now = int(num_microbatches_calculator.get_num_microbatches())
-    if (schedule := getattr(args, "step_batch_size_schedule", None)) is None:
+def _most_micro_batches(host: HostSettings, announced: int) -> int:
+    calculators = num_microbatches_calculator
+    if calculators._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:  # not every host has it
+        return max(announced, 1)
+    now = max(int(calculators.get_num_microbatches()), announced)
+    if (schedule := host.step_batch_size_schedule) is None:
         return now
-    calculator = num_microbatches_calculator.StepBatchsizeNumMicroBatchesCalculator
-    largest = max(batch_size for _, batch_size in calculator._parse_schedule(schedule, None))
-    return max(now, largest // (args.micro_batch_size * args.data_parallel_size))
+    steps = calculators.StepBatchsizeNumMicroBatchesCalculator._parse_schedule(schedule, None)
+    largest = max(batch_size for _, batch_size in steps)
+    return max(now, largest // (host.micro_batch_size * host.data_parallel_size))
 
 
-def expert_optimizer(args: Any) -> ExpertOptimizer:
+def expert_optimizer(host: HostSettings) -> ExpertOptimizer:
     """Return what Megatron's optimizer keeps for every expert."""
     # States with a parameter's size: a momentum, or Adam's two moments.
-    num_states = {"sgd": int(args.sgd_momentum != 0), "lion": 1, "muon": 1, "dist_muon": 1}
+    num_states = {"sgd": int(host.sgd_momentum != 0), "lion": 1, "muon": 1, "dist_muon": 1}
     return ExpertOptimizer(
-        num_state_tensors=num_states.get(args.optimizer, 2),
-        has_master_weights=args.fp16 or args.bf16,
-        is_distributed=bool(args.use_distributed_optimizer),
+        num_state_tensors=num_states.get(host.optimizer, 2),
+        has_master_weights=host.fp16 or host.bf16,
+        is_distributed=bool(host.use_distributed_optimizer),
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_fssdp.megatron_adapter.training.record_folder import record_folder, run_config_of
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
@@ -13,7 +14,6 @@ from megatron_fssdp.config.run.megatron_options import options, plain
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.launch.run_data import data_arguments
-from megatron_fssdp.megatron_adapter.training.record_folder import record_folder, run_config_of
 from megatron_fssdp.records.metrics_file import METRICS_FILE
 from megatron_fssdp.records.run_settings import write_recorded_settings
 from megatron_fssdp.simulation.moe_job import job_of_run

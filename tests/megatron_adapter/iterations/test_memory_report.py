@@ -85,7 +85,6 @@ def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: P
 
 def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import num_microbatches_calculator
-
     from megatron_fssdp.megatron_adapter.training.memory_report import _most_micro_batches
 
     monkeypatch.setattr(num_microbatches_calculator, "get_num_microbatches", lambda: 2)

@@ -2,14 +2,13 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.training.global_vars import get_args
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import validate
@@ -18,54 +17,67 @@ from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import HOMES, SECTIONS, RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.files import run_lock
-from megatron_fssdp.megatron_adapter.layer.strategy_session import RequestedStrategy
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.records.metrics_file import METRICS_FILE
 from megatron_fssdp.records.run_settings import SETTINGS_FILE, write_recorded_settings
+
+if TYPE_CHECKING:
+    from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 
 logger = logging.getLogger(__name__)
 
 
-def describe_run(asked: Path, model: Iterable[torch.nn.Module], requested: RequestedStrategy) -> Path:
-    """Write ``config.yaml`` from Megatron's arguments, and return the folder that also gets the records."""
-    is_bert = any(type(module).__name__ == "BertModel" for chunk in model for module in chunk.modules())
-    settings = requested.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
-    strategy = {"name": requested.name, "settings": settings}
+def describe_run(asked: Path, model: "ModelIterations") -> Path:
+    """Write ``config.yaml`` from a host's settings, and return the folder that also gets the records."""
+    is_bert = any(
+        type(module).__name__ == "BertModel" for chunk in model.chunks for module in chunk.modules()
+    )
+    settings = model.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
+    strategy = {"name": model.name, "settings": settings}
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     where = ranks_per_node, not torch.cuda.is_available()
     run: RunConfig | None = None
     try:
-        run = run_config_of(get_args(), "bert" if is_bert else "gpt", *where, strategy)
+        run = run_config_of(model.host, "bert" if is_bert else "gpt", *where, strategy)
     except ConfigurationError as error:
         logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
-    folder = record_folder(asked, run, resumes=get_args().iteration > 0)
+    folder = record_folder(asked, run, resumes=model.host.resumes())
     run_lock.hold(folder, "record_dir")
     write_recorded_settings(folder, run, strategy)
     return folder
 
 
 def run_config_of(
-    args: Any, family: Literal["gpt", "bert"], ranks_per_node: int, on_cpu: bool, strategy: Mapping[str, Any]
+    host: HostSettings,
+    family: Literal["gpt", "bert"],
+    ranks_per_node: int,
+    on_cpu: bool,
+    strategy: Mapping[str, Any],
 ) -> RunConfig:
-    """Describe a run by Megatron's checked arguments, or raise a ConfigurationError if a YAML cannot.
+    """Describe a run by Megatron's names, or raise a ConfigurationError if a YAML cannot.
 
     The settings have what the package computes with, and what differs from Megatron's default.
     """
     data: dict[str, Any] = {section: {} for section in SECTIONS}
     for name, action in megatron_options.options().items():
-        value = megatron_options.plain(getattr(args, name, None))
+        value = megatron_options.plain(getattr(host, name))
         is_plain = isinstance(value, str | int | float | list)
         if is_plain and (name in HOMES or value != megatron_options.plain(action.default)):
             data[HOMES.get(name) or megatron_options.section_of(name)][name] = value
-    warm_up, last = data["training"].get("lr_warmup_iters", 0), (args.train_iters or 1) - 1
-    num_nodes = max(args.world_size // ranks_per_node, 1)
+    warm_up, last = data["training"].get("lr_warmup_iters", 0), (host.train_iters or 1) - 1
+    num_nodes = max((host.world_size or dist.get_world_size()) // ranks_per_node, 1)
     data["model"]["family"] = family
+    if host.num_moe_experts:  # megatron-core's name
+        data[HOMES.get("num_experts") or megatron_options.section_of("num_experts")]["num_experts"] = (
+            host.num_moe_experts
+        )
     data["parallelism"] |= {"nproc_per_node": ranks_per_node, "num_nodes": num_nodes}
     data["training"] |= {
         "device": "cpu" if on_cpu else "cuda",
-        "save_checkpoints": getattr(args, "save", None) is not None,
+        "save_checkpoints": host.save is not None,
         "lr_warmup_iters": max(0, min(warm_up, last)),
     }
-    vocabulary = getattr(args, "vocab_size", None) or getattr(args, "padded_vocab_size", None) or 0
+    vocabulary = host.vocab_size or host.padded_vocab_size or 0
     data["data"] = {"external": True, "vocab_size": max(int(vocabulary), 257)}
     return validate(RunConfig, {**data, "strategy": dict(strategy)}, "Megatron's arguments")
 

@@ -5,20 +5,19 @@ Shape letters: D devices, E experts, L layers, N nodes.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
-from megatron.training.training import num_floating_point_operations
+from megatron.core import parallel_state
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
-from megatron_fssdp.megatron_adapter.training.stage_records import RankRecord, by_stage, gathered
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.megatron_adapter.iterations.stage_records import RankRecord, by_stage, gathered
 from megatron_fssdp.planning.loads import load_similarity, max_over_mean
 from megatron_fssdp.records.loads import LoadsWriter
 from megatron_fssdp.records.metrics import (
@@ -42,6 +41,38 @@ _EQUAL_FIELDS = (
 )  # of a layer's load and of its metrics
 
 
+@dataclass
+class IterationFacts:
+    """What this rank's loop has done in an iteration, by what passed the seams of megatron-core."""
+
+    loss_sum: Any = 0.0  # of the first loss that the schedule returns, with the number of what it sums
+    loss_count: Any = 0
+    num_sequences: int = 0  # of this rank
+    seq_length: int = 0
+    grad_norm: Any = None
+    passes_s: float = 0.0
+    iteration_s: float = 0.0
+
+    def note(self, results: Any, given: Mapping[str, Any]) -> None:
+        """Note what a schedule was given and has returned; only the last pipeline stage gets losses."""
+        self.num_sequences += given["num_microbatches"] * given["micro_batch_size"]
+        self.seq_length = given["seq_length"]
+        for losses in results if isinstance(results, list) else ():
+            loss = next(iter(losses.values()), None) if isinstance(losses, dict) else None
+            parts = (
+                loss.detach().view(-1)
+                if isinstance(loss, torch.Tensor)
+                else torch.tensor(loss or ()).view(-1)
+            )
+            if len(parts) in (1, 2):  # a mean, or a sum with the number of what it sums
+                self.loss_sum, self.loss_count = self.loss_sum + parts[0], self.loss_count + (*parts, 1)[1]
+
+    @property
+    def loss(self) -> tuple[float, float] | None:
+        """Sum and number of the losses of this rank; the host waits for the device."""
+        return (float(self.loss_sum), float(self.loss_count)) if float(self.loss_count) else None
+
+
 class RunRecorder:
     """Writes a run's records while Megatron trains: files in ``record_dir``, if there is one, and boards.
 
@@ -50,9 +81,9 @@ class RunRecorder:
     transfers and of re-shards are those of device 0 of every expert-parallel group.
     """
 
-    def __init__(self, record_dir: Path | None, strategy: str, to_boards: bool) -> None:
-        self.record_dir, self._strategy = record_dir, strategy
-        self._to_boards, self._has_begun = to_boards, False
+    def __init__(self, record_dir: Path | None, strategy: str, host: HostSettings) -> None:
+        self.record_dir, self._strategy, self._host = record_dir, strategy, host
+        self._to_boards, self._has_begun = host.has_boards, False
         self._last_load_E: dict[int, np.ndarray] = {}
         # Global rank 0 writes files. Those of arrays are opened with the first iteration that has MoE layers.
         self._metrics: MetricsWriter | None = None
@@ -60,61 +91,59 @@ class RunRecorder:
         if record_dir is not None and dist.get_rank() == 0:
             self._metrics = MetricsWriter(record_dir)
 
-    @property
-    def wants_iteration(self) -> bool:
-        """Whether the running iteration is recorded; equal on all ranks."""
-        return self.record_dir is not None or (self._to_boards and _is_logged())
+    def wants_iteration(self, number: int) -> bool:
+        """Whether an iteration is recorded; equal on all ranks."""
+        return self.record_dir is not None or (self._to_boards and self._is_logged(number))
+
+    def _is_logged(self, number: int) -> bool:
+        return number % (self._host.log_interval or 1) == 0
 
     def record(
         self,
-        step_result: Any,
+        iteration: int,
+        facts: IterationFacts,
         loads: list[LayerLoad],
-        iteration_s: float,
-        passes_s: float,
         reshard: ReshardReport | None,
         selection: SelectionReport | None,
     ) -> None:
-        """Record one iteration. Collective: all ranks call it if :attr:`wants_iteration` is true.
+        """Record one iteration. Collective: all ranks call it if :meth:`wants_iteration` says so.
 
-        ``step_result`` is that of Megatron's ``train_step``. Of the iteration's wall time on this rank,
-        ``passes_s`` are in forward passes, backward passes and the reduction of gradients.
+        Of the iteration's wall time on this rank, ``passes_s`` of the facts are in forward passes, backward
+        passes and the reduction of gradients.
         """
-        args = get_args()
-        iteration, is_logged = args.curr_iteration + 1, _is_logged()
-        losses, grad_norm = step_result[0], step_result[5]
-        loss = float(next(iter(losses.values()))) if losses else None
-        records = gathered(loss, loads, reshard, selection)
+        is_logged = self._is_logged(iteration)
+        records = gathered(facts.loss, loads, reshard, selection)
         stages = by_stage(records)
         # Peaks are also recorded in the first and the last iteration, so that a short run has them.
-        has_peaks = is_logged or iteration in (1, args.train_iters)
-        session = None if self._has_begun else _session(self._strategy, records)
+        has_peaks = is_logged or iteration in (1, self._host.train_iters)
+        session = None if self._has_begun else _session(self._strategy, records, self._host)
         self._has_begun = True
         metrics: IterationMetrics | None = None
         all_loads = sorted((load for stage in stages for load in stage.loads), key=lambda load: load.layer)
         if dist.get_rank() == 0:
-            batch_size = get_current_global_batch_size()
+            batch_size = facts.num_sequences * parallel_state.get_data_parallel_world_size()
             memory = "allocated" if torch.cuda.is_available() else "resident"
             metrics = IterationMetrics(
                 iteration=iteration,
-                lm_loss=next((stage.loss for stage in reversed(stages) if stage.loss is not None), math.nan),
-                grad_norm=None if grad_norm is None else float(grad_norm),
-                iteration_s=iteration_s,
-                tokens_per_s=batch_size * args.seq_length / iteration_s,
+                lm_loss=next((stage.mean_loss for stage in reversed(stages) if stage.loss), math.nan),
+                grad_norm=None if facts.grad_norm is None else float(facts.grad_norm),
+                iteration_s=facts.iteration_s,
+                tokens_per_s=batch_size * facts.seq_length / facts.iteration_s,
                 layers=tuple(_layer_metrics(load, self._last_load_E.get(load.layer)) for load in all_loads),
                 resharded_experts=sum(stage.reshard.experts_moved for stage in stages),
                 reshard_bytes=sum(stage.reshard.bytes_moved for stage in stages),
                 reshard_s=max(stage.reshard.seconds for stage in stages),
-                passes_s=passes_s,
+                passes_s=facts.passes_s,
                 rank_peak_bytes=tuple(one.peak_bytes for one in records) if has_peaks else (),
                 rank_memory=memory if has_peaks else None,
-                flops=num_floating_point_operations(args, batch_size),
+                flops=self._host.flops(batch_size),
                 session=session,
                 selections=tuple(_selection(one.stage, one.selection) for one in stages if one.selection),
             )
             self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
             self._write(metrics, all_loads)
         if self._to_boards and is_logged:
-            _write_to_boards(metrics, all_loads)
+            _write_to_boards(metrics, all_loads, self._host.boards())
 
     def _write(self, metrics: IterationMetrics, loads: list[LayerLoad]) -> None:
         if self._metrics is None or self.record_dir is None:
@@ -141,32 +170,20 @@ class RunRecorder:
         )
 
 
-def boards_are_asked_for() -> bool:
-    """Whether the command line requests a board from Megatron; equal on all ranks."""
-    args = get_args()
-    return bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", ""))
-
-
-def _is_logged() -> bool:
-    args = get_args()
-    return bool((args.curr_iteration + 1) % args.log_interval == 0)
-
-
-def _session(strategy: str, records: list[RankRecord]) -> RunSession | None:
+def _session(strategy: str, records: list[RankRecord], host_settings: HostSettings) -> RunSession | None:
     """Return this start of the training, on global rank 0, which has records; None elsewhere."""
     if not records:
         return None
     ranks_of = Counter(one.host for one in records)
     host, cores = min(((one.host, one.cores) for one in records), key=lambda of: of[1] / ranks_of[of[0]])
-    args = get_args()
     return RunSession(
         strategy,
-        int(args.train_iters or 0),
+        int(host_settings.train_iters or 0),
         ranks_of[host],
         0 if torch.cuda.is_available() else cores,
         devices=dist.get_world_size(),
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        precision="bf16" if host_settings.bf16 else "fp16" if host_settings.fp16 else "fp32",
     )
 
 
@@ -196,7 +213,9 @@ def _selection(stage: int, report: SelectionReport) -> SelectionMetrics:
     return SelectionMetrics(stage, report.changes, report.saving_s, median_s, gain)
 
 
-def _write_to_boards(metrics: IterationMetrics | None, loads: Sequence[LayerLoad]) -> None:
+def _write_to_boards(
+    metrics: IterationMetrics | None, loads: Sequence[LayerLoad], boards: Sequence[Any]
+) -> None:
     """Send an iteration's metrics and loads from global rank 0, which alone has them, to the last rank.
 
     Megatron has opened TensorBoard and Weights & Biases there. Figures are ``fssdp/KEY`` of an iteration and
@@ -215,12 +234,13 @@ def _write_to_boards(metrics: IterationMetrics | None, loads: Sequence[LayerLoad
     for layer, load_E in zip(metrics.layers, load_of_layer_E, strict=True):
         scalars |= _scalars(layer, "fssdp ", f"/layer {layer.layer}")
         histograms[f"fssdp tokens of an expert/layer {layer.layer}"] = load_E
-    if (tensorboard := get_tensorboard_writer()) is not None:
+    tensorboard, wandb = boards
+    if tensorboard is not None:
         for name, value in scalars.items():
             tensorboard.add_scalar(name, value, step)
         for name, load_E in histograms.items():
             tensorboard.add_histogram(name, load_E, step)
-    if (wandb := get_wandb_writer()) is not None:
+    if wandb is not None:
         wandb.log({**scalars, **{name: wandb.Histogram(load_E) for name, load_E in histograms.items()}}, step)
 
 

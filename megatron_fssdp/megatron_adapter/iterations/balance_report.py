@@ -29,6 +29,8 @@ class BalanceReport:
 
     def __init__(self, layers: Sequence[SlotLayer], strategy: str) -> None:
         self._layers, self._strategy = layers, strategy
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._told_s = -INTERVAL_S
         self._iteration = self._num_noted = self._num_measured = 0
         self._last: list[tuple[LayerPlan | None, LayerLoad]] = []
@@ -69,10 +71,9 @@ class BalanceReport:
                 f"{1e3 * wait_s / self._num_measured:.3g} ms ({wait_s / total_s:.1%})" for wait_s in waits_s
             )
             clauses.append(f"an iteration waits {weights} for weights and {gradients} for gradients")
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        where = "" if parallel_state.get_pipeline_model_parallel_world_size() == 1 else f", stage {stage}"
+        where = "" if self._num_stages == 1 else f", stage {self._stage}"
         next_step = ""
-        if not stage:
+        if not self._stage:
             kept = "" if record_dir else "record with --moe-strategy-set record_dir=DIR, then "
             next_step = f". Next: {kept}megatron-fssdp report {record_dir or 'DIR'}"
         logger.info(

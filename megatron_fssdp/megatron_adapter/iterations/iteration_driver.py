@@ -1,31 +1,32 @@
-"""What happens between two iterations of a Megatron training: measuring, selecting, re-sharding, replicating.
+"""What happens between two iterations of a model: measuring, selecting, re-sharding, replicating.
 
 All of it is collective: all ranks that hold experts of a pipeline stage decide alike.
 """
 
+import atexit
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
-from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.training.balance_report import BalanceReport
-from megatron_fssdp.megatron_adapter.training.memory_report import (
+from megatron_fssdp.megatron_adapter.iterations.balance_report import BalanceReport
+from megatron_fssdp.megatron_adapter.iterations.memory_report import (
     expert_optimizer,
     held_replicas,
     report_memory,
     reports_for_stage,
 )
-from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory import held_replicas_bytes
 from megatron_fssdp.planning.placement.topology import Topology
@@ -38,44 +39,48 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.selection_report import SelectionReport
 from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, mistakes_named
 
+if TYPE_CHECKING:
+    from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
+
 logger = logging.getLogger(__name__)
 
 
 class IterationDriver:
-    """Begins and ends the iterations of one training under a strategy.
+    """Prepares, begins and ends the iterations of one model under a strategy.
 
-    :meth:`begin` measures, or lets ``auto`` select, then re-shards owners or changes resident replicas. The
-    replicas' sums of gradients are reset wherever Megatron resets those of its model chunks. If owners shall
-    move or replicas be resident, and slots cannot be exchanged, the constructor raises a ConfigurationError.
+    :meth:`prepare` measures, or lets ``auto`` select, then re-shards owners or changes resident replicas. If
+    owners shall move or replicas be resident, and slots cannot be exchanged, the constructor raises a
+    ConfigurationError.
     """
 
-    def __init__(
-        self, session: StrategySession, name: str, model: Sequence[Any], optimizer: Any, args: Any
-    ) -> None:
-        self._session, self._optimizer, self._args = session, optimizer, args
+    def __init__(self, model: "ModelIterations", optimizer: Any, num_micro_batches: int) -> None:
+        assert model.session is not None
+        session = self._session = model.session
+        self._host = model.host
         self.runtime = session.runtime
-        self.held = held_replicas(session, model, args)
+        self.held = held_replicas(session, model.chunks, self._host, num_micro_batches)
         # What was moved, and what auto selected, before the running iteration.
         self.reshard: ReshardReport | None = None
         self.selection: SelectionReport | None = None
         self._iterations_to_measure = self._measured_replicas_bytes = 0
         self._began_s = 0.0
+        self._number = 0
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
-        for chunk in model:
-            wrap(chunk, "zero_grad_buffer", self._zero_gradients)
+        self.record_dir = model.settings.record_dir
+        atexit.register(self.tell_end)
         layers, strategy = self.runtime.layers, session.strategy
-        self.balance = BalanceReport(layers, name) if reports_for_stage() else None
+        self.balance = BalanceReport(layers, model.name) if reports_for_stage() else None
         copies = parallel_state.get_expert_data_parallel_group()
-        if strategy.resident_slots and args.expert_model_parallel_size > 1:
+        if strategy.resident_slots and parallel_state.get_expert_model_parallel_world_size() > 1:
             slots = strategy.resident_slots
-            self._residents = ResidentExperts(session.slots, slots, model, optimizer, copies)
+            self._residents = ResidentExperts(session.slots, slots, model.chunks, optimizer, copies)
         if not layers or layers[0].context.num_devices == 1:
             return
         if strategy.moves_owners:
             owned, devices = session.slots.parameters, layers[0].groups.expert_parallel
-            resharding = ExpertResharding(owned, devices, copies, model, optimizer)
+            resharding = ExpertResharding(owned, devices, copies, model.chunks, optimizer)
             resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
             session.slots.resharding = resharding
         if isinstance(strategy, AutoStrategy) and session.slots.layers:
@@ -85,7 +90,7 @@ class IterationDriver:
             for layer in layers:
                 layer.stopwatch = LayerStopwatch()
         else:  # Until costs are measured, there are no limits, and no replicas.
-            report_memory(session, args, self.held)
+            report_memory(session, self._host, self.held)
 
     @property
     def _groups_of_owners(self) -> list[dist.ProcessGroup]:
@@ -102,31 +107,36 @@ class IterationDriver:
         layers = self.runtime.layers
         return next(ps[0].device for layer in layers for ps in layer.experts.parameters.values())
 
-    def begin(self, iteration: int, num_micro_batches: int) -> None:
+    def prepare(self, iteration: int, num_micro_batches: int) -> None:
         """Prepare the iteration after ``iteration`` complete ones, before its first forward pass."""
         session = self._session
         if self._iterations_to_measure:
             self._iterations_to_measure -= 1
         elif self.runtime.layers and self.runtime.layers[0].stopwatch is not None:
             self._profile(num_micro_batches)
+            self.runtime.drop_plans()
         self.selection = None
         if self._selector is not None:
             # Layers of multi-token prediction keep their strategy.
             self.selection = self._selector.select(session.slots.layers, iteration)
-        if self.selection is not None and reports_for_stage():
-            for line in self.selection.describe():
+        if self.selection is not None:
+            self.runtime.drop_plans()
+            for line in self.selection.describe() if reports_for_stage() else ():
                 logger.info(f"[fssdp] auto, after iteration {iteration}: {line}")
+        session.slots.move_to_saved()
         self.reshard = self._moved(iteration)
-        session.runtime.begin_iteration(num_micro_batches, iteration + 1)
-        self._began_s = time.perf_counter()
 
-    def _zero_gradients(self, zero_of_chunk: Callable[[], None]) -> None:
-        # First wait for transfers on their way, because they end by adding to gradients. After the first
-        # model chunk, others find nothing to do.
-        self.runtime.reset_gradients()
-        zero_of_chunk()
+    def begin(self, iteration: int, num_micro_batches: int) -> None:
+        """Begin the iteration that was prepared."""
         if self._residents is not None:
             self._residents.zero_gradients()
+        self._number, self._began_s = iteration + 1, time.perf_counter()
+        self.runtime.begin_iteration(num_micro_batches, iteration + 1)
+
+    def drop(self) -> None:
+        """Drop an iteration that was not ended."""
+        gradient_sync.forget_waiting(self.runtime.layers)
+        self.runtime.reset_gradients()
 
     def end(self) -> list[LayerLoad]:
         """End an iteration after the optimizer step, and return what each layer did."""
@@ -137,13 +147,19 @@ class IterationDriver:
         plans = [layer.plan for layer in self.runtime.layers]
         loads = self.runtime.end_iteration()
         if self.balance is not None:
-            number, seconds = self._args.curr_iteration + 1, time.perf_counter() - self._began_s
-            is_logged = number % self._args.log_interval == 0
-            self.balance.note(number, plans, loads, seconds, is_logged=is_logged)
+            seconds = time.perf_counter() - self._began_s
+            is_logged = self._number % (self._host.log_interval or 1) == 0
+            self.balance.note(self._number, plans, loads, seconds, is_logged=is_logged)
         if any(layer.stopwatch is not None for layer in self.runtime.layers):
             num_bytes = self._replicas_bytes(plans, loads)
             self._measured_replicas_bytes = max(self._measured_replicas_bytes, num_bytes)
         return loads
+
+    def tell_end(self) -> None:
+        """Say once how even the loads were: at the end of the training, or of a program that ends well."""
+        atexit.unregister(self.tell_end)
+        if self.balance is not None and not hasattr(sys, "last_exc"):
+            self.balance.tell_end(self.record_dir)
 
     def _tell_exchange(self) -> None:
         planned = {one.context.layer: one.plan for one in self.runtime.layers if one.plan is not None}
@@ -170,17 +186,17 @@ class IterationDriver:
     def _profile(self, num_micro_batches: int) -> None:
         layers = self.runtime.layers
         layout = layers[0].experts.layout()
-        copies, optimizer = parallel_state.get_expert_data_parallel_group(), expert_optimizer(self._args)
+        copies, optimizer = parallel_state.get_expert_data_parallel_group(), expert_optimizer(self._host)
         profile_layers(
             layers,
             self._groups_of_owners,
             free_bytes=_free_bytes(self._measured_replicas_bytes),
-            token_bytes=self._args.hidden_size * layout.dtype.itemsize,
+            token_bytes=self._host.hidden_size * layout.dtype.itemsize,
             owned_bytes=optimizer.owned_bytes(layout.numel, layout.dtype.itemsize, copies.size()),
-            num_micro_batches=num_micro_batches,
+            num_micro_batches=max(num_micro_batches, 1),
             held=self.held,
             device=self._device,
-            choices=TokenChoices(self._args.moe_router_topk),
+            choices=TokenChoices(self._host.moe_router_topk),
             deduplicated=self._session.strategy.travel.exchange == "deduplicated",
         )
         context, strategy = layers[0].context, self._session.strategy
@@ -196,7 +212,7 @@ class IterationDriver:
                 f"{inter}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per device; "
                 f"{strategy.limits(context)}"
             )
-        report_memory(self._session, self._args, self.held)
+        report_memory(self._session, self._host, self.held)
 
     def _moved(self, iteration: int) -> ReshardReport | None:
         strategy, slots = self._session.strategy, self._session.slots

@@ -29,7 +29,7 @@ def _peak_bytes() -> int:
 class RankRecord:
     """What one rank reports of an iteration, or all ranks of a pipeline stage together."""
 
-    loss: float | None  # of the language model; None on stages that do not compute it
+    loss: tuple[float, float] | None  # sum and number of losses; None on stages that do not compute them
     loads: list[LayerLoad]  # of its expert-parallel group; empty on other devices than the group's first
     passes: list[tuple[PassSeconds, PassSeconds]]  # forward and backward on this rank, by layer
     reshard: ReshardReport  # before the iteration
@@ -41,9 +41,15 @@ class RankRecord:
     cores: int = field(default_factory=usable_cores)
     peak_bytes: int = field(default_factory=_peak_bytes)
 
+    @property
+    def mean_loss(self) -> float:
+        """The mean of the losses, which must be known."""
+        assert self.loss is not None
+        return self.loss[0] / self.loss[1]
+
 
 def gathered(
-    loss: float | None,
+    loss: tuple[float, float] | None,
     loads: list[LayerLoad],
     reshard: ReshardReport | None,
     selection: SelectionReport | None,
@@ -72,7 +78,7 @@ def _stage(ranks: list[RankRecord]) -> RankRecord:
     moved_bytes, seconds = sum(one.bytes_moved for one in reshards), max(one.seconds for one in reshards)
     return replace(
         groups[0],
-        loss=next((record.loss for record in ranks if record.loss is not None), None),
+        loss=_sum_of([record.loss for record in ranks if record.loss is not None]),
         loads=[
             _layer(
                 [record.loads[index] for record in groups if record.peer == 0],
@@ -83,6 +89,10 @@ def _stage(ranks: list[RankRecord]) -> RankRecord:
         ],
         reshard=ReshardReport(reshards[0].experts_moved, moved_bytes, seconds),
     )
+
+
+def _sum_of(losses: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    return (sum(one for one, _ in losses), sum(number for _, number in losses)) if losses else None
 
 
 def _layer(

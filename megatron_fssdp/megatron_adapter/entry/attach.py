@@ -1,0 +1,73 @@
+"""Turns a strategy on in any program that trains Megatron models, before it builds them.
+
+Only megatron-core is touched. Megatron-LM's command line (:mod:`.registration`) stands on top of this.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy, strategy_settings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
+from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
+from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
+from megatron_fssdp.megatron_adapter.iterations import core_seams
+from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment, current, set_current
+from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
+
+STRATEGY_VARIABLE = "MEGATRON_FSSDP_STRATEGY"
+SETTINGS_VARIABLE = "MEGATRON_FSSDP_SETTINGS"
+
+
+def attach(strategy: str, settings: Mapping[str, Any] | None = None) -> Attachment:
+    """Let models train under a strategy: those that Megatron's DDP wraps from now on.
+
+    Call it on all ranks, before the model is built; no other call is needed. ``settings`` have the keys of
+    the strategy's YAML file. Each model has iterations, owners and records of its own;
+    :attr:`Attachment.models` has them. ``none`` lets later models be Megatron's own. On a machine without an
+    accelerator, Megatron runs on the CPU.
+
+    Raises:
+        ConfigurationError: A name or value is invalid, or the installed megatron-core lacks a seam.
+    """
+    return use(Attachment(strategy, strategy_settings(strategy, dict(settings or {}), "settings")))
+
+
+def attach_from_environment(*_: Any, **__: Any) -> Attachment | None:
+    """Attach what ``MEGATRON_FSSDP_STRATEGY`` and ``MEGATRON_FSSDP_SETTINGS=slots=2,…`` ask for, if anything.
+
+    Hosts that call a function of the user's (slime's ``--custom-megatron-init-path``) can name this one; its
+    arguments do not matter.
+    """
+    name, settings = asked_by_environment()
+    if name is None:
+        return None
+    known = current()
+    if known is not None and known.name == name:
+        return known
+    return use(Attachment(name, resolve_strategy(name, None, settings)))
+
+
+def asked_by_environment() -> tuple[str | None, list[str]]:
+    """Strategy and settings (``key=value``) of environment variables; ``None`` without a strategy."""
+    name, settings = os.environ.get(STRATEGY_VARIABLE) or None, os.environ.get(SETTINGS_VARIABLE, "")
+    pairs = [pair.strip() for pair in settings.split(",") if pair.strip()]
+    if pairs and name is None:
+        raise ConfigurationError(
+            f"{SETTINGS_VARIABLE}: got {settings}, but no strategy, wanted both; set {STRATEGY_VARIABLE}"
+        )
+    return name, pairs
+
+
+def use(attachment: Attachment) -> Attachment:
+    """Install all seams of megatron-core, once, and attach a strategy."""
+    on_cpu = cpu_runtime.install()
+    check_seams(for_training=False)
+    optimizer_repairs.install()
+    core_seams.install()
+    if not on_cpu and isinstance(attachment.settings, PlacementSettings):
+        # NCCL asks for it where communicators are used at the same time; before 2.26 it is ignored.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    set_current(attachment)
+    return attachment

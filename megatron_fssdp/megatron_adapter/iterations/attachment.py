@@ -1,0 +1,123 @@
+"""The strategy that this process asked for, and the models that train under it.
+
+A model joins when Megatron's DDP wraps it, because only models that are wrapped are trained by Megatron's
+optimizers. Models that are never wrapped, such as reference models, stay Megatron's own.
+"""
+
+import atexit
+import logging
+import os
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
+from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
+from megatron_fssdp.megatron_adapter.layer.joined_model import join, numbers_of
+from megatron_fssdp.megatron_adapter.layer.strategy_session import DEFAULT_OPTIONS, StrategySession
+
+logger = logging.getLogger(__name__)
+
+
+class Attachment:
+    """One strategy with its settings, for all models that DDP wraps from now on; each gets its own session.
+
+    ``timeout`` and ``nccl_options`` are those of the groups of transfers, by default those of Megatron's
+    expert-parallel groups and of high priority.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: StrategySettings,
+        host: HostSettings | None = None,
+        timeout: timedelta | None = None,
+        nccl_options: dict[str, Any] = DEFAULT_OPTIONS,
+    ) -> None:
+        self.name, self.settings, self.host = name, settings, host or HostSettings()
+        self._timeout, self._nccl_options = timeout, nccl_options
+        self._models: list[weakref.ref[ModelIterations]] = []
+        self._open: ModelIterations | None = None  # a model that lacks chunks
+        self._numbers: set[tuple[int | None, int]] = set()  # of the layers of that model
+        self.has_joined = False
+        if isinstance(settings, PlacementSettings):
+            atexit.register(self._tell_absence)
+
+    @property
+    def models(self) -> list[ModelIterations]:
+        """The models that have joined and still exist, in the order of their first chunks."""
+        return [one for ref in self._models if (one := ref()) is not None]
+
+    def take(self, config: Any, ddp_config: Any, module: torch.nn.Module) -> ModelIterations | None:
+        """Let a model chunk that DDP is about to wrap join; ``None`` if it has no part in experts.
+
+        Raises:
+            ConfigurationError: The strategy cannot serve this model.
+        """
+        if not getattr(config, "num_moe_experts", None) or isinstance(module, torch.nn.ParameterList):
+            return None
+        if not parallel_state.model_parallel_is_initialized():
+            raise ConfigurationError(
+                f"--moe-strategy {self.name}: got process groups outside of megatron.core.parallel_state "
+                "(decentralized groups), wanted those of initialize_model_parallel(); use them, "
+                "or --moe-strategy none"
+            )
+        numbers = numbers_of(module)
+        model = self._open
+        if model is None or numbers & self._numbers:
+            model = self._new(config, ddp_config)
+        self._numbers |= numbers
+        if model.session is not None and join(module, model.session):
+            self.has_joined = True
+        # With virtual stages, a model of this rank has several chunks, which are wrapped one after another.
+        if model.num_chunks_missing(config) == 1:
+            self._open, self._numbers = None, set()
+        else:
+            self._open = model
+        return model
+
+    def _new(self, config: Any, ddp_config: Any) -> ModelIterations:
+        host, session = self.host.with_sources(config, ddp_config), None
+        if isinstance(self.settings, PlacementSettings):
+            timeout = self._timeout or _timeout_of(parallel_state.get_expert_model_parallel_group())
+            session = StrategySession(self.name, self.settings, timeout, self._nccl_options, host)
+            session.check_model(host)
+            checkpoint_hints.add(session)
+        model = ModelIterations(self.name, self.settings, host, session)
+        self._numbers = set()
+        self._models.append(weakref.ref(model))
+        return model
+
+    def _tell_absence(self) -> None:
+        if not self.has_joined and current() is self and os.environ.get("RANK", "0") == "0":
+            print(
+                f"[fssdp] --moe-strategy {self.name} did nothing: Megatron's DDP wrapped no MoE layer",
+                flush=True,
+            )
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The time-out of a group's collectives; groups that are made later do not inherit it."""
+    backend: Any = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+_current: Attachment | None = None
+
+
+def current() -> Attachment | None:
+    """The attached strategy; ``None`` if there is none."""
+    return _current
+
+
+def set_current(attachment: Attachment | None) -> None:
+    """Attach a strategy to the models that DDP wraps from now on."""
+    global _current
+    _current = attachment

@@ -1,0 +1,167 @@
+"""Where megatron-core tells what a training loop does: the seams on which iterations stand.
+
+All loops call these places of megatron-core, whichever host they belong to. Methods of classes are wrapped,
+and functions that a module looks up when it calls them. So hosts that have imported them by name come here::
+
+    schedules.forward_backward_*           passes begin; says how many micro-batches, and whether they train
+    DistributedDataParallel.__init__       a model joins
+    _ParamAndGradBuffer.reset              gradients are set to zero: an open iteration is dropped
+    DistributedDataParallel.scale_gradients, prepare_grads and get_grad_norm of optimizers
+                                           replicas' gradients come home before
+    step of optimizers                     the iteration ends
+    MoELayer.route                         a layer that trains without the strategy is refused
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+from megatron.core.optimizer import optimizer as optimizers
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.utils import get_model_config
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
+from megatron_fssdp.megatron_adapter.experts.slot_states import members_of
+from megatron_fssdp.megatron_adapter.iterations.attachment import current
+from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
+from megatron_fssdp.megatron_adapter.wrapping import wrap
+
+_MODEL = "model_of_fssdp"
+_SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+_OPTIMIZERS = (optimizers.ChainedOptimizer, optimizers.MixedPrecisionOptimizer, optimizers.FP32Optimizer)
+_built: weakref.WeakSet[Any] = weakref.WeakSet()  # Optimizers; those of a chained one are in it, too.
+
+
+@cache  # once in a process
+def install() -> None:
+    """Wrap the seams. Without an attached strategy, they change nothing."""
+    for name in _SCHEDULES:
+        wrap(schedules, name, _run_passes)
+    wrap(DistributedDataParallel, "__init__", _wrap_model)
+    wrap(DistributedDataParallel, "scale_gradients", _when_home)
+    wrap(_ParamAndGradBuffer, "reset", _reset)
+    wrap(MoELayer, "route", _route)
+    wrap(optimizers.MegatronOptimizer, "__init__", _note_optimizer)
+    wrap(optimizers.ChainedOptimizer, "__init__", _note_optimizer)
+    for kind in _OPTIMIZERS:
+        wrap(kind, "step", _step)
+        wrap(kind, "prepare_grads", _when_home)
+        wrap(kind, "get_grad_norm", _when_home)
+
+
+def optimizer_of(model: ModelIterations) -> Any:
+    """The optimizer that has a model's parameters; several are returned as one; ``None`` without any."""
+    found = [one for one in _built if model in models_of(one)]
+    inner = {id(member) for one in found for member in getattr(one, "chained_optimizers", ())}
+    outer = [one for one in found if id(one) not in inner]
+    if len(outer) > 1:
+        return SimpleNamespace(chained_optimizers=outer, config=outer[0].config)
+    return outer[0] if outer else None
+
+
+def models_of(optimizer: Any) -> list[ModelIterations]:
+    """The models whose parameters an optimizer has."""
+    if (known := getattr(optimizer, _MODEL, None)) is None:
+        known = list({id(one): one for one in _searched(optimizer)}.values())
+        setattr(optimizer, _MODEL, known)
+    return known
+
+
+def _searched(optimizer: Any) -> Iterator[ModelIterations]:
+    for member in members_of(optimizer):
+        groups = [getattr(member, name, ()) for name in ("float16_groups", "fp32_from_fp32_groups")]
+        held = [*getattr(member, "buffers", ()), *(one for group in groups for part in group for one in part)]
+        if (inner := getattr(member, "optimizer", None)) is not None:
+            held += [one for group in inner.param_groups for one in group["params"]]
+        yield from (model for one in held if (model := getattr(one, _MODEL, None)) is not None)
+
+
+def _note_optimizer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    _built.add(self)
+
+
+def _wrap_model(
+    init: Any, self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
+) -> None:
+    attachment = current()
+    # DDP makes hooks for the experts' Parameters, so their layers must have joined before.
+    model = None if attachment is None else attachment.take(config, ddp_config, module)
+    init(self, config, ddp_config, module, *args, **kwargs)
+    if model is None:
+        return
+    model.add(self)
+    setattr(self, _MODEL, model)
+    for held in (*self.buffers, *self.expert_parallel_buffers, *module.parameters()):
+        setattr(held, _MODEL, model)
+
+
+def _run_passes(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+    chunks = kwargs["model"] if isinstance(kwargs["model"], list | tuple) else [kwargs["model"]]
+    models = {id(model): model for one in chunks if (model := getattr(one, _MODEL, None)) is not None}
+    with ExitStack() as surrounded:
+        if kwargs.get("forward_only"):
+            for model in models.values():
+                surrounded.enter_context(model.evaluation())
+            return schedule(*args, **kwargs)
+        # A loop that finalizes gradients later may go on with more calls.
+        ends_here = get_model_config(chunks[0]).finalize_model_grads_func is not None
+        number = kwargs["num_microbatches"] if ends_here else 0
+        told = [surrounded.enter_context(model.passes(number)) for model in models.values()]
+        results = schedule(*args, **kwargs)
+        for facts in told:
+            facts.note(results, kwargs)
+    return results
+
+
+def _reset(reset: Any, buffer: Any) -> None:
+    # First wait for transfers on their way, because they end by adding to gradients.
+    if (model := getattr(buffer, _MODEL, None)) is not None:
+        model.drop()
+    reset(buffer)
+
+
+def _when_home(read: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    is_model = isinstance(self, DistributedDataParallel)
+    for model in filter(None, [getattr(self, _MODEL, None)]) if is_model else models_of(self):
+        model.finish_gradients()
+    return read(self, *args, **kwargs)
+
+
+def _step(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as surrounded:
+        told = [surrounded.enter_context(model.step()) for model in models_of(self)]
+        result = step(self, *args, **kwargs)
+        for results in told:
+            results.append(result)
+    return result
+
+
+def _route(route: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    attachment = current()
+    if (
+        type(layer) is MoELayer
+        and attachment is not None
+        and isinstance(attachment.settings, PlacementSettings)
+        and torch.is_grad_enabled()
+        and layer.training
+        and any(one.requires_grad for one in layer.experts.parameters())
+    ):
+        raise ConfigurationError(
+            f"--moe-strategy {attachment.name}: got a training pass of MoE layer {layer.layer_number}, which "
+            "is not the strategy's, wanted layers that have joined; attach the strategy before Megatron's "
+            "DistributedDataParallel wraps the model (no other wrapper is served), or use --moe-strategy none"
+        )
+    return route(layer, *args, **kwargs)

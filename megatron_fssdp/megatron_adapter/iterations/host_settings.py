@@ -1,0 +1,39 @@
+"""What a host says about its training: Megatron's names, in whatever objects the host keeps them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """Settings by Megatron's names, looked up in the objects of a host; the first with a value counts.
+
+    ``sources`` are Megatron's parsed arguments, sections of Megatron-Bridge's container, and the configs of
+    megatron-core's model, DDP and optimizer, which are added when they are known. Unknown names are ``None``.
+    """
+
+    sources: tuple[Any, ...] = ()
+    iteration: Callable[[], int] | None = None  # complete iterations; None if the host does not count them
+    resumes: Callable[[], bool] = lambda: False  # whether the run continues from a checkpoint
+    flops: Callable[[int], float] = lambda batch_size: 0.0  # of an iteration; 0 if nobody counts them
+    boards: Callable[[], Sequence[Any]] = lambda: (None, None)  # writers of TensorBoard and Weights & Biases
+    has_boards: bool = False
+    exports_by_name: bool = True  # Somebody may read experts by name without a word.
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        values = [getattr(one, name) for one in self.sources if hasattr(one, name)]
+        return next(
+            (one for one in values if one is not None and one is not False), values[0] if values else None
+        )
+
+    def with_sources(self, *more: Any) -> "HostSettings":
+        """Settings that are also looked up in more objects, after those that are known."""
+        return replace(self, sources=(*self.sources, *more))
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """All names with their values."""
+        names = dict.fromkeys(name for one in self.sources for name in vars(one))
+        return ((name, getattr(self, name)) for name in names)

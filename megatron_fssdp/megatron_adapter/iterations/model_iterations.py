@@ -1,0 +1,205 @@
+"""The iterations of one model, whatever loop trains it.
+
+An iteration is what lies between two resets of gradients. It begins with the first training pass and ends
+after the optimizer's step. A reset before that drops it. Nothing here depends on how many passes come, or how
+many calls of a schedule they are in.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
+from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
+from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal_settings, refused_together
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.megatron_adapter.iterations.installation import report_installation
+from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
+from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
+from megatron_fssdp.megatron_adapter.iterations.run_recorder import IterationFacts, RunRecorder
+from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+from megatron_fssdp.megatron_adapter.wrapping import wrap
+
+
+class ModelIterations:
+    """Begins, ends and drops the iterations of a model; ``session`` is ``None`` under ``none``."""
+
+    def __init__(
+        self, name: str, settings: StrategySettings, host: HostSettings, session: StrategySession | None
+    ) -> None:
+        self.name, self.settings, self.host, self.session = name, settings, host, session
+        self.chunks: list[Any] = []  # of this rank, as DDP wraps them
+        self.driver: IterationDriver | None = None
+        self.recorder: RunRecorder | None = None
+        self._is_known = False  # The optimizer was found, and all that needs it was built.
+        self._is_prepared = False  # for the coming iteration
+        self._is_open = False
+        self._num_done = 0
+        self._facts = IterationFacts()
+        self._began_s = 0.0
+        if session is not None and host.has_boards:
+            session.runtime.measure = True  # Layers read this when they join.
+
+    def num_chunks_missing(self, config: Any) -> int:
+        """Chunks of this rank that DDP has not wrapped."""
+        return (config.virtual_pipeline_model_parallel_size or 1) - len(self.chunks)
+
+    def add(self, ddp: Any) -> None:
+        """Add a chunk that DDP has wrapped."""
+        self.chunks.append(ddp)
+        if self.session is not None:
+            install_beginnings([ddp])
+        if (root := _root_of(ddp)) is not None:
+            wrap(root, "forward", self._run_root)
+
+    def _run_root(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of what contains a chunk's layers; loops without a schedule begin here."""
+        clock = None if self.session is None else self.session.runtime.clock
+        trains = torch.is_grad_enabled() and self.chunks[0].training
+        if trains and not self._is_open and (clock is None or not clock.driven):
+            self.begin(0)
+        if trains or not self._is_open:
+            return forward(*args, **kwargs)
+        with self.evaluation():
+            return forward(*args, **kwargs)
+
+    def begin(self, num_micro_batches: int) -> None:
+        """Begin an iteration, or go on with it, before passes of so many micro-batches; 0 if unknown.
+
+        Collective over the ranks of the model.
+        """
+        if not self._is_known:
+            self._is_known = True
+            self._know(num_micro_batches)
+        runtime = None if self.session is None else self.session.runtime
+        if self._is_open:
+            if runtime is not None:
+                runtime.expect(num_micro_batches)
+            return
+        self._is_open, self._began_s, self._facts = True, time.perf_counter(), IterationFacts()
+        if self.driver is not None:
+            if not self._is_prepared:  # An iteration that was dropped is not prepared again.
+                self.driver.prepare(self.num_done, num_micro_batches)
+            self._is_prepared = True
+            self.driver.begin(self.num_done, num_micro_batches)
+
+    @property
+    def num_done(self) -> int:
+        """Complete iterations, as the host counts them, or as many as were seen, also before a resume."""
+        return self._num_done if self.host.iteration is None else self.host.iteration()
+
+    @contextmanager
+    def passes(self, num_micro_batches: int) -> Iterator[IterationFacts]:
+        """Surround the passes of a schedule, which are timed if the iteration is recorded."""
+        self.begin(num_micro_batches)
+        started_s = time.perf_counter()
+        yield self._facts
+        if self.recorder is not None and self.recorder.wants_iteration(self.num_done + 1):
+            _synchronize()  # This wait costs nothing: the optimizer waits for the gradients' norm anyway.
+            self._facts.passes_s += time.perf_counter() - started_s
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Surround forward passes without backward passes, inside of an iteration or outside."""
+        if self.session is None:
+            yield
+            return
+        outside = self.session.runtime.begin_evaluation()
+        try:
+            yield
+        finally:
+            self.session.runtime.end_evaluation(outside)
+
+    def finish_gradients(self) -> None:
+        """Bring the gradients of replicas home, before anybody reads or changes gradients. Collective."""
+        if self.session is not None:
+            self.session.runtime.finish_gradients()
+
+    def drop(self) -> None:
+        """Drop an iteration that was not ended, where gradients are set to zero."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self.driver is not None:
+            self.driver.drop()
+
+    @contextmanager
+    def step(self) -> Iterator[list[Any]]:
+        """Surround the optimizer's step, whose results the caller puts into the list; the iteration ends."""
+        results: list[Any] = []
+        if not self._is_open:
+            yield results
+            return
+        self.finish_gradients()
+        if self.session is not None:
+            self.session.runtime.end_passes()
+        yield results
+        self._is_open = self._is_prepared = False
+        loads = [] if self.driver is None else self.driver.end()
+        number = self.num_done + 1
+        self._num_done += 1
+        if self.recorder is not None and self.recorder.wants_iteration(number):
+            _synchronize()  # The step's kernels must be in its time.
+            self._facts.iteration_s = time.perf_counter() - self._began_s
+            self._facts.grad_norm = results[0][1] if results else None
+            moved, selected = (
+                (None, None) if self.driver is None else (self.driver.reshard, self.driver.selection)
+            )
+            self.recorder.record(number, self._facts, loads, moved, selected)
+
+    def _know(self, num_micro_batches: int) -> None:
+        """Check all that is known once a model is about to train, and build what needs its optimizer."""
+        from megatron_fssdp.megatron_adapter.iterations.core_seams import optimizer_of
+
+        optimizer = optimizer_of(self)
+        if optimizer is None:
+            raise ConfigurationError(
+                f"--moe-strategy {self.name}: got a training pass of a model whose parameters no "
+                "optimizer of Megatron has, wanted one of get_megatron_optimizer(); build it before the first pass"
+            )
+        self.host = self.host.with_sources(optimizer.config)
+        check_equal_settings(self)
+        if self.session is not None:
+            seen = (layer.history.num_seen for layer in self.session.runtime.layers)
+            self._num_done = max(of_all_ranks(max(seen, default=0)))
+            self.session.check_model(self.host)
+            report_installation(self)
+            self.driver = IterationDriver(self, optimizer, num_micro_batches)
+        record_dir = self.settings.record_dir
+        if record_dir is None and not self.host.has_boards:
+            return
+        with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
+            if record_dir is not None and dist.get_rank() == 0:
+                record_dir = describe_run(record_dir, self)
+                if self.driver is not None:
+                    self.driver.record_dir = record_dir
+            self.recorder = RunRecorder(record_dir, self.name, self.host)
+
+
+def _root_of(ddp: torch.nn.Module) -> torch.nn.Module | None:
+    """The smallest module that contains all MoE layers of a chunk, outside of lists of layers."""
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    paths = [name.split(".") for name, one in ddp.named_modules() if isinstance(one, BaseMoELayer)]
+    if not paths:
+        return None
+    first, last = min(paths), max(paths)
+    common = [
+        a
+        for index, (a, b) in enumerate(zip(first, last, strict=False))
+        if first[:index] == last[:index] and a == b
+    ]
+    if "layers" in common:
+        common = common[: common.index("layers")]
+    return ddp.get_submodule(".".join(common))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

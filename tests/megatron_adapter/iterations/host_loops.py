@@ -1,0 +1,310 @@
+"""The training loops of hosts, reduced to their calls of megatron-core, on a GPT-MoE with hot experts."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, EXPERTS = 3, 2, 16, 64, 8
+
+
+@dataclass
+class Trained:
+    """What one rank found; gradients are norms by layer, expert and matrix, home at the owner."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[tuple[int, int, int], float]] = field(default_factory=list)
+    replicas: list[int] = field(default_factory=list)  # most of a layer's plan, by iteration
+    forward_only: list[float] = field(default_factory=list)  # losses of log-probabilities
+    num_histories: list[int] = field(default_factory=list)
+    has_moved: bool = False
+
+
+class Host:
+    """A model with DDP and optimizer, and what every loop does with them."""
+
+    def __init__(self, **options: Any) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1)
+        torch.manual_seed(1)
+        self.config = config(**options.pop("config", {}))
+        ddp_config = DistributedDataParallelConfig(
+            **{"use_distributed_optimizer": True, "bucket_size": 4000, **options}
+        )
+        self.gpt = build(self.config)
+        self.model = DistributedDataParallel(self.config, ddp_config, self.gpt)
+        adam = {"optimizer": "adam", "lr": 2e-2, "overlap_param_gather": ddp_config.overlap_param_gather}
+        distributed = ddp_config.use_distributed_optimizer
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(use_distributed_optimizer=distributed, **adam), [self.model]
+        )
+        self._hooks()
+        if ddp_config.overlap_param_gather:  # as Megatron-LM does until the first step is over
+            self.model.disable_forward_pre_hook(param_sync=False)
+            self.config.param_sync_func = None
+        self._generator = torch.Generator().manual_seed(100 + dist.get_rank())
+        self.found = Trained()
+
+    def _hooks(self) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        config, ddp = self.config, self.model.ddp_config
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if ddp.overlap_grad_reduce:
+            config.no_sync_func, config.grad_sync_func = self.model.no_sync, self.model.start_grad_sync
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(VOCABULARY // 4, (BATCH, LENGTH + 1), generator=self._generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def forward(self, model: Any = None) -> torch.Tensor:
+        tokens, labels = self.batch()
+        positions = torch.arange(LENGTH).expand(BATCH, -1)
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        loss: torch.Tensor = (model or self.model)(tokens, positions, mask, labels=labels)
+        return loss.mean()
+
+    def passes(self, number: int = MICRO_BATCHES, *, model: Any = None, forward_only: bool = False) -> float:
+        """Passes by Megatron's schedule; the sum of the losses."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def step(data: Any, chunk: Any) -> Any:
+            return self.forward(chunk), lambda loss: (loss, {"loss": loss.detach()})
+
+        losses = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=None,
+            model=[model or self.model],
+            num_microbatches=number,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+            forward_only=forward_only,
+        )
+        return sum(float(one["loss"]) for one in losses)
+
+    def log_probabilities(self, model: Any = None) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.found.forward_only.append(self.passes(2, model=model, forward_only=True))
+        self.model.train()
+
+    def reset(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self, loss: float) -> None:
+        self.found.gradients.append(self._gradients())
+        _, norm, _ = self.optimizer.step()
+        self.found.norms.append(float(norm))
+        self.found.losses.append(loss)
+
+    def _layers(self) -> Iterator[Any]:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        return (one for one in self.gpt.modules() if isinstance(one, MoELayer))
+
+    def _gradients(self) -> dict[tuple[int, int, int], float]:
+        found = {}
+        for index, layer in enumerate(self._layers()):
+            if (slots := getattr(layer, "slot_layer", None)) is not None:
+                experts = slots.experts.parameters
+            else:
+                each = (list(one.parameters()) for one in layer.experts.local_experts)
+                experts = dict(zip(layer.local_expert_indices, each, strict=True))
+            for expert, parameters in experts.items():
+                for place, parameter in enumerate(parameters):
+                    found[index, expert, place] = float(parameter.main_grad.norm())
+        return found
+
+    def overlaps_gather(self) -> None:
+        """After the first step, parameters are gathered in forward passes."""
+        if self.model.ddp_config.overlap_param_gather:
+            self.model.enable_forward_pre_hook()
+            self.config.param_sync_func = self.model.start_param_sync
+
+
+def config(**options: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": EXPERTS}
+    return TransformerConfig(
+        **{
+            **sizes,
+            **{"moe_router_topk": 2, "moe_ffn_hidden_size": 16, "expert_model_parallel_size": 2},
+            **{"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"},
+            **{"add_bias_linear": False, "use_cpu_initialization": True, "init_method_std": 0.1},
+            **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "gradient_accumulation_fusion": False},
+            **options,
+        }
+    )
+
+
+def build(config: Any) -> Any:
+    """A GPT whose first experts are hot, and whose experts differ between ranks."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    gpt = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+    for layer in (one for one in gpt.modules() if isinstance(one, MoELayer)):
+        with torch.no_grad():
+            layer.router.weight[:2] += 0.1
+            for parameter in layer.experts.parameters():
+                parameter.mul_(1 + 0.5 * layer.ep_group.rank())
+    return gpt
+
+
+def swift(host: Host, iteration: int) -> None:
+    host.reset()
+    host.step(host.passes())
+
+
+def verl(host: Host, iteration: int) -> None:
+    """Log-probabilities, mini-batches of several sizes, gradients set to zero again after the step."""
+    host.log_probabilities()
+    for number in (1 + iteration % 3, 2):
+        host.optimizer.zero_grad()
+        host.model.zero_grad_buffer()
+        host.step(host.passes(number))
+        host.optimizer.zero_grad()
+        host.model.zero_grad_buffer()
+
+
+def slime(host: Host, iteration: int) -> None:
+    host.log_probabilities(host.reference)
+    host.reset()
+    loss = host.passes()
+    assert not host.optimizer.prepare_grads()
+    host.optimizer.get_grad_norm()
+    host.step(loss)
+    host.reset()
+
+
+def nemo(host: Host, iteration: int) -> None:
+    """Several calls of the schedule, none of which finalizes; gradients are scaled before their reduction."""
+    from megatron.core.distributed import finalize_model_grads
+
+    host.reset()
+    config, loss = host.config, 0.0
+    kept = config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func
+    config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func = None, nullcontext, None
+    for _ in range(2 + iteration % 2):
+        with host.model.no_sync():
+            loss += host.passes(1)
+    config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func = kept
+    host.model.scale_gradients(0.5)
+    if host.model.ddp_config.overlap_grad_reduce:
+        host.model.start_grad_sync()
+    finalize_model_grads([host.model])
+    host.step(loss)
+
+
+def by_hand(host: Host, iteration: int) -> None:
+    """No schedule; buffers are reset one by one; a forward pass without gradients in the middle."""
+    from megatron.core.distributed import finalize_model_grads
+
+    for one in (*host.model.buffers, *host.model.expert_parallel_buffers):
+        one.reset()
+    for one in (*host.model.bucket_groups, *host.model.expert_parallel_bucket_groups):
+        one.reset()
+    host.optimizer.zero_grad()
+    total = 0.0
+    for number in range(2 + iteration % 2):
+        loss = host.forward(host.gpt if number else None)
+        loss.backward()
+        total += float(loss)
+        with torch.inference_mode() if number else torch.no_grad():
+            host.found.forward_only.append(float(host.forward()))
+    finalize_model_grads([host.model])
+    host.step(total)
+
+
+def abandoning(host: Host, iteration: int) -> None:
+    """Iterations that an error ends, or whose step is skipped, or whose gradients are set to zero twice."""
+    host.reset()
+    if iteration % 3 == 1:
+        host.passes()  # The step is skipped.
+        host.reset()
+    elif iteration % 3 == 2:
+        forward, calls = host.forward, [0]
+
+        def failing(model: Any = None) -> Any:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise ArithmeticError("the second micro-batch")
+            return forward(model)
+
+        host.forward = failing  # type: ignore[method-assign]
+        with suppress(ArithmeticError):
+            host.passes()
+        host.forward = forward  # type: ignore[method-assign]
+        host.reset()
+    host.reset()
+    host.step(host.passes())
+
+
+def offloading(host: Host, iteration: int) -> None:
+    """Between the phases, the memory of parameters and gradients is given back, as verl does."""
+    host.reset()
+    host.step(host.passes())
+    buffers = (*host.model.buffers, *host.model.expert_parallel_buffers)
+    kept = [None if one.param_data is None else one.param_data.clone() for one in buffers]
+    for one in buffers:
+        for data in filter(lambda held: held is not None, (one.param_data, one.grad_data)):
+            data.untyped_storage().resize_(0)
+    for one, values in zip(buffers, kept, strict=True):
+        for data in filter(lambda held: held is not None, (one.param_data, one.grad_data)):
+            data.untyped_storage().resize_(data.numel() * data.element_size())
+        if values is not None:
+            one.param_data.copy_(values)
+
+
+LOOPS: dict[str, Callable[[Any, int], None]] = {
+    loop.__name__: loop for loop in (swift, verl, slime, nemo, by_hand, abandoning, offloading)
+}
+
+
+def train_under(
+    rank: int,
+    world_size: int,
+    loop: str,
+    strategies: list[tuple[str, dict[str, Any]]],
+    options: dict[str, Any],
+) -> list[Trained]:
+    """Train in one process under one strategy after another; each has a model of its own."""
+    import megatron_fssdp
+    from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
+
+    made, results = list[int](), []
+    make = PlannedLayer._make
+
+    def counting(self: Any, plan: Any, *given: Any, **more: Any) -> Any:
+        made.append(plan.placement.num_replicas)
+        return make(self, plan, *given, **more)
+
+    PlannedLayer._make = counting  # type: ignore[method-assign]
+    for name, settings in strategies:
+        attachment = megatron_fssdp.attach(name, settings)
+        host: Any = Host(**options)
+        host.reference = build(config(**options.get("config", {}))).eval() if loop == "slime" else None
+        host.model.train()
+        for iteration in range(5):
+            made.clear()
+            LOOPS[loop](host, iteration)
+            host.found.replicas.append(max(made, default=0))
+            if not iteration:
+                host.overlaps_gather()
+        for model in attachment.models if name != "none" else ():
+            host.found.num_histories = [len(one.history) for one in model.session.runtime.layers]
+            host.found.has_moved = not model.session.slots.owners.is_even
+        results.append(host.found)
+    return results

@@ -1,0 +1,50 @@
+"""Under the loops of all hosts, strategies have stock's losses and gradients, and plans from loads."""
+
+from typing import Any
+
+import pytest
+
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+from ..training_run import slow
+from .host_loops import LOOPS, Trained, train_under
+
+FSSDP = ("fssdp", {"slots": 2, "overlap_degree": 3})
+MOVING = ("smartmoe", {"reshard_interval": 2})
+ALL = [FSSDP, MOVING, ("ep", {}), ("prophet", {}), ("fastermoe", {}), ("auto", {}), ("quota", {"slots": 2})]
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_trains_as_stock_megatron(loop: str) -> None:
+    compare(loop, [FSSDP, MOVING])
+
+
+@pytest.mark.parametrize(
+    "loop", ["nemo", *slow([loop for loop in LOOPS if loop not in ("nemo", "offloading")])]
+)
+def test_a_loop_that_overlaps_trains_as_stock_megatron(loop: str) -> None:
+    compare(loop, ALL if loop != "nemo" else [FSSDP, MOVING], **OVERLAPS)
+
+
+def compare(loop: str, strategies: list[tuple[str, dict[str, Any]]], **options: Any) -> None:
+    ranks = run_megatron_ranks(train_under, 2, loop, [("none", {}), *strategies], options, ep=2)
+    for stock, *others in ranks:
+        for (name, _), found in zip(strategies, others, strict=True):
+            assert_equal(found, stock, name)
+    for (name, _), *of_ranks in zip(strategies, *(others for _, *others in ranks), strict=True):
+        # Each expert's gradient is at its owner, wherever that is.
+        gradients = [{**a, **b} for a, b in zip(*(one.gradients for one in of_ranks), strict=True)]
+        wanted = [{**a, **b} for a, b in zip(*(stock.gradients for stock, *_ in ranks), strict=True)]
+        assert [one.keys() for one in gradients] == [one.keys() for one in wanted], name
+        for got, stock_gradients in zip(gradients, wanted, strict=True):
+            assert got == pytest.approx(stock_gradients, rel=2e-5, abs=1e-7), name
+        if name == "fssdp":
+            assert all(one.replicas[-1] > 0 and all(one.num_histories) for one in of_ranks)
+        if name == "smartmoe":
+            assert all(one.has_moved for one in of_ranks)
+
+
+def assert_equal(found: Trained, stock: Trained, name: str) -> None:
+    for what in ("losses", "norms", "forward_only"):
+        assert getattr(found, what) == pytest.approx(getattr(stock, what), rel=1e-5), f"{name}: {what}"
