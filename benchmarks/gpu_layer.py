@@ -109,20 +109,22 @@ class Layers:
         from megatron.core.extensions.transformer_engine import HAVE_TE
         from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
-        import megatron_fssdp
+        from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
+        from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+        from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 
         use_te = HAVE_TE and device.type == "cuda"
         words = {"use_te": use_te, "num_experts": config.num_moe_experts, "moe_grouped_gemm": use_te}
         self.runtime, self.num_replicas = None, dict[int, int]()  # by layer, in the last iteration
-        if name == "none":
-            spec = get_moe_module_spec(**words)
-        else:
-            session = megatron_fssdp.start_session(name, {**VARIANTS[name], "nodes": NODES})
-            self.runtime = session.runtime
-            spec = megatron_fssdp.get_moe_module_spec(session=session, **words)
+        spec = get_moe_module_spec(**words)
         self.layers = [spec(config=config, pg_collection=None).to(device) for _ in range(config.num_layers)]
         for number, layer in enumerate(self.layers, 1):
             layer.set_layer_number(number)
+        if name != "none":
+            settings: Any = strategy_settings(name, {**VARIANTS[name], "nodes": NODES}, "variant")
+            session = StrategySession(name, settings)
+            self.runtime = session.runtime
+            self.layers = [StrategyMoELayer.of(layer, session) for layer in self.layers]
         for slot_layer in self.runtime.layers if self.runtime else ():
             slot_layer.context = replace(slot_layer.context, profile=profile)
             slot_layer.on_pass = partial(self._note, slot_layer.context.layer, slot_layer.on_pass)
@@ -135,7 +137,6 @@ class Layers:
             layer.zero_grad(set_to_none=True)
         if runtime is not None:
             runtime.begin_iteration(num_micro_batches=1)
-            runtime.begin_passes()
             runtime.layers[0].launch(leaf)
         output = leaf
         for layer, forced in zip(self.layers, routing, strict=True):

@@ -170,7 +170,7 @@ _BEFORE_LAYER_S = 1.0  # compute that hides every transfer
 
 def plan_with_free_links() -> None:
     """Replace the measured costs of links after every measurement, equally on all ranks."""
-    from megatron_fssdp.megatron_adapter.training import iteration_driver
+    from megatron_fssdp.megatron_adapter.iterations import iteration_driver
     from megatron_fssdp.planning.cost.cost_model import LinkCost
     from megatron_fssdp.strategies import auto
 

@@ -98,8 +98,9 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "checkpoints": {"", "experts", "cpu", "support"},
         "diagnosis": {"", "experts", "cpu", "support"},
         "layer": {"", "experts", "cpu", "support", "routing", "checkpoints"},
-        "training": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer"},
-        "entry": {"", "experts", "cpu", "support", "routing", "checkpoints", "layer", "training"},
+        "iterations": {"", "experts", "cpu", "support", "checkpoints", "layer"},
+        "training": {"", "layer", "iterations"},
+        "entry": {"", "cpu", "support", "checkpoints", "layer", "iterations", "training"},
     },
     "cli": {"": {"analysis"}, "analysis": {""}},
 }

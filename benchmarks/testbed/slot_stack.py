@@ -69,7 +69,6 @@ class SlotStack(LayerStack):
         self.parameters = self._moves.before(self._num_done)
         self._num_done += 1
         self.runtime.begin_iteration(num_micro_batches=1)
-        self.runtime.begin_passes()
 
     def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
         self.runtime.layers[0].launch(hidden)

@@ -1,22 +1,23 @@
 """Train a small GPT-MoE under ``fssdp`` without Megatron's command line or training loop.
 
 Start it with ``torchrun --standalone --nproc-per-node 2 train.py``, on GPUs or without them. On CPUs, set
-``OMP_NUM_THREADS=1``.
+``OMP_NUM_THREADS=1``. The loop calls nothing of the plugin. ``megatron-fssdp report records`` then shows the
+loads of devices with and without replicas.
 """
 
 import os
 
 import megatron_fssdp
 
-# Before Megatron is imported: on a machine without a GPU, this makes Megatron run on the CPU.
-session = megatron_fssdp.start_session("fssdp", {"slots": 1, "overlap_degree": 2})
-session.runtime.measure = True  # keeps the loads that are printed below
+# Before the model is built. On a machine without a GPU, this makes Megatron run on the CPU.
+attachment = megatron_fssdp.attach("fssdp", {"slots": 1, "overlap_degree": 2, "record_dir": "records"})
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
@@ -49,7 +50,7 @@ def main() -> None:
         add_bias_linear=False,
         use_cpu_initialization=not on_gpu,
     )
-    spec = megatron_fssdp.get_gpt_decoder_block_spec(config, session=session)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)  # Megatron's own
     gpt = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt.cuda())
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=3e-3), [model])
@@ -59,21 +60,17 @@ def main() -> None:
     positions = torch.arange(LENGTH, device="cuda").expand(BATCH, -1)
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device="cuda").triu(1)
     for iteration in range(1, ITERATIONS + 1):
-        session.runtime.begin_iteration(num_micro_batches=1, iteration=iteration)
         model.zero_grad_buffer()
         optimizer.zero_grad()
         loss = model(tokens, positions, mask, labels=labels).mean()
         loss.backward()
-        session.runtime.finish_gradients()  # all gradients of replicas are now at the experts' owners
         finalize_model_grads([model])
         optimizer.step()
-        loads = session.runtime.end_iteration()
         if dist.get_rank() == 0 and iteration % 5 == 0:
-            plain, used = (load_D.max() / load_D.mean() for load_D in (loads[0].owner_D, loads[0].device_D))
-            print(
-                f"iteration {iteration}: loss {loss.item():.3f}, device load {plain:.2f} → {used:.2f}",
-                flush=True,
-            )
+            print(f"iteration {iteration}: loss {loss.item():.3f}", flush=True)
+    (trained,) = attachment.models
+    num_known = [len(layer.history) for layer in trained.session.runtime.layers]
+    assert all(num_known), "plans come from the loads of past iterations"
     dist.destroy_process_group()
 
 

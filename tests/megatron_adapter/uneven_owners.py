@@ -1,6 +1,7 @@
 """Stock models whose experts are in other slots than Megatron assigned."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,4 +64,4 @@ def follow_all(experts: Sequence[Any], current: Callable[[], StageOwners | None]
     from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
 
     for layer, module in enumerate(experts):
-        follow_owners(module, layer, current)
+        follow_owners(module, layer, SimpleNamespace(stage_owners=current))

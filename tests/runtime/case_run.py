@@ -81,14 +81,12 @@ class CaseRun:
         for iteration in range(case.num_iterations):
             batches = [self.draw() for _ in range(case.schedule.count("F"))]
             self._change_owners(iteration)
-            if case.driven:
-                runtime.begin_iteration(len(batches), iteration)
             for attempt in range(1 + case.repeats):
                 runtime.reset_gradients()  # Transfers on their way end by adding to gradients.
                 for layer in self.layers:
                     layer.zero_gradients()
-                if case.driven:
-                    runtime.begin_passes()
+                if case.driven:  # How many passes come is a hint, which may be wrong.
+                    runtime.begin_iteration(case.announced or len(batches), iteration)
                 if case.late and not attempt:
                     for layer in self.layers:
                         layer.leave()
@@ -159,8 +157,7 @@ class CaseRun:
 
     def _evaluate(self) -> None:
         batch = self.draw()
-        if self.case.driven:
-            self.runtime.begin_iteration(0)
+        outside = self.runtime.begin_evaluation() if self.case.driven else True
         num_seen = [layer.slots.history.num_seen for layer in self.layers]
         with torch.inference_mode() if self.rng.random() < 0.5 else torch.no_grad():
             output, *_ = self.forward(batch, training=False)
@@ -168,7 +165,8 @@ class CaseRun:
                 "evaluation", output, batch.of_rank(self._reference(batch)[0].detach(), self.rank)
             )
         if self.case.driven:
-            assert not any(load.counts_DE.any() for load in self.runtime.end_iteration())
+            self.runtime.end_evaluation(outside)
+            assert not any(layer.slots.load.counts_DE.any() for layer in self.layers)
         assert [layer.slots.history.num_seen for layer in self.layers] == num_seen
 
     def _reference(self, batch: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:

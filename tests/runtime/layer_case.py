@@ -41,6 +41,7 @@ class LayerCase:
     early: float = 0.0  # share of the weights that travels beside the experts of the layer before
     corrects: bool = False  # Replicas change when the counts of the first micro-batch are known.
     driven: bool = True  # A loop marks iterations.
+    announced: int = 0  # micro-batches that the loop announces; 0: as many as come
     repeats: bool = False  # The loop breaks off the passes of each iteration and begins them again.
     peers: int = 1
     has_main_grad: bool = False

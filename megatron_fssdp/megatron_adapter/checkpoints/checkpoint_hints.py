@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,12 @@ from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import slots_in
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
-from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.auto import AutoStrategy
+from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +121,18 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "counts_IDE": torch.from_numpy(state["counts_IDE"])}
 
 
+class Session(Protocol):
+    """What a session must have for hints."""
+
+    strategy: Strategy
+    slots: ExpertSlots
+    runtime: MoERuntime
+
+
 CheckpointHint = OwnerHint | StrategyHint | LoadHint
 
 
-def hints_of(session: StrategySession) -> list[CheckpointHint]:
+def hints_of(session: Session) -> list[CheckpointHint]:
     """Return hints for what a run with the session's strategy may change."""
     strategy, slots, runtime = session.strategy, session.slots, session.runtime
     hints: list[CheckpointHint] = [OwnerHint(slots)] if strategy.moves_owners else []
@@ -135,11 +143,11 @@ def hints_of(session: StrategySession) -> list[CheckpointHint]:
     return hints
 
 
-_sessions: list[weakref.ref[StrategySession]] = []
-_loading: list[StrategySession] = []  # whose experts the running load fills
+_sessions: list[weakref.ref[Session]] = []
+_loading: list[Session] = []  # whose experts the running load fills
 
 
-def add(session: StrategySession) -> None:
+def add(session: Session) -> None:
     """Save and load the hints of a session with its experts."""
     _sessions.append(weakref.ref(session))
     _install()
@@ -154,7 +162,7 @@ def _install() -> None:
     wrap(serialization, "load_common_state_dict", _take_hints)
 
 
-def _alive() -> list[StrategySession]:
+def _alive() -> list[Session]:
     return [session for ref in _sessions if (session := ref()) is not None]
 
 
@@ -208,6 +216,11 @@ def wrap_save(dist_checkpointing: Any) -> None:
         if dist.get_rank() == 0:
             for name in _MARKS:
                 (Path(str(checkpoint_dir)) / name).unlink(missing_ok=True)
+        for given in (*args, *kwargs.values()) if any(one.strategy.moves_owners for one in _alive()) else ():
+            for strategy in (given, getattr(given, "base_strategy", None)):
+                for name in ("do_cache_distribution", "use_cached_ckpt_structure"):
+                    if hasattr(strategy, name):
+                        setattr(strategy, name, False)  # Experts move between saves, so each needs a plan.
         with naming_failures(f"saving {checkpoint_dir}"):
             return save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 

@@ -53,8 +53,17 @@ def _wrap_blocks() -> None:
     wrap(HybridStack, "sharded_state_dict", _block_state)
 
 
-def _state_with_slots(experts: Any, layer: int, slots: ExpertSlots, *args: Any, **kwargs: Any) -> Any:
-    state = _state_by_owner(experts, layer, slots.stage_owners, *args, **kwargs)
+def _state_with_slots(
+    experts: Any,
+    layer: int,
+    slots: ExpertSlots,
+    prefix: str = "",
+    sharded_offsets: Any = (),
+    metadata: Any = None,
+) -> ShardedStateDict:
+    if (metadata or {}).get("distrib_optim_sharding_type") == "dp_reshardable":
+        slots.go_home()  # This format stores optimizer states by their position in a bucket.
+    state = _state_by_owner(experts, layer, slots.stage_owners, prefix, sharded_offsets, metadata)
     for entry in state.values():
         setattr(entry, _SLOTS, slots)
     return state

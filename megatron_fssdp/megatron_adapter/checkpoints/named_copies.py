@@ -2,10 +2,15 @@
 
 ``state_dict`` and ``load_state_dict`` name an expert by the place for which Megatron registered it. After a
 re-shard, another expert is there, so a copy in or out would silently mean other experts. Both are refused
-then, and :func:`restore_owners` brings all experts back to Megatron's order.
+then, and :func:`restore_owners` brings all experts back to Megatron's order. Hosts read Parameters by their
+names, too, without such a call. Known exports of theirs (:data:`EXPORTS`) bring experts back first.
 """
 
+import sys
 from collections.abc import Sequence
+from functools import cache, partial
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,9 +18,66 @@ import torch
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
-from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 
+EXPORTS = {
+    "megatron.bridge.models.conversion.model_bridge": ("MegatronModelBridge", ("build_conversion_tasks",)),
+    "mcore_bridge.bridge.gpt_bridge": ("GPTBridge", ("export_weights", "load_weights")),
+}
+"""Methods by which hosts read or write experts by name, on all ranks, with the model as an argument."""
+
+_WITHOUT_A_CALL = ("verl", "slime", "nemo_rl")  # hosts that also read named_parameters()
 _RESTORE = "call megatron_fssdp.restore_owners(model) on all ranks between two iterations"
+
+
+def knows_exports() -> bool:
+    """Whether all that reads experts by name in this process is known, so that owners may move."""
+    hosts = ("megatron.bridge.training.train", "mcore_bridge")
+    return any(name in sys.modules for name in hosts) and not any(n in sys.modules for n in _WITHOUT_A_CALL)
+
+
+@cache  # once in a process
+def install_exports() -> None:
+    """Bring experts home before the known exports of hosts, also of hosts that are imported later."""
+    for name in EXPORTS:
+        if name in sys.modules:
+            _wrap_exports(name)
+    sys.meta_path.insert(0, _Imports())
+
+
+class _Imports:
+    """Wraps the exports of a module when it has been imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in EXPORTS:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec: Any = find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None:
+            spec.loader.exec_module = partial(_execute, spec.loader.exec_module, name)
+        return spec
+
+
+def _execute(execute: Any, name: str, module: Any) -> None:
+    execute(module)
+    _wrap_exports(name)
+
+
+def _wrap_exports(name: str) -> None:
+    kind, methods = EXPORTS[name]
+    for method in methods:
+        wrap(getattr(sys.modules[name], kind), method, _restored)
+
+
+def _restored(export: Any, *args: Any, **kwargs: Any) -> Any:
+    for given in (*args, *kwargs.values()):
+        chunks = given if isinstance(given, list | tuple) else [given]
+        if chunks and all(isinstance(one, torch.nn.Module) for one in chunks):
+            restore_owners(chunks)
+    return export(*args, **kwargs)
 
 
 def check_named_copies(experts: torch.nn.Module, layer: int, slots: ExpertSlots) -> None:
@@ -62,9 +124,5 @@ def restore_owners(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     members = (getattr(module, "slots", None) for chunk in chunks for module in chunk.modules())
     found = {id(slots): slots for slots in members if isinstance(slots, ExpertSlots)}
-    moved = False
-    for slots in found.values():
-        if not (owners := slots.owners).is_even:
-            even = OwnerMap.even(owners.num_layers, owners.num_experts, owners.num_devices)
-            moved |= slots.move_to(even) is not None
-    return moved
+    moved = [slots.go_home() for slots in found.values()]
+    return any(moved)

@@ -14,13 +14,16 @@ from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.iterations import core_seams
 from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment, current, set_current
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
+from megatron_fssdp.megatron_adapter.support.limits import replace_checkpoint_arguments
 
 STRATEGY_VARIABLE = "MEGATRON_FSSDP_STRATEGY"
 SETTINGS_VARIABLE = "MEGATRON_FSSDP_SETTINGS"
 
 
-def attach(strategy: str, settings: Mapping[str, Any] | None = None) -> Attachment:
+def attach(strategy: str, settings: Mapping[str, Any] | None = None, *, host: Any = None) -> Attachment:
     """Let models train under a strategy: those that Megatron's DDP wraps from now on.
 
     Call it on all ranks, before the model is built; no other call is needed. ``settings`` have the keys of
@@ -28,10 +31,21 @@ def attach(strategy: str, settings: Mapping[str, Any] | None = None) -> Attachme
     :attr:`Attachment.models` has them. ``none`` lets later models be Megatron's own. On a machine without an
     accelerator, Megatron runs on the CPU.
 
+    ``host`` is Megatron-Bridge's ``ConfigContainer``, or another object whose settings, or those of its
+    sections, have Megatron's names. What the strategy cannot serve is then refused here, before the model is
+    built, and options of checkpoints that cannot hold moved experts are replaced.
+
     Raises:
         ConfigurationError: A name or value is invalid, or the installed megatron-core lacks a seam.
     """
-    return use(Attachment(strategy, strategy_settings(strategy, dict(settings or {}), "settings")))
+    found = strategy_settings(strategy, dict(settings or {}), "settings")
+    told = HostSettings.of(host)
+    if host is not None and isinstance(found, PlacementSettings):
+        session = StrategySession(strategy, found)
+        session.check_model(told)
+        if session.strategy.moves_owners:
+            replace_checkpoint_arguments(f"--moe-strategy {strategy}", told)
+    return use(Attachment(strategy, found, told))
 
 
 def attach_from_environment(*_: Any, **__: Any) -> Attachment | None:

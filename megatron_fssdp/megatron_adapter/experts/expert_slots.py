@@ -129,6 +129,16 @@ class ExpertSlots:
             self.adopt(owners)
         return report
 
+    def go_home(self) -> bool:
+        """Move all experts back to where Megatron's names mean them; return whether any moved. Collective.
+
+        The order lasts until the strategy's next re-shard. It is for the time between two iterations.
+        """
+        if not self.layers or (owners := self.owners).is_even:
+            return False
+        even = OwnerMap.even(owners.num_layers, owners.num_experts, owners.num_devices)
+        return self.move_to(even) is not None
+
     def move_to_saved(self) -> None:
         """Move the experts to the owners of the checkpoint that was loaded, if this strategy moves owners."""
         saved, self.saved_owners = self.saved_owners, None

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
+from megatron_fssdp.megatron_adapter.checkpoints.named_copies import install_exports, knows_exports
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 from megatron_fssdp.megatron_adapter.layer.joined_model import join, numbers_of
@@ -87,13 +88,32 @@ class Attachment:
         host, session = self.host.with_sources(config, ddp_config), None
         if isinstance(self.settings, PlacementSettings):
             timeout = self._timeout or _timeout_of(parallel_state.get_expert_model_parallel_group())
-            session = StrategySession(self.name, self.settings, timeout, self._nccl_options, host)
+            settings, why = self._may_move(self.settings)
+            session = StrategySession(self.name, settings, timeout, self._nccl_options, host)
+            session.keeps_owners = why
             session.check_model(host)
             checkpoint_hints.add(session)
+            install_exports()
         model = ModelIterations(self.name, self.settings, host, session)
         self._numbers = set()
         self._models.append(weakref.ref(model))
         return model
+
+    def _may_move(self, settings: PlacementSettings) -> tuple[PlacementSettings, str]:
+        """Settings under which owners move only if that is safe or asked for, and why they do not move."""
+        is_asked = "reshard_interval" in settings.model_fields_set
+        if is_asked or not self.host.exports_by_name or knows_exports():
+            return settings, ""
+        if self.name == "smartmoe":
+            raise ConfigurationError(
+                "--moe-strategy smartmoe: got a host that may read experts by name (weight sync, exports), "
+                "wanted your word that experts may move; set reshard_interval=N, and call "
+                "megatron_fssdp.restore_owners(model) before such reads"
+            )
+        fixed = {"reshard_interval": 0, "smartmoe": False}
+        known = {key: value for key, value in fixed.items() if key in type(settings).model_fields}
+        why = "this host may read experts by name; reshard_interval=N allows moves"
+        return settings.model_copy(update=known), why if known else ""
 
     def _tell_absence(self) -> None:
         if not self.has_joined and current() is self and os.environ.get("RANK", "0") == "0":

@@ -1,7 +1,7 @@
 """What a host says about its training: Megatron's names, in whatever objects the host keeps them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 
@@ -28,6 +28,18 @@ class HostSettings:
         return next(
             (one for one in values if one is not None and one is not False), values[0] if values else None
         )
+
+    @classmethod
+    def of(cls, host: Any) -> "HostSettings":
+        """Settings of an object and of its sections, which are dataclasses; none of ``None``."""
+        sections = [one for one in vars(host).values() if is_dataclass(one)] if host is not None else []
+        return cls(() if host is None else (host, *sections))
+
+    def replace(self, name: str, value: Any) -> None:
+        """Replace a setting in every object that has it."""
+        for one in self.sources:
+            if hasattr(one, name):
+                setattr(one, name, value)
 
     def with_sources(self, *more: Any) -> "HostSettings":
         """Settings that are also looked up in more objects, after those that are known."""

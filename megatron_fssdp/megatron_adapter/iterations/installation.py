@@ -41,7 +41,7 @@ def report_installation(model: "ModelIterations") -> None:
             limits = f"without tensor parallelism, {model.name} is the same as ep; "
     settings = model.settings.model_dump(exclude_defaults=True, mode="json")
     shown = " ".join(f"{key}={value}" for key, value in settings.items()) or "all by default"
-    if not session.strategy.moves_owners and session.keeps_owners:
+    if session.keeps_owners:
         limits += f"owners do not move, because {session.keeps_owners}; "
     log_single_rank(
         logger,

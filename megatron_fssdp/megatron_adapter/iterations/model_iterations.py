@@ -161,7 +161,7 @@ class ModelIterations:
         if optimizer is None:
             raise ConfigurationError(
                 f"--moe-strategy {self.name}: got a training pass of a model whose parameters no "
-                "optimizer of Megatron has, wanted one of get_megatron_optimizer(); build it before the first pass"
+                "optimizer of Megatron has, wanted one of get_megatron_optimizer(); build it before"
             )
         self.host = self.host.with_sources(optimizer.config)
         check_equal_settings(self)

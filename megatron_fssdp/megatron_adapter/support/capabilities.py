@@ -54,7 +54,6 @@ _NEEDED_BY = {
     "states": "the distributed optimizer under re-sharding (fssdp, smartmoe) and resident replicas (flexmoe)",
     "resharding": "re-sharding (fssdp, smartmoe)",
     "checkpoints": "checkpoints under re-sharding (fssdp, smartmoe)",
-    "specs": "models without a command line (megatron_fssdp.get_moe_module_spec)",
     "gather": "--overlap-param-gather under every strategy but none",
     "topology": "router=topology_aware",
     "bert": "BERT with --num-experts",
@@ -76,9 +75,16 @@ def _seams(table: str) -> tuple[Seam, ...]:
 
 SEAMS = _seams(
     """
-    megatron.core.models.gpt.moe_module_specs
-      MoELayer | replaces it by the strategy's layer in Megatron's layer specs | placement
-      get_moe_module_spec | builds layer specs with it | specs
+    megatron.core.pipeline_parallel.schedules
+      forward_backward_no_pipelining | begins iterations and evaluations | every
+      forward_backward_pipelining_with_interleaving | begins iterations and evaluations | every
+      forward_backward_pipelining_without_interleaving | begins iterations and evaluations | every
+    megatron.core.optimizer.optimizer
+      ChainedOptimizer.step | ends iterations | every
+      MixedPrecisionOptimizer.step | ends iterations | every
+      FP32Optimizer.step | ends iterations | every
+      MegatronOptimizer.prepare_grads | completes expert gradients before | placement
+      MegatronOptimizer.get_grad_norm | completes expert gradients before | placement
     megatron.core.transformer.moe.moe_layer
       MoELayer.route | divides the tokens of tensor-parallel ranks that have the same ones | placement
       MoELayer.preprocess | turns the routing of experts into that of slots | placement
@@ -89,6 +95,7 @@ SEAMS = _seams(
     megatron.core.transformer.moe.token_dispatcher
       MoETokenDispatcher.dispatch_preprocess | permutes tokens by a map of slots | placement
     megatron.core.distributed.param_and_grad_buffer
+      _ParamAndGradBuffer.reset | drops the sums of replicas with the gradients | placement
       _ParamAndGradBucketGroup.start_grad_sync | waits for complete expert gradients | parallel
       _ParamAndGradBucketGroup.finish_grad_sync | completes expert gradients before their reduction | parallel
     megatron.core.distributed
@@ -107,13 +114,10 @@ SEAMS = _seams(
     megatron.training.global_vars
       build_tokenizer | names a tokenizer that Megatron cannot load | every
     megatron.training.training
-      setup_model_and_optimizer | checks the built model | every
       train | reports where a run stopped | placement
       evaluate | records validation losses | every
       evaluate_and_print_results | records validation losses | every
-      train_step | begins and ends iterations | every
       num_floating_point_operations | records the operations of an iteration | every
-      get_forward_backward_func | detects that an iteration is repeated | placement
     megatron.core.transformer.multi_token_prediction
       MultiTokenPredictionLayer | numbers its layers of experts after the decoder's | placement
     megatron.core.transformer.transformer_layer
@@ -123,16 +127,16 @@ SEAMS = _seams(
     megatron.core.distributed.param_and_grad_buffer
       _ParamAndGradBucketGroup.finish_param_sync | ends the gather of parameters before experts move | moving
     megatron.core.distributed
-      DistributedDataParallel.zero_grad_buffer | resets the sums of replicas with the gradients | placement
+      DistributedDataParallel.scale_gradients | completes expert gradients before | placement
       DistributedDataParallel.expert_parallel_bucket_groups | ends it before experts move | moving
       DistributedDataParallel.remove_forward_pre_hook_handles | ends it before experts move | moving
       DistributedDataParallel.overlap_param_gather_with_optimizer_step | ends it before experts move | moving
     megatron.core.optimizer.distrib_optimizer
       DistributedOptimizer._get_model_param_range_map | moves optimizer states between devices | states
-    megatron.training.checkpointing
-      generate_state_dict | saves the owner map | resharding
-      dist_checkpointing.load_content_metadata | loads the owner map | resharding
-      dist_checkpointing.save | prevents that an incomplete checkpoint is loaded | placement
+    megatron.core.dist_checkpointing.serialization
+      save_preprocess | saves loads and the owner map with experts | placement
+      load_preprocess | loads them with experts | placement
+      load_common_state_dict | loads them with experts | placement
     megatron.core.transformer.moe.router
       TopKRouter.router_replay | selects experts by the nodes of their owners | topology
     megatron.core.models.bert.bert_model

@@ -295,7 +295,7 @@ def replace_checkpoint_arguments(who: str, args: Any) -> None:
     """Replace parsed arguments that cannot save moved experts (:data:`REPLACED`); rank 0 logs each."""
     for (what, condition, effect), (name, new) in zip(REPLACED, REPLACEMENTS, strict=False):
         if is_met(condition, Facts(args)):
-            setattr(args, name, new)
+            args.replace(name, new) if hasattr(args, "replace") else setattr(args, name, new)
             if os.environ.get("RANK", "0") == "0":
                 logger.warning(f"[fssdp] {who}: {what}: {effect}")
 

@@ -75,17 +75,17 @@ def _gather(rank: int, world_size: int) -> Any:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     checkpoint_hints.logger.addHandler(handler)
     stage = STAGES[parallel_state.get_pipeline_model_parallel_rank()]
-    adopted: list[OwnerMap] = []
+    slots: Any = SimpleNamespace(saved_owners=None)
 
     def hint(one: StageOwners) -> OwnerHint:
-        slots: Any = SimpleNamespace(stage_owners=lambda: one, adopt=adopted.append)
+        slots.stage_owners = lambda: one
         return OwnerHint(slots)
 
     mine = stage if stage is OTHER else even_stage(stage)
     hints = [hint(one).gather() for one in (mine, even_stage(stage))]
     for saved in ({"stages": [None]}, [1], {"stages": [{"layer_numbers": [1]}, None]}):
         take_or_log(hint(stage), saved, {})
-    assert not adopted
+    assert slots.saved_owners is None
     return *hints, lines
 
 
@@ -103,6 +103,7 @@ def test_checkpoints_keep_what_a_run_may_change(name: str, keys: dict[str, Any],
     """Where owners stay, checkpoint formats that identify experts by position are allowed."""
     from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
-    parts: Any = SimpleNamespace()
-    found = hints_of(build_strategy(name, STRATEGIES[name].settings(**keys)), parts, parts)
+    strategy = build_strategy(name, STRATEGIES[name].settings(**keys))
+    session: Any = SimpleNamespace(strategy=strategy, slots=None, runtime=None)
+    found = hints_of(session)
     assert [hint.key for hint in found] == [f"megatron_fssdp_{word}" for word in wanted.split()]

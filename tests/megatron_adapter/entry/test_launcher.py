@@ -43,7 +43,7 @@ def forbid_the_plugins_layer() -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("--moe-strategy none built or wrapped something")
 
-    moe_layer.StrategyMoELayer.__init__ = refuse  # type: ignore[method-assign]
+    moe_layer.StrategyMoELayer.of = refuse  # type: ignore[method-assign, assignment]
     gradient_sync._install = refuse
 
 
@@ -76,24 +76,27 @@ def remove_a_seam() -> None:
     del MoELayer.postprocess
 
 
-def build_stock_layers() -> None:
-    """Build the model from a spec that holds Megatron's own class, as a fork might."""
+def build_other_layers() -> None:
+    """Build the model from a spec that holds another class than Megatron's, as a fork might."""
     from functools import partial
 
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    def with_stock_layer(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        return partial(MoELayer, submodules=stock(*args, **kwargs).keywords["submodules"])
+    class OtherLayer(MoELayer):
+        pass
 
-    wrap(gpt_layer_specs, "get_moe_module_spec_for_backend", with_stock_layer)
+    def with_other_layer(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        return partial(OtherLayer, submodules=stock(*args, **kwargs).keywords["submodules"])
+
+    wrap(gpt_layer_specs, "get_moe_module_spec_for_backend", with_other_layer)
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "before", "message"),
     [
         (1, remove_a_seam, "without megatron.core.transformer.moe.moe_layer.MoELayer.postprocess"),
-        (2, build_stock_layers, "not the strategy's"),
+        (2, build_other_layers, "OtherLayer, wanted megatron.core.transformer.moe.moe_layer.MoELayer"),
     ],
 )
 def test_models_that_a_strategy_cannot_serve_are_refused(

@@ -124,8 +124,9 @@ def test_states_begin_like_those_of_parameters_with_equal_settings() -> None:
 def compare_in_training(*, counts_in_groups: bool) -> None:
     """At the end of every iteration, compare the contents of replicas with those of their owners."""
     from megatron.core import optimizer, parallel_state
-    from megatron_fssdp.megatron_adapter.training.iteration_driver import IterationDriver
-    from megatron_fssdp.megatron_adapter.training.memory_report import account_memory
+
+    from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
+    from megatron_fssdp.megatron_adapter.iterations.memory_report import account_memory
 
     cheap_links()
     if counts_in_groups:
@@ -158,11 +159,11 @@ def compare_in_training(*, counts_in_groups: bool) -> None:
             for got, wanted in zip(rows, owned[tuple(expert)], strict=True):
                 difference = (got.float() - wanted.float()).abs().max() / (wanted.abs().max() or 1.0)
                 found["difference"] = max(found["difference"], float(difference))
-        memory = account_memory(driver._session, driver._args, driver.held)
+        memory = account_memory(driver._session, driver._host, driver.held)
         parameters = [parameter for slot in residents.parameters for parameter in slot]
         kept = torch.tensor(state_bytes(residents._resident_optimizer, parameters))
         dist.all_reduce(kept, group=parallel_state.get_expert_data_parallel_group())
-        copies = driver._args.data_parallel_size // group.size()
+        copies = driver._host.data_parallel_size // group.size()
         allocated = num_bytes(parameters), int(kept)
         accounted = memory.replica_parameters_bytes, copies * memory.replica_optimizer_bytes
         note({"rank": dist.get_rank(), **found, "allocated": allocated, "accounted": accounted})

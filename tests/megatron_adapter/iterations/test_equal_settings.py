@@ -27,14 +27,14 @@ def other_queues() -> None:
 
 def other_routing() -> None:
     """Let each rank's command line ask for another number of experts for a token."""
-    from megatron_fssdp.megatron_adapter.training import training_hooks
+    from megatron_fssdp.megatron_adapter.entry import registration
 
-    def args_of_rank(get_args: Any) -> Any:
-        args = get_args()
+    def attach(stock: Any, requested: Any) -> None:
+        (args,) = requested.host.sources
         args.moe_router_topk = 1 + int(os.environ["RANK"])
-        return args
+        stock(requested)
 
-    wrap(training_hooks, "get_args", args_of_rank)
+    wrap(registration, "_attach", attach)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_fssdp.megatron_adapter.training.record_folder import record_folder, run_config_of
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
@@ -14,6 +13,8 @@ from megatron_fssdp.config.run.megatron_options import options, plain
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.launch.run_data import data_arguments
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.megatron_adapter.iterations.record_folder import record_folder, run_config_of
 from megatron_fssdp.records.metrics_file import METRICS_FILE
 from megatron_fssdp.records.run_settings import write_recorded_settings
 from megatron_fssdp.simulation.moe_job import job_of_run
@@ -94,7 +95,7 @@ def parsed(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "argv", ["script.py", *words])
     args = parse_args(add_strategy_arguments)
     args.world_size = run.parallelism.world_size
-    return args
+    return HostSettings((args,))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -129,6 +130,6 @@ def test_other_arguments_are_recorded_under_their_own_names(monkeypatch: pytest.
 
 def test_what_a_yaml_cannot_describe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = parsed(load_run(["gpt_moe_tiny"]), monkeypatch)
-    args.train_iters = None  # --train-samples
+    args.replace("train_iters", None)  # --train-samples
     with pytest.raises(ConfigurationError, match=r"training\.train_iters: missing"):
         run_config_of(args, "gpt", 4, True, STRATEGY)

@@ -80,7 +80,7 @@ def _compare(rank: int, row: Row) -> Found:
     ours.slot_layer.remap = lambda *routing: maps.append(remap(*routing)) or maps[-1]
     for layer in (stock, ours) if rank in row.silent else ():
         layer.route = partial(_select_nothing, layer)
-    for step in range(3):  # Without a training loop, every backward pass is an iteration.
+    for step in range(3):
         seed = ps.get_data_parallel_rank() if has_same else rank
         generator = torch.Generator().manual_seed(10 * step + seed)
         num_tokens = row.tokens[rank] if row.tokens else TOKENS
@@ -167,13 +167,18 @@ def _pass(
         if hasattr(parameter, "main_grad"):
             parameter.main_grad.zero_()
     mine = hidden.clone().requires_grad_()
+    runtime = layer._session.runtime if hasattr(layer, "slot_layer") else None
+    if runtime is not None:
+        runtime.begin_iteration(1)
     if in_segments:
         output = _run_segments(layer, mine, upstream)
     else:
         output, _ = layer(mine)
         output.backward(upstream)
-    if layer.config.overlap_dispatch_backward_with_experts_wgrad and hasattr(layer, "slot_layer"):
-        layer.slot_layer.gradients.finish()
+    if runtime is not None:
+        runtime.finish_gradients()
+        runtime.end_passes()
+        runtime.end_iteration()
     experts = {name: (p, gradient_of(p)) for name, p in layer.experts.named_parameters()}
     sums = {name: torch.zeros_like(p) if one is None else one.clone() for name, (p, one) in experts.items()}
     if getattr(layer, "shared_experts", None) is not None:

@@ -30,17 +30,22 @@ def build_layer(
 
     A ``stock`` layer is Megatron's own, from the same submodules.
     """
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
-    import megatron_fssdp
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
-    spec = megatron_fssdp.get_moe_module_spec(
-        use_te=False, num_experts=config.num_moe_experts, strategy=strategy, settings=settings
-    )
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
     if config.moe_grouped_gemm:
         spec = partial(spec.func, **{**spec.keywords, "submodules": fake_grouped_experts(spec, fuses=fuses)})
-    if stock:
-        spec = partial(MoELayer, submodules=spec.keywords["submodules"])
     layer = spec(config=config, pg_collection=None)
     layer.set_layer_number(1)
-    return layer
+    return layer if stock else StrategyMoELayer.of(layer, session_of(strategy, settings))
+
+
+def session_of(strategy: str, settings: dict[str, Any]) -> Any:
+    """A session for layers that are built without DDP."""
+    from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
+    from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+
+    validated: Any = strategy_settings(strategy, settings, "settings")
+    return StrategySession(strategy, validated)

@@ -11,7 +11,7 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from .small_config import moe_config
+from .small_config import moe_config, session_of
 
 
 def model_of(spec: Any, num_experts: int | None = 4, **keys: Any) -> Any:
@@ -28,7 +28,6 @@ def model_of(spec: Any, num_experts: int | None = 4, **keys: Any) -> Any:
     config.num_moe_experts = num_experts
     stage = parallel_state.get_pipeline_model_parallel_rank()
     ends = {"pre_process": stage == 0, "post_process": stage == pipeline - 1}
-    spec = spec(config) if isinstance(spec, partial) else spec
     return BertModel(config, 2, spec, vocab_size=32, max_sequence_length=8, **ends)
 
 
@@ -44,8 +43,8 @@ def _check_models(rank: int, world_size: int) -> None:
     # Bound before the plugin is installed, as Megatron-LM's script does.
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
 
-    from megatron_fssdp import get_bert_layer_spec
     from megatron_fssdp.megatron_adapter.layer import bert_layers
+    from megatron_fssdp.megatron_adapter.layer.joined_model import join
 
     dense = model_of(stock, None)
     bert_layers.install()
@@ -57,10 +56,10 @@ def _check_models(rank: int, world_size: int) -> None:
     for model in (dense, model_of(stock, None)):
         assert kinds_of(model) == ["MLP"] * 4
         assert {type(layer).__name__ for layer in model.encoder.layers} == {"TransformerLayer"}
-    # A spec with experts keeps them, and a strategy's layers get their layer numbers.
-    ours = model_of(partial(get_bert_layer_spec, strategy="ep"))
+    # A strategy's layers have the numbers of Megatron's.
+    ours = model_of(stock)
+    assert [layer.slot_layer.context.layer for layer in join(ours, session_of("ep", {}))] == [1, 2, 3, 4]
     assert kinds_of(ours) == ["StrategyMoELayer"] * 4
-    assert [layer.mlp.slot_layer.context.layer for layer in ours.encoder.layers] == [1, 2, 3, 4]
     _check_attention(every)
 
 

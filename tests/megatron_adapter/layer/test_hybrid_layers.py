@@ -4,16 +4,14 @@ Without Transformer Engine, Megatron can build only the layers of experts of its
 is replaced. Layers of Mamba need a GPU.
 """
 
-from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from .small_config import moe_config
+from .small_config import moe_config, session_of
 
 EXPERTS, HIDDEN, LAYERS = 4, 8, 3
 
@@ -40,10 +38,7 @@ def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder() -> Non
 CONFIG = partial(moe_config, hidden_size=HIDDEN, num_experts=EXPERTS, num_layers=LAYERS, hidden_dropout=0.0)
 
 
-def _session() -> Any:
-    import megatron_fssdp
-
-    return megatron_fssdp.start_session("fssdp", {"slots": 1, "overlap_degree": 2})
+SETTINGS = {"slots": 1, "overlap_degree": 2}
 
 
 def _compare(rank: int, world_size: int) -> tuple[Any, ...]:
@@ -53,6 +48,7 @@ def _compare(rank: int, world_size: int) -> tuple[Any, ...]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    from megatron_fssdp.megatron_adapter.layer.joined_model import join
     from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
     hybrid_stack_spec.submodules.moe_layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
@@ -68,9 +64,8 @@ def _compare(rank: int, world_size: int) -> tuple[Any, ...]:
         )
 
     stock = build()
-    session = _session()
-    build_our_layer(session)  # the module of the spec is imported already
-    ours = build()
+    session, ours = session_of("fssdp", SETTINGS), build()
+    join(ours, session)
     ours.load_state_dict(stock.state_dict())
     hidden = torch.randn(16, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
     wanted, got = (stack(hidden.clone(), None) for stack in (stock, ours))
@@ -104,40 +99,28 @@ def _name(entry: Any) -> tuple[tuple[str, int], float]:
 
 
 def _numbers_of_later_layers(rank: int, world_size: int) -> tuple[list[int], list[Any]]:
+    import torch
     from megatron.core.models.gpt import moe_module_specs
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-    build_our_layer(_session())
+    from megatron_fssdp.megatron_adapter.layer.joined_model import join
+
     config = CONFIG(world_size)
     build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-    layers: list[Any] = []
-
-    def make_layer() -> None:
-        layers.append(build(config=config, pg_collection=None))
-        layers[-1].set_layer_number(2)
 
     class Later(MultiTokenPredictionLayer):
-        """A layer of multi-token prediction of which only the construction of its MoE layer is left."""
+        """A layer of multi-token prediction of which only what counts for its MoE layer is left."""
 
-    make_layer()
-    stock = MultiTokenPredictionLayer.__init__
-    for depth in (1, 2):
-        submodules = SimpleNamespace(mtp_model_layer=None, enorm=lambda **_: make_layer())
-        # The rest of the layer needs Transformer Engine.
-        with suppress(AttributeError):
-            groups = SimpleNamespace(cp=None, tp=None)  # never used
-            Later(config, submodules, depth, mtp_layer_pattern="*E", pg_collection=groups)
-    assert stock is MultiTokenPredictionLayer.__init__
+        def __init__(self, depth: int) -> None:
+            torch.nn.Module.__init__(self)
+            self.layer_number, self.mtp_layer_pattern = depth, "*E"
+            self.moe = make_layer()
+
+    def make_layer() -> Any:
+        layer = build(config=config, pg_collection=None)
+        layer.set_layer_number(2)
+        return layer
+
+    model = torch.nn.ModuleList([make_layer(), Later(1), Later(2)])
+    layers = join(model, session_of("fssdp", SETTINGS))
     return [layer.slot_layer.context.layer for layer in layers], [layer._index for layer in layers]
-
-
-def build_our_layer(session: Any) -> None:
-    """Make Megatron's specs build the strategy's layer, as the registration does."""
-    from megatron.core.models.gpt import moe_module_specs
-
-    from megatron_fssdp.megatron_adapter.layer import hybrid_layers
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
-
-    layer = partial(StrategyMoELayer, session=session)
-    moe_module_specs.MoELayer = layer
-    hybrid_layers.install(layer)

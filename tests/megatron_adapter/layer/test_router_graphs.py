@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-import megatron_fssdp
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from .small_config import build_layer, moe_config
+from .small_config import build_layer, moe_config, session_of
 
 EXPERTS, HIDDEN, TOKENS = 4, 8, 16
 REPLICAS = {"slots": 1, "overlap_degree": 2, "reshard_interval": 0}
@@ -57,7 +56,7 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
     sums = slots.counts._counts_W, slots.counts._spread.sums
     addresses, counted, spread = set(), [], []
     for _ in range(2):
-        clock.driven, clock.num_micro_batches = True, 2
+        clock.driven, clock.trains, clock.num_micro_batches = True, True, 2
         for _ in range(2):
             # Nothing of the plugin's Python runs in a replay but `prepare`, so the sums are changed by hand.
             probs, routing_map = layer.router(hidden)
@@ -88,7 +87,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
     attributes = list(dispatcher.valid_cudagraph_attrs)
     differences, plans = [], set()
     for hot in range(3):
-        clock.driven, clock.num_micro_batches = True, 1
+        clock.driven, clock.trains, clock.num_micro_batches = True, True, 1
         slots.history.append(1 + 99 * np.eye(EXPERTS, dtype=np.int64)[[hot] * world_size])
         wanted, _ = layer(hidden)
         plans.add(slots.plan.digest())
@@ -116,19 +115,21 @@ def test_a_layer_begins_with_its_gather_also_where_a_graph_is_replayed() -> None
 
 
 def _begin_layer(rank: int, world_size: int) -> tuple[int, list[str]]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.enums import CudaGraphModule
 
+    from megatron_fssdp.megatron_adapter.layer.joined_model import join
     from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
 
     config = moe_config(world_size, HIDDEN, EXPERTS, hidden_dropout=0.0, attention_dropout=0.0)
-    block = megatron_fssdp.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, strategy="fssdp", settings=REPLICAS
-    )
-    spec = block.layer_specs[0]
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False).layer_specs[0]
     layer = spec.module(config, spec.submodules)
     layer.mlp.set_layer_number(1)
+    session = session_of("fssdp", REPLICAS)
+    join(layer, session)
     install_beginnings([layer])
+    session.runtime.begin_iteration()
     begun: list[str] = []
     layer.mlp.slot_layer.launch = lambda hidden: begun.append("gather")
     layer.self_attention.register_forward_pre_hook(lambda *_: begun.append("attention"))

@@ -48,7 +48,7 @@ def prepare() -> None:
     """Run on every rank: plant the costs, and make two experts hot, and others in the second half."""
     from megatron.training import get_args
 
-    from megatron_fssdp.megatron_adapter.training import iteration_driver
+    from megatron_fssdp.megatron_adapter.iterations import iteration_driver
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 

@@ -140,37 +140,30 @@ def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data: Path, tmp_
     assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
-def run_passes_twice(*, begins: bool = True) -> None:
-    """Switch on Megatron's repetition of every iteration's passes, which its command line does not offer.
-
-    Unless it ``begins`` again, only Megatron's ``zero_grad_buffer`` resets what an iteration has summed.
-    """
+def run_passes_twice() -> None:
+    """Switch on Megatron's repetition of every iteration's passes, which its command line does not offer."""
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
-
-    from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
     def start_reporting(start: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **{**kwargs, "mode": RerunMode.REPORT_DETERMINISM_STATS})
 
     wrap(RerunStateMachine, "__init__", start_reporting)
-    if not begins:
-        MoERuntime.begin_passes = lambda self: None  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "more", "repeat"),
+    ("strategy", "more"),
     [
-        (FSSDP, "", run_passes_twice),
-        (f"{FSSDP} rematerialize=true", "{BATCH16}", partial(run_passes_twice, begins=False)),
-        pytest.param("flexmoe", "", partial(run_passes_twice, begins=False), marks=pytest.mark.slow),
+        (FSSDP, ""),
+        (f"{FSSDP} rematerialize=true", "{BATCH16}"),
+        pytest.param("flexmoe", "", marks=pytest.mark.slow),
     ],
 )
 def test_a_repeated_iteration_leaves_no_trace(
-    strategy: str, more: str, repeat: Callable[[], None], text_data: Path, tmp_path: Path
+    strategy: str, more: str, text_data: Path, tmp_path: Path
 ) -> None:
     """Plans follow from loads, so a repeated iteration must not count its loads twice."""
     runs, loads = [], []
-    for name, before in (("once", None), ("twice", repeat)):
+    for name, before in (("once", None), ("twice", run_passes_twice)):
         recorded = f"{strategy} record_dir={tmp_path / name}"
         runs.append(train(2, f"{SHORT} {more}", text_data, strategy=recorded, before=before))
         loads.append(read_loads(tmp_path / name).counts_ILDE)

@@ -145,7 +145,7 @@ def drop(rank: int, world_size: int) -> list[int]:
         awaited[-1] += 1
         return original(transfer)
 
-    for how in ("own", "begin_passes", "begin_iteration"):
+    for how in ("own", "reset_gradients", "begin_iteration"):
         run = CaseRun(replace(CASE, name=how, placement="everywhere", early=0.4))
         run.runtime.begin_iteration(1)
         run.layers[0].slots.launch()
@@ -155,11 +155,11 @@ def drop(rank: int, world_size: int) -> list[int]:
         with mock.patch.object(ThreadTransfer, "wait", counting):
             if how == "own":
                 run.layers[1].move(run.layers[1].slots.context.owner_E)
-            elif how == "begin_passes":
-                run.runtime.begin_passes()
+            elif how == "reset_gradients":
+                run.runtime.reset_gradients()
             else:
                 run.runtime.begin_iteration(1)
-        assert run.layers[1].slots.plan is None or how == "begin_passes"
+        assert (run.layers[1].slots.plan is None) == (how == "own")
     return awaited[1:]
 
 

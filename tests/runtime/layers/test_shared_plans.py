@@ -36,7 +36,6 @@ class Shared(DrawnPlacements):
 
 def iterate(run: CaseRun) -> list[bytes]:
     run.runtime.begin_iteration(1)
-    run.runtime.begin_passes()
     run.forward(run.draw())[0].sum().backward()
     digests = [layer.slots.shared.digest for layer in run.layers]
     run.runtime.finish_gradients()
@@ -57,13 +56,15 @@ def share_by_turns(rank: int, world_size: int) -> None:
         wanted = [alone.before_gate(one.slots.context, one.slots.history).digest() for one in run.layers]
         assert iterate(run) == wanted
         assert run.strategy.asked == list(range(1 + rank, 6, world_size))
-    # An evaluation and a loop that marks no iterations share as well.
+    # An evaluation shares as well, and the next iteration has its plans.
     run.strategy.asked.clear()
-    run.runtime.begin_iteration(0)
+    run.runtime.end_evaluation(run.runtime.begin_evaluation())
+    outside = run.runtime.begin_evaluation()
     run.forward(run.draw(), training=False)
-    run.runtime.end_iteration()
-    run.forward(run.draw(), training=False)
-    assert sorted(run.strategy.asked) == sorted(2 * list(range(1 + rank, 6, world_size)))
+    run.runtime.end_evaluation(outside)
+    iterate(run)
+    assert sorted(run.strategy.asked) == list(range(1 + rank, 6, world_size))
+    run.runtime.drop_plans()
     if not rank:  # A capture sends no messages, so one rank alone can make it.
         run.layers[1].slots.prepare_capture(training=True)
         assert run.layers[1].slots.plan == run.layers[1].slots.context.owners_only

@@ -50,6 +50,7 @@ FOUR = [
         "bf16": {"dtype": torch.bfloat16, "schedule": "FFBB", "has_main_grad": True},
     }.items()
 ] + [
+    LayerCase("outside", placement="ep", driven=False, num_iterations=3),
     LayerCase("split", early=0.4, schedule="FFBFBB", num_layers=3),
     LayerCase("split-late-repeated", early=0.4, late=True, repeats=True, schedule="FBFB", owners=NOBODY),
     LayerCase("split-recomputed", early=0.4, recompute="reentrant", schedule="FFBB", has_main_grad=True),
@@ -60,15 +61,16 @@ FOUR = [
     LayerCase("corrected-split", corrects=True, early=0.4, schedule="FFBB", placement="everywhere"),
     *(
         LayerCase(
-            f"undriven-{life.name}-{schedule}-{recompute}",
+            f"announced-{announced}-{life.name}",
             life,
-            schedule=schedule,
+            schedule="FBEFFBB",
             recompute=recompute,
-            driven=False,
+            announced=announced,
             num_iterations=3,
+            has_main_grad=True,
         )
-        for life in LIVES[:3]
-        for schedule, recompute in (("FBE", None), ("FFBB", None), ("FFBB", "reentrant"))
+        for life in LIVES
+        for announced, recompute in ((1, None), (2, "reentrant"), (9, None))
     ),
     *(
         LayerCase(
@@ -97,7 +99,7 @@ FOUR = [
 ALONE = [
     LayerCase("alone", num_nodes=1, schedule="FFBBE"),
     LayerCase("alone-ep", placement="ep", num_nodes=1, recompute="reentrant", num_iterations=3),
-    LayerCase("alone-undriven", placement="ep", num_nodes=1, driven=False),
+    LayerCase("alone-outside", placement="ep", num_nodes=1, driven=False),
 ]
 OTHERS = re.compile(
     ".*-(plain|everywhere|non-reentrant|moving|holds-nothing|dropped|.*expert|.*-tokens|in-turn|frozen)"
