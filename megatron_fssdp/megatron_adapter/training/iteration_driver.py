@@ -63,7 +63,7 @@ class IterationDriver:
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
-        session.check_model(model[0].config, getattr(model[0], "ddp_config", None), optimizer.config)
+        session.check_model(model[0].config, model[0].ddp_config, getattr(optimizer, "config", None))
         for chunk in model:
             wrap(chunk, "zero_grad_buffer", self._zero_gradients)
         layers, strategy = self.runtime.layers, session.strategy
