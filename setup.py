@@ -17,7 +17,7 @@ setup(
     packages=[*find_packages(include=["megatron_fssdp", "megatron_fssdp.*"]), "megatron_fssdp.configs"],
     package_dir={"megatron_fssdp.configs": "configs"},
     package_data={
-        "": ["py.typed", "*.css", "*.js", "*.j2", "*.pxd"],
+        "": ["py.typed", "*.css", "*.js", "*.j2", "*.pxd", "known_options.txt"],
         "megatron_fssdp.configs": ["**/*.yaml"],
     },
     # MEGATRON_FSSDP_PURE makes a wheel for every machine, in which planning runs as plain Python.

@@ -40,6 +40,8 @@ _NEED_A_GPU = (
     *("use_flash_attn", "tp_comm_overlap"),
 )
 
+_defaults: dict[str, Any] = {}  # of Megatron's arguments; those that a script adds are not in it
+
 
 def check_arguments(
     words: Sequence[str],
@@ -119,6 +121,9 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 
     parser.error = refuse  # type: ignore[method-assign]
     asked, asked_settings = asked_by_environment()
+    # Of several actions for one argument, the first has the default. A text is parsed like a given one.
+    for one in reversed(parser._actions):
+        _defaults[one.dest] = parser._get_value(one, one.default) if type(one.default) is str else one.default
     strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
     group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
     group.add_argument(
@@ -163,7 +168,7 @@ def requested_by(args: Any, host: HostSettings | None = None) -> Attachment:
     if not isinstance(settings, PlacementSettings):
         return Attachment(name, settings, host, timeout)
     session = StrategySession(name, settings)
-    session.check_model(args)
+    session.check_model(args, defaults=_defaults)
     if session.strategy.moves_owners:
         replace_checkpoint_arguments(f"--moe-strategy {name}", args)
     if settings.nodes is not None:

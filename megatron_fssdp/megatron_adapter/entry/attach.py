@@ -42,7 +42,7 @@ def attach(strategy: str, settings: Mapping[str, Any] | None = None, *, host: An
     told = HostSettings.of(host)
     if host is not None and isinstance(found, PlacementSettings):
         session = StrategySession(strategy, found)
-        session.check_model(told)
+        session.check_model(*told.sources)
         if session.strategy.moves_owners:
             replace_checkpoint_arguments(f"--moe-strategy {strategy}", told)
     return use(Attachment(strategy, found, told))

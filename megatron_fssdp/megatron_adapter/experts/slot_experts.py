@@ -110,7 +110,9 @@ class SlotExperts:
     def check_unchanged(self) -> None:
         """Refuse, by a ConfigurationError, a module that was changed inside since the layer was built."""
         found = None
-        if _structure_of(self.module) != self._structure:
+        if hasattr(self.parameters[0][0], "__fsdp_param__"):
+            found = "Megatron-FSDP in the place of Megatron's DDP"
+        elif _structure_of(self.module) != self._structure:
             found = "linear layers that were wrapped or replaced (LoRA adapters, quantizers)"
         elif [[*map(id, one)] for one in expert_parameters(self.module, len(self.parameters))] != [
             [*map(id, one)] for one in self.parameters
@@ -229,13 +231,14 @@ def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
 
 
 def _foreign_hooks(experts: Any) -> Iterator[str]:
-    """Names of hooks inside of an expert module that neither Megatron nor Transformer Engine put there."""
+    """Names of hooks inside of an expert module of others than megatron.core and Transformer Engine."""
     for module in experts.modules():
         if module is experts:  # Its hooks see the rows of all of its experts.
             continue
         for hook in chain.from_iterable(getattr(module, table).values() for table in _HOOKS):
-            origin = (getattr(hook, "__module__", None) or "").partition(".")[0]
-            if origin not in ("megatron", "transformer_engine"):  # Megatron's DDP has a hook on every module.
+            # Megatron's DDP has a hook on every module. Those of megatron.training and of hosts save rows.
+            origin = f"{getattr(hook, '__module__', None)}."
+            if not origin.startswith(("megatron.core.", "transformer_engine.")):
                 yield getattr(hook, "__qualname__", None) or type(hook).__name__
 
 

@@ -91,7 +91,7 @@ class Attachment:
             settings, why = self._may_move(self.settings)
             session = StrategySession(self.name, settings, timeout, self._nccl_options, host)
             session.keeps_owners = why
-            session.check_model(host)
+            session.check_model(*host.sources)
             checkpoint_hints.add(session)
             install_exports()
         model = ModelIterations(self.name, self.settings, host, session)

@@ -168,7 +168,7 @@ class ModelIterations:
         if self.session is not None:
             seen = (layer.history.num_seen for layer in self.session.runtime.layers)
             self._num_done = max(of_all_ranks(max(seen, default=0)))
-            self.session.check_model(self.host)
+            self.session.check_model(*self.host.sources)
             report_installation(self)
             self.driver = IterationDriver(self, optimizer, num_micro_batches)
         record_dir = self.settings.record_dir

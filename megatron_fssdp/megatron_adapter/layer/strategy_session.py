@@ -1,6 +1,7 @@
 """The strategy of one model, and the runtime and process groups that its layers share."""
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_fssdp.config.loading import load_yaml
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, checks_plans
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
+from megatron_fssdp.megatron_adapter.support.known_options import check_known
 from megatron_fssdp.megatron_adapter.support.limits import Facts, check_limits
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -91,9 +93,11 @@ class StrategySession:
         """Replica slots that a layer has from the start: all that were given if their number is fixed."""
         return (getattr(self.settings, "slots", None) or 0) if Facts(config)["needs_fixed_slots"] else 0
 
-    def check_model(self, config: Any) -> None:
-        """Refuse, by a ConfigurationError, a model of Megatron's arguments or of a ``TransformerConfig``."""
-        check_limits(self.strategy_name, self.strategy, config)
+    def check_model(self, *settings: Any, defaults: Mapping[str, Any] | None = None) -> None:
+        """Refuse, by a ConfigurationError, a model of arguments with defaults, or of configs."""
+        check_limits(self.strategy_name, self.strategy, settings)
+        for one in settings:
+            check_known(f"--moe-strategy {self.strategy_name}", one, defaults)
 
 
 def nccl_options(args: Any) -> dict[str, Any]:

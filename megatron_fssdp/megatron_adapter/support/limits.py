@@ -1,7 +1,7 @@
 """Settings of Megatron under which a placement strategy would stop, hang or compute wrong results.
 
-They are refused before a run starts, or replaced. The tables serve Megatron's parsed arguments and a
-``TransformerConfig``: settings that exist in both have the same name.
+They are refused before a run starts, or replaced. The tables serve Megatron's parsed arguments and its
+configs: settings that exist in both have the same name.
 """
 
 import logging
@@ -9,6 +9,7 @@ import math
 import os
 import textwrap
 from collections.abc import Collection
+from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 _NODE_RANKS = 8  # DeepEP's number of ranks in a node, a constant of its kernels.
 _MOST_IN_NODE, _MOST_OF_NODE = 128, 512  # Threads of its kernels that count tokens, one for each expert.
@@ -29,19 +31,22 @@ _DELAYING = "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-
 class Facts(dict[str, Any]):
     """Values of Megatron's settings by name, ``None`` where one does not exist, and what follows from them.
 
-    The settings are parsed arguments or a ``TransformerConfig``. A strategy adds facts about both.
+    The settings are parsed arguments, a ``TransformerConfig``, or a tuple of this with the configs of DDP and
+    optimizer, whose first value but ``None`` and ``False`` counts. A strategy adds facts about all.
     """
 
     def __init__(self, settings: Any, strategy: Strategy | None = None) -> None:
         super().__init__()
-        self._settings = settings
+        self._settings = settings if isinstance(settings, tuple) else (settings,)
         self["devices"] = self["expert_model_parallel_size"] or 1
         self["experts"] = self["num_moe_experts"] or self["num_experts"] or 0
         self["tensor_ranks"] = self["tensor_model_parallel_size"] or 1
         # By default, the tensor-parallel ranks share an expert. GTP divides its weights further.
         self["parts"] = self["expert_tensor_parallel_size"] or self["tensor_ranks"]
         shards = self["expert_tensor_parallel_num_weight_shards"] or self["parts"]
-        self["weight_shards"] = max(self["expert_gtp_weight_remat_size"] or 1, shards // self["parts"])
+        dense_shards = self["tensor_parallel_num_weight_shards"] or self["tensor_ranks"]
+        sizes = self["expert_gtp_weight_remat_size"] or 1, self["gtp_weight_remat_size"] or 1
+        self["weight_shards"] = max(*sizes, shards // self["parts"], dense_shards // self["tensor_ranks"])
         self["equal_tokens"] = self["tensor_ranks"] > 1 and not self["sequence_parallel"]
         self["delays"] = self["delay_wgrad_compute"] or self["overlap_dispatch_backward_with_experts_wgrad"]
         self["saves"] = self["save"] is not None or self["non_persistent_save_interval"] is not None
@@ -79,7 +84,9 @@ class Facts(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         # Names of environment variables are in capitals.
-        return getattr(self._settings, name, os.environ.get(name) if name.isupper() else None)
+        values = (getattr(one, name, None) for one in self._settings)
+        found = next((value for value in values if value is not None and value is not False), None)
+        return os.environ.get(name) if found is None and name.isupper() else found
 
 
 class Limit(NamedTuple):
@@ -109,17 +116,18 @@ EVERY = _limits(
     biases of experts under sequence parallelism
       | sequence_parallel and tensor_ranks > 1 and add_bias_linear | add --disable-bias-linear
     parameters in fp8 or fp4
-      | fp8_param or fp8_param_gather or fp4_param or fp4_param_gather
+      | fp8_param or fp8_param_gather or fp4_param or fp4_param_gather or reuse_grad_buf_for_mxfp8_param_ag
       | weights travel to replicas in bf16, fp16 or fp32, and Transformer Engine quantizes them there:
         remove --fp8-param-gather and --fp4-param-gather
-    delayed scaling in fp8
-      | fp8 and fp8_recipe == "delayed"
-      | its scales come from earlier iterations, and a device computes other experts in each of them: use
-        --fp8-recipe tensorwise, blockwise or mxfp8
+    delayed or custom scaling in fp8 or fp4, and quantization of single modules
+      | fp8 and fp8_recipe not in ("tensorwise", "blockwise", "mxfp8") or fp4 and fp4_recipe == "custom"
+        or te_precision_config_file or quant_recipe or use_kitchen or kitchen_config_file
+      | scales come from earlier iterations, and a device computes other experts in each of them: use
+        --fp8-recipe tensorwise, blockwise or mxfp8, and remove --te-precision-config-file and kitchen
     fp8 or fp4 without grouped experts
       | (fp8 or fp4) and not moe_grouped_gemm | add --moe-grouped-gemm
     CUDA graphs of an iteration, a layer or an MoE layer, and --cuda-graph-impl local
-      | cuda_graph_impl in ("full_iteration", "local") or enable_cuda_graph
+      | cuda_graph_impl not in (None, "none", "transformer_engine") or enable_cuda_graph
         or graphs and (not captured or "moe" in captured)
       | transfers and experts change between iterations: use --cuda-graph-impl transformer_engine with
         --cuda-graph-modules attn, mlp, mamba, moe_router or moe_preprocess, or --cuda-graph-impl none
@@ -130,18 +138,43 @@ EVERY = _limits(
     one weight tensor for all experts
       | moe_single_grouped_weight or moe_single_grouped_bias
       | each expert has its own owner: remove --moe-single-grouped-weight and --moe-single-grouped-bias
+    layers that compute a micro-batch in chunks
+      | (mlp_chunks_for_training or 1) > 1 | remove --mlp-chunks-for-training
+    grouped tensors of Transformer Engine, hyper-connections (mHC), mxfp8 or zero copies in NCCL EP,
+      torch.autocast, and offloading of whole layers
+      | moe_use_grouped_tensor and not use_transformer_engine_op_fuser or enable_mhc_connections
+        or "mxfp8" in (moe_dispatch_fwd_dtype, moe_combine_bwd_dtype) or moe_ncclep_zero_copy
+        or enable_autocast or cpu_offloading or (cpu_offloading_num_layers or 0) > 0
+      | never run with experts in slots: remove --moe-use-grouped-tensor, --enable-mhc-connections,
+        --moe-dispatch-fwd-dtype, --moe-combine-bwd-dtype, --moe-ncclep-zero-copy, enable_autocast and
+        --cpu-offloading-num-layers
+    a dispatcher or back end that is not known
+      | moe_token_dispatcher_type not in (None, "allgather", "alltoall", "flex")
+        or flex not in (None, "deepep", "hybridep", "ncclep")
+      | it may limit the number of slots: use --moe-token-dispatcher-type alltoall
     fully sharded data parallelism of the whole model
-      | use_megatron_fsdp or use_torch_fsdp2
-      | use Megatron's DDP: remove --use-megatron-fsdp and --use-torch-fsdp2
-    expert weight rematerialization over GTP
-      | weight_shards > 1 | remove --expert-tensor-parallel-num-weight-shards
+      | use_megatron_fsdp or use_custom_fsdp or use_torch_fsdp2 or init_model_with_meta_device
+      | use Megatron's DDP: remove --use-megatron-fsdp, --use-torch-fsdp2 and --init-model-with-meta-device
+    weight rematerialization over GTP
+      | weight_shards > 1
+      | remove --expert-tensor-parallel-num-weight-shards and --tensor-parallel-num-weight-shards
     grouped products of CUTLASS (NVTE_USE_CUTLASS_GROUPED_GEMM) with --grad-reduce-in-bf16
       | NVTE_USE_CUTLASS_GROUPED_GEMM == "1" and grad_reduce_in_bf16
       | they take one data type for the gradients of all experts, and those of replicas are in fp32: unset the
         variable, or remove --grad-reduce-in-bf16
     paged stashing | moe_paged_stash | remove --moe-paged-stash
-    the inference-optimized implementation
-      | transformer_impl == "inference_optimized" | use --transformer-impl local or transformer_engine
+    a --transformer-impl for inference
+      | transformer_impl not in (None, "local", "transformer_engine")
+      | use --transformer-impl local or transformer_engine
+    saved activations, data gradients and tokens of experts
+      | save_activations_interval or save_dgrads_interval or save_tokens_per_expert_interval
+      | the files would have rows of slots under names of experts: remove --save-activations-interval,
+        --save-dgrads-interval and --save-tokens-per-expert-interval
+    upcycling, RL, frozen models, restarts in a process, fake groups, and context parallelism in varying sizes
+      | moe_use_upcycling or perform_rl_step or freeze_all_layers or inprocess_restart or fake_process_group
+        or hybrid_context_parallel
+      | plans are for ranks and micro-batches of one training: remove --moe-use-upcycling, --perform-rl-step,
+        --freeze-all-layers, --inprocess-restart, --fake-process-group and --hybrid-context-parallel
     """
 )
 """What every strategy but ``none`` refuses."""
@@ -204,10 +237,11 @@ SOME = _limits(
     smart_schedule with expert tensor parallelism
       | travel.smart_schedule and parts > 1 and devices > 1
       | it needs whole experts: use smart_schedule=false or --expert-tensor-parallel-size 1
-    --use-precision-aware-optimizer with re-sharding
-      | moves and use_precision_aware_optimizer
-      | re-sharding moves states in fp32, and this optimizer stores masters and moments in other forms: remove
-        it, or {KEEP_OWNERS}
+    --use-precision-aware-optimizer and --optimizer-cuda-graph with re-sharding or resident replicas (flexmoe)
+      | (moves or strategy.resident_slots) and (use_precision_aware_optimizer or optimizer_cuda_graph)
+      | states move in fp32, and these store them in other forms or places: remove them, or {KEEP_OWNERS}
+    MuP with resident replicas (flexmoe)
+      | strategy.resident_slots and use_mup | replicas would miss its learning rates: remove --use-mup
     fp16 with resident replicas (flexmoe)
       | strategy.resident_slots and fp16
       | its loss scale may skip an optimizer step, and replicas have their own: use --bf16 or fp32
@@ -249,17 +283,36 @@ REPLACEMENTS = (("dist_ckpt_optim_fully_reshardable", True), ("ckpt_assume_const
 """The new value of a setting for each row of :data:`REPLACED`."""
 
 
+WARNED = _limits(
+    """
+    --moe-router-group-topk above --moe-router-topk
+      | moe_router_topk and (moe_router_group_topk or 0) > moe_router_topk
+      | Megatron selects groups of experts without looking at scores; lower it
+    --moe-token-drop-policy position
+      | moe_token_drop_policy == "position" and moe_expert_capacity_factor
+      | Megatron keeps tokens from the middle of a micro-batch, or from anywhere; use probs
+    """
+)
+"""What Megatron does in another way than it says, and the effect."""
+
+
 def is_met(condition: CodeType, facts: Facts) -> bool:
     """Whether a limit's condition is true."""
     return bool(eval(condition, {}, facts))
 
 
 def check_limits(name: str, strategy: Strategy, settings: Any) -> None:
-    """Refuse, by a ConfigurationError, settings of a model that the strategy of this name cannot serve."""
+    """Refuse, by a ConfigurationError, settings of a model that the strategy of this name cannot serve.
+
+    The settings are those of :class:`Facts`. Rank 0 warns of :data:`WARNED`, once.
+    """
     facts, who = Facts(settings, strategy), f"--moe-strategy {name}"
     for what, condition, advice in (*EVERY, *SOME):
         if is_met(condition, facts):
             raise ConfigurationError(f"{who} does not support {what}: {advice}")
+    for what, condition, effect in WARNED:
+        if is_met(condition, facts) and os.environ.get("RANK", "0") == "0":
+            _warn_once(f"[fssdp] {what}: {effect}")
     experts, devices, top_k = facts["experts"], facts["devices"], facts["moe_router_topk"] or 0
     if not experts:
         raise ConfigurationError(

@@ -9,6 +9,7 @@ import yaml
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.megatron_adapter.support import limits
 from megatron_fssdp.megatron_adapter.support.limits import (
     EVERY,
     REPLACEMENTS,
@@ -60,6 +61,14 @@ TABLE = """
     fssdp | fp4=e2m1 | add --moe-grouped-gemm
     fssdp | moe_single_grouped_weight=true | remove --moe-single-grouped-weight
     fssdp | use_torch_fsdp2=true | use Megatron's DDP
+    fssdp | tensor_parallel_num_weight_shards=2 | --tensor-parallel-num-weight-shards
+    ep | mlp_chunks_for_training=2 | --mlp-chunks-for-training
+    ep | moe_use_grouped_tensor=true | --moe-use-grouped-tensor
+    ep | moe_use_grouped_tensor=true use_transformer_engine_op_fuser=true |
+    ep | moe_token_dispatcher_type=flex moe_flex_dispatcher_backend=deepep_v2 | alltoall
+    ep | save_activations_interval=2 | --save-activations-interval
+    ep | perform_rl_step=true | --perform-rl-step
+    flexmoe | use_mup=true | --use-mup
     fssdp | NVTE_USE_CUTLASS_GROUPED_GEMM='1' grad_reduce_in_bf16=true | unset the variable
     fssdp | NVTE_USE_CUTLASS_GROUPED_GEMM='1' |
     fssdp | moe_paged_stash=true | --moe-paged-stash
@@ -109,7 +118,7 @@ TABLE = """
     ep {GATE} | {GRAPHS}[attn,moe_router] | moe_router of --cuda-graph-modules
     fastermoe smart_schedule=true | {DIVIDED} | --expert-tensor-parallel-size 1
     flexmoe | fp16=true | use --bf16
-    fssdp | use_precision_aware_optimizer=true | remove it, or set reshard_interval=0
+    fssdp | use_precision_aware_optimizer=true | remove them, or set reshard_interval=0
     fssdp reshard_interval=0 | use_precision_aware_optimizer=true |
     fssdp | {SAVE} |
     fssdp | {SAVE} non_persistent_ckpt_type=global non_persistent_save_interval=5 |
@@ -162,6 +171,28 @@ def test_modules_of_graphs_may_be_members_of_an_enumeration() -> None:
     ):
         graphs = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_modules=given)
         assert Facts(graphs)["captured"] == wanted
+
+
+def test_a_limit_of_the_config_of_ddp_or_optimizer_is_found() -> None:
+    name, strategy, config = case("fssdp", "use_megatron_fsdp=false")
+    with pytest.raises(ConfigurationError, match="remove"):
+        check_limits(name, strategy, (config, None, SimpleNamespace(use_megatron_fsdp=True)))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("moe_router_topk=2 moe_router_group_topk=4", 1),
+        ("moe_router_topk=4 moe_router_group_topk=4 moe_token_drop_policy=position", 0),
+        ("moe_token_drop_policy=position moe_expert_capacity_factor=1.0", 1),
+    ],
+)
+def test_what_megatron_does_in_its_own_way_is_told_once(
+    more: str, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits._warn_once.cache_clear()
+    assert [check_limits(*case("ep", more)) for _ in range(2)]
+    assert len(caplog.messages) == told
 
 
 def test_auto_keeps_the_flex_dispatcher() -> None:

@@ -1,0 +1,75 @@
+"""Options of Megatron are in the list, or stop a run unless they have their default."""
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import field, make_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.entry import argument_check
+from megatron_fssdp.megatron_adapter.support.known_options import ALLOWED, check_known, known_options
+
+NAMES = """
+import argparse, dataclasses
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments
+kinds = [DistributedDataParallelConfig, OptimizerConfig, TransformerConfig]
+for kind in kinds:
+    kinds += kind.__subclasses__()
+print("NAMES", *(one.dest for one in add_megatron_arguments(argparse.ArgumentParser())._actions))
+print(*(one.name for kind in kinds for one in dataclasses.fields(kind)))
+"""
+
+
+@pytest.mark.parametrize("checkout", ["", *filter(None, [os.environ.get("MEGATRON_LM_PATH")])])
+def test_every_option_of_megatron_is_in_the_list(checkout: str) -> None:
+    path = os.pathsep.join(filter(None, (checkout, str(Path(__file__).parents[3]))))
+    said = subprocess.check_output([sys.executable, "-c", NAMES], env=os.environ | {"PYTHONPATH": path})
+    names = said.decode().rpartition("NAMES")[2].split()
+    assert len(names) > 800
+    assert set(names) - known_options() == set(), "sort them into known_options.txt, or refuse them"
+
+
+def _check(default: Any, value: Any, module: str = "megatron.core.made_up", **methods: Any) -> None:
+    fields = [("new_thing", Any, field(default_factory=lambda: default)), ("num_layers", int, 1)]
+    config = make_dataclass("Config", fields, namespace=methods, module=module)
+    host = make_dataclass("Provider", [("own", int, 0)], bases=(config,), module="megatron.bridge.models")
+    check_known("--moe-strategy fssdp", host(own=1, num_layers=2, new_thing=value))
+
+
+@pytest.mark.parametrize(("default", "value"), [(None, 0), ([], ["x"]), (torch.half, torch.zeros(2, 2))])
+def test_an_unknown_field_may_only_have_its_default(default: Any, value: Any, monkeypatch: Any) -> None:
+    _check(default, default)
+    with pytest.raises(ConfigurationError, match=f"new_thing: got .* set {ALLOWED}=new_thing") as refusal:
+        _check(default, value)
+    assert "\n" not in str(refusal.value)
+    monkeypatch.setenv(ALLOWED, "other,new_thing")
+    _check(default, value)
+
+
+def test_a_field_that_the_config_derives_is_no_choice_of_the_user() -> None:
+    derive = lambda one: vars(one).update(new_thing=one.new_thing or 3 * one.num_layers)  # noqa: E731
+    _check(0, 6, __post_init__=derive)
+    with pytest.raises(ConfigurationError, match="new_thing: got 7"):
+        _check(0, 7, __post_init__=derive)
+
+
+def test_unknown_arguments_are_refused_but_not_those_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argument_check, "_defaults", {})
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--moe-new-thing", type=float, default="1")
+    argument_check.add_strategy_arguments(parser)
+    parser.add_argument("--of-the-script")
+    parser.set_defaults(num_experts=2, distributed_timeout_minutes=1, nccl_communicator_config_path=None)
+    words = ["--moe-strategy", "fssdp", "--of-the-script", "x"]
+    argument_check.requested_by(parser.parse_args(words))
+    with pytest.raises(ConfigurationError, match=r"moe_new_thing: got 2\.0"):
+        argument_check.requested_by(parser.parse_args([*words, "--moe-new-thing", "2"]))
