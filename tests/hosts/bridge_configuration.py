@@ -72,7 +72,9 @@ def model_of(options: argparse.Namespace) -> GPTModelConfig | GPTModelProvider:
     numbers = {"params_dtype": dtype, "bf16": options.bf16}
     layers = _LAYERS | _ON_CPU | parallel | sizes | numbers | (_RECOMPUTE if options.recompute else {})
     if options.model_config:
-        return GPTModelConfig(transformer=TransformerConfig(**layers), **_MODEL)
+        model = GPTModelConfig(transformer=TransformerConfig(**layers), **_MODEL)
+        model.transformer.seq_length = LENGTH  # Megatron-Bridge 0.6.2 warms layers up by it.
+        return model
     return GPTModelProvider(**layers, **_MODEL, transformer_layer_spec=local_layers)
 
 

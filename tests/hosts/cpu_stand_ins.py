@@ -24,12 +24,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 _ENGINE_CLASSES = ("Linear", "LayerNormLinear", "GroupedLinear", "TransformerLayer", "RMSNorm", "LayerNorm")
 
 
+@functools.cache  # once in a process
 def install() -> None:
     """Run Megatron on the CPU, and make both hosts possible to import; call it before that."""
+    from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
     from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 
     # This imports Megatron's modules, which thereby find that there is no Transformer Engine.
     assert cpu_runtime.install(), "set MEGATRON_FSSDP_DEVICE=cpu"
+    optimizer_repairs.install()  # for checkpoints of torch's Adam
     import megatron.core.extensions.transformer_engine as extension
 
     for name, value in list(vars(extension).items()):
@@ -49,13 +52,20 @@ def install() -> None:
 def use_grouped_experts() -> None:
     """Let local layer specifications have grouped experts, whose linear layers are stand-ins of the tests."""
     from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
-    from tests.megatron_adapter.grouped_linear import grouped_experts
+    from tests.megatron_adapter.grouped_linear import GroupedLinear
 
+    # Megatron-Bridge's export finds out by these names of classes how weights are split.
+    column, row = (type(f"TE{way}ParallelGroupedLinear", (GroupedLinear,), {}) for way in ("Column", "Row"))
+    linears = GroupedMLPSubmodules(
+        linear_fc1=functools.partial(column, shard_axis=0), linear_fc2=functools.partial(row, shard_axis=1)
+    )
+    grouped = functools.partial(TEGroupedMLP, submodules=linears)
     of_local_experts = LocalSpecProvider.grouped_mlp_modules
 
     def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool) -> Any:
-        return grouped_experts() if moe_use_grouped_gemm else of_local_experts(self, moe_use_grouped_gemm)
+        return grouped if moe_use_grouped_gemm else of_local_experts(self, moe_use_grouped_gemm)
 
     LocalSpecProvider.grouped_mlp_modules = grouped_mlp_modules
 
