@@ -1,0 +1,115 @@
+"""Trains a tiny MoE model by Megatron-Bridge's own ``pretrain()`` on CPU ranks; prints lines of JSON.
+
+``torchrun --nproc-per-node 2 tests/hosts/bridge_training.py --ep 2``, with or without ``-m megatron_fssdp``
+before the script. The last rank prints a line for each step, with loss and gradient norm, and one for each
+evaluation. Rank 0 prints the classes of the model first, and last the norms of the experts' weights, under
+their names in the Hugging Face format.
+"""
+
+import argparse
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from tests.hosts import cpu_stand_ins
+from tests.hosts.cpu_stand_ins import say
+
+NUMBERS = {"tp": 1, "pp": 1, "ep": 2, "layers": 2, "steps": 8, "micro-batches": 2, "save-every": 4}
+
+
+def parsed_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--attach", metavar="NAME", help="strategy for megatron_fssdp.attach")
+    parser.add_argument("--settings", default="", help="its settings, as slots=2,overlap_degree=3")
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
+    parser.add_argument("--evaluate-every", type=int, metavar="STEPS")
+    parser.add_argument("--model-config", action="store_true", help="instead of a provider")
+    parser.add_argument("--grouped", action="store_true", help="grouped experts")
+    parser.add_argument("--distributed-optimizer", action="store_true")
+    parser.add_argument("--overlap", action="store_true", help="reduction of gradients, gather of parameters")
+    parser.add_argument("--fsdp", action="store_true", help="Megatron-FSDP")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--sgd", action="store_true", help="weights then show how large gradients are")
+    parser.add_argument("--lora", choices=("attention", "experts"), help="needs --pretrained")
+    parser.add_argument("--pretrained", metavar="FOLDER", help="checkpoints of a run with --save")
+    parser.add_argument("--save", metavar="FOLDER")
+    parser.add_argument("--load", metavar="FOLDER")
+    parser.add_argument("--export", metavar="FILE.pt", help="experts in the Hugging Face format")
+    # The plugin's own arguments remain in sys.argv.
+    return parser.parse_known_args()[0]
+
+
+def exported_experts(model: list[Any], num_layers: int) -> dict[str, torch.Tensor]:
+    """The experts' weights as Megatron-Bridge's AutoBridge exports them; all ranks call this."""
+    from megatron.bridge import AutoBridge
+    from transformers import Qwen3MoeConfig
+
+    from tests.hosts import bridge_configuration as sizes
+
+    of_model = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=sizes.VOCABULARY,
+        hidden_size=sizes.HIDDEN,
+        num_hidden_layers=num_layers,
+        num_attention_heads=sizes.HEADS,
+        num_key_value_heads=sizes.HEADS,
+        head_dim=sizes.HIDDEN // sizes.HEADS,
+        num_experts=sizes.EXPERTS,
+        num_experts_per_tok=sizes.TOP,
+        moe_intermediate_size=sizes.HIDDEN,
+        tie_word_embeddings=False,
+    )
+    weights = AutoBridge.from_hf_config(of_model).export_hf_weights(model, cpu=True, show_progress=False)
+    return {name: weight.clone() for name, weight in weights if ".experts." in name}
+
+
+def main() -> None:
+    options = parsed_options()
+    if options.fsdp:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # Megatron-FSDP refuses 1.
+    cpu_stand_ins.install()
+    if options.grouped:
+        cpu_stand_ins.use_grouped_experts()
+    cpu_stand_ins.attach(options.attach, options.settings)
+
+    from megatron.bridge.training import setup
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    from tests.hosts.bridge_configuration import configuration_of
+
+    setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
+
+    class Lines(Callback):
+        def on_train_start(self, context: Any) -> None:
+            names = sorted({type(one).__name__ for chunk in context.model for one in chunk.modules()})
+            say(0, wrapper=type(context.model[0]).__name__, classes=names)
+
+        def on_train_step_end(self, context: Any) -> None:
+            losses = {name: loss.item() for name, loss in (context.loss_dict or {}).items()}
+            step = context.state.train_state.step + 1
+            say(step=step, loss=losses.get("lm loss"), gradient_norm=float(context.grad_norm))
+
+        def on_eval_end(self, context: Any) -> None:
+            say(evaluation={name: float(loss) for name, loss in (context.total_loss_dict or {}).items()})
+
+        def on_train_end(self, context: Any) -> None:
+            experts = exported_experts(context.model, options.layers)
+            say(0, experts=cpu_stand_ins.norms_of_experts(experts))
+            if options.export and os.environ["RANK"] == "0":
+                torch.save(experts, options.export)
+
+    pretrain(configuration_of(options), forward_step, callbacks=[Lines()])
+
+
+if __name__ == "__main__":
+    main()

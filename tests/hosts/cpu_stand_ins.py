@@ -1,0 +1,148 @@
+"""Lets Megatron-Bridge, and ms-swift with mcore-bridge, build and train models on CPU ranks.
+
+Both import Transformer Engine without a condition, and Megatron-Bridge imports NVIDIA's resiliency extension.
+Empty modules and classes take their places, so that imports, ``isinstance`` and subclasses work. Layers,
+models and loops remain those of the hosts, apart from the layer specification: see :func:`use_local_layers`.
+"""
+
+import functools
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+# Scripts run by their path find the other modules of the tests.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+_ENGINE_CLASSES = ("Linear", "LayerNormLinear", "GroupedLinear", "TransformerLayer", "RMSNorm", "LayerNorm")
+
+
+@functools.cache  # once in a process
+def install() -> None:
+    """Run Megatron on the CPU, and make both hosts possible to import; call it before that."""
+    from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
+    from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
+
+    # This imports Megatron's modules, which thereby find that there is no Transformer Engine.
+    assert cpu_runtime.install(), "set MEGATRON_FSSDP_DEVICE=cpu"
+    optimizer_repairs.install()  # for checkpoints of torch's Adam
+    import megatron.core.extensions.transformer_engine as extension
+
+    for name, value in list(vars(extension).items()):
+        is_class = name.startswith("TE") or name == "SplitAlongDim"
+        if is_class and (value is None or isinstance(value, MagicMock)):
+            setattr(extension, name, _empty_class(name, extension.__name__))
+    engine = "transformer_engine"
+    attention = _add_module(f"{engine}.pytorch.attention", apply_rotary_pos_emb=None, _SplitAlongDim=None)
+    sequential = types.SimpleNamespace(Sequential=_empty_class("Sequential", engine))
+    classes = {name: _empty_class(name, f"{engine}.pytorch") for name in _ENGINE_CLASSES}
+    pytorch = _add_module(f"{engine}.pytorch", attention=attention, ops=sequential, **classes)
+    _add_module(engine, pytorch=pytorch)
+    inprocess = _add_module("nvidia_resiliency_ext.inprocess", CallWrapper=object)
+    _add_module("nvidia_resiliency_ext", inprocess=inprocess)
+
+
+def use_grouped_experts() -> None:
+    """Let local layer specifications have grouped experts, whose linear layers are stand-ins of the tests."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+
+    from tests.megatron_adapter.grouped_linear import GroupedLinear
+
+    # Megatron-Bridge's export finds out by these names of classes how weights are split.
+    column, row = (type(f"TE{way}ParallelGroupedLinear", (GroupedLinear,), {}) for way in ("Column", "Row"))
+    linears = GroupedMLPSubmodules(
+        linear_fc1=functools.partial(column, shard_axis=0), linear_fc2=functools.partial(row, shard_axis=1)
+    )
+    grouped = functools.partial(TEGroupedMLP, submodules=linears)
+    of_local_experts = LocalSpecProvider.grouped_mlp_modules
+
+    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool) -> Any:
+        return grouped if moe_use_grouped_gemm else of_local_experts(self, moe_use_grouped_gemm)
+
+    LocalSpecProvider.grouped_mlp_modules = grouped_mlp_modules
+
+
+def use_local_layers(module: types.ModuleType) -> None:
+    """Let a host's module ask Megatron for local layers where it asks for those of Transformer Engine.
+
+    Parameters have Transformer Engine's names, so that converters of Hugging Face weights find them: the norm
+    before the attention is a part of ``linear_qkv``, and experts are grouped.
+    """
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    use_grouped_experts()
+    of_megatron: Callable[..., Any] = module.get_gpt_decoder_block_spec
+
+    @functools.wraps(of_megatron)
+    def get_gpt_decoder_block_spec(config: Any, use_transformer_engine: bool, **rest: Any) -> Any:
+        block = of_megatron(config, use_transformer_engine=False, **rest)
+        for layer in block.layer_specs:
+            layer.submodules.input_layernorm = IdentityOp
+            layer.submodules.self_attention.submodules.linear_qkv = _linear_after_norm()
+        return block
+
+    module.get_gpt_decoder_block_spec = get_gpt_decoder_block_spec
+
+
+@functools.cache
+def _linear_after_norm() -> type[torch.nn.Module]:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    class LinearAfterNorm(ColumnParallelLinear):
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **rest: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **rest)
+            self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+            self.eps = config.layernorm_epsilon
+
+        def forward(self, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
+            normed = torch.nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
+            return super().forward(normed, *rest, **named)
+
+    return LinearAfterNorm
+
+
+def attach(strategy: str | None, settings: str) -> None:
+    """Call ``megatron_fssdp.attach`` if a strategy is given, with settings as in slots=2,overlap_degree=3."""
+    if strategy is None:
+        return
+    import yaml
+
+    import megatron_fssdp
+
+    pairs = (pair.split("=", 1) for pair in settings.split(",") if pair)
+    megatron_fssdp.attach(strategy, {name: yaml.safe_load(value) for name, value in pairs})
+
+
+def say(rank: int | None = None, **facts: Any) -> None:
+    """Print a line of JSON, on one rank or on the last one."""
+    wanted = int(os.environ["WORLD_SIZE"]) - 1 if rank is None else rank
+    if int(os.environ["RANK"]) == wanted:
+        sys.stdout.write(json.dumps(facts) + "\n")
+        sys.stdout.flush()
+
+
+def norms_of_experts(weights: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Norms of the experts' matrices by name, as in ``model.layers.0.mlp.experts.3.up_proj.weight``."""
+    return {name: weight.double().norm().item() for name, weight in sorted(weights.items())}
+
+
+def _empty_class(name: str, module: str) -> type[torch.nn.Module]:
+    return type(name, (torch.nn.Module,), {"__module__": module})
+
+
+def _add_module(name: str, **members: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
+    module.__version__ = "2.20.2"
+    vars(module).update(members)
+    sys.modules[name] = module
+    return module
