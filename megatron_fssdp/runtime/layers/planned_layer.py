@@ -199,9 +199,16 @@ class PlannedLayer:
 
     @torch.inference_mode(False)  # An evaluation may make tensors that training uses later.
     def _make(
-        self, plan: LayerPlan, counts_DE: np.ndarray | None = None, *, is_shared: bool = True
+        self,
+        plan: LayerPlan,
+        counts_DE: np.ndarray | None = None,
+        *,
+        is_shared: bool = True,
+        is_outside: bool = False,
     ) -> SlotPass:
         """Put a plan's experts into slots, for an iteration (``is_shared``) or for one micro-batch.
+
+        A pass ``is_outside`` of iterations leaves what they keep as it is.
 
         If the plan's dispatch depends on counts, tokens are shared out by ``counts_DE``, or by a forecast.
         """
@@ -211,7 +218,7 @@ class PlannedLayer:
         key = (digest, self._num_replica_slots, self.experts, self.groups, self.is_first)
         if is_shared and not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
             return self._last_made[1]
-        is_kept = is_shared and self.clock.driven
+        is_kept = is_shared and not is_outside
         if counts_DE is None and plan.needs_counts and not self.history.is_empty:
             counts_DE = np.rint(self.history.forecast_DE()).astype(np.int64)
         slots = SlotTable.of(plan.placement, self._num_replica_slots, self._slot_multiple)

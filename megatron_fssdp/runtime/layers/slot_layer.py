@@ -44,7 +44,7 @@ from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_ba
 from megatron_fssdp.runtime.slots.exact_shares import remap_exactly
 from megatron_fssdp.runtime.slots.remap import remap_by_table
 from megatron_fssdp.strategies.auto import AutoStrategy
-from megatron_fssdp.strategies.layer_plan import LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 
 class SlotLayer(PlannedLayer):
@@ -68,6 +68,7 @@ class SlotLayer(PlannedLayer):
         self.on_pass: Callable[[SlotPass], object] = lambda one: None
         self.gradients = HomeGradients(self)
         self.gradients.on_complete = self._prefetch_before
+        self._outside: tuple[LayerContext, SlotPass] | None = None  # of passes outside of iterations
         self._in_use: Any = None  # The SlotPass of the running forward pass, which prepare() provides.
         self._is_counted = self._is_final = self._asks_after_gate = False
         self._is_alone = context.num_devices == 1
@@ -105,7 +106,9 @@ class SlotLayer(PlannedLayer):
                     f"{self.experts.what}: got a pass outside of iterations whose routing a CUDA graph made, "
                     "wanted one by Megatron's schedule; run it by get_forward_backward_func()"
                 )
-            return self._make(self.context.owners_only)
+            if self._outside is None or self._outside[0] is not self.context:
+                self._outside = self.context, self._make(self.context.owners_only, is_outside=True)
+            return self._outside[1]
         plan = self.plan_iteration()
         if not plan.each_micro_batch or routing_map is None or self._is_alone:
             if routing_map is not None and self._asks_after_gate and not self._is_final:
