@@ -109,14 +109,14 @@ class GroupedLinear(torch.nn.Module):
         self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
         # Not config.gradient_accumulation_fusion: Megatron's dense layers refuse it on a CPU.
         self.fuse_wgrad_accumulation = fuses
-        shape = [output_size, input_size]
-        shape[shard_axis] //= pg_collection.expt_tp.size()
+        peers = pg_collection.expt_tp
         for index in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-            init_method(weight)
+            whole = torch.empty(output_size, input_size, dtype=config.params_dtype)
+            init_method(whole)
+            weight = torch.nn.Parameter(whole.chunk(peers.size(), shard_axis)[peers.rank()].contiguous())
             self.register_parameter(f"weight{index}", weight)
             if bias:
-                zeros = torch.zeros(shape[0], dtype=config.params_dtype)
+                zeros = torch.zeros(len(weight), dtype=config.params_dtype)
                 self.register_parameter(f"bias{index}", torch.nn.Parameter(zeros))
             else:
                 setattr(self, f"bias{index}", torch.empty(0, dtype=config.params_dtype))

@@ -117,18 +117,10 @@ def written(out: Path, results: Mapping[str, Any]) -> None:
 
 def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     row = {"case": "fssdp", "precision": "bf16", "losses": [8.0, 4.5], "difference": 2e-7, "problem": ""}
-    row |= {
-        "num_replicas": 3,
-        "num_resharded": 0,
-        "peak_gib": 1.5,
-        "predicted": "…, replicas at most 1.4 <GiB> (…)",
-    }
-    fssdp: dict[str, Any] = {
-        "busiest_s": [1e-3, 2e-3, 3e-3],
-        "none_over_this": [1.0, 1.25, 1.5],
-        "replicas": 2.5,
-    }
-    fssdp |= {"kernels": 77, "peak_bytes_above_weights": 3 << 29}
+    row |= {"num_replicas": 3, "num_resharded": 0, "peak_gib": 1.5}
+    row |= {"predicted": "…, replicas at most 1.4 <GiB> (…)"}
+    fssdp: dict[str, Any] = {"busiest_s": [1e-3, 2e-3, 3e-3], "none_over_this": [1.0, 1.25, 1.5]}
+    fssdp |= {"replicas": 2.5, "kernels": 77, "peak_bytes_above_weights": 3 << 29}
     layer = {"sizes": {"coarse": {"layer": {"fssdp": fssdp}}}}
     rows = [row, {**row, "case": "none", "peak_gib": 1.0}]
     written(tmp_path, {"gpu_layer.json": layer, "overlap.json": {"damaged": []}})

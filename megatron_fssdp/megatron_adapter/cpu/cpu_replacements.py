@@ -216,3 +216,26 @@ def attention_of_other_widths(
         attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
     if k_channels is not None:
         attention.hidden_size_per_attention_head = k_channels
+
+
+def experts_of_this_rank(
+    build: Any,
+    experts: Any,
+    num_local_experts: int,
+    config: Any,
+    submodules: Any,
+    pg_collection: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Build Megatron's experts with a seed for each expert-parallel rank, as it does on GPUs.
+
+    On the CPU all expert-parallel ranks would start with copies of the same experts. Ranks that hold parts or
+    copies of the same experts still draw the same numbers, and so do all ranks for the layers that follow.
+    """
+    group = getattr(pg_collection, "ep", None)
+    if group is None or group.size() == 1 or not config.use_cpu_initialization:
+        return build(experts, num_local_experts, config, submodules, pg_collection, **kwargs)
+    seed = int(torch.randint(2**62, ()))  # another one for each layer
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed + group.rank())
+        return build(experts, num_local_experts, config, submodules, pg_collection, **kwargs)

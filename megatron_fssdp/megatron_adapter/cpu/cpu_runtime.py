@@ -136,6 +136,13 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "megatron.core.transformer.moe.token_dispatcher": {
         "maybe_move_tensor_to_cpu": _always(replacements.move_to_host),  # it expects CUDA tensors
     },
+    # Without it, 8 experts on 4 expert-parallel ranks are two, four times each.
+    "megatron.core.transformer.moe.experts:SequentialMLP": {
+        "__init__": _around(replacements.experts_of_this_rank)
+    },
+    "megatron.core.transformer.moe.experts:TEGroupedMLP": {
+        "__init__": _around(replacements.experts_of_this_rank)
+    },
     "megatron.core.transformer.torch_norm:WrappedTorchNorm": {
         "__new__": _around(replacements.norm_under_sequence_parallelism),
     },

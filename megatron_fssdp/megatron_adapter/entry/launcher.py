@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import socket
 import sys
 import time
 import warnings
@@ -86,17 +87,21 @@ def show_warnings_once() -> None:
 def report(error: ConfigurationError, to: TextIO | None = None) -> None:
     """Print one line for an error, by default to standard error.
 
-    Before process groups exist, all ranks get the same error and rank 0 prints it. torchrun ends the ranks of
-    a node when one of them ends. Those beside rank 0 therefore wait for it, and print if it does not.
+    Before process groups exist, all ranks of a node get the same error, and the first one there prints it,
+    with the node's name if it is not that of rank 0. torchrun ends the ranks of a node when one of them ends.
+    The others therefore wait for the first one, and print if it does not.
     """
     import torch.distributed as dist
 
     rank, is_initialized = os.environ.get("RANK", "0"), dist.is_initialized()
-    if not is_initialized and rank != "0":
-        if os.environ.get("LOCAL_RANK") != rank:
+    local_rank = os.environ.get("LOCAL_RANK", rank)
+    place = f" on rank {rank}"
+    if not is_initialized and local_rank == "0":
+        place = "" if rank == "0" else f" on {socket.gethostname()}"
+    elif not is_initialized:
+        if "LOCAL_RANK" not in os.environ:
             return
         time.sleep(_FIRST_RANK_S)
-    place = f" on rank {rank}" if is_initialized or rank != "0" else ""
     print(f"[fssdp] error{place}: {error}", file=to or sys.stderr, flush=True)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
-from ..training_run import TrainingRun, assert_close, assert_equal, rows, train
+from ..training_run import TrainingRun, assert_close, train
 
 COMMON = "{TORCH_DIST} --train-iters 8 {GATED} {SHORT_AVERAGES} --lr 5e-3"
 SAVED_AT = 4
@@ -98,35 +98,3 @@ def test_training_resumes_with_the_same_losses(cell: Cell, shelf: Shelf) -> None
             assert sum(f"{hint} are not used" in message for message in rest.messages) == 1
     assert len(rest.losses) == 8 - SAVED_AT
     assert_close(rest, wanted, since=len(wanted.losses) - len(rest.losses))
-
-
-# name | ranks | arguments | strategy. The default format is dp_reshardable; ranks / EP copies of each expert.
-DISTRIBUTED_OPTIMIZERS = rows(
-    """
-    edp1 | 2 | {EP2} {DISTRIBUTED} | none
-    edp2_bf16 | 2 | --bf16 {NO_BIAS} {DISTRIBUTED} | none
-    edp2_of_4_fully_reshardable | 4 | {EP2} {RESHARDABLE} | fssdp
-    edp1_bf16_fully_reshardable | 2 | {EP2} {RESHARDABLE} --bf16 | ep
-    padded_buckets_fully_reshardable | 2 | {EP2} {RESHARDABLE} --overlap-grad-reduce --ddp-bucket-size 5000
-        | none
-    """
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DISTRIBUTED_OPTIMIZERS)
-def test_the_distributed_optimizer_resumes_exactly(name: str, text_data: Path, tmp_path: Path) -> None:
-    num_ranks, arguments, strategy = DISTRIBUTED_OPTIMIZERS[name]
-    # The learning rate is such that a wrong step count shows in Adam's bias correction.
-    common = f"{arguments} {{TORCH_DIST}} --train-iters 8 {{SHORT_AVERAGES}}"
-    saving = f"--exit-interval 4 --save {tmp_path} --save-interval 4"
-    whole, begun, rest = (
-        train(int(num_ranks), f"{common} {more}", text_data, strategy=strategy)
-        for more in ("", saving, f"--load {tmp_path}")
-    )
-    assert begun.losses == whole.losses[:4]
-    if strategy != "fssdp":
-        assert_equal(rest, whole, since=4)
-    # A resumed fssdp has no load history yet and thus no replicas in its first iteration: the sums of the
-    # experts' gradients are formed in another order.
-    assert_close(rest, whole, 1e-6, 1e-6, since=4)

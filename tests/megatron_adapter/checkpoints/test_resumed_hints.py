@@ -58,13 +58,18 @@ def test_a_run_resumed_in_another_layout_keeps_the_selections_of_auto(
 
 
 LIMITED = "fssdp slots=2 overlap_degree=3 reshard_interval=2"
-# name | ranks | Megatron's arguments
+# name | ranks | Megatron's arguments | strategy. The default format of optimizers is dp_reshardable.
 RUNS = rows(
     """
-    bf16_distributed | 4 | {EP2} --bf16 {RESHARDABLE}
-    pipeline | 4 | {EP2} {PP2} --bf16
-    mtp | 2 | {EP2} {MTP} --bf16
-    """
+    bf16_distributed | 4 | {EP2} --bf16 {RESHARDABLE} | {LIMITED}
+    pipeline | 4 | {EP2} {PP2} --bf16 | {LIMITED}
+    mtp | 2 | {EP2} {MTP} --bf16 | {LIMITED}
+    position in buckets, no copies | 2 | {EP2} {DISTRIBUTED} | none
+    position in buckets, bf16 | 2 | --bf16 {NO_BIAS} {DISTRIBUTED} | none
+    padded buckets | 2 | {EP2} {RESHARDABLE} --overlap-grad-reduce --ddp-bucket-size 5000 | none
+    bf16, no copies | 2 | {EP2} {RESHARDABLE} --bf16 | ep
+    """,
+    LIMITED=LIMITED,
 )
 FIRST, *SLOW = RUNS
 
@@ -73,10 +78,11 @@ FIRST, *SLOW = RUNS
 def test_a_resumed_run_has_the_bits_of_one_without_a_break(
     name: str, text_data: Path, tmp_path: Path
 ) -> None:
-    num_ranks, arguments = int(RUNS[name][0]), f"{EXACT} {RUNS[name][1]} --hidden-dropout 0.1"
+    num_ranks, layout, strategy = RUNS[name]
+    arguments = f"{EXACT} {layout} --hidden-dropout 0.1"
     saving = f"{arguments} --save {tmp_path} --save-interval 5"
-    whole = train(num_ranks, saving, text_data, strategy=LIMITED)
-    rest = train(num_ranks, f"{arguments} --load {tmp_path} --ckpt-step 5", text_data, strategy=LIMITED)
+    whole = train(int(num_ranks), saving, text_data, strategy=strategy)
+    rest = train(int(num_ranks), f"{arguments} --load {tmp_path} --ckpt-step 5", text_data, strategy=strategy)
     assert_equal(rest, whole, since=5)
     if name == FIRST:
         assert sum("keep the owners of the checkpoint" in message for message in rest.messages) == 1

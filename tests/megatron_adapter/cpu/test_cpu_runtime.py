@@ -1,6 +1,7 @@
 """The CPU runtime is requested or detected, and stays off in a GPU run. All trainings of the tests use it."""
 
 from argparse import Namespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,7 +12,10 @@ import torch.distributed as dist
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import all_gather_in_one_hop, all_to_all_at_once
-from megatron_fssdp.testing import run_ranks
+from megatron_fssdp.megatron_adapter.experts.slot_experts import expert_parameters
+from megatron_fssdp.testing import run_megatron_ranks, run_ranks
+
+from ..layer.small_config import build_layer, moe_config
 
 
 def test_the_device_variable_selects_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +69,33 @@ def exchange(rank: int, world_size: int) -> None:
 def test_messages_take_one_hop_and_are_posted_at_once() -> None:
     run_ranks(gather, 3)
     run_ranks(exchange, 3)
+
+
+def first_weights(rank: int, world_size: int) -> list[tuple[torch.Tensor, ...]]:
+    """Matrices of this rank's two experts, one by one and grouped, and what the rank draws next."""
+    from megatron.core import parallel_state as ps
+
+    options: Any = {"tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size()}
+    options["expert_tensor_parallel_size"] = ps.get_expert_tensor_parallel_world_size()
+    found = []
+    for is_grouped in (False, True):
+        torch.manual_seed(1)
+        config = moe_config(2, 16, 4, moe_grouped_gemm=is_grouped, num_attention_heads=2, **options)
+        experts = expert_parameters(build_layer(config, "ep", {}, stock=True).experts, 2)
+        up, down = (torch.stack(matrices).detach() for matrices in zip(*experts, strict=True))
+        found.append((up, down, torch.rand(3)))
+    return found
+
+
+def test_experts_differ_between_expert_parallel_ranks_and_nowhere_else() -> None:
+    """Copies are equal, tensor-parallel parts are cut from one expert, and later layers are equal."""
+    whole, cut = (run_megatron_ranks(first_weights, 4, tp=etp, etp=etp, ep=2) for etp in (1, 2))
+    for of_ranks, parts in zip(zip(*whole, strict=True), zip(*cut, strict=True), strict=True):
+        (up, down, drawn), (other_up, other_down, other_drawn), *copies = of_ranks
+        assert not torch.isin(up, other_up).any()
+        assert not torch.isin(down, other_down).any()
+        assert torch.equal(drawn, other_drawn)
+        for original, copy, halves in zip(of_ranks[:2], copies, (parts[:2], parts[2:]), strict=True):
+            assert all(map(torch.equal, copy, original))
+            for axis in (1, 2):
+                assert torch.equal(torch.cat([half[axis - 1] for half in halves], axis), original[axis - 1])

@@ -38,20 +38,18 @@ def test_other_ranks_do_not_repeat_the_warnings_of_libraries(
     assert [str(one.message) for one in caught] == [*repeated, "NaN", "of the script"]
 
 
-@pytest.mark.parametrize(("rank", "local", "waits"), [("0", "0", []), ("3", "3", [60.0]), ("9", "1", None)])
-def test_rank_0_is_the_first_to_print_an_error_of_all_ranks(
-    rank: str,
-    local: str,
-    waits: list[float] | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("rank", "local", "place"),
+    [("0", "0", ""), ("8", "0", " on node1"), ("3", "3", " on rank 3"), ("9", "1", " on rank 9")],
+)
+def test_the_first_rank_of_a_node_is_the_first_to_print_an_error(
+    rank: str, local: str, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torchrun ends a node's ranks when one ends. If rank 0 does not have the error, it must not be lost."""
+    """torchrun ends a node's ranks when one ends. An error that the first one does not have is not lost."""
     waited: list[float] = []
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr(os, "environ", {"RANK": rank, "LOCAL_RANK": local})
     monkeypatch.setattr(launcher.time, "sleep", waited.append)
+    monkeypatch.setattr(launcher.socket, "gethostname", lambda: "node1")
     report(ConfigurationError("slots: got -1"))
-    assert waited == (waits or [])
-    place = " on rank 3" if waits else ""
-    assert capsys.readouterr().err == ("" if waits is None else f"[fssdp] error{place}: slots: got -1\n")
+    assert waited == [60.0] * (local != "0")
+    assert capsys.readouterr().err == f"[fssdp] error{place}: slots: got -1\n"

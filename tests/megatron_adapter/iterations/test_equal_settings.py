@@ -31,7 +31,7 @@ def other_routing() -> None:
 
     def attach(stock: Any, requested: Any) -> None:
         (args,) = requested.host.sources
-        args.moe_router_topk = 1 + int(os.environ["RANK"])
+        args.moe_router_topk = 2 + int(os.environ["RANK"])
         stock(requested)
 
     wrap(registration, "_attach", attach)
@@ -41,7 +41,7 @@ def other_routing() -> None:
     ("before", "more", "message"),
     [
         (other_files, "--moe-strategy-config strategy.yaml", "slots: got 1 on rank 0 and 2 on rank 1"),
-        (other_routing, "", "--moe-router-topk: got 1 on rank 0 and 2 on rank 1"),
+        (other_routing, "", "--moe-router-topk: got 2 on rank 0 and 3 on rank 1"),
         (other_queues, "", "CUDA_DEVICE_MAX_CONNECTIONS is 1: got True on rank 0 and False on rank 1"),
         # A folder that only rank 0 finds not to be one.
         (None, "--moe-strategy ep --moe-strategy-set record_dir={file}", "record_dir"),

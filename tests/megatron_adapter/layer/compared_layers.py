@@ -139,7 +139,7 @@ def _layer(row: Row, is_split: bool, *, is_stock: bool = False) -> Any:
         setattr(config, name, value)
     torch.manual_seed(SEED)
     layer = build_layer(config, row.strategy, row.settings, fuses=row.fuses, stock=is_stock)
-    # Megatron starts with equal experts on all ranks, and with biases of zero, which would hide mistakes.
+    # Megatron starts with biases of zero, which would hide mistakes.
     torch.manual_seed(100 * ps.get_expert_model_parallel_rank() + ps.get_expert_tensor_parallel_rank())
     for parameter in layer.experts.parameters():
         torch.nn.init.normal_(parameter, std=0.2)

@@ -114,7 +114,7 @@ class WithBias(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
-def test_each_part_of_attention_is_a_point_in_both_passes_if_there_is_one_queue(
+def test_a_layer_begins_with_its_gather_and_parts_of_attention_are_points_if_there_is_one_queue(
     monkeypatch: pytest.MonkeyPatch, one_queue: bool
 ) -> None:
     group, order = object(), []
@@ -123,14 +123,17 @@ def test_each_part_of_attention_is_a_point_in_both_passes_if_there_is_one_queue(
         groups=SimpleNamespace(transfers=group, one_queue=one_queue), mark=lambda *_: None
     )
     slots.advance_transfers = partial(slot_layer.SlotLayer.advance_transfers, slots)
-    slots.launch = lambda hidden: None
+    slots.launch = lambda hidden: order.append("gather")
     moe: Any = SimpleNamespace(slot_layer=slots)
-    layer = FakeLayer()
+    layer, points = FakeLayer(), [("point", True)] * (2 if one_queue else 0)
     _install_beginning(cast(Any, layer), moe, True)
     output = layer(torch.ones(1, 2, requires_grad=True))
-    assert order == [("point", True)] * (2 if one_queue else 0)
+    assert order == ["gather", *points]
     output.sum().backward()
-    assert order == [("point", True)] * (4 if one_queue else 0)
+    assert order == ["gather", *points, *points]
     with torch.no_grad():
-        layer(torch.ones(1, 2))
-    assert len(order) == (6 if one_queue else 0)
+        layer._te_cuda_graph_replay(torch.ones(1, 2))
+    assert order[1 + 2 * len(points) :] == ["gather", *points]
+    assert not {**layer._forward_pre_hooks, **layer._forward_hooks}, (
+        "CUDA graphs capture no module with hooks"
+    )

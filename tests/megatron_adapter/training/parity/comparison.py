@@ -8,7 +8,7 @@ from typing import Any
 from megatron_fssdp.records.metrics import IterationMetrics
 from megatron_fssdp.records.metrics_file import read_metrics
 
-from ...training_run import GPT, Model, TrainingRun, assert_close, flags, rows, train
+from ...training_run import GPT, HALF, Model, TrainingRun, assert_close, flags, rows, train
 
 ADAPTIVE = "fssdp slots=2 overlap_degree=3 reshard_interval=2"
 
@@ -78,7 +78,7 @@ def against_stock(
     stock = trained(layout, "none", data, **options)
     run = trained(layout, f"{layout.settings} record_dir={folder}", data, **options)
     assert len(stock.losses) == layout.num_iterations
-    assert_close(run, stock, *((2e-3, 2e-2) if layout.is_half else (bound, 1e-4)))
+    assert_close(run, stock, *(HALF if layout.is_half else (bound, 1e-4)))
     if "fssdp" in layout.settings:
         replicas = replicas_of(read_metrics(folder))
         assert any(replicas) == layout.replicates

@@ -1,11 +1,10 @@
 """Complete trainings of a BERT-MoE under every strategy: masked words and sentence order."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ...training_run import BERT, assert_equal, slow, train, train_on_all_ranks, wrap
+from ...training_run import BERT, slow, train_on_all_ranks
 from .comparison import layouts
 from .test_parity_matrix import compare
 from .test_strategy_parity import compare_strategies
@@ -49,25 +48,3 @@ def test_options_that_bert_would_ignore_are_refused(arguments: str, sentence_dat
     (run,) = train_on_all_ranks(1, f"--train-iters 1 {arguments}", sentence_data, model=BERT)
     assert run.exit_code == 1
     assert not run.losses
-
-
-@pytest.mark.slow
-def test_strategy_none_equals_the_bare_script_bitwise(sentence_data: Path) -> None:
-    options: Any = {"launcher": False, "before": count_experts}
-    bare = train(2, "{EP2} --train-iters 2", sentence_data, model=BERT, **options)
-    assert_equal(train(2, "{EP2} --train-iters 2", sentence_data, model=BERT), bare)
-    assert len(bare.other_losses) == len(bare.losses) == 2
-
-
-def count_experts() -> None:
-    """Fail unless the trained model has exactly two MoE layers, both Megatron's own."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.training import training
-
-    def checked(setup: Any, *args: Any, **kwargs: Any) -> Any:
-        built = setup(*args, **kwargs)
-        layers = [type(module) for chunk in built[0] for module in chunk.modules()]
-        assert layers.count(MoELayer) == 2
-        return built
-
-    wrap(training, "setup_model_and_optimizer", checked)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_fssdp.records.metrics_file import read_metrics
 
-from ...training_run import relative_difference, train_on_all_ranks
+from ...training_run import HALF, assert_close, train_on_all_ranks
 from .comparison import Layout, layouts, trained
 
 SCHEDULES = [f"parm schedule={name}" for name in ("baseline", "megatron", "s1", "s2", "auto")]
@@ -81,8 +81,6 @@ def _compare(name: str, data: Path, folder: Path, strategies: list[str], num_ite
     trained(lengthened(f"{stock} {save}", 1), "none", data)
     load = f"--load {folder} --finetune --no-load-optim --no-load-rng"
     wanted = trained(lengthened(f"{load} {stock}", num_iterations), "none", data)
-    tolerance = 2e-3 if LAYOUTS[name].is_half else 1e-5
     for strategy in strategies:
         run = trained(lengthened(load, num_iterations), strategy, data)
-        assert relative_difference(run.losses, wanted.losses) <= tolerance, strategy
-        assert relative_difference(run.grad_norms, wanted.grad_norms) <= 30 * tolerance, strategy
+        assert_close(run, wanted, *(HALF if LAYOUTS[name].is_half else ()))

@@ -22,13 +22,14 @@ from ...training_run import (
     BATCH16,
     GATED,
     GPT,
+    HALF,
     RECOMPUTE_MOE,
     WHOLE_EXPERTS,
     Model,
     TrainingRun,
     add_to_logits,
+    assert_close,
 )
-from ...training_run import relative_difference as difference
 from .comparison import Layout, replicas_of, trained
 from .test_parity_matrix import LAYOUTS
 
@@ -110,8 +111,7 @@ def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = 
         ):
             continue  # refused
         run = _train(layout, strategy, settings, data, folder, model)
-        bound = 2e-3 if layout.is_half else 1e-5
-        assert difference(run.all_losses, wanted.all_losses) <= bound, strategy
+        assert_close(run, wanted, *(HALF if layout.is_half else ()))
         _check_use(layout, strategy, run, folder)
 
 

@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import norm_under_sequence_parallelism
+from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import (
+    experts_of_this_rank,
+    norm_under_sequence_parallelism,
+)
 from megatron_fssdp.megatron_adapter.wrapping import wrapped
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
 from tests.support.virtual_cuda.posing.patches import Patches
@@ -80,6 +83,10 @@ REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     # Megatron refuses torch's norms under sequence parallelism; others need Transformer Engine or Apex.
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": functools.partial(
         wrapped, norm_under_sequence_parallelism
+    ),
+    # Parameters that are drawn on the host are those of CPU ranks.
+    "megatron.core.transformer.moe.experts:SequentialMLP.__init__": functools.partial(
+        wrapped, experts_of_this_rank
     ),
     f"{_DDP}._make_backward_post_hook": _on_the_stream_of_its_node,
     # The data loader's thread for page-locked memory.
