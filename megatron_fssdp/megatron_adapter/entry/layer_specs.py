@@ -3,12 +3,12 @@
 The spec is Megatron's own. To name it is a way to import the plugin on every rank, also in Ray workers.
 """
 
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry.attach import attach, attach_from_environment
@@ -39,10 +39,9 @@ def get_gpt_decoder_block_spec(
             "spec: got no strategy, wanted one; pass a name such as strategy='fssdp', set "
             "MEGATRON_FSSDP_STRATEGY, or start the script with python -m megatron_fssdp and --moe-strategy"
         )
-    place = next(index for index, one in enumerate(given) if isinstance(one, TransformerConfig))
-    config, rest = given[place], given[place + 1 :]
-    if place:  # slime's form: (args, config, vp_stage)
-        vp_stage, rest = (rest[0] if rest else vp_stage), ()
+    if isinstance(given[0], Namespace):  # slime's form: (args, config, vp_stage)
+        given, vp_stage = given[1:2], given[2] if len(given) > 2 else vp_stage
+    config, *rest = given
     uses_te = options.pop("use_transformer_engine", rest[0] if rest else None)
     if uses_te is None:
         uses_te = HAVE_TE and config.transformer_impl == "transformer_engine"

@@ -1,7 +1,7 @@
 """What a program attaches and names: strategies, the environment, and the spec of hosts that take one."""
 
 import inspect
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -48,7 +48,7 @@ def _check_specs(rank: int, world_size: int) -> None:
         megatron_fssdp.attach_from_environment()
     os.environ["MEGATRON_FSSDP_STRATEGY"] = "fssdp"
     # slime's form, with arguments, config and stage.
-    for block in (spec_of(SimpleNamespace(), config, None), spec_of(config, False)):
+    for block in (spec_of(Namespace(), config, None), spec_of(config, False)):
         assert [layer.submodules.mlp.func for layer in block.layer_specs[1::2]] == [MoELayer, MoELayer]
     attachment = current()
     assert (attachment.name, attachment.settings.slots) == ("fssdp", 1)
