@@ -20,6 +20,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
 
 _LINEARS = ("linear_fc1", "linear_fc2")
+_QUANTIZED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 _blanks: dict[tuple[ExpertLayout, torch.device, tuple[bool, ...]], ExpertParameters] = {}
 
@@ -99,8 +100,9 @@ class SlotExperts:
         for index, one in enumerate(parameters_U):
             _bind(_linears(self._body), one or blank, str(index))
         for linear, stock in zip(_linears(self._body), _linears(self.module), strict=True):
-            # In its first pass of an iteration, a layer quantizes its weights and keeps the result.
-            linear.is_first_microbatch = True
+            # In its first pass of an iteration, a layer quantizes its weights and keeps the result. It then
+            # also replaces gradients instead of adding to them, so Megatron says so under these recipes only.
+            linear.is_first_microbatch = any(getattr(self.module.config, name, None) for name in _QUANTIZED)
             linear.disable_parameter_transpose_cache = not for_iteration or getattr(
                 stock, "disable_parameter_transpose_cache", True
             )
