@@ -167,11 +167,6 @@ def combinations(_: str) -> str:
     return table(("refused", "what to do"), ((limit.what, limit.advice) for limit in limits.SOME))
 
 
-def replaced(_: str) -> str:
-    """Checkpoint options that are replaced."""
-    return table(("given", "what happens instead"), ((one.what, one.advice) for one in limits.REPLACED))
-
-
 def seams(_: str) -> str:
     """What the plugin needs of Megatron."""
     return table(
@@ -201,7 +196,7 @@ def lines(_: str) -> str:
 
 GENERATORS: dict[str, Callable[[str], str]] = {
     one.__name__: one
-    for one in (settings, results, code, versions, refused, combinations, replaced, seams, lines)
+    for one in (settings, results, code, versions, refused, combinations, seams, lines)
 }
 """What may stand after ``table:``, by its first word. The other words are the argument."""
 

@@ -20,6 +20,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
@@ -61,8 +62,9 @@ def _state_with_slots(
     sharded_offsets: Any = (),
     metadata: Any = None,
 ) -> ShardedStateDict:
-    if (metadata or {}).get("distrib_optim_sharding_type") == "dp_reshardable":
-        slots.go_home()  # This format stores optimizer states by their position in a bucket.
+    form = (metadata or {}).get("distrib_optim_sharding_type")
+    if form not in (None, *DistributedOptimizer.checkpoint_fully_reshardable_formats):
+        slots.go_home()  # Other formats store optimizer states by their position in a bucket.
     state = _state_by_owner(experts, layer, slots.stage_owners, prefix, sharded_offsets, metadata)
     for entry in state.values():
         setattr(entry, _SLOTS, slots)

@@ -31,7 +31,6 @@ from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession, nccl_options
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
-from megatron_fssdp.megatron_adapter.support.limits import replace_checkpoint_arguments
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 
 # Switches of kernels that give the same results as Megatron's code without them.
@@ -169,8 +168,6 @@ def requested_by(args: Any, host: HostSettings | None = None) -> Attachment:
         return Attachment(name, settings, host, timeout)
     session = StrategySession(name, settings)
     session.check_model(args, defaults=_defaults)
-    if session.strategy.moves_owners:
-        replace_checkpoint_arguments(f"--moe-strategy {name}", args)
     if settings.nodes is not None:
         check_declared_nodes(settings.nodes, args.world_size)
     return Attachment(name, settings, host, timeout, nccl_options(args))

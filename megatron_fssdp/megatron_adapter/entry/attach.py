@@ -17,7 +17,6 @@ from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment, cu
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
-from megatron_fssdp.megatron_adapter.support.limits import replace_checkpoint_arguments
 
 STRATEGY_VARIABLE = "MEGATRON_FSSDP_STRATEGY"
 SETTINGS_VARIABLE = "MEGATRON_FSSDP_SETTINGS"
@@ -33,7 +32,7 @@ def attach(strategy: str, settings: Mapping[str, Any] | None = None, *, host: An
 
     ``host`` is Megatron-Bridge's ``ConfigContainer``, or another object whose settings, or those of its
     sections, have Megatron's names. What the strategy cannot serve is then refused here, before the model is
-    built, and options of checkpoints that cannot hold moved experts are replaced.
+    built.
 
     Raises:
         ConfigurationError: A name or value is invalid, or the installed megatron-core lacks a seam.
@@ -41,10 +40,7 @@ def attach(strategy: str, settings: Mapping[str, Any] | None = None, *, host: An
     found = strategy_settings(strategy, dict(settings or {}), "settings")
     told = HostSettings.of(host)
     if host is not None and isinstance(found, PlacementSettings):
-        session = StrategySession(strategy, found)
-        session.check_model(*told.sources)
-        if session.strategy.moves_owners:
-            replace_checkpoint_arguments(f"--moe-strategy {strategy}", told)
+        StrategySession(strategy, found).check_model(*told.sources)
     return use(Attachment(strategy, found, told))
 
 

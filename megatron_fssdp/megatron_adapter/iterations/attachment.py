@@ -89,7 +89,7 @@ class Attachment:
         if isinstance(self.settings, PlacementSettings):
             timeout = self._timeout or _timeout_of(parallel_state.get_expert_model_parallel_group())
             settings, why = self._may_move(self.settings)
-            session = StrategySession(self.name, settings, timeout, self._nccl_options, host)
+            session = StrategySession(self.name, settings, timeout, self._nccl_options)
             session.keeps_owners = why
             session.check_model(*host.sources)
             checkpoint_hints.add(session)

@@ -35,12 +35,6 @@ class HostSettings:
         sections = [one for one in vars(host).values() if is_dataclass(one)] if host is not None else []
         return cls(() if host is None else (host, *sections))
 
-    def replace(self, name: str, value: Any) -> None:
-        """Replace a setting in every object that has it."""
-        for one in self.sources:
-            if hasattr(one, name):
-                setattr(one, name, value)
-
     def with_sources(self, *more: Any) -> "HostSettings":
         """Settings that are also looked up in more objects, after those that are known."""
         return replace(self, sources=(*self.sources, *more))

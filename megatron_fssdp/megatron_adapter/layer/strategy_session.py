@@ -31,8 +31,7 @@ DEFAULT_OPTIONS = {"is_high_priority_stream": True}
 class StrategySession:
     """One strategy but ``none`` for one model, with its settings and the runtime that all layers share.
 
-    Time-out and NCCL options are those of the groups that it creates. ``host`` has settings that the config
-    of a layer lacks.
+    Time-out and NCCL options are those of the groups that it creates.
     """
 
     def __init__(
@@ -41,10 +40,8 @@ class StrategySession:
         settings: PlacementSettings,
         timeout: timedelta | None = None,
         nccl_options: dict[str, Any] = DEFAULT_OPTIONS,
-        host: Any = None,
     ) -> None:
         self.strategy_name, self.settings = strategy_name, settings
-        self._host = host
         self.timeout, self.nccl_options = timeout, nccl_options
         self.strategy = build_strategy(strategy_name, settings)
         is_recorded = settings.record_dir is not None

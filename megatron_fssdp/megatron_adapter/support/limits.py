@@ -1,6 +1,6 @@
 """Settings of Megatron under which a placement strategy would stop, hang or compute wrong results.
 
-They are refused before a run starts, or replaced. The tables serve Megatron's parsed arguments and its
+They are refused before a run starts. The tables serve Megatron's parsed arguments and its
 configs: settings that exist in both have the same name.
 """
 
@@ -94,7 +94,7 @@ class Limit(NamedTuple):
 
     what: str
     condition: CodeType
-    advice: str  # or the effect, where something is replaced
+    advice: str  # or the effect
 
 
 def _limits(text: str) -> tuple[Limit, ...]:
@@ -264,25 +264,6 @@ SOME = _limits(
 """What some strategies and settings refuse."""
 
 
-# The layer-wise optimizer contains a distributed optimizer for some parameters.
-REPLACED = _limits(
-    """
-    the distributed optimizer's checkpoint format dp_reshardable
-      | saves and (use_distributed_optimizer or use_layer_wise_distributed_optimizer)
-        and not no_save_optim and not dist_ckpt_optim_fully_reshardable
-      | checkpoints are saved as with --dist-ckpt-optim-fully-reshardable, because the other format stores
-        states by their position in a bucket, and re-sharding changes positions
-    --ckpt-assume-constant-structure
-      | saves and ckpt_assume_constant_structure
-      | every save gets a plan of its own, because experts move between saves
-    """
-)
-"""What is replaced under re-sharding, because such checkpoints cannot hold moved experts, and the effect."""
-
-REPLACEMENTS = (("dist_ckpt_optim_fully_reshardable", True), ("ckpt_assume_constant_structure", False))
-"""The new value of a setting for each row of :data:`REPLACED`."""
-
-
 WARNED = _limits(
     """
     --moe-router-group-topk above --moe-router-topk
@@ -342,15 +323,6 @@ def check_limits(name: str, strategy: Strategy, settings: Any) -> None:
         strategy.check_sizes(experts, Topology.uniform(devices, 1))
     except ValueError as error:
         raise ConfigurationError(f"{who}: {error}") from None
-
-
-def replace_checkpoint_arguments(who: str, args: Any) -> None:
-    """Replace parsed arguments that cannot save moved experts (:data:`REPLACED`); rank 0 logs each."""
-    for (what, condition, effect), (name, new) in zip(REPLACED, REPLACEMENTS, strict=False):
-        if is_met(condition, Facts(args)):
-            args.replace(name, new) if hasattr(args, "replace") else setattr(args, name, new)
-            if os.environ.get("RANK", "0") == "0":
-                logger.warning(f"[fssdp] {who}: {what}: {effect}")
 
 
 def check_slots(config: Any, num_slots: int, num_devices: int, others: Collection[int] = ()) -> None:

@@ -12,13 +12,11 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.support import limits
 from megatron_fssdp.megatron_adapter.support.limits import (
     EVERY,
-    REPLACEMENTS,
     SOME,
     Facts,
     check_limits,
     check_slots,
     is_met,
-    replace_checkpoint_arguments,
     slot_multiple,
 )
 from megatron_fssdp.strategies.registry import build_strategy
@@ -199,32 +197,6 @@ def test_auto_keeps_the_flex_dispatcher() -> None:
     for more, wanted in ((NAMES["FLEX"], True), ("", False)):
         _, strategy, settings = case("auto", more)
         assert Facts(settings, strategy)["keeps_flex"] is wanted
-
-
-@pytest.mark.parametrize(
-    ("more", "replaced"),
-    [
-        ("use_distributed_optimizer=true", 0),
-        ("use_layer_wise_distributed_optimizer=true", 0),
-        ("use_distributed_optimizer=true save=null non_persistent_save_interval=5", 0),
-        ("ckpt_assume_constant_structure=true", 1),
-        ("use_distributed_optimizer=true dist_ckpt_optim_fully_reshardable=true", None),
-        ("use_distributed_optimizer=true no_save_optim=true", None),
-        ("use_distributed_optimizer=true save=null", None),
-    ],
-)
-def test_checkpoint_settings_that_cannot_hold_moved_experts_are_replaced(
-    more: str, replaced: int | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = SimpleNamespace(**values(f"{NAMES['SAVE']} {more}"))
-    given = vars(args).copy()
-    replace_checkpoint_arguments("--moe-strategy fssdp", args)
-    new = {} if replaced is None else dict([REPLACEMENTS[replaced]])
-    assert vars(args) == given | new
-    assert len(caplog.messages) == len(new)
-    monkeypatch.setenv("RANK", "1")
-    replace_checkpoint_arguments("--moe-strategy fssdp", SimpleNamespace(**given))
-    assert len(caplog.messages) == len(new), "only rank 0 logs"
 
 
 @pytest.mark.parametrize(
