@@ -8,6 +8,7 @@ many calls of a schedule they are in.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,12 +57,12 @@ class ModelIterations:
         if self.session is not None:
             install_beginnings([ddp])
         if (root := _root_of(ddp)) is not None:
-            wrap(root, "forward", self._run_root)
+            wrap(root, "forward", partial(self._run_root, root))
 
-    def _run_root(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_root(self, root: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of what contains a chunk's layers; loops without a schedule begin here."""
         clock = None if self.session is None else self.session.runtime.clock
-        trains = torch.is_grad_enabled() and self.chunks[0].training
+        trains = torch.is_grad_enabled() and root.training
         if trains and not self._is_open and (clock is None or not clock.driven):
             self.begin(0)
         if trains or not self._is_open:
@@ -171,15 +172,19 @@ class ModelIterations:
             self.session.check_model(*self.host.sources)
             report_installation(self)
             self.driver = IterationDriver(self, optimizer, num_micro_batches)
+        self.open_records()
+
+    def open_records(self) -> None:
+        """Open the run's records, if they are asked for, unless they are open. Collective."""
         record_dir = self.settings.record_dir
-        if record_dir is None and not self.host.has_boards:
+        if self.recorder is not None or (record_dir is None and not self.host.has_boards):
             return
         with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
             if record_dir is not None and dist.get_rank() == 0:
                 record_dir = describe_run(record_dir, self)
-                if self.driver is not None:
-                    self.driver.record_dir = record_dir
             self.recorder = RunRecorder(record_dir, self.name, self.host)
+        if self.driver is not None:
+            self.driver.record_dir = record_dir
 
 
 def _root_of(ddp: torch.nn.Module) -> torch.nn.Module | None:

@@ -59,7 +59,9 @@ class TrainingHooks:
     def evaluate(self, evaluate: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one data set; its losses go to the run's records, if it has a folder for them."""
         losses, _, has_stopped = result = evaluate(*args, **kwargs)
-        recorder = None if (model := _model()) is None else model.recorder
+        if (model := _model()) is not None:
+            model.open_records()  # Without training, nobody else does.
+        recorder = None if model is None else model.recorder
         if recorder is not None and recorder.record_dir is not None and not has_stopped:
             # The last pipeline stage has the losses, and global rank 0 writes them.
             of_ranks = of_all_ranks({name: float(loss) for name, loss in losses.items()})
