@@ -21,7 +21,8 @@ def record(norms: list[Norms]) -> None:
 
     def recorded(setup: Any, *args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = setup(*args, **kwargs)
-        wrap(optimizer, "step", lambda step: norms.append(_norms(model)) or step())
+        if optimizer is not None:  # A run that only evaluates has none.
+            wrap(optimizer, "step", lambda step: norms.append(_norms(model)) or step())
         return model, optimizer, scheduler
 
     wrap(training, "setup_model_and_optimizer", recorded)

@@ -248,11 +248,11 @@ def assert_close(
 ) -> None:
     """Check the relative differences of a run from another one, whose first iterations can be left out.
 
-    In fp32, the gradient of every expert has the bound of losses. Half precision changes the routing of a few
-    tokens.
+    In fp32, the gradient of every expert has the bound of losses. In half precision, more and more tokens are
+    routed differently, so those of the first iterations are compared, coarsely.
     """
-    of_experts = losses if losses < HALF[0] else 0.1
-    assert_gradients_close(run.expert_gradients, to.expert_gradients[since:], of_experts)
+    bound, last = (losses, None) if losses < HALF[0] else (0.1, 4)
+    assert_gradients_close(run.expert_gradients[:last], to.expert_gradients[since:][:last], bound)
     wanted = to.losses[since:] if since else to.all_losses
     assert relative_difference(run.losses if since else run.all_losses, wanted) <= losses
     if any(to.grad_norms):  # Megatron computes the norm only for clipping.

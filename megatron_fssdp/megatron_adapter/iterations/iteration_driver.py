@@ -56,7 +56,7 @@ class IterationDriver:
     def __init__(self, model: "ModelIterations", optimizer: Any, num_micro_batches: int) -> None:
         assert model.session is not None
         session = self._session = model.session
-        self._host = model.host
+        self._host, self._optimizer = model.host, optimizer
         self.runtime = session.runtime
         self.held = held_replicas(session, model.chunks, self._host, num_micro_batches)
         # What was moved, and what auto selected, before the running iteration.

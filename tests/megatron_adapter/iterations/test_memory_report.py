@@ -149,7 +149,7 @@ def measure_in_training() -> None:
         allocated = {
             "parameters": num_bytes(parameters),
             "gradients": num_bytes([parameter.main_grad for parameter in parameters]),
-            "optimizer": state_bytes(driver._session.slots.resharding.optimizer, parameters),
+            "optimizer": state_bytes(driver._optimizer, parameters),
         }
         note({"moved": sum(moved), "accounted": accounted, "allocated": allocated})
 

@@ -84,6 +84,8 @@ LAYOUTS = layouts(
     allgather_dispatcher_weight_hashes | 4 2 | --moe-token-dispatcher-type allgather
         --check-weight-hash-across-dp-replicas-interval 1 | slots=2 overlap_degree=2
     multi_token_prediction_overlaps | 2 2 | {MTP} {OVERLAPS} {BATCH16} | slots=2 overlap_degree=2
+    repeated_multi_token_prediction | 2 2 | {MTP} --mtp-num-layers 2 --mtp-use-repeated-layer {BATCH16}
+        | slots=2 overlap_degree=3
     pipeline_multi_token_prediction_rematerialized | 4 2 | {PP2} {MTP} {GATED} {RECOMPUTE} | slots=2
         overlap_degree=2 rematerialize=true
     interleaved_not_aligned | 4 2 | {INTERLEAVED} {OVERLAPS} --no-align-grad-reduce --no-align-param-gather
@@ -95,6 +97,7 @@ DEFAULT = (
     *("copies_overlaps_bf16", "interleaved_pipeline_overlaps", "experts_in_tensor_parallel_parts"),
     *("recomputed_moe_expert_bias_calibrated", "tp1_expert_tp2_dropping_gelu", "dropping_recomputed_moe"),
     *("pipeline_shared_expert_4_micro_batches", "biases_on_declared_nodes"),
+    "repeated_multi_token_prediction",
 )
 PLAIN = ("interleaved_pipeline_overlaps", "experts_in_tensor_parallel_parts")
 
