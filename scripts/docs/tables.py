@@ -195,8 +195,7 @@ def lines(_: str) -> str:
 
 
 GENERATORS: dict[str, Callable[[str], str]] = {
-    one.__name__: one
-    for one in (settings, results, code, versions, refused, combinations, seams, lines)
+    one.__name__: one for one in (settings, results, code, versions, refused, combinations, seams, lines)
 }
 """What may stand after ``table:``, by its first word. The other words are the argument."""
 

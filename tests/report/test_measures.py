@@ -15,6 +15,8 @@ from megatron_fssdp.report.trainings.measures import comparison_table, mean_part
 from megatron_fssdp.report.trainings.run_page import headline_of, run_page
 from megatron_fssdp.report.trainings.shown_run import parts_of, progress_of, shown_runs
 
+from .made_runs import write_made_run
+
 
 def recorded(folder: Path, *records: IterationMetrics) -> RecordedRun:
     writer = MetricsWriter(folder)
@@ -135,3 +137,37 @@ def test_only_ranks_with_cores_of_their_own_have_a_speed(cores: int, tmp_path: P
         write(tmp_path / "short", range(1, 2), RunSession("ep", 1, ranks=4, cores=cores), 2.0)
         short = headline_of([runs[1], *shown_runs([tmp_path / "short"])])
         assert "a single iteration, which also allocates, says little" in short
+
+
+def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_path: Path) -> None:
+    (made,) = shown_runs([write_made_run(tmp_path / "a")])
+    sentence = headline_of([made])
+    parts_s = mean_parts_s(made.run)
+    whole_s = sum(parts_s.values())
+    for word, part in (("weights (spAG", "waiting for spAG"), ("gradients (spRS", "waiting for spRS")):
+        wanted = f"{1e3 * parts_s[part]:.3g} ms for {word}, {parts_s[part] / whole_s:.1%})"
+        assert wanted in sentence
+    assert "3 replicas a layer of 24 possible" in sentence
+    assert "plain EP would do" not in sentence
+    assert "peak memory of a rank 1.19 GiB" in sentence
+
+
+def test_the_headline_says_where_plain_expert_parallelism_would_do(tmp_path: Path) -> None:
+    layer = LayerMetrics(1, 1.05, 1.0, 24, 0, 0, 0)
+    write_made_run(tmp_path, num_iterations=1, num_layers=1)
+    (tmp_path / METRICS_FILE).unlink()
+    recorded(tmp_path, IterationMetrics(1, 5.0, None, 1.0, 1.0, (layer,)))
+    sentence = headline_of(shown_runs([tmp_path]))
+    assert "24 replicas a layer of 24 possible; every expert is on every device" in sentence
+    assert "loads are almost even without balancing (1.05), so plain EP would do" in sentence
+
+
+def test_the_table_has_rows_where_a_run_has_something(tmp_path: Path) -> None:
+    ep = write_made_run(tmp_path / "ep", "ep", num_iterations=3)
+    fssdp = write_made_run(tmp_path / "fssdp")
+    rows = {row[0]: row[1:] for row in comparison_table(shown_runs([ep, fssdp])).rows}
+    assert rows["re-shards: moved experts, bytes, seconds"] == ("–", "1: 3 experts, 300 B, 0.20 s")
+    assert rows["hidden under compute: weights (spAG)"] == ("–", "90%")
+    assert rows["bytes moved: gradients (spRS)"] == ("0 B", "30 kB")
+    assert rows["loss: largest difference"] == ("", "0.0e+00 relative")
+    assert rows["replicas per layer"] == ("0.0 of 24 possible", "3.0 of 24 possible")

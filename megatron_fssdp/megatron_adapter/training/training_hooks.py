@@ -32,10 +32,19 @@ class TrainingHooks:
     def __init__(self) -> None:
         # Iteration of an evaluation, and names of its data sets.
         self._evaluated: tuple[int, Iterator[str]] = 0, iter(())
+        self._alone: ModelIterations | None = None  # A model that is only evaluated, so DDP does not wrap it.
+
+    def _model(self) -> ModelIterations | None:
+        """The model of the program, if something was attached."""
+        if (attachment := current()) is None:
+            return None
+        if not attachment.models and self._alone is None:
+            self._alone = ModelIterations(attachment.name, attachment.settings, attachment.host, None)
+        return next(iter(attachment.models), self._alone)
 
     def train(self, train: Any, *args: Any, **kwargs: Any) -> Any:
         """Train, and say at the end how even the loads were; an error is logged with its place."""
-        if (model := _model()) is None or model.session is None:
+        if (model := self._model()) is None or model.session is None:
             return train(*args, **kwargs)
         with reporting_stop(get_args()):
             try:
@@ -59,7 +68,7 @@ class TrainingHooks:
     def evaluate(self, evaluate: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one data set; its losses go to the run's records, if it has a folder for them."""
         losses, _, has_stopped = result = evaluate(*args, **kwargs)
-        if (model := _model()) is not None:
+        if (model := self._model()) is not None:
             model.open_records()  # Without training, nobody else does.
         recorder = None if model is None else model.recorder
         if recorder is not None and recorder.record_dir is not None and not has_stopped:
@@ -70,13 +79,6 @@ class TrainingHooks:
             if dist.get_rank() == 0 and known is not None:
                 append_evaluation(recorder.record_dir, Evaluation(iteration, data, known))
         return result
-
-
-def _model() -> ModelIterations | None:
-    """The model of the training, if there is a strategy."""
-    attachment = current()
-    models = [] if attachment is None else attachment.models
-    return models[0] if models else None
 
 
 def _names_of_sets(data: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from .small_config import build_layer, moe_config, session_of
+from .small_config import build_layer, moe_config
 
 EXPERTS, HIDDEN, TOKENS = 4, 8, 16
 REPLICAS = {"slots": 1, "overlap_degree": 2, "reshard_interval": 0}
@@ -106,48 +106,6 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         slots.gradients.finish()
         slots.end_iteration()
     return bool(attributes), differences, len(plans)
-
-
-def test_a_layer_begins_with_its_gather_also_where_a_graph_is_replayed() -> None:
-    for num_hooks, begun in run_megatron_ranks(_begin_layer, 2, ep=2):
-        assert num_hooks == 0, "Transformer Engine captures no module with hooks"
-        assert begun == ["gather", "attention", "gather", "graph", "attention"]
-
-
-def _begin_layer(rank: int, world_size: int) -> tuple[int, list[str]]:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer import cuda_graphs
-    from megatron.core.transformer.enums import CudaGraphModule
-
-    from megatron_fssdp.megatron_adapter.layer.joined_model import join
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
-
-    config = moe_config(world_size, HIDDEN, EXPERTS, hidden_dropout=0.0, attention_dropout=0.0)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False).layer_specs[0]
-    layer = spec.module(config, spec.submodules)
-    layer.mlp.set_layer_number(1)
-    session = session_of("fssdp", REPLICAS)
-    join(layer, session)
-    install_beginnings([layer])
-    session.runtime.begin_iteration()
-    begun: list[str] = []
-    layer.mlp.slot_layer.launch = lambda hidden: begun.append("gather")
-    layer.self_attention.register_forward_pre_hook(lambda *_: begun.append("attention"))
-    hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    layer(hidden, attention_mask=mask)
-    config.cuda_graph_impl = "transformer_engine"
-    config.cuda_graph_modules = [CudaGraphModule.attn, CudaGraphModule.moe_router]
-    layer._get_te_cuda_graph_replay_args = lambda *args: (args, {})  # Megatron's asks for the engine.
-    layer.cuda_graph_manual_hooks = []
-    # What the graph of attention and of the router leaves, without attention.
-    layer.cuda_graphs = [lambda *_: begun.append("graph") or (hidden, *layer.mlp.router(hidden), hidden)]
-    layer(hidden)
-    layer.cuda_graphs = []
-    cuda_graphs._set_capture_start()
-    layer(hidden, attention_mask=mask)
-    cuda_graphs._set_capture_end()
-    return len(layer._forward_pre_hooks) + len(layer._forward_hooks), begun
 
 
 def _forbidden(*args: Any, **kwargs: Any) -> None:

@@ -44,3 +44,14 @@ def test_known_findings_need_the_file_and_the_operator() -> None:
         [other_file, ours, other_operator],
         [(same, row)],
     )
+
+
+def test_known_findings_about_a_stream_need_its_file_and_the_stream_that_uses_its_memory() -> None:
+    row = KnownFinding(FindingKind.FREED_IN_USE, "megatron/core/a.py", "the default stream", "so", True)
+    ends = "end of memory of the stream made at [{}:1] (record_stream or a wait is missing)"
+    of_megatron, of_ours = ends.format("megatron/core/a.py"), ends.format("ours.py")
+    by_default, by_ours = "read by the default stream (mul)", "read by the stream made at [ours.py:3] (mul)"
+    same = Finding(FindingKind.FREED_IN_USE, of_megatron, "ours.py:7", by_default, "ours.py:8")
+    other_memory = Finding(FindingKind.FREED_IN_USE, of_ours, "ours.py:7", by_default, "megatron/core/a.py:8")
+    other_reader = Finding(FindingKind.FREED_IN_USE, of_megatron, "ours.py:7", by_ours, "ours.py:8")
+    assert explained([same, other_memory, other_reader], [row])[0] == [other_memory, other_reader]
