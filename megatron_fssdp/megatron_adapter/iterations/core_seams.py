@@ -12,11 +12,8 @@ and functions that a module looks up when it calls them. So hosts that have impo
     MoELayer.route                         a layer that trains without the strategy is refused
 """
 
-import weakref
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,19 +26,16 @@ from megatron.core.utils import get_model_config
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.megatron_adapter.experts.slot_states import members_of
 from megatron_fssdp.megatron_adapter.iterations.attachment import current
-from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
+from megatron_fssdp.megatron_adapter.iterations.model_marks import mark, model_of, models_of, note_optimizer
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
-_MODEL = "model_of_fssdp"
 _SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
 )
 _OPTIMIZERS = (optimizers.ChainedOptimizer, optimizers.MixedPrecisionOptimizer, optimizers.FP32Optimizer)
-_built: weakref.WeakSet[Any] = weakref.WeakSet()  # Optimizers; those of a chained one are in it, too.
 
 
 @cache  # once in a process
@@ -53,44 +47,12 @@ def install() -> None:
     wrap(DistributedDataParallel, "scale_gradients", _when_home)
     wrap(_ParamAndGradBuffer, "reset", _reset)
     wrap(MoELayer, "route", _route)
-    wrap(optimizers.MegatronOptimizer, "__init__", _note_optimizer)
-    wrap(optimizers.ChainedOptimizer, "__init__", _note_optimizer)
+    wrap(optimizers.MegatronOptimizer, "__init__", note_optimizer)
+    wrap(optimizers.ChainedOptimizer, "__init__", note_optimizer)
     for kind in _OPTIMIZERS:
         wrap(kind, "step", _step)
         wrap(kind, "prepare_grads", _when_home)
         wrap(kind, "get_grad_norm", _when_home)
-
-
-def optimizer_of(model: ModelIterations) -> Any:
-    """The optimizer that has a model's parameters; several are returned as one; ``None`` without any."""
-    found = [one for one in _built if model in models_of(one)]
-    inner = {id(member) for one in found for member in getattr(one, "chained_optimizers", ())}
-    outer = [one for one in found if id(one) not in inner]
-    if len(outer) > 1:
-        return SimpleNamespace(chained_optimizers=outer, config=outer[0].config)
-    return outer[0] if outer else None
-
-
-def models_of(optimizer: Any) -> list[ModelIterations]:
-    """The models whose parameters an optimizer has."""
-    if (known := getattr(optimizer, _MODEL, None)) is None:
-        known = list({id(one): one for one in _searched(optimizer)}.values())
-        setattr(optimizer, _MODEL, known)
-    return known
-
-
-def _searched(optimizer: Any) -> Iterator[ModelIterations]:
-    for member in members_of(optimizer):
-        groups = [getattr(member, name, ()) for name in ("float16_groups", "fp32_from_fp32_groups")]
-        held = [*getattr(member, "buffers", ()), *(one for group in groups for part in group for one in part)]
-        if (inner := getattr(member, "optimizer", None)) is not None:
-            held += [one for group in inner.param_groups for one in group["params"]]
-        yield from (model for one in held if (model := getattr(one, _MODEL, None)) is not None)
-
-
-def _note_optimizer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    init(self, *args, **kwargs)
-    _built.add(self)
 
 
 def _wrap_model(
@@ -103,14 +65,12 @@ def _wrap_model(
     if model is None:
         return
     model.add(self)
-    setattr(self, _MODEL, model)
-    for held in (*self.buffers, *self.expert_parallel_buffers, *module.parameters()):
-        setattr(held, _MODEL, model)
+    mark([self, *self.buffers, *self.expert_parallel_buffers, *module.parameters()], model)
 
 
 def _run_passes(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     chunks = kwargs["model"] if isinstance(kwargs["model"], list | tuple) else [kwargs["model"]]
-    models = {id(model): model for one in chunks if (model := getattr(one, _MODEL, None)) is not None}
+    models = {id(model): model for one in chunks if (model := model_of(one)) is not None}
     with ExitStack() as surrounded:
         if kwargs.get("forward_only"):
             for model in models.values():
@@ -128,14 +88,14 @@ def _run_passes(schedule: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _reset(reset: Any, buffer: Any) -> None:
     # First wait for transfers on their way, because they end by adding to gradients.
-    if (model := getattr(buffer, _MODEL, None)) is not None:
+    if (model := model_of(buffer)) is not None:
         model.drop()
     reset(buffer)
 
 
 def _when_home(read: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     is_model = isinstance(self, DistributedDataParallel)
-    for model in filter(None, [getattr(self, _MODEL, None)]) if is_model else models_of(self):
+    for model in filter(None, [model_of(self)]) if is_model else models_of(self):
         model.finish_gradients()
     return read(self, *args, **kwargs)
 

@@ -21,6 +21,7 @@ from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equa
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.iterations.installation import report_installation
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
+from megatron_fssdp.megatron_adapter.iterations.model_marks import optimizer_of
 from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import IterationFacts, RunRecorder
 from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
@@ -156,8 +157,6 @@ class ModelIterations:
 
     def _know(self, num_micro_batches: int) -> None:
         """Check all that is known once a model is about to train, and build what needs its optimizer."""
-        from megatron_fssdp.megatron_adapter.iterations.core_seams import optimizer_of
-
         optimizer = optimizer_of(self)
         if optimizer is None:
             raise ConfigurationError(
