@@ -27,6 +27,7 @@ def parsed_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--attach", metavar="NAME", help="strategy for megatron_fssdp.attach")
     parser.add_argument("--settings", default="", help="its settings, as slots=2,overlap_degree=3")
+    parser.add_argument("--host", action="store_true", help="give attach() the configuration")
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
     parser.add_argument("--evaluate-every", type=int, metavar="STEPS")
@@ -76,9 +77,11 @@ def main() -> None:
     if options.fsdp:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # Megatron-FSDP refuses 1.
     cpu_stand_ins.install()
+    cpu_stand_ins.make_loads_uneven()
     if options.grouped:
         cpu_stand_ins.use_grouped_experts()
-    cpu_stand_ins.attach(options.attach, options.settings)
+    if not options.host:
+        cpu_stand_ins.attach(options.attach, options.settings)
 
     from megatron.bridge.training import setup
     from megatron.bridge.training.callbacks import Callback
@@ -103,12 +106,17 @@ def main() -> None:
             say(evaluation={name: float(loss) for name, loss in (context.total_loss_dict or {}).items()})
 
         def on_train_end(self, context: Any) -> None:
+            cpu_stand_ins.say_plans()
             experts = exported_experts(context.model, options.layers)
             say(0, experts=cpu_stand_ins.norms_of_experts(experts))
             if options.export and os.environ["RANK"] == "0":
                 torch.save(experts, options.export)
 
-    pretrain(configuration_of(options), forward_step, callbacks=[Lines()])
+    configuration = configuration_of(options)
+    if options.host:
+        cpu_stand_ins.attach(options.attach, options.settings, configuration)
+        say(0, always_save_context=configuration.checkpoint.fully_parallel_save)
+    pretrain(configuration, forward_step, callbacks=[Lines()])
 
 
 if __name__ == "__main__":
