@@ -10,7 +10,7 @@ from megatron.training.activation_logging import ActivationLogger
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from ..layer.small_config import build_layer, moe_config
+from ..layer.small_config import build_layer, moe_config, session_of
 
 TOKENS, HIDDEN, EXPERTS = 24, 8, 4
 
@@ -60,7 +60,7 @@ def _hooked(rank: int, world_size: int) -> dict[str, tuple[int, float, str]]:
 
 def test_wrapped_linear_layers_are_refused_in_one_line() -> None:
     for messages in run_megatron_ranks(_wrapped, 2, ep=2):
-        assert len(messages) == 11
+        assert len(messages) == 12
         for message in messages:
             assert any(one in message for one in ("LoRA", "meta device", "Megatron-FSDP"))
             assert "--moe-strategy none" in message
@@ -83,6 +83,8 @@ class _Quantized(torch.nn.Module):
 
 
 def _wrapped(rank: int, world_size: int) -> list[str]:
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
     messages = []
     for grouped, how in product(
         (False, True), ("wrapped", "adapter inside", "class", "whole expert", "weight", "FSDP")
@@ -109,4 +111,10 @@ def _wrapped(rank: int, world_size: int) -> list[str]:
         with pytest.raises(ConfigurationError) as refused:
             layer(draw(rank))
         messages.append(str(refused.value))
-    return messages
+    # Hosts add adapters before DDP wraps the model, so the layer joins with them.
+    config = moe_config(world_size, HIDDEN, EXPERTS, moe_grouped_gemm=True)
+    layer = build_layer(config, "fssdp", {}, stock=True)
+    layer.experts.linear_fc1.adapter = torch.nn.Linear(HIDDEN, 2)
+    with pytest.raises(ConfigurationError) as refused:
+        StrategyMoELayer.of(layer, session_of("fssdp", {}))
+    return [*messages, str(refused.value)]
