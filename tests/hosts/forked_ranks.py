@@ -44,36 +44,66 @@ class Host:
 
     def __init__(self, name: str, folder: Path) -> None:
         self._script, self._folder = FOLDER / f"{name}_training.py", folder
-        environment = os.environ | {"MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._stock: dict[tuple[str, int], Run] = {}
+        self._environment = os.environ | {"MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(folder / "imports.log").open("w"),
             cwd=FOLDER.parents[1],
-            env=environment,
+            env=self._environment,
             text=True,
         )
 
     def run(
-        self, options: str, *, ranks: int = 2, launcher: bool = False, environment: Mapping[str, str] | None = None
+        self,
+        options: str,
+        *,
+        ranks: int = 2,
+        launcher: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> Run:
         """Run the host's script with options, also under the plugin's launcher."""
         assert self._process.stdin and self._process.stdout
-        request = [str(self._script), *options.split()], ranks, launcher, dict(environment or {}), str(self._folder)
+        request = (
+            [str(self._script), *options.split()],
+            ranks,
+            launcher,
+            dict(environment or {}),
+            str(self._folder),
+        )
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         codes = json.loads(self._process.stdout.readline())
         printed = (self._folder / "printed").read_text(encoding="utf-8").splitlines()
         logs = [(self._folder / f"log-{rank}").read_text(encoding="utf-8") for rank in range(ranks)]
-        lines = [json.loads(line) for line in printed if line.startswith("{")]
-        return Run(codes, lines, "\n".join([*printed, *logs]))
+        return Run(codes, _json_lines(printed), "\n".join([*printed, *logs]))
+
+    def stock(self, options: str, ranks: int = 2) -> Run:
+        """The run without the plugin, which is made once."""
+        if (options, ranks) not in self._stock:
+            self._stock[options, ranks] = self.run(options, ranks=ranks)
+        return self._stock[options, ranks]
+
+    def launch(self, options: str) -> Run:
+        """Run the host's script under torchrun and the plugin's launcher, in processes of their own."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        program = [*torchrun, "-m", "megatron_fssdp", str(self._script), *options.split()]
+        done = subprocess.run(
+            program, env=self._environment, cwd=FOLDER.parents[1], capture_output=True, text=True, timeout=580
+        )
+        return Run([done.returncode], _json_lines(done.stdout.splitlines()), done.stdout + done.stderr)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.communicate()  # It ends where its input ends.
+
+
+def _json_lines(printed: Sequence[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in printed if line.startswith("{")]
 
 
 def _serve(name: str) -> None:
@@ -89,7 +119,9 @@ def _serve(name: str) -> None:
         answers.flush()
 
 
-def _run(program: list[str], ranks: int, launcher: bool, environment: dict[str, str], folder: str) -> list[int]:
+def _run(
+    program: list[str], ranks: int, launcher: bool, environment: dict[str, str], folder: str
+) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
