@@ -21,29 +21,33 @@ from tests.hosts import cpu_stand_ins
 from tests.hosts.cpu_stand_ins import say
 
 NUMBERS = {"tp": 1, "pp": 1, "ep": 2, "layers": 2, "steps": 8, "micro-batches": 2, "save-every": 4}
+FILES = {
+    "pretrained": "of a run with --save",
+    "save": "",
+    "load": "",
+    "export": "experts in Hugging Face format",
+}
+FLAGS = {
+    "host": "give attach() the configuration",
+    "model-config": "instead of a provider",
+    "sgd": "weights then show how large gradients are",
+    "overlap": "reduction of gradients, gather of parameters",
+    **dict.fromkeys(("grouped", "distributed-optimizer", "fsdp", "bf16", "recompute"), ""),
+}
 
 
 def parsed_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--attach", metavar="NAME", help="strategy for megatron_fssdp.attach")
     parser.add_argument("--settings", default="", help="its settings, as slots=2,overlap_degree=3")
-    parser.add_argument("--host", action="store_true", help="give attach() the configuration")
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
     parser.add_argument("--evaluate-every", type=int, metavar="STEPS")
-    parser.add_argument("--model-config", action="store_true", help="instead of a provider")
-    parser.add_argument("--grouped", action="store_true", help="grouped experts")
-    parser.add_argument("--distributed-optimizer", action="store_true")
-    parser.add_argument("--overlap", action="store_true", help="reduction of gradients, gather of parameters")
-    parser.add_argument("--fsdp", action="store_true", help="Megatron-FSDP")
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--sgd", action="store_true", help="weights then show how large gradients are")
     parser.add_argument("--lora", choices=("attention", "experts"), help="needs --pretrained")
-    parser.add_argument("--pretrained", metavar="FOLDER", help="checkpoints of a run with --save")
-    parser.add_argument("--save", metavar="FOLDER")
-    parser.add_argument("--load", metavar="FOLDER")
-    parser.add_argument("--export", metavar="FILE.pt", help="experts in the Hugging Face format")
+    for name, meaning in FILES.items():
+        parser.add_argument(f"--{name}", metavar="PATH", help=meaning)
+    for name, meaning in FLAGS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=meaning)
     # The plugin's own arguments remain in sys.argv.
     return parser.parse_known_args()[0]
 

@@ -1,5 +1,6 @@
-"""Runs scripts on ranks that are forked from one process, which has imported a host: imports take a minute."""
+"""Runs a host's script on ranks that are forked from a process, because to import a host takes a minute."""
 
+import atexit
 import importlib
 import json
 import os
@@ -10,75 +11,48 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-FOLDER = Path(__file__).parent
-MODULES = {
+ROOT = Path(__file__).parents[2]
+_MODULES = {
     "bridge": ("megatron.bridge", "megatron.bridge.training.pretrain", "tests.hosts.bridge_configuration"),
     "swift": ("mcore_bridge.model.register", "swift.megatron.trainers", "swift.megatron.pipelines"),
 }
-_LIMIT_S = 280
+_FIXED = {"MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of a script have printed; rank 0's codes first."""
+    """Exit codes, and what all ranks have printed."""
 
     codes: list[int]
-    lines: list[dict[str, Any]]  # of JSON
     log: str
 
     def values(self, name: str) -> list[Any]:
-        return [line[name] for line in self.lines if name in line]
-
-    @property
-    def error_lines(self) -> list[str]:
-        return [line for line in self.log.splitlines() if "[fssdp] error" in line]
+        """The values of a name in all printed lines of JSON."""
+        lines = (json.loads(line) for line in self.log.splitlines() if line.startswith("{"))
+        return [line[name] for line in lines if name in line]
 
 
 class Host:
-    """A process that has imported a host, and forks ranks; ``folder`` gets their output."""
+    """A host, imported once; ``folder`` gets the output of its ranks."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self._script, self._folder = FOLDER / f"{name}_training.py", folder
+        self._script, self._folder = str(ROOT / f"tests/hosts/{name}_training.py"), folder
         self._stock: dict[tuple[str, int], Run] = {}
-        self._environment = os.environ | {"MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(folder / "imports.log").open("w"),
-            cwd=FOLDER.parents[1],
-            env=self._environment,
-            text=True,
-        )
+        self.pipe, theirs = (context := get_context("spawn")).Pipe()
+        context.Process(target=_serve, args=(name, str(folder), theirs)).start()  # It ends with the pipe.
 
-    def run(
-        self,
-        options: str,
-        *,
-        ranks: int = 2,
-        launcher: bool = False,
-        environment: Mapping[str, str] | None = None,
-    ) -> Run:
-        """Run the host's script with options, also under the plugin's launcher."""
-        assert self._process.stdin and self._process.stdout
-        request = (
-            [str(self._script), *options.split()],
-            ranks,
-            launcher,
-            dict(environment or {}),
-            str(self._folder),
-        )
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        codes = json.loads(self._process.stdout.readline())
-        printed = (self._folder / "printed").read_text(encoding="utf-8").splitlines()
-        logs = [(self._folder / f"log-{rank}").read_text(encoding="utf-8") for rank in range(ranks)]
-        return Run(codes, _json_lines(printed), "\n".join([*printed, *logs]))
+    def run(self, options: str, *, ranks: int = 2, launcher: bool = False, **environment: str) -> Run:
+        """Run the script with options, also under the plugin's launcher."""
+        self.pipe.send(([self._script, *options.split()], ranks, launcher, environment))
+        codes = self.pipe.recv()
+        return Run(codes, "".join((self._folder / f"log-{rank}").read_text() for rank in range(ranks)))
 
     def stock(self, options: str, ranks: int = 2) -> Run:
         """The run without the plugin, which is made once."""
@@ -87,93 +61,68 @@ class Host:
         return self._stock[options, ranks]
 
     def launch(self, options: str) -> Run:
-        """Run the host's script under torchrun and the plugin's launcher, in processes of their own."""
+        """Run the script under torchrun and the plugin's launcher, in processes of their own."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        program = [*torchrun, "-m", "megatron_fssdp", str(self._script), *options.split()]
-        done = subprocess.run(
-            program, env=self._environment, cwd=FOLDER.parents[1], capture_output=True, text=True, timeout=580
-        )
-        return Run([done.returncode], _json_lines(done.stdout.splitlines()), done.stdout + done.stderr)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()  # It ends where its input ends.
+        program = [*torchrun, "-m", "megatron_fssdp", self._script, *options.split()]
+        done = subprocess.run(program, env=os.environ | _FIXED, cwd=ROOT, capture_output=True, text=True)
+        return Run([done.returncode], done.stdout + done.stderr)
 
 
-def _json_lines(printed: Sequence[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in printed if line.startswith("{")]
-
-
-def _serve(name: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def _serve(name: str, folder: str, pipe: Connection) -> None:
+    os.environ |= _FIXED
     from tests.hosts import cpu_stand_ins
 
     cpu_stand_ins.install()
-    for module in MODULES[name]:
+    for module in _MODULES[name]:
         importlib.import_module(module)
-    for line in sys.stdin:
-        answers.write(json.dumps(_run(*json.loads(line))) + "\n")
-        answers.flush()
+    with suppress(EOFError):
+        while True:
+            pipe.send(_codes(folder, *pipe.recv()))
 
 
-def _run(
-    program: list[str], ranks: int, launcher: bool, environment: dict[str, str], folder: str
+def _codes(
+    folder: str, program: list[str], ranks: int, launcher: bool, environment: dict[str, str]
 ) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    children = {}
-    (Path(folder) / "printed").write_text("")
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    children, codes = dict[int, int](), [0] * ranks
     for rank in range(ranks):
         if not (child := os.fork()):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-            os.environ |= environment | places | own
-            for number, file in ((1, "printed"), (2, f"log-{rank}")):
-                flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if number == 1 else os.O_TRUNC)
-                os.dup2(os.open(f"{folder}/{file}", flags), number)
+            signal.alarm(280)  # ends a rank that waits for ever
+            sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            os.environ |= environment | place | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = os.open(f"{folder}/log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
             os._exit(_code(program, launcher))
         children[child] = rank
-    codes, end = [-signal.SIGKILL] * ranks, time.monotonic() + _LIMIT_S
-    while children and time.monotonic() < end:
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child:
-            codes[children.pop(child)] = code = os.waitstatus_to_exitcode(status)
-            end = min(end, time.monotonic() + 10) if code else end
-        else:
-            time.sleep(0.05)
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    while children:
+        child, status = os.wait()
+        codes[children.pop(child)] = code = os.waitstatus_to_exitcode(status)
+        if code:  # as under torchrun
+            time.sleep(5)
+            for other in children:
+                os.kill(other, signal.SIGKILL)
     return codes
 
 
-def _code(program: Sequence[str], launcher: bool) -> int:
+def _code(program: list[str], launcher: bool) -> int:
+    code: Any = 0
     try:
         if launcher:
             from megatron_fssdp.megatron_adapter.entry.launcher import launch
 
             launch(program)
         else:
-            sys.argv = list(program)
+            sys.argv = program
             runpy.run_path(program[0], run_name="__main__")
-        code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        code = error.code
     except BaseException:
         traceback.print_exc()
         code = 1
-    import atexit
-
-    atexit._run_exitfuncs()  # which os._exit leaves out
+    atexit._run_exitfuncs()  # os._exit leaves them out.
     sys.stdout.flush()
     sys.stderr.flush()
-    return code
-
-
-if __name__ == "__main__":
-    sys.path[0] = str(FOLDER.parents[1])
-    _serve(sys.argv[1])
+    return code if isinstance(code, int) else 1

@@ -48,24 +48,21 @@ def _save_model(folder: Path) -> None:
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(7)
+    sizes = {"vocab_size": 272, "hidden_size": HIDDEN, "intermediate_size": 64, "head_dim": HIDDEN // HEADS}
+    sizes |= {
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+    }
+    sizes |= {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP, "moe_intermediate_size": HIDDEN}
+    numbers = {"initializer_range": 0.08, "router_aux_loss_coef": 0.0, "norm_topk_prob": True}
+    special = {"eos_token_id": names.index("<|im_end|>"), "pad_token_id": names.index("<|endoftext|>")}
     config = Qwen3MoeConfig(
-        vocab_size=272,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
-        head_dim=HIDDEN // HEADS,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=TOP,
-        moe_intermediate_size=HIDDEN,
+        **sizes,
+        **numbers,
+        **special,
         max_position_embeddings=512,
-        initializer_range=0.08,
-        router_aux_loss_coef=0.0,
-        norm_topk_prob=True,
         tie_word_embeddings=False,
-        eos_token_id=names.index("<|im_end|>"),
-        pad_token_id=names.index("<|endoftext|>"),
         bos_token_id=None,
     )
     model = Qwen3MoeForCausalLM(config).float()
