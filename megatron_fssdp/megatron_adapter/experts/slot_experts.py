@@ -62,8 +62,8 @@ class SlotExperts:
         if others:
             raise ConfigurationError(
                 f"experts: got {others[0]} beside the weights and biases of linear_fc1 and linear_fc2 (LoRA "
-                "adapters?), wanted no other Parameters, because only these travel to slots; leave experts out "
-                "of the adapters' target modules, or use --moe-strategy none"
+                "adapters?), wanted no other Parameters, because only these travel to slots; leave experts "
+                "out of the adapters' target modules, or use --moe-strategy none"
             )
         self._structure = _structure_of(module)
         self._bodies: dict[int, Any] = {}  # Of grouped experts, by number of slots.
