@@ -13,7 +13,9 @@ from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import config
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-LENGTH, VOCABULARY, HIDDEN, HEADS, EXPERTS, TOP, MICRO_BATCH = 32, 128, 32, 4, 8, 2, 2
+from tests.hosts.tiny_qwen import EXPERTS, HEADS, HIDDEN, TOP
+
+LENGTH, VOCABULARY, MICRO_BATCH = 32, 128, 2
 LORA_TARGETS = {"attention": ["linear_qkv", "linear_proj"], "experts": ["linear_fc1", "linear_fc2"]}
 
 _LAYERS = {"activation_func": torch.nn.functional.silu} | yaml.safe_load(f"""

@@ -55,23 +55,11 @@ def parsed_options() -> argparse.Namespace:
 def exported_experts(model: list[Any], num_layers: int) -> dict[str, torch.Tensor]:
     """The experts' weights as Megatron-Bridge's AutoBridge exports them; all ranks call this."""
     from megatron.bridge import AutoBridge
-    from transformers import Qwen3MoeConfig
 
-    from tests.hosts import bridge_configuration as sizes
+    from tests.hosts import bridge_configuration, tiny_qwen
 
-    of_model = Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=sizes.VOCABULARY,
-        hidden_size=sizes.HIDDEN,
-        num_hidden_layers=num_layers,
-        num_attention_heads=sizes.HEADS,
-        num_key_value_heads=sizes.HEADS,
-        head_dim=sizes.HIDDEN // sizes.HEADS,
-        num_experts=sizes.EXPERTS,
-        num_experts_per_tok=sizes.TOP,
-        moe_intermediate_size=sizes.HIDDEN,
-        tie_word_embeddings=False,
-    )
+    names = {"architectures": ["Qwen3MoeForCausalLM"]}
+    of_model = tiny_qwen.config_of(num_layers, bridge_configuration.VOCABULARY, tiny_qwen.HEADS, **names)
     weights = AutoBridge.from_hf_config(of_model).export_hf_weights(model, cpu=True, show_progress=False)
     return {name: weight.clone() for name, weight in weights if ".experts." in name}
 
