@@ -52,7 +52,8 @@ class Host:
         """Run the script with options, also under the plugin's launcher."""
         self.pipe.send(([self._script, *options.split()], ranks, launcher, environment))
         codes = self.pipe.recv()
-        return Run(codes, "".join((self._folder / f"log-{rank}").read_text() for rank in range(ranks)))
+        files = (self._folder / f"{name}-{rank}" for name in ("out", "err") for rank in range(ranks))
+        return Run(codes, "\n".join(file.read_text() for file in files))
 
     def stock(self, options: str, ranks: int = 2) -> Run:
         """The run without the plugin, which is made once."""
@@ -92,9 +93,8 @@ def _codes(
             signal.alarm(280)  # ends a rank that waits for ever
             sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             os.environ |= environment | place | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            log = os.open(f"{folder}/log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(f"{folder}/{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
             os._exit(_code(program, launcher))
         children[child] = rank
     while children:
