@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import torch
+import yaml
 from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.transformer_config import TransformerConfig
@@ -12,41 +13,30 @@ from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import config
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-LENGTH, VOCABULARY, HIDDEN, HEADS, EXPERTS, TOP, MICRO_BATCH = 32, 128, 32, 4, 8, 2, 2
+from tests.hosts.tiny_qwen import EXPERTS, HEADS, HIDDEN, TOP
+
+LENGTH, VOCABULARY, MICRO_BATCH = 32, 128, 2
 LORA_TARGETS = {"attention": ["linear_qkv", "linear_proj"], "experts": ["linear_fc1", "linear_fc2"]}
 
-_LAYERS = {
-    "hidden_size": HIDDEN,
-    "num_attention_heads": HEADS,
-    "ffn_hidden_size": 64,
-    "num_moe_experts": EXPERTS,
-    "moe_router_topk": TOP,
-    "moe_ffn_hidden_size": HIDDEN,
-    "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "alltoall",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
-_MODEL = {
-    "position_embedding_type": "rope",
-    "seq_length": LENGTH,
-    "vocab_size": VOCABULARY,
-    "share_embeddings_and_output_weights": False,
-}
-_ON_CPU = {
-    "transformer_impl": "local",
-    "use_cpu_initialization": True,
-    "gradient_accumulation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "masked_softmax_fusion": False,
-    "cross_entropy_loss_fusion": False,
-    "persist_layer_norm": False,
-}
+_LAYERS = {"activation_func": torch.nn.functional.silu} | yaml.safe_load(f"""
+    {{hidden_size: {HIDDEN}, num_attention_heads: {HEADS}, ffn_hidden_size: 64, num_moe_experts: {EXPERTS},
+    moe_router_topk: {TOP}, moe_ffn_hidden_size: {HIDDEN}, moe_router_load_balancing_type: none,
+    moe_token_dispatcher_type: alltoall, gated_linear_unit: true, normalization: RMSNorm,
+    add_bias_linear: false, attention_dropout: 0.0, hidden_dropout: 0.0}}""")
+_MODEL = yaml.safe_load(f"""
+    {{position_embedding_type: rope, seq_length: {LENGTH}, vocab_size: {VOCABULARY},
+    share_embeddings_and_output_weights: false}}""")
+_ON_CPU = yaml.safe_load("""
+    {transformer_impl: local, use_cpu_initialization: true, gradient_accumulation_fusion: false,
+    bias_dropout_fusion: false, apply_rope_fusion: false, masked_softmax_fusion: false,
+    cross_entropy_loss_fusion: false, persist_layer_norm: false}""")
+_SCHEDULE = yaml.safe_load("""
+    {lr_decay_style: constant, lr_decay_iters: 100, lr_warmup_iters: 0, start_weight_decay: 0.01,
+    end_weight_decay: 0.01, weight_decay_incr_style: constant, override_opt_param_scheduler: true}""")
+_DATA = yaml.safe_load("""
+    {random_seed: 1234, split: "9,1,0", dataloader_type: single, num_workers: 0,
+    num_dataset_builder_threads: 1, reset_attention_mask: false, reset_position_ids: false,
+    eod_mask_loss: false, skip_getting_attention_mask_from_dataset: false}""")
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -127,28 +117,9 @@ def configuration_of(options: argparse.Namespace) -> config.ConfigContainer:
             eval_interval=options.evaluate_every, eval_iters=2 if options.evaluate_every else 0
         ),
         optimizer=optimizer_of(options),
-        scheduler=config.SchedulerConfig(
-            lr_decay_style="constant",
-            lr_decay_iters=100,
-            lr_warmup_iters=0,
-            start_weight_decay=0.01,
-            end_weight_decay=0.01,
-            weight_decay_incr_style="constant",
-            override_opt_param_scheduler=True,
-        ),
+        scheduler=config.SchedulerConfig(**_SCHEDULE),
         ddp=data_parallelism_of(options),
-        dataset=config.MockGPTDatasetConfig(
-            seq_length=LENGTH,
-            random_seed=1234,
-            split="9,1,0",
-            dataloader_type="single",
-            num_workers=0,
-            num_dataset_builder_threads=1,
-            reset_attention_mask=False,
-            reset_position_ids=False,
-            eod_mask_loss=False,
-            skip_getting_attention_mask_from_dataset=False,
-        ),
+        dataset=config.MockGPTDatasetConfig(seq_length=LENGTH, **_DATA),
         logger=config.LoggerConfig(log_interval=10**6),
         tokenizer=config.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
         checkpoint=checkpoints_of(options),

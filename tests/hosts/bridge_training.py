@@ -21,6 +21,19 @@ from tests.hosts import cpu_stand_ins
 from tests.hosts.cpu_stand_ins import say
 
 NUMBERS = {"tp": 1, "pp": 1, "ep": 2, "layers": 2, "steps": 8, "micro-batches": 2, "save-every": 4}
+FILES = {
+    "pretrained": "of a run with --save",
+    "save": "",
+    "load": "",
+    "export": "experts in Hugging Face format",
+}
+FLAGS = {
+    "host": "give attach() the configuration",
+    "model-config": "instead of a provider",
+    "sgd": "weights then show how large gradients are",
+    "overlap": "reduction of gradients, gather of parameters",
+    **dict.fromkeys(("grouped", "distributed-optimizer", "fsdp", "bf16", "recompute"), ""),
+}
 
 
 def parsed_options() -> argparse.Namespace:
@@ -30,19 +43,11 @@ def parsed_options() -> argparse.Namespace:
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
     parser.add_argument("--evaluate-every", type=int, metavar="STEPS")
-    parser.add_argument("--model-config", action="store_true", help="instead of a provider")
-    parser.add_argument("--grouped", action="store_true", help="grouped experts")
-    parser.add_argument("--distributed-optimizer", action="store_true")
-    parser.add_argument("--overlap", action="store_true", help="reduction of gradients, gather of parameters")
-    parser.add_argument("--fsdp", action="store_true", help="Megatron-FSDP")
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--sgd", action="store_true", help="weights then show how large gradients are")
     parser.add_argument("--lora", choices=("attention", "experts"), help="needs --pretrained")
-    parser.add_argument("--pretrained", metavar="FOLDER", help="checkpoints of a run with --save")
-    parser.add_argument("--save", metavar="FOLDER")
-    parser.add_argument("--load", metavar="FOLDER")
-    parser.add_argument("--export", metavar="FILE.pt", help="experts in the Hugging Face format")
+    for name, meaning in FILES.items():
+        parser.add_argument(f"--{name}", metavar="PATH", help=meaning)
+    for name, meaning in FLAGS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=meaning)
     # The plugin's own arguments remain in sys.argv.
     return parser.parse_known_args()[0]
 
@@ -50,23 +55,11 @@ def parsed_options() -> argparse.Namespace:
 def exported_experts(model: list[Any], num_layers: int) -> dict[str, torch.Tensor]:
     """The experts' weights as Megatron-Bridge's AutoBridge exports them; all ranks call this."""
     from megatron.bridge import AutoBridge
-    from transformers import Qwen3MoeConfig
 
-    from tests.hosts import bridge_configuration as sizes
+    from tests.hosts import bridge_configuration, tiny_qwen
 
-    of_model = Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=sizes.VOCABULARY,
-        hidden_size=sizes.HIDDEN,
-        num_hidden_layers=num_layers,
-        num_attention_heads=sizes.HEADS,
-        num_key_value_heads=sizes.HEADS,
-        head_dim=sizes.HIDDEN // sizes.HEADS,
-        num_experts=sizes.EXPERTS,
-        num_experts_per_tok=sizes.TOP,
-        moe_intermediate_size=sizes.HIDDEN,
-        tie_word_embeddings=False,
-    )
+    names = {"architectures": ["Qwen3MoeForCausalLM"]}
+    of_model = tiny_qwen.config_of(num_layers, bridge_configuration.VOCABULARY, tiny_qwen.HEADS, **names)
     weights = AutoBridge.from_hf_config(of_model).export_hf_weights(model, cpu=True, show_progress=False)
     return {name: weight.clone() for name, weight in weights if ".experts." in name}
 
@@ -76,9 +69,11 @@ def main() -> None:
     if options.fsdp:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # Megatron-FSDP refuses 1.
     cpu_stand_ins.install()
+    cpu_stand_ins.make_loads_uneven()
     if options.grouped:
         cpu_stand_ins.use_grouped_experts()
-    cpu_stand_ins.attach(options.attach, options.settings)
+    if not options.host:
+        cpu_stand_ins.attach(options.attach, options.settings)
 
     from megatron.bridge.training import setup
     from megatron.bridge.training.callbacks import Callback
@@ -103,12 +98,17 @@ def main() -> None:
             say(evaluation={name: float(loss) for name, loss in (context.total_loss_dict or {}).items()})
 
         def on_train_end(self, context: Any) -> None:
+            cpu_stand_ins.say_plans()
             experts = exported_experts(context.model, options.layers)
             say(0, experts=cpu_stand_ins.norms_of_experts(experts))
             if options.export and os.environ["RANK"] == "0":
                 torch.save(experts, options.export)
 
-    pretrain(configuration_of(options), forward_step, callbacks=[Lines()])
+    configuration = configuration_of(options)
+    if options.host:
+        cpu_stand_ins.attach(options.attach, options.settings, configuration)
+        say(0, fully_reshardable=configuration.checkpoint.dist_ckpt_optim_fully_reshardable)
+    pretrain(configuration, forward_step, callbacks=[Lines()])
 
 
 if __name__ == "__main__":

@@ -70,6 +70,20 @@ def use_grouped_experts() -> None:
     LocalSpecProvider.grouped_mlp_modules = grouped_mlp_modules
 
 
+def make_loads_uneven() -> None:
+    """Let the first two experts of all layers that are built from now on get more tokens than others."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_fssdp.megatron_adapter.wrapping import wrap
+
+    def reset_parameters(reset: Any, router: Any) -> None:
+        reset(router)
+        with torch.no_grad():
+            router.weight[:2] += 0.15
+
+    wrap(TopKRouter, "reset_parameters", reset_parameters)
+
+
 def use_local_layers(module: types.ModuleType) -> None:
     """Let a host's module ask Megatron for local layers where it asks for those of Transformer Engine.
 
@@ -109,7 +123,7 @@ def _linear_after_norm() -> type[torch.nn.Module]:
     return LinearAfterNorm
 
 
-def attach(strategy: str | None, settings: str) -> None:
+def attach(strategy: str | None, settings: str, host: Any = None) -> None:
     """Call ``megatron_fssdp.attach`` if a strategy is given, with settings as in slots=2,overlap_degree=3."""
     if strategy is None:
         return
@@ -118,7 +132,17 @@ def attach(strategy: str | None, settings: str) -> None:
     import megatron_fssdp
 
     pairs = (pair.split("=", 1) for pair in settings.split(",") if pair)
-    megatron_fssdp.attach(strategy, {name: yaml.safe_load(value) for name, value in pairs})
+    megatron_fssdp.attach(strategy, {name: yaml.safe_load(value) for name, value in pairs}, host=host)
+
+
+def say_plans() -> None:
+    """Print on rank 0 what the plugin has done: iterations with known loads of each layer, and owners."""
+    from megatron_fssdp.megatron_adapter.iterations.attachment import current
+
+    for model in attachment.models if (attachment := current()) else ():
+        if (session := model.session) is not None:
+            seen = {layer.context.layer: layer.history.num_seen for layer in session.runtime.layers}
+            say(0, iterations=model.num_done, seen=seen, moved=not session.slots.owners.is_even)
 
 
 def say(rank: int | None = None, **facts: Any) -> None:

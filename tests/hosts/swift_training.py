@@ -53,6 +53,9 @@ def report_lines() -> None:
             names = sorted({type(one).__name__ for chunk in chunks for one in chunk.modules()})
             say(0, wrapper=type(self.trainer.wrapped_models[0]).__name__, classes=names)
 
+        def on_train_end(self) -> None:
+            cpu_stand_ins.say_plans()
+
         def on_log(self, logs: dict[str, Any]) -> None:
             if "grad_norm" in logs:
                 norm = float(logs["grad_norm"])

@@ -5,10 +5,11 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-NUM_LAYERS, NUM_EXPERTS, TOP, HIDDEN, HEADS = 2, 8, 2, 32, 4
+NUM_LAYERS, EXPERTS, TOP, HIDDEN, HEADS = 2, 8, 2, 32, 4
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
@@ -33,9 +34,19 @@ def model_and_data(folder: Path) -> tuple[Path, Path]:
     return made, made / "conversations.jsonl"
 
 
+def config_of(num_layers: int, vocab_size: int, num_groups: int, **rest: Any) -> Any:
+    """The configuration of a tiny model in the Hugging Face format."""
+    from transformers import Qwen3MoeConfig
+
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": num_groups, "head_dim": HIDDEN // HEADS}
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": TOP, "moe_intermediate_size": HIDDEN}
+    sizes = {"vocab_size": vocab_size, "hidden_size": HIDDEN, "num_hidden_layers": num_layers}
+    return Qwen3MoeConfig(**heads, **experts, **sizes, tie_word_embeddings=False, **rest)
+
+
 def _save_model(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
     names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *_SPECIAL]
     tokens = Tokenizer(models.BPE(vocab={name: token for token, name in enumerate(names)}, merges=[]))
@@ -48,26 +59,10 @@ def _save_model(folder: Path) -> None:
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(7)
-    config = Qwen3MoeConfig(
-        vocab_size=272,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
-        head_dim=HIDDEN // HEADS,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=TOP,
-        moe_intermediate_size=HIDDEN,
-        max_position_embeddings=512,
-        initializer_range=0.08,
-        router_aux_loss_coef=0.0,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        eos_token_id=names.index("<|im_end|>"),
-        pad_token_id=names.index("<|endoftext|>"),
-        bos_token_id=None,
-    )
+    special = {"eos_token_id": names.index("<|im_end|>"), "pad_token_id": names.index("<|endoftext|>")}
+    numbers = {"initializer_range": 0.08, "router_aux_loss_coef": 0.0, "norm_topk_prob": True}
+    others = {"intermediate_size": 64, "max_position_embeddings": 512, "bos_token_id": None}
+    config = config_of(NUM_LAYERS, 272, HEADS // 2, **special, **numbers, **others)
     model = Qwen3MoeForCausalLM(config).float()
     with torch.no_grad():
         for layer in model.model.layers:

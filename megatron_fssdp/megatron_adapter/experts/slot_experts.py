@@ -58,6 +58,14 @@ class SlotExperts:
     def __init__(self, module: Any, num_experts: int) -> None:
         self.module = module  # It stays as it is.
         self.parameters = expert_parameters(module, num_experts)  # as Megatron registered them
+        known = {id(tensor) for one in self.parameters for tensor in one}
+        others = [name for name, one in module.named_parameters() if id(one) not in known and one.numel()]
+        if others:
+            raise ConfigurationError(
+                f"experts: got {others[0]} beside the weights and biases of linear_fc1 and linear_fc2 (LoRA "
+                "adapters?), wanted no other Parameters, because only these travel to slots; leave experts "
+                "out of the adapters' target modules, or use --moe-strategy none"
+            )
         self._structure = _structure_of(module)
         self._bodies: dict[int, Any] = {}  # Of grouped experts, by number of slots.
         self._mlps: dict[int, Any] = {}  # Modules of sequential experts by their first Parameter.

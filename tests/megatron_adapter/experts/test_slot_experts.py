@@ -10,7 +10,7 @@ from megatron.training.activation_logging import ActivationLogger
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from ..layer.small_config import build_layer, moe_config
+from ..layer.small_config import build_layer, moe_config, session_of
 
 TOKENS, HIDDEN, EXPERTS = 24, 8, 4
 
@@ -108,5 +108,28 @@ def _wrapped(rank: int, world_size: int) -> list[str]:
             continue
         with pytest.raises(ConfigurationError) as refused:
             layer(draw(rank))
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_adapters_from_before_the_join_are_refused_in_one_line() -> None:
+    """Hosts add adapters before DDP wraps the model."""
+    for messages in run_megatron_ranks(_built_with_adapters, 2, ep=2):
+        for message in messages:
+            assert "LoRA" in message
+            assert "\n" not in message
+
+
+def _built_with_adapters(rank: int, world_size: int) -> list[str]:
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+    messages = []
+    for grouped in (False, True):
+        config = moe_config(world_size, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
+        layer = build_layer(config, "fssdp", {}, stock=True)
+        linears = layer.experts if grouped else layer.experts.local_experts[-1]
+        linears.linear_fc1.adapter = torch.nn.Linear(HIDDEN, 2)
+        with pytest.raises(ConfigurationError) as refused:
+            StrategyMoELayer.of(layer, session_of("fssdp", {}))
         messages.append(str(refused.value))
     return messages

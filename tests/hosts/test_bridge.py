@@ -1,0 +1,101 @@
+"""Megatron-Bridge's ``pretrain()`` under the plugin is that of stock, on CPU ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hosts.conftest import assert_balanced, assert_equal
+from tests.hosts.forked_ranks import Host
+
+HOST = "bridge", "megatron.bridge"
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
+FSSDP = "--attach fssdp --settings slots=2,overlap_degree=3"
+MOVING = "--attach smartmoe --settings reshard_interval=2"
+OVERLAPS = "--distributed-optimizer --overlap"
+EQUAL = [  # options of both runs, those of the plugin, number of ranks
+    *(("", f"--attach {name}", 2) for name in ("ep", "prophet", "fastermoe", "auto", "flexmoe", "quota")),
+    *((options, FSSDP, 2) for options in ("--evaluate-every 4", "--model-config", "--grouped --sgd")),
+    *((options, FSSDP, 2) for options in (OVERLAPS, "--recompute", "--tp 2")),
+    ("", "--attach smartmoe", 2),
+    ("--pp 2", FSSDP, 4),
+    ("--pp 2", MOVING, 4),
+]
+
+
+@pytest.mark.parametrize(("options", "plugin", "ranks"), EQUAL)
+def test_a_training_is_that_of_stock(host: Host, options: str, plugin: str, ranks: int) -> None:
+    run = host.run(f"{options} {plugin}", ranks=ranks)
+    assert_equal(run, host.stock(options, ranks))
+    assert_balanced(run)
+    assert run.values("moved") == [plugin == MOVING]
+
+
+def test_bf16_differs_by_rounding(host: Host) -> None:
+    options = f"--bf16 --recompute {OVERLAPS}"
+    assert_equal(host.run(f"{options} {FSSDP}"), host.stock(options), tolerance=5e-3)
+
+
+def test_the_launcher_reads_the_environment_and_records(host: Host, tmp_path: Path) -> None:
+    settings = f"slots=2,overlap_degree=3,record_dir={tmp_path}"
+    run = host.run("", launcher=True, MEGATRON_FSSDP_STRATEGY="fssdp", MEGATRON_FSSDP_SETTINGS=settings)
+    assert_equal(run, host.stock(""))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for key, name in (("lm_loss", "loss"), ("grad_norm", "gradient_norm")):
+        assert [one[key] for one in records] == pytest.approx(run.values(name))
+    assert (tmp_path / "loads.npy").is_file()
+
+
+def test_torchrun_imports_the_host_after_the_plugin(host: Host) -> None:
+    run = host.launch("--moe-strategy fssdp")
+    assert_equal(run, host.stock(""))
+    assert_balanced(run)
+
+
+@pytest.mark.parametrize("options", ["", OVERLAPS, f"--host {OVERLAPS}"])
+def test_checkpoints_and_exports_have_moved_experts(host: Host, tmp_path: Path, options: str) -> None:
+    saved, files = tmp_path / "saved", (tmp_path / "stock.pt", tmp_path / "moved.pt")
+    both = options.removeprefix("--host ")
+    stock = host.run(f"{both} --export {files[0]}")
+    run = host.run(f"{options} {MOVING} --save {saved} --save-every 8 --export {files[1]}")
+    assert_equal(run, stock)
+    theirs, ours = map(torch.load, files)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-7)
+    assert run.values("fully_reshardable") == [True] * ("--host" in options)
+    assert "fssdp" not in (saved / "iter_0000008/run_config.yaml").read_text().replace(str(tmp_path), "")
+    losses = host.stock(f"{both} --steps 12").values("loss")
+    for plugin in ("", MOVING):
+        resumed = host.run(f"{both} {plugin} --load {saved} --steps 12")
+        assert resumed.values("loss") == pytest.approx(losses[8:], rel=1e-6)
+
+
+def test_adapters_on_attention_resume_and_those_on_experts_are_refused(host: Host, tmp_path: Path) -> None:
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    host.run(f"--save {base}")
+    resumed = host.run(f"{FSSDP} --load {base} --steps 12")
+    assert resumed.values("loss") == pytest.approx(host.stock("--steps 12").values("loss")[8:], rel=1e-6)
+    options = f"--lora attention --pretrained {base}"
+    straight = host.stock(f"{options} --steps 12").values("loss")
+    run = host.run(f"{options} {MOVING} --save {saved} --save-every 8")
+    resumed = host.run(f"{options} {MOVING} --load {saved} --steps 12")
+    assert run.values("moved") == [True]
+    assert run.values("loss") + resumed.values("loss") == pytest.approx(straight, rel=1e-6)
+    _assert_refused(host, f"--lora experts --pretrained {base} --moe-strategy fssdp", "LoRA")
+
+
+def test_fully_sharded_models_are_refused_in_one_line(host: Host) -> None:
+    _assert_refused(host, "--fsdp --moe-strategy fssdp", "DistributedDataParallel")
+    _assert_refused(host, f"--fsdp --host {FSSDP}", "fully sharded data parallelism")
+
+
+def _assert_refused(host: Host, options: str, reason: str) -> None:
+    run = host.run(options, launcher=True)
+    assert 2 in run.codes
+    assert all(run.codes)
+    assert not run.values("step")
+    lines = [line for line in run.log.splitlines() if "[fssdp] error" in line]
+    assert lines
+    assert all(reason in line for line in lines)
+    assert "Traceback" not in run.log

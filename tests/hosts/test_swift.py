@@ -1,0 +1,45 @@
+"""ms-swift's ``megatron sft`` under the plugin is that of stock, on CPU ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.conftest import assert_balanced, assert_equal
+from tests.hosts.forked_ranks import Host
+
+HOST = "swift", "mcore_bridge"
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
+LORA = "--tuner_type lora --target_modules linear_qkv linear_proj --merge_lora true"
+MOVING = "--attach smartmoe --settings reshard_interval=2"
+EQUAL = [("", MOVING), ("", "--attach prophet"), ("", "--attach flexmoe"), (LORA, MOVING)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The option for the model, the data and exported models."""
+    return f"--folder {tmp_path_factory.mktemp('training')}"
+
+
+@pytest.mark.parametrize(("options", "plugin"), EQUAL)
+def test_a_training_and_its_export_are_those_of_stock(
+    host: Host, folder: str, options: str, plugin: str
+) -> None:
+    run = host.run(f"{folder} {options} {plugin}")
+    assert_equal(run, host.stock(f"{folder} {options}"))
+    assert_balanced(run)
+    assert run.values("moved") == [plugin == MOVING]
+
+
+def test_an_external_plugin_turns_a_strategy_on(host: Host, folder: str, tmp_path: Path) -> None:
+    (file := tmp_path / "balanced.py").write_text(
+        "import megatron_fssdp\n\nmegatron_fssdp.attach_from_environment()\n"
+    )
+    run = host.run(f"{folder} --external_plugins {file}", MEGATRON_FSSDP_STRATEGY="fssdp")
+    assert_equal(run, host.stock(f"{folder} "))
+    assert_balanced(run)
+
+
+def test_torchrun_imports_the_host_after_the_plugin(host: Host, folder: str) -> None:
+    run = host.launch(f"{folder} --moe-strategy fssdp")
+    assert_equal(run, host.stock(f"{folder} "))
+    assert_balanced(run)
