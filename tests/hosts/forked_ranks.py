@@ -35,7 +35,7 @@ class Run:
 
     def values(self, name: str) -> list[Any]:
         """The values of a name in all printed lines of JSON."""
-        lines = (json.loads(line) for line in self.log.splitlines() if line.startswith("{"))
+        lines = (json.loads(line) for line in self.log.splitlines() if line.startswith('{"'))
         return [line[name] for line in lines if name in line]
 
 

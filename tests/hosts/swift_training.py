@@ -57,6 +57,7 @@ def report_lines() -> None:
             cpu_stand_ins.say_plans()
 
         def on_log(self, logs: dict[str, Any]) -> None:
+            cpu_stand_ins.say_plans()  # The export at the end brings moved experts home.
             if "grad_norm" in logs:
                 norm = float(logs["grad_norm"])
                 say(step=self.state.iteration, loss=float(logs["loss"]), gradient_norm=norm)

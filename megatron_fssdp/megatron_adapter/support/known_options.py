@@ -27,10 +27,14 @@ def known_options() -> frozenset[str]:
 
 
 def field_defaults(config: Any) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields that megatron.core declares; hosts may add others."""
+    """Return the defaults of a dataclass's fields that megatron.core declares; hosts may add others.
+
+    Configs of datasets do not count: what layers of experts do does not depend on them.
+    """
     found: dict[str, Any] = {}
     for kind in reversed(type(config).__mro__):
-        if kind.__module__.startswith("megatron.core.") and is_dataclass(kind):
+        is_core = kind.__module__.startswith("megatron.core.")
+        if is_core and not kind.__module__.startswith("megatron.core.datasets.") and is_dataclass(kind):
             for field in fields(kind):
                 made = None if field.default_factory is MISSING else field.default_factory()
                 found[field.name] = made if field.default is MISSING else field.default
