@@ -58,6 +58,13 @@ class SlotExperts:
     def __init__(self, module: Any, num_experts: int) -> None:
         self.module = module  # It stays as it is.
         self.parameters = expert_parameters(module, num_experts)  # as Megatron registered them
+        known = {id(parameter) for one in self.parameters for parameter in one}
+        other = [name for name, one in module.named_parameters() if id(one) not in known and one.numel()]
+        if other:
+            raise ConfigurationError(
+                f"experts: got the parameter {other[0]} inside (LoRA adapters), wanted those of Megatron's "
+                "linear layers alone; adapt other layers, or use --moe-strategy none"
+            )
         self._structure = _structure_of(module)
         self._bodies: dict[int, Any] = {}  # Of grouped experts, by number of slots.
         self._mlps: dict[int, Any] = {}  # Modules of sequential experts by their first Parameter.
