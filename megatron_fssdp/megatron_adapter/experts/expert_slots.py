@@ -3,7 +3,7 @@
 Shape letters: L MoE layers of the stage, E experts of a layer, D devices of the expert-parallel group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -67,6 +67,9 @@ class ExpertSlots:
         self.saved_owners: OwnerMap | None = (
             None  # of the checkpoint that was loaded, until owners move there
         )
+        # Before experts go home, which may refuse; and when experts have moved.
+        self.before_home: Callable[[], None] = lambda: None
+        self.on_move: Callable[[], None] = lambda: None
         self.has_residents = False  # resident replicas, which are copies of what the slots hold
         # Indexes of layers whose weights Megatron's own load_state_dict will fill next, by the names of a
         # checkpoint that followed the owner map.
@@ -127,6 +130,7 @@ class ExpertSlots:
             )
         if (report := self.resharding.execute(self.owners, owners)) is not None:
             self.adopt(owners)
+            self.on_move()
         return report
 
     def go_home(self) -> bool:
@@ -136,6 +140,7 @@ class ExpertSlots:
         """
         if not self.layers or (owners := self.owners).is_even:
             return False
+        self.before_home()
         even = OwnerMap.even(owners.num_layers, owners.num_experts, owners.num_devices)
         return self.move_to(even) is not None
 

@@ -19,6 +19,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
 from megatron_fssdp.megatron_adapter.checkpoints.named_copies import install_exports, knows_exports
+from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 from megatron_fssdp.megatron_adapter.layer.joined_model import join, numbers_of
@@ -65,6 +66,8 @@ class Attachment:
         if not getattr(config, "num_moe_experts", None) or isinstance(module, torch.nn.ParameterList):
             return None
         if not parallel_state.model_parallel_is_initialized():
+            if not isinstance(self.settings, PlacementSettings):
+                return None
             raise ConfigurationError(
                 f"--moe-strategy {self.name}: got process groups outside of megatron.core.parallel_state "
                 "(decentralized groups), wanted those of initialize_model_parallel(); use them, "
@@ -86,8 +89,13 @@ class Attachment:
 
     def _new(self, config: Any, ddp_config: Any) -> ModelIterations:
         host, session = self.host.with_sources(config, ddp_config), None
+        devices = parallel_state.get_expert_model_parallel_group()
+        # Layers join by collectives that depend on the strategy.
+        asked = self.settings.model_dump(mode="json", exclude={"record_dir"})
+        named = {f"--moe-strategy-set {key}": value for key, value in asked.items()}
+        check_equal({"--moe-strategy": self.name, **named}, devices)
         if isinstance(self.settings, PlacementSettings):
-            timeout = self._timeout or _timeout_of(parallel_state.get_expert_model_parallel_group())
+            timeout = self._timeout or _timeout_of(devices)
             settings, why = self._may_move(self.settings)
             session = StrategySession(self.name, settings, timeout, self._nccl_options)
             session.keeps_owners = why

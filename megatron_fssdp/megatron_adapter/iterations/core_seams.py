@@ -28,6 +28,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.iterations.attachment import current
 from megatron_fssdp.megatron_adapter.iterations.model_marks import mark, model_of, models_of, note_optimizer
+from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 _SCHEDULES = (
@@ -112,12 +113,13 @@ def _step(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _route(route: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     attachment = current()
     if (
-        type(layer) is MoELayer
+        not isinstance(layer, StrategyMoELayer)
         and attachment is not None
         and isinstance(attachment.settings, PlacementSettings)
         and torch.is_grad_enabled()
         and layer.training
-        and any(one.requires_grad for one in layer.experts.parameters())
+        # Models that DDP has wrapped under ``none`` stay Megatron's own.
+        and any(one.requires_grad and model_of(one) is None for one in layer.experts.parameters())
     ):
         raise ConfigurationError(
             f"--moe-strategy {attachment.name}: got a training pass of MoE layer {layer.layer_number}, which "

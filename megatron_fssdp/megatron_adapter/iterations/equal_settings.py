@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import (
     CHECK_VARIABLE,
@@ -47,16 +49,21 @@ def refused_together() -> Iterator[None]:
 
 def check_equal_settings(model: "ModelIterations") -> None:
     """Refuse, on all ranks, those with different settings or another request for boards. Collective."""
-    of_ranks = of_all_ranks(_facts(model))
-    first = of_ranks[0]
+    check_equal(_facts(model))
+
+
+def check_equal(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Refuse, on all ranks of a group, ranks with different facts. Collective."""
+    of_ranks = dict(zip(dist.get_process_group_ranks(group), of_all_ranks(facts, group), strict=True))
+    lowest, first = next(iter(of_ranks.items()))
     # Other strategies have other settings, so a rank may lack a fact. The strategy is the first fact.
-    for name in dict.fromkeys(name for facts in of_ranks for name in facts):
-        for rank, facts in enumerate(of_ranks):
-            if facts.get(name) != first.get(name):
+    for name in dict.fromkeys(name for known in of_ranks.values() for name in known):
+        for rank, known in of_ranks.items():
+            if known.get(name) != first.get(name):
                 raise ConfigurationError(
-                    f"{name}: got {first.get(name)} on rank 0 and {facts.get(name)} on rank {rank}, wanted "
-                    "the same on all ranks, because all of them must plan alike; start them with the same "
-                    "options, files and environment"
+                    f"{name}: got {first.get(name)} on rank {lowest} and {known.get(name)} on rank {rank}, "
+                    "wanted the same on all ranks, because all of them must plan alike; start them with the "
+                    "same options, files and environment"
                 )
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
+from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal_settings, refused_together
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
@@ -42,11 +43,15 @@ class ModelIterations:
         self._is_known = False  # The optimizer was found, and all that needs it was built.
         self._is_prepared = False  # for the coming iteration
         self._is_open = False
+        self._is_by_hand = False  # No schedule has told of passes in the open iteration.
+        self._is_zero = True  # Gradients were set to zero since the iteration began, or since the last one.
+        self._mixes = False  # Experts have moved, and gradients of others were kept in their slots.
         self._num_done = 0
         self._facts = IterationFacts()
         self._began_s = 0.0
-        if session is not None and host.has_boards:
-            session.runtime.measure = True  # Layers read this when they join.
+        if session is not None:
+            session.slots.before_home, session.slots.on_move = self._leave, self._note_move
+            session.runtime.measure |= host.has_boards  # Layers read this when they join.
 
     def num_chunks_missing(self, config: Any) -> int:
         """Chunks of this rank that DDP has not wrapped."""
@@ -66,6 +71,7 @@ class ModelIterations:
         trains = torch.is_grad_enabled() and root.training
         if trains and not self._is_open and (clock is None or not clock.driven):
             self.begin(0)
+            self._is_by_hand = True
         if trains or not self._is_open:
             return forward(*args, **kwargs)
         with self.evaluation():
@@ -90,6 +96,7 @@ class ModelIterations:
                 self.driver.prepare(self.num_done, num_micro_batches)
             self._is_prepared = True
             self.driver.begin(self.num_done, num_micro_batches)
+        self._is_zero = False
 
     @property
     def num_done(self) -> int:
@@ -100,6 +107,7 @@ class ModelIterations:
     def passes(self, num_micro_batches: int) -> Iterator[IterationFacts]:
         """Surround the passes of a schedule, which are timed if the iteration is recorded."""
         self.begin(num_micro_batches)
+        self._is_by_hand = False
         started_s = time.perf_counter()
         yield self._facts
         if self.recorder is not None and self.recorder.wants_iteration(self.num_done + 1):
@@ -124,12 +132,31 @@ class ModelIterations:
             self.session.runtime.finish_gradients()
 
     def drop(self) -> None:
-        """Drop an iteration that was not ended, where gradients are set to zero."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        if self.driver is not None:
+        """Drop an iteration, where gradients are set to zero; one without backward passes yet goes on."""
+        self._is_zero, self._mixes = True, False
+        if self._may_have_gradients:
+            self._drop()
+
+    @property
+    def _may_have_gradients(self) -> bool:
+        layers = () if self.session is None else self.session.runtime.layers
+        return not self._is_by_hand or any(layer.gradients.has_begun for layer in layers)
+
+    def _drop(self) -> None:
+        if self._is_open and self.driver is not None:
             self.driver.drop()
+        self._is_open = self._is_by_hand = False
+
+    def _leave(self) -> None:
+        if self._is_open and (self._may_have_gradients or not self._is_zero):
+            raise ConfigurationError(
+                f"--moe-strategy {self.name}: got experts that shall go home in the middle of an iteration, "
+                "wanted this between two; restore owners or save after the optimizer's step"
+            )
+        self._drop()  # Gradients were set to zero, and only forward passes came before.
+
+    def _note_move(self) -> None:
+        self._mixes = not self._is_zero
 
     @contextmanager
     def step(self) -> Iterator[list[Any]]:
@@ -138,11 +165,16 @@ class ModelIterations:
         if not self._is_open:
             yield results
             return
+        if self._mixes:
+            raise ConfigurationError(
+                f"--moe-strategy {self.name}: got gradients that are kept while experts move, wanted "
+                f"zero_grad_buffer() in each iteration; call it, or {KEEP_OWNERS}"
+            )
         self.finish_gradients()
         if self.session is not None:
             self.session.runtime.end_passes()
         yield results
-        self._is_open = self._is_prepared = False
+        self._is_open = self._is_prepared = self._is_by_hand = self._is_zero = False
         loads = [] if self.driver is None else self.driver.end()
         number = self.num_done + 1
         self._num_done += 1

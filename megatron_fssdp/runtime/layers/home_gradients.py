@@ -59,6 +59,11 @@ class HomeGradients:
             self._num_before = self._num_complete, self._layer.clock.num_micro_batches
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a backward pass or a reduction of the iteration has begun."""
+        return not self.is_home or self.is_reduced or self._num_complete > 0
+
+    @property
     def _num_expected(self) -> int:
         """Backward passes after which sums leave early; 0 if nothing is known."""
         (passes, micro_batches), announced = self._num_before, self._layer.clock.num_micro_batches

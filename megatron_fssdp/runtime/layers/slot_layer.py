@@ -129,7 +129,8 @@ class SlotLayer(PlannedLayer):
         return own
 
     def _use(self, one: SlotPass | None) -> None:
-        if one is not None and one is not self._in_use:
+        is_outside = self._outside is not None and one is self._outside[1]
+        if one is not None and (one is not self._in_use or is_outside):
             self._in_use = one
             self.on_pass(one)
 

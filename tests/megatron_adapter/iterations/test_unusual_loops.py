@@ -1,0 +1,117 @@
+"""Loops that are correct in stock Megatron and unusual, and those that get one line of error instead."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+
+from . import host_loops
+from .host_loops import Host, Trained, swift
+from .test_host_loops import assert_equal
+
+FSSDP = ("fssdp", {"slots": 2, "overlap_degree": 3})
+MOVING = ("fssdp", {**FSSDP[1], "reshard_interval": 2})
+
+
+def late_reset(host: Host, iteration: int) -> None:
+    """Gradients are set to zero between the first forward pass and its backward pass."""
+    from megatron.core.distributed import finalize_model_grads
+
+    loss = host.forward()
+    host.reset()
+    loss.backward()
+    more = host.forward()
+    more.backward()
+    finalize_model_grads([host.model])
+    host.step(float(loss) + float(more))
+
+
+def first_forward_alone(host: Host, iteration: int) -> None:
+    """A forward pass without a backward pass, in training mode, before gradients are set to zero."""
+    host.forward()
+    swift(host, iteration)
+
+
+def trained(strategy: tuple[str, dict[str, Any]], loop: Callable[[Host, int], None]) -> tuple[Trained, Any]:
+    import megatron_fssdp
+
+    attachment = megatron_fssdp.attach(*strategy)
+    host = Host()
+    host.model.train()
+    for iteration in range(4):
+        loop(host, iteration)
+    return host.found, attachment.models[0].session
+
+
+def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, list[int], bool]]:
+    results = []
+    for loop in (late_reset, first_forward_alone):
+        stock, _ = trained(("none", {}), loop)
+        for strategy in (FSSDP, MOVING, ("quota", {"slots": 2}), ("flexmoe", {})):
+            found, session = trained(strategy, loop)
+            known = [len(layer.history) for layer in session.runtime.layers]
+            results.append((found, stock, known, session.slots.owners.is_even))
+    return results
+
+
+def test_gradients_may_be_set_to_zero_between_forward_and_backward() -> None:
+    for of_rank in run_megatron_ranks(train_unusually, 2, ep=2):
+        for found, stock, known, _ in of_rank:
+            assert_equal(found, stock, "unusual")
+            assert min(known) > 0
+        assert not any(is_even for *_, is_even in of_rank[1::4])
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """What each case says, or nothing."""
+    import megatron_fssdp
+    from megatron_fssdp.config.errors import ConfigurationError
+
+    said = []
+
+    def note(call: Callable[[], object]) -> None:
+        said.append("")
+        try:
+            call()
+        except ConfigurationError as error:
+            said[-1] = str(error)
+
+    megatron_fssdp.attach("none")
+    plain = Host()
+    megatron_fssdp.attach(*MOVING)
+    host = Host()
+    for one in (plain, host):
+        one.model.train()
+    for iteration in range(4):
+        for one in (plain, host):  # A model that was wrapped under ``none`` goes on as Megatron's own.
+            swift(one, iteration)
+    assert plain.found.losses == pytest.approx(host.found.losses)
+    loss = host.forward()
+    host.reset()
+    loss.backward()
+    note(lambda: megatron_fssdp.restore_owners(host.model))
+    host.reset()
+    note(lambda: megatron_fssdp.restore_owners(host.model))
+    while not said[-1]:
+        note(lambda: host.step(host.passes()))  # Gradients are never set to zero, and experts move.
+    wrapped = host_loops.build(host_loops.config())
+    for layer in wrapped.decoder.layers:
+        for expert in layer.mlp.experts.local_experts:
+            expert.linear_fc1.adapter = torch.nn.Linear(2, 2)
+    host_loops.build = lambda config: wrapped  # type: ignore[assignment]
+    note(Host)
+    megatron_fssdp.attach(*(FSSDP if rank else ("none", {})))
+    note(Host)
+    return said
+
+
+def test_what_cannot_be_served_is_one_line() -> None:
+    for in_iteration, between, *_, kept, adapted, other in run_megatron_ranks(refusals, 2, ep=2):
+        assert not between
+        assert "in the middle of an iteration" in in_iteration
+        assert "zero_grad_buffer()" in kept
+        assert "LoRA" in adapted
+        assert "none on rank 0 and fssdp on rank 1" in other
