@@ -1,5 +1,3 @@
-"""The browser of the tests finds what a reader would see, and nothing that a reader cannot see."""
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

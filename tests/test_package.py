@@ -4,7 +4,6 @@
 """
 
 import email
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,8 @@ import pytest
 
 from megatron_fssdp.config.shipped_files import shipped_folder
 
-ROOT = Path(__file__).parents[1]
+from .support.python_process import ROOT, python_output
+
 VERSION_OF_NO_GIT = "0.1.dev0"
 
 
@@ -38,14 +38,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 
 def _build(kind: str, out: Path, sources: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", out, sources],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "CFLAGS": "-O0"},  # compiles the kernels in a fraction of the time
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ("-m", "build", "--no-isolation", kind, "--outdir", out, sources)
+    python_output(*words, CFLAGS="-O0")  # compiles the kernels in a fraction of the time
 
 
 def names_in(wheel: Path) -> set[str]:

@@ -1,12 +1,11 @@
 """Without the extra ``tools``, the launcher trains with a strategy from YAML; commands give a hint."""
 
-import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from .support.python_process import ROOT, run_python
+
 REFUSING = """
 import sys
 
@@ -34,25 +33,13 @@ ARGUMENTS = """
 
 
 def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", REFUSING + code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-    )
+    return run_python("-c", REFUSING + code, *arguments, PYTHONPATH=str(ROOT), **variables)
 
 
 def test_the_launcher_trains_with_a_strategy_from_yaml(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    rank = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
+        rank = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    rank |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     settings = tmp_path / "strategy.yaml"
     settings.write_text(f"record_dir: {tmp_path / 'records'}\n")
     words = [*ARGUMENTS.split(), "--moe-strategy-config", str(settings)]

@@ -1,5 +1,3 @@
-"""The papers' claims and their pages: what a claim is, what its simulation assumes, and what is shipped."""
-
 import importlib
 import inspect
 import re

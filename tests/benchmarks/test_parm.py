@@ -1,5 +1,3 @@
-"""Parm's testbeds worked out by hand, and the paper's numbers that simulated layers come near to."""
-
 import pytest
 
 from benchmarks.papers import parm

@@ -1,5 +1,3 @@
-"""Simulated and measured seconds are compared, on made-up results."""
-
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Results of benchmarks are small files of data with one format."""
-
 import json
 from pathlib import Path
 

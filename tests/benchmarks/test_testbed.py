@@ -1,5 +1,3 @@
-"""The testbed at toy size: routing, statistics, a run over loopback, and cleaning up after an interrupt."""
-
 import contextlib
 import json
 import os

@@ -1,7 +1,4 @@
-"""Bad input to every command gives one line with the next step and exit code 2, and changes no file.
-
-Strange bytes and YAML are tested once, at the loaders.
-"""
+"""Strange bytes and YAML are tested once, at the loaders."""
 
 import resource
 import shutil

@@ -1,13 +1,11 @@
 """`megatron-fssdp check`, and the same check by `train`, in processes of their own: it changes torch."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ..launch.tiny_run import ROOT, TINY, fake_data
+from ..support.python_process import run_python
 
 GPT = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -19,12 +17,9 @@ SLOW = pytest.mark.slow
 TORCHRUN = "torchrun --nproc-per-node 2 -m megatron_fssdp pretrain_gpt"
 
 
-def run(*words: str, cwd: Path, **variables: str) -> tuple[int, str, str]:
-    environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cpu", "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_fssdp.cli.app", *words],
-        **{"capture_output": True, "text": True, "timeout": 280, "cwd": cwd, "env": environment},
-    )
+def run(*words: str, cwd: Path) -> tuple[int, str, str]:
+    variables = {"MEGATRON_FSSDP_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+    done = run_python("-m", "megatron_fssdp.cli.app", *words, cwd=cwd, **variables)
     return done.returncode, done.stdout, done.stderr
 
 

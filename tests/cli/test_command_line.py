@@ -1,4 +1,3 @@
-import subprocess
 import sys
 
 import pytest
@@ -6,6 +5,8 @@ import pytest
 from megatron_fssdp import __version__
 from megatron_fssdp.cli.shared_options import SHIPPED_NAMES
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
+
+from ..support.python_process import python_output, run_python
 
 
 def test_help_and_version_need_no_heavy_imports():
@@ -16,9 +17,7 @@ def test_help_and_version_need_no_heavy_imports():
         "heavy = {'torch', 'megatron', 'numpy', 'matplotlib', 'pydantic', 'tokenizers'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "train" in done.stdout
+    assert "train" in python_output("-c", code)
 
 
 def test_help_names_all_strategies():
@@ -47,9 +46,7 @@ def test_a_shell_completes_names(command, monkeypatch, words, wanted):
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "--version"])
 def test_the_module_answers_questions_about_itself(flag):
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_fssdp", flag], capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-m", "megatron_fssdp", flag)
     assert (done.returncode, done.stderr) == (0, "")
     wanted = __version__ if flag == "--version" else "-m megatron_fssdp SCRIPT.py"
     assert wanted in done.stdout

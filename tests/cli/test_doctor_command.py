@@ -1,17 +1,13 @@
-"""`megatron-fssdp doctor`: its report, its exit codes and its limits."""
-
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ..launch.tiny_run import TINY
 from ..megatron_adapter.diagnosis.machine_examples import pose
-
-TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
+from ..support.python_process import python_output, run_python
 
 
 @pytest.fixture
@@ -100,8 +96,7 @@ def test_the_command_imports_torch_and_megatron_late_and_an_old_python_can_read_
         "    if name.partition('.')[0] == 'megatron_fssdp':\n"
         "        ast.parse(open(module.__file__).read(), module.__file__, feature_version=(3, 11))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    python_output("-c", code)
 
 
 def test_without_torch_and_megatron_the_command_still_answers(tmp_path: Path) -> None:
@@ -116,9 +111,7 @@ def test_without_torch_and_megatron_the_command_still_answers(tmp_path: Path) ->
         "sys.argv = ['megatron-fssdp', 'doctor', '--json']\n"
         "app.main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
+    done = run_python("-c", code, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     verdicts = {each["name"]: each["verdict"] for each in json.loads(done.stdout)["findings"]}
     assert verdicts["torch"] == verdicts["Megatron"] == "problem"

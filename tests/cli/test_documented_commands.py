@@ -1,5 +1,3 @@
-"""Every command in README, pages and scripts exists, with its options, and so does every shipped file."""
-
 import re
 import shlex
 from pathlib import Path

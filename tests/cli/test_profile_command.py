@@ -1,8 +1,3 @@
-"""`megatron-fssdp profile` with real ranks, and bad input that is refused before any rank starts."""
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,33 +5,30 @@ import pytest
 from megatron_fssdp.cli.app import EXIT_BAD_INPUT
 from megatron_fssdp.config.cluster_description import load_cluster
 
+from ..support.python_process import python_output
+
 SMALL = ("--least-bytes", "1024", "--most-bytes", "4096", "--repetitions", "1")
 
 
-def run(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **variables}
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, words)], capture_output=True, text=True, env=environment, timeout=240
-    )
+def run(*words: object) -> str:
+    return python_output("-m", *words, OMP_NUM_THREADS="1", COLUMNS="120")
 
 
 def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path: Path) -> None:
     out = tmp_path / "pair.yaml"
-    done = run("megatron_fssdp.cli.app", "profile", "--nproc", 2, "--nodes=2", "--out", out, *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = run("megatron_fssdp.cli.app", "profile", "--nproc", 2, "--nodes=2", "--out", out, *SMALL)
     cluster = load_cluster(out)
     assert (cluster.name, cluster.num_nodes, cluster.devices_per_node) == ("pair", 2, 1)
-    assert done.stdout.count("[ 9/9]") == 1, "only one rank prints"
-    assert f"wrote {out}" in done.stdout
-    assert "all_to_all" in done.stdout
+    assert said.count("[ 9/9]") == 1, "only one rank prints"
+    assert f"wrote {out}" in said
+    assert "all_to_all" in said
 
 
 @pytest.mark.slow
 def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
     out = tmp_path / "pair.yaml"
     words = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_fssdp", "profile")
-    done = run(*words, "--out", out, "--name", "box", *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(*words, "--out", out, "--name", "box", *SMALL)
     assert (load_cluster(out).name, load_cluster(out).num_nodes) == ("box", 1)
 
 

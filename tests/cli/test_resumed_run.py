@@ -1,5 +1,3 @@
-"""`megatron-fssdp train` in a folder that has a run: refused, resumed, overwritten."""
-
 import shutil
 
 import pytest

@@ -1,10 +1,5 @@
-"""`megatron-fssdp sweep`: what is run, continued, repeated and named, with a stand-in for training."""
-
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -17,9 +12,9 @@ from megatron_fssdp.cli.sweep_runs import PAGE_FILE, RESULTS_FILE, Sweep
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.launch.train_request import TrainRequest
 
-from ..launch.tiny_run import ROOT
 from ..report.made_runs import write_made_run
 from ..report.page_parts import PageParts
+from ..support.python_process import ROOT, python_output
 
 SWEEP = """
 run: [gpt_moe_tiny]
@@ -207,15 +202,11 @@ def test_a_small_sweep_really_runs_and_continues(tmp_path: Path) -> None:
     )
     text = SWEEP.replace("settings: {", f"settings: {{{small}, ").replace("[1, 2]", "[1]")
     (tmp_path / "tiny.yaml").write_text(text)
-    environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "megatron_fssdp.cli.app", "sweep", "tiny.yaml"]
+    environment = {"MEGATRON_FSSDP_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
 
     def start() -> str:
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
+        words = ("-m", "megatron_fssdp.cli.app", "sweep", "tiny.yaml")
+        return python_output(*words, cwd=tmp_path, **environment)
 
     output = start()
     assert len(re.findall("done: 4 iterations", output)) == 2

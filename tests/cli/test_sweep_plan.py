@@ -1,5 +1,3 @@
-"""A sweep's YAML becomes runs: all combinations, in turns, each with its own folder."""
-
 from pathlib import Path
 
 import pytest

@@ -1,9 +1,4 @@
-"""One real run: the command line, torchrun, the launcher, Megatron's training loop and the recorder."""
-
 import argparse
-import os
-import subprocess
-import sys
 import textwrap
 import typing
 from collections.abc import Callable
@@ -16,6 +11,8 @@ from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.records.recorded_run import load
+
+from ..support.python_process import run_python
 
 RUN = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4,
@@ -41,13 +38,10 @@ def command(tmp_path: Path) -> Callable[..., str]:
     """Run `megatron-fssdp ARGS…` in a new process, require success, and return its standard output."""
 
     def run(*arguments: object) -> str:
-        environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": "cpu"}
-        words = [sys.executable, "-m", "megatron_fssdp.cli.app", *map(str, arguments)]
-        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=250)
+        done = run_python("-m", "megatron_fssdp.cli.app", *arguments, MEGATRON_FSSDP_DEVICE="cpu")
         log = tmp_path / "run" / "log.txt"
-        assert done.returncode == 0, (
-            done.stdout + done.stderr + (log.read_text()[-4000:] if log.exists() else "")
-        )
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said + (log.read_text()[-4000:] if log.exists() else "")
         return done.stdout
 
     return run

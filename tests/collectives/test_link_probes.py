@@ -1,5 +1,3 @@
-"""Costs of links and of collectives, measured with real messages and fitted to planted times."""
-
 from collections import Counter
 from typing import get_args
 

@@ -1,5 +1,3 @@
-"""All pairs of ranks of a group exchange one message, once."""
-
 import torch
 import torch.distributed as dist
 

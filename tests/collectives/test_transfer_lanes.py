@@ -1,5 +1,3 @@
-"""Lanes run transfers in the background and measure their times; a lane of CUDA tensors has points."""
-
 import gc
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager

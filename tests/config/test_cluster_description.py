@@ -1,5 +1,3 @@
-"""Cluster descriptions are written to files and read back."""
-
 from pathlib import Path
 
 import pytest

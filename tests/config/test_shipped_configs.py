@@ -1,5 +1,3 @@
-"""All files of configs/ load, combine and become Megatron's arguments; models have the stated sizes."""
-
 from functools import cache
 from itertools import product
 from pathlib import Path

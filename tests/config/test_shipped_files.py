@@ -1,5 +1,3 @@
-"""Shipped files are found by name from any folder; the user's files take precedence."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""YAML files with any content load to valid settings, or are refused in one line that names the file."""
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from megatron_fssdp.data.tokenizer import (
     train_bpe,
 )
 from megatron_fssdp.launch.run_data import build_with_progress
+from tests.support.python_process import python_output
 
 TEXTS = ["the quick brown fox jumps over the lazy dog\n" * 20, "def f(x):\n    return x\n" * 20]
 SENTENCES = ["The quick brown fox jumps over the lazy dog.", "Returns the size of a file, in bytes."] * 20
@@ -108,9 +107,9 @@ def test_a_saved_tokenizer_loads_as_the_same(tmp_path: Path) -> None:
 def test_training_is_the_same_in_every_process() -> None:
     imported = "from megatron_fssdp.data.tokenizer import WordPieceTokenizer as T"
     code = f"{imported}; print(T.train({SENTENCES!r}, 100).identity)"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == WordPieceTokenizer.train(SENTENCES, 100).identity
-    assert other.stdout.strip() != WordPieceTokenizer.train(SENTENCES, 80).identity
+    other = python_output("-c", code).strip()
+    assert other == WordPieceTokenizer.train(SENTENCES, 100).identity
+    assert other != WordPieceTokenizer.train(SENTENCES, 80).identity
 
 
 def test_special_tokens_have_the_first_ids_and_count_as_text_in_documents() -> None:

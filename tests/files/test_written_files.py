@@ -1,5 +1,3 @@
-"""Files appear whole, and nothing but a regular file is replaced."""
-
 import os
 from pathlib import Path
 

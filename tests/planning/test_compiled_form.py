@@ -1,10 +1,6 @@
-"""The compiled kernels and the same file as plain Python find the same plans; which one runs is known."""
-
 import importlib.util
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +18,7 @@ from megatron_fssdp.planning.transfer import transfer_plan
 from megatron_fssdp.strategies import layer_plan
 from tests.drawn_examples import examples
 from tests.support.measured_profile import CHEAP_TO_MOVE as PROFILE
+from tests.support.python_process import python_output
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE
 
@@ -79,16 +76,7 @@ def test_both_forms_find_the_same(case: tuple[Topology, np.ndarray], seed: int) 
 def form_of(package: Path) -> str:
     """The form that a copy of the sources finds."""
     code = "from megatron_fssdp.planning.compiled_form import kernel_form; print(kernel_form())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(package)},
-        cwd=package,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    return done.stdout.strip()
+    return python_output("-c", code, cwd=package, PYTHONPATH=str(package)).strip()
 
 
 def test_without_an_extension_of_the_present_source_planning_is_plain_python(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""Bytes of experts, and how many replicas fit: numbers worked out by hand, and relations that always hold."""
-
 from dataclasses import astuple, replace
 from itertools import count
 

@@ -1,5 +1,3 @@
-"""Owners move where that pays, whole or in part, and are reconsidered at intervals that adapt."""
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""The replica search: its price, its limits, and that it is never worse than simpler choices."""
-
 import dataclasses
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""A run's array files are read as they were written; other content is refused with one clear line."""
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""An array file survives a kill at any moment, can be read while it grows, and costs only its new rows."""
-
 import multiprocessing
 import resource
 import time

@@ -1,5 +1,3 @@
-"""Lines of metrics and evaluations: what a killed and resumed run leaves is read as one run."""
-
 import dataclasses
 import json
 import math

@@ -1,5 +1,3 @@
-"""One call reads a run's folder: of today's format, damaged in parts, and with any content."""
-
 import json
 import shutil
 from contextlib import nullcontext

@@ -1,5 +1,3 @@
-"""Bins, units and colours, which all pages share."""
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

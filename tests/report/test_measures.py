@@ -1,5 +1,3 @@
-"""Figures of runs: parts of time, speeds, interruptions, and the headline's waits and replicas."""
-
 import os
 from pathlib import Path
 

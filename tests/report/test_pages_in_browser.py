@@ -1,5 +1,3 @@
-"""Pages drawn by a real browser, without a network: nothing overlaps, and the console stays silent."""
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

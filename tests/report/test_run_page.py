@@ -1,5 +1,3 @@
-"""Pages of runs have every section, load nothing from elsewhere, and show the numbers of the records."""
-
 import re
 from dataclasses import replace
 from pathlib import Path

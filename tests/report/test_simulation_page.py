@@ -1,5 +1,3 @@
-"""A simulation's page states the result first; tables for the terminal show every word in 80 columns."""
-
 import io
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Repeated runs: medians and quartiles, losses against the same seed, and the page."""
-
 import re
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Patches of Megatron-LM's scripts contain only our lines, apply completely or not at all, and revert."""
-
 import os
 import re
 import subprocess

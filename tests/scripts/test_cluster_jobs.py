@@ -1,7 +1,4 @@
-"""Jobs of schedulers, with stand-ins for Slurm and torchrun, and (slow) two emulated nodes on this machine.
-
-No real cluster is used: Slurm behaves as its documentation says.
-"""
+"""No real cluster is used: the stand-ins for Slurm behave as its documentation says."""
 
 import os
 import shutil
@@ -180,13 +177,9 @@ class Slurm:
             **{"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"},
             **{"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_SUBMIT_DIR": str(self.project), "SIGNALED": "group"},
         }
-        return subprocess.run(
-            ["bash", self.spool / "slurm_script", config, self.out, *arguments],
-            env={**os.environ, **variables, **env},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        words = ["bash", self.spool / "slurm_script", config, self.out, *arguments]
+        environment = {**os.environ, **variables, **env}
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
 
     @property
     def requeues(self) -> list[str]:
@@ -271,13 +264,9 @@ def test_bad_input_is_reported_once_by_the_first_node(slurm: Slurm, config: Path
 
 def test_missing_requirements_of_a_node_are_named(config: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
-    done = subprocess.run(
-        ["bash", NODE, config, tmp_path / "out"],
-        env={**environment, "NUM_NODES": "2", "RANKS_PER_NODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    environment |= {"NUM_NODES": "2", "RANKS_PER_NODE": "1"}
+    words = ["bash", NODE, config, tmp_path / "out"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
     assert "MASTER_ADDR is not set" in done.stderr
 

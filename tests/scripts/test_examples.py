@@ -1,5 +1,3 @@
-"""The examples run as they are printed."""
-
 import os
 import subprocess
 import sys
@@ -13,14 +11,9 @@ EXAMPLES = ROOT / "examples"
 
 def run(words: list[str], folder: Path, **variables: str) -> str:
     """Run a command in an empty folder with the tools of this Python, and return its standard output."""
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "MEGATRON_FSSDP_DEVICE": "cpu",
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    cpu = {"PATH": path, "PYTHONPATH": str(ROOT), "MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **cpu, **variables}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout

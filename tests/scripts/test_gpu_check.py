@@ -1,5 +1,3 @@
-"""The parts of `scripts/gpu_check.sh`, and (slow) the whole check on virtual devices."""
-
 import json
 import re
 import subprocess

@@ -1,5 +1,3 @@
-"""What a GPU machine without a network gets, and how the check takes it from there."""
-
 import os
 import subprocess
 import sys
@@ -9,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from scripts.unpack_bundle import lacking
+
+from ..support.python_process import python_output
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 OWN_TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -49,9 +49,8 @@ def test_packages_of_the_machine_stay_unless_they_do_not_fit(
 
 
 def test_the_bundle_has_all_packages_but_those_of_torch() -> None:
-    words = [sys.executable, SCRIPTS / "bundled_packages.py"]
-    printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
-    names = {line.partition("==")[0] for line in printed.splitlines()}
+    printed = python_output(SCRIPTS / "bundled_packages.py").splitlines()
+    names = {line.partition("==")[0] for line in printed}
     assert {"megatron-core", "numpy", "pydantic", "plotly", "pytest", "iniconfig"} <= names
     assert not {"torch", "triton", "sympy", "megatron-fssdp"} & names
 
@@ -70,16 +69,7 @@ def test_the_check_unpacks_wheels_of_its_python(tag: str, python: str, message: 
     with zipfile.ZipFile(bundle / "wheels" / f"small-1.0-{tag}-{tag}-linux_x86_64.whl", "w") as wheel:
         wheel.writestr("small_module.py", "")
         wheel.writestr("small-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: small\nVersion: 1.0\n")
-    words = [
-        "bash",
-        SCRIPTS / "gpu_check.sh",
-        "--bundle",
-        bundle,
-        "--python",
-        python,
-        "--out",
-        tmp_path / "out",
-    ]
+    words = ["bash", SCRIPTS / "gpu_check.sh", "--bundle", bundle, "--python", python]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     words += ["--out", tmp_path / "out"]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)

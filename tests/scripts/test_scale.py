@@ -1,5 +1,3 @@
-"""The numbers of docs/scale.md are counted as the runtime counts them."""
-
 import importlib
 from dataclasses import replace
 from pathlib import Path

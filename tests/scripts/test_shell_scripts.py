@@ -1,5 +1,3 @@
-"""Every shell script parses, and shellcheck finds no problem where it is installed."""
-
 import shutil
 import subprocess
 from pathlib import Path

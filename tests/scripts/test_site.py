@@ -1,10 +1,6 @@
-"""Links of the pages lead somewhere, generated parts are fresh, and a browser draws the site."""
-
 import html
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote
@@ -13,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ..browser import WIDTHS, needs_browser, opened_browser
+from ..support.python_process import ROOT, python_output, run_python
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SCRIPTS = ROOT / "scripts" / "docs"
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -28,10 +24,7 @@ LOADED_FROM_ELSEWHERE = re.compile(
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site") / "site"
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "build_site.py", folder], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    python_output(SCRIPTS / "build_site.py", folder)
     return folder
 
 
@@ -91,9 +84,7 @@ def test_the_picture_shows_what_the_strategy_decides(monkeypatch: pytest.MonkeyP
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
-    words = [sys.executable, SCRIPTS / "build_site.py", tmp_path]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
+    assert run_python(SCRIPTS / "build_site.py", tmp_path).returncode == 2
     assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 

@@ -57,13 +57,8 @@ class TwoNodes:
             **{"NUM_NODES": str(nodes), "RANKS_PER_NODE": str(ranks_per_node)},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())},
         }
-        self.env = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-            **scheduler,
-            **env,
-        }
+        paths = {"PYTHONPATH": str(ROOT), "PATH": f"{self.bin}:{os.environ['PATH']}"}
+        self.env = {**os.environ, **paths, **scheduler, **env}
         self.processes = [self.start_node(node) for node in range(nodes)]
 
     def start_node(self, node: int) -> subprocess.Popen:

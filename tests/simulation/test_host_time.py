@@ -1,5 +1,3 @@
-"""Host time: what the device waits for, what is hidden, and when the host is the bottleneck."""
-
 import numpy as np
 import pytest
 

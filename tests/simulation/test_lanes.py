@@ -1,5 +1,3 @@
-"""Iterations laid out on the lanes, worked out by hand."""
-
 from dataclasses import replace
 
 import numpy as np

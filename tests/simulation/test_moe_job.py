@@ -1,5 +1,3 @@
-"""Jobs and loads from a run's YAML and from records."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The DDL-Roofline (FasterMoE, §3.3), and simulated strategies on it."""
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""Properties of the simulation for any loads: directions of effects, lanes, sums, memory."""
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Every component of the time equals a sum worked out by hand."""
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""A ranking is that of the steady state, so it does not depend on how many iterations are simulated."""
-
 import pytest
 
 from megatron_fssdp.report.simulations.simulation_report import ranking_data

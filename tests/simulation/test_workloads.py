@@ -1,5 +1,3 @@
-"""Every workload has the properties that its line in the table states."""
-
 import numpy as np
 import pytest
 

@@ -1,5 +1,3 @@
-"""``auto``: which strategy it selects, by which prices, and when it reverts a selection."""
-
 from dataclasses import replace
 
 import numpy as np

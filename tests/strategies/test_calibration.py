@@ -1,5 +1,3 @@
-"""Calibration adds replicas only where the modelled gain is positive, and only within the limits."""
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-"""``fssdp``: keeps placements, and shares tokens by price."""
-
 import dataclasses
 
 import numpy as np

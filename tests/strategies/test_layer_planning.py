@@ -1,5 +1,3 @@
-"""Plans that no declared ability covers, and mistakes in strategies of other packages, are one line."""
-
 from dataclasses import replace
 from typing import Any
 

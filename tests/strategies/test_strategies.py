@@ -1,5 +1,3 @@
-"""Decisions of the strategies, which need neither tensors nor process groups."""
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,3 @@
-"""Groups of ranks that share a card, with tensors on the CPU: every call, their order, and whole layers."""
-
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +14,7 @@ from tests.runtime.case_run import CaseRun
 from tests.runtime.layer_case import LayerCase
 from tests.runtime.rank_layer import run_layer_ranks
 from tests.support.one_card import CardGroups
+from tests.support.python_process import ROOT, python_output
 from tests.support.virtual_cuda.posing.patches import Patches
 
 from .virtual_cuda.test_nccl_groups import RESULTS, all_calls
@@ -88,10 +85,8 @@ dist.destroy_process_group()
 def test_a_script_runs_with_its_arguments(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [*torchrun, "-m", "tests.support.one_card", str(script), "--size", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    python_output(*torchrun, "-m", "tests.support.one_card", script, "--size", tmp_path, cwd=ROOT)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["nccl 3.0 0 --size"] * 2
 
 

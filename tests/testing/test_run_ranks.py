@@ -1,5 +1,3 @@
-"""Functions run on ranks; whatever goes wrong on one of them is one error that names the rank."""
-
 import os
 import signal
 import subprocess

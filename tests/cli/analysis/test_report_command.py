@@ -1,5 +1,3 @@
-"""``megatron-fssdp report`` and ``compare`` from folders to files."""
-
 import json
 import shutil
 from pathlib import Path

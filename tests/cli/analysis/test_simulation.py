@@ -1,5 +1,3 @@
-"""``megatron-fssdp simulate`` from files to files, at toy size."""
-
 import csv
 import json
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Run configurations composed of several files and options."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Megatron's options are read once for each installed state of Megatron."""
-
 from pathlib import Path
 
 import pytest

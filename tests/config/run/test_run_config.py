@@ -1,5 +1,3 @@
-"""A run's settings: what is refused, and the arguments of Megatron that they become."""
-
 from pathlib import Path
 
 import pytest

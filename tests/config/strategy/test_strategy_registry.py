@@ -1,8 +1,5 @@
-"""Registering strategies: what is refused, and what installed packages can and cannot break."""
-
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from megatron_fssdp.strategies.baselines import EpStrategy
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 
-ROOT = Path(__file__).parents[2]
+from ...support.python_process import ROOT, run_python
 
 
 class MadeSettings(PlacementSettings):
@@ -87,15 +84,8 @@ def write_package(folder: Path, name: str, strategy: str, body: str) -> None:
     (info / "entry_points.txt").write_text(f"[megatron_fssdp.strategies]\n{strategy} = {name}:register\n")
 
 
-def run_python(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(folder), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def run_with(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_python("-c", code, PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]), **environment)
 
 
 LIST = "from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES; print(*STRATEGIES)"
@@ -127,7 +117,7 @@ def test_a_broken_package_is_named_once_and_breaks_nothing_else(
     code = f"{LIST}\nfrom megatron_fssdp.config.strategy.strategy_registry import resolve_strategy\n"
     code += "resolve_strategy('fssdp'); resolve_strategy('sound')\n"
     code += f"try:\n    resolve_strategy('{strategy}')\nexcept ValueError as error:\n    print(error)"
-    done = run_python(tmp_path, code)
+    done = run_with(tmp_path, code)
     assert done.returncode == 0, done.stderr
     names, _, asked = done.stdout.partition("\n")
     assert names.split() == [*SHIPPED_NAMES.split(), "sound"]
@@ -136,7 +126,7 @@ def test_a_broken_package_is_named_once_and_breaks_nothing_else(
     (line,) = done.stderr.splitlines()
     for words in (refusal, reason, "pip uninstall brittle"):
         assert words in line
-    assert run_python(tmp_path, LIST, RANK="1").stderr == "", "one rank says it"
+    assert run_with(tmp_path, LIST, RANK="1").stderr == "", "one rank says it"
 
 
 def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_path: Path) -> None:
@@ -145,7 +135,7 @@ def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_pa
         "import sys, megatron_fssdp; megatron_fssdp.register_strategy\n"
         "assert not {'torch', 'numpy', 'brittle'} & set(sys.modules)"
     )
-    done = run_python(tmp_path, code)
+    done = run_with(tmp_path, code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

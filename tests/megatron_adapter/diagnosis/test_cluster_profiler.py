@@ -1,5 +1,3 @@
-"""Measurements become the description of a cluster."""
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

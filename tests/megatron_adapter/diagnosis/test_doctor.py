@@ -1,5 +1,3 @@
-"""The doctor's findings on made-up machines and on this one."""
-
 import errno
 import os
 from dataclasses import replace

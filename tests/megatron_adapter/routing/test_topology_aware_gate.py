@@ -1,5 +1,3 @@
-"""FasterMoE's gate in Megatron's router changes only the selection of experts, and keeps its limit."""
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,11 +1,5 @@
-"""An incomplete Transformer Engine is named by one line, wherever its import ends Megatron's.
+"""Python processes of their own are needed, because this process has imported Megatron already."""
 
-Python processes of their own are needed, because this process has imported Megatron already.
-"""
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +7,8 @@ import pytest
 
 from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
 
-ROOT = Path(__file__).parents[3]
+from ...support.python_process import ROOT, run_python
+
 CODES = (
     "raise RuntimeError('Found empty `transformer-engine` meta package installed.')",
     "raise FileNotFoundError('Could not find shared object file for Transformer Engine core lib.')",
@@ -45,11 +40,7 @@ def test_every_incomplete_part_is_named_by_one_line(
     (folder / "pytorch" / "__init__.py").write_text(texts["pytorch"])
     (tmp_path / "script.py").write_text("print('the script ran')")
     changed = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "MEGATRON_FSSDP_DEVICE": "cpu", "COLUMNS": "400"}
-    done = subprocess.run(
-        [sys.executable, *(word.format(ROOT=ROOT) for word in COMMANDS[command])],
-        **{"capture_output": True, "text": True, "timeout": 240, "cwd": tmp_path},
-        env={**os.environ, **changed},
-    )
+    done = run_python(*(word.format(ROOT=ROOT) for word in COMMANDS[command]), cwd=tmp_path, **changed)
     output = done.stdout + done.stderr
     assert "Traceback" not in output
     assert "Transformer Engine" in output

@@ -1,5 +1,3 @@
-"""The installed Megatron has all seams of the plugin, a missing seam is named, and versions are compared."""
-
 import importlib.metadata
 import tomllib
 from pathlib import Path

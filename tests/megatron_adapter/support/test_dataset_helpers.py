@@ -1,5 +1,3 @@
-"""Megatron's dataset helpers are compiled only where nobody has done so."""
-
 import importlib
 import importlib.metadata
 import sys

@@ -1,11 +1,6 @@
-"""Options of Megatron are in the list, or stop a run unless they have their default."""
-
 import argparse
 import os
-import subprocess
-import sys
 from dataclasses import field, make_dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +9,7 @@ import torch
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry import argument_check
 from megatron_fssdp.megatron_adapter.support.known_options import ALLOWED, check_known, known_options
+from tests.support.python_process import ROOT, python_output
 
 NAMES = """
 import argparse, dataclasses
@@ -31,9 +27,8 @@ print(*(one.name for kind in kinds for one in dataclasses.fields(kind)))
 
 @pytest.mark.parametrize("checkout", ["", *filter(None, [os.environ.get("MEGATRON_LM_PATH")])])
 def test_every_option_of_megatron_is_in_the_list(checkout: str) -> None:
-    path = os.pathsep.join(filter(None, (checkout, str(Path(__file__).parents[3]))))
-    said = subprocess.check_output([sys.executable, "-c", NAMES], env=os.environ | {"PYTHONPATH": path})
-    names = said.decode().rpartition("NAMES")[2].split()
+    path = os.pathsep.join(filter(None, (checkout, str(ROOT))))
+    names = python_output("-c", NAMES, PYTHONPATH=path).rpartition("NAMES")[2].split()
     assert len(names) > 800
     assert set(names) - known_options() == set(), "sort them into known_options.txt, or refuse them"
 

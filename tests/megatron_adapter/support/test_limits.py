@@ -1,5 +1,3 @@
-"""What strategies refuse and replace is decided from settings alone, for arguments and for configs."""
-
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,3 @@
-"""All ranks find the same nodes, also if nodes have different numbers of ranks."""
-
 import os
 
 import pytest

@@ -1,5 +1,3 @@
-"""Both hops against a count of single tokens; their estimate: exact where it can be, else near drawn ones."""
-
 from math import comb
 
 import numpy as np

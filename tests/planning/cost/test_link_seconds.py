@@ -1,5 +1,3 @@
-"""Traffic of transfers, counted edge by edge; seconds of exchanges in steps, worked out by hand."""
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-"""Costs of Parm's schedules: one layer worked out by hand, and relations that hold for all layers."""
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-"""Dispatches: nothing is lost, nearest holders come first, and exact shares level device loads."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""Hecate's Alg. 2 equals examples worked out by hand and a slow reference; SmartMoE's exchange of owners."""
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""Every expert has one slot and every slot one expert, after any moves. Resident slots follow their plans."""
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""The rule by which transfers divide experts into messages."""
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,5 +1,3 @@
-"""A clock for the tests of clocks."""
-
 import pytest
 
 from megatron_fssdp.runtime.clocks import layer_stopwatch, pass_timer

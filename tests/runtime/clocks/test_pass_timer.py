@@ -1,5 +1,3 @@
-"""The timer charges every moment of a pass to the right part, forward and backward."""
-
 from dataclasses import astuple
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The counted FLOPs are those of the matrix products that run."""
-
 from dataclasses import replace
 
 import pytest

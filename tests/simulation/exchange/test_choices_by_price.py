@@ -1,5 +1,3 @@
-"""Layers whose tokens travel once to each node, or that run in steps, only where modelled seconds say so."""
-
 import numpy as np
 import pytest
 from hypothesis import given

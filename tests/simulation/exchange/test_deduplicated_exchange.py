@@ -1,5 +1,3 @@
-"""The simulated deduplicated exchange, worked out by hand: tokens in two hops, one after the other."""
-
 from math import comb
 
 import numpy as np

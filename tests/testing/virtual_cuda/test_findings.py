@@ -1,5 +1,3 @@
-"""The detector finds each kind of defect, and stays silent where a GPU has no problem either."""
-
 from collections.abc import Callable, Iterator
 
 import pytest

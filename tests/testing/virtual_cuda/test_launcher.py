@@ -1,5 +1,3 @@
-"""Programs on a virtual device: their exit codes, and the reports of their findings."""
-
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Process groups of the virtual device move real data, and are in the order of NCCL's streams."""
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

@@ -1,5 +1,3 @@
-"""What ``torch.cuda`` answers on a virtual device."""
-
 import pytest
 import torch
 

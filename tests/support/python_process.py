@@ -1,0 +1,23 @@
+"""Python programs that tests run in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_python(
+    *words: object, cwd: Path | None = None, timeout_s: float = 280, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python WORDS…`` with these environment variables beside those of this process."""
+    options = {"cwd": cwd, "timeout": timeout_s, "env": {**os.environ, **variables}}
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
+
+
+def python_output(*words: object, **options: object) -> str:
+    """Require that ``python WORDS…`` succeeds, and return what it prints to its standard output."""
+    done = run_python(*words, **options)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
