@@ -33,8 +33,8 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 class ResidentExperts:
     """Resident slots of a pipeline stage: replicas of experts with gradients and optimizer states.
 
-    ``step`` of Megatron's optimizer, which has loaded a checkpoint before, also steps the replicas. Frozen
-    experts, a layer-wise optimizer and states that cannot be copied are refused by a ConfigurationError.
+    The model's optimizer has loaded a checkpoint before. Frozen experts, a layer-wise optimizer and states
+    that cannot be copied are refused by a ConfigurationError.
     """
 
     def __init__(
@@ -105,7 +105,6 @@ class ResidentExperts:
             SimpleNamespace(chained_optimizers=[optimizer, self._resident_optimizer]),
         )
         self._contents.quantities()  # This only checks that slots can be exchanged, before the training.
-        wrap(optimizer, "step", self._step_both)
         # Megatron scales all model chunks by one factor.
         wrap(first, "scale_gradients", self._scale_and_note)
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
@@ -144,19 +143,21 @@ class ResidentExperts:
         self._token_factor = factor
         scale_gradients(factor)
 
-    def _step_both(self, step: Callable[[], Any]) -> Any:
+    def begin_step(self) -> None:
+        """Reduce the replicas' gradients, before the model's optimizer steps."""
+        if not self._owned.layers:
+            return
         self._ddp.finish_grad_sync()
         if self._token_factor is not None:
             self._ddp.scale_gradients(self._token_factor)
         # Some optimizers count their steps in these settings, so the model's step changes them.
         self._copy_settings()
-        success, grad_norm, _ = result = step()
-        if success:
-            self._step(grad_norm)
-        return result
 
     @torch.no_grad()
-    def _step(self, grad_norm: float | torch.Tensor | None) -> None:
+    def step(self, grad_norm: float | torch.Tensor | None) -> None:
+        """Step the replicas after the model, whose gradients had this norm."""
+        if not self._owned.layers:
+            return
         most = self._optimizer.config.clip_grad
         if most > 0 and grad_norm is not None:
             share = most / (float(grad_norm) + 1e-6)

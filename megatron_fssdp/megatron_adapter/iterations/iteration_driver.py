@@ -133,6 +133,18 @@ class IterationDriver:
         self._number, self._began_s = iteration + 1, time.perf_counter()
         self.runtime.begin_iteration(num_micro_batches, iteration + 1)
 
+    def begin_step(self) -> None:
+        """Bring all gradients home, and start to share counts, before the optimizer's step."""
+        self.runtime.finish_gradients()
+        self.runtime.end_passes()
+        if self._residents is not None:
+            self._residents.begin_step()
+
+    def end_step(self, has_stepped: bool, grad_norm: Any) -> None:
+        """Let resident replicas follow the model's step."""
+        if self._residents is not None and has_stepped:
+            self._residents.step(grad_norm)
+
     def drop(self) -> None:
         """Drop an iteration that was not ended."""
         gradient_sync.forget_waiting(self.runtime.layers)

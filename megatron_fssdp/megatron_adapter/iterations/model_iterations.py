@@ -170,10 +170,11 @@ class ModelIterations:
                 f"--moe-strategy {self.name}: got gradients that are kept while experts move, wanted "
                 f"zero_grad_buffer() in each iteration; call it, or {KEEP_OWNERS}"
             )
-        self.finish_gradients()
-        if self.session is not None:
-            self.session.runtime.end_passes()
+        if self.driver is not None:
+            self.driver.begin_step()
         yield results
+        if self.driver is not None and results:
+            self.driver.end_step(*results[0][:2])
         self._is_open = self._is_prepared = self._is_by_hand = self._is_zero = False
         loads = [] if self.driver is None else self.driver.end()
         number = self.num_done + 1

@@ -130,6 +130,6 @@ def test_other_arguments_are_recorded_under_their_own_names(monkeypatch: pytest.
 
 def test_what_a_yaml_cannot_describe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = parsed(load_run(["gpt_moe_tiny"]), monkeypatch)
-    args.replace("train_iters", None)  # --train-samples
+    args.sources[0].train_iters = None  # --train-samples
     with pytest.raises(ConfigurationError, match=r"training\.train_iters: missing"):
         run_config_of(args, "gpt", 4, True, STRATEGY)
