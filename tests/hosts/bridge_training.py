@@ -107,7 +107,6 @@ def main() -> None:
     configuration = configuration_of(options)
     if options.host:
         cpu_stand_ins.attach(options.attach, options.settings, configuration)
-        say(0, fully_reshardable=configuration.checkpoint.dist_ckpt_optim_fully_reshardable)
     pretrain(configuration, forward_step, callbacks=[Lines()])
 
 
