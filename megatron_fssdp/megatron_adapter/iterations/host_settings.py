@@ -31,9 +31,10 @@ class HostSettings:
 
     @classmethod
     def of(cls, host: Any) -> "HostSettings":
-        """Settings of an object and of its sections, which are dataclasses; none of ``None``."""
+        """Settings of the sections of an object, which are dataclasses, or of the object; none of ``None``."""
         sections = [one for one in vars(host).values() if is_dataclass(one)] if host is not None else []
-        return cls(() if host is None else (host, *sections))
+        # A section can have the name of a setting, such as ``optimizer``.
+        return cls(() if host is None else tuple(sections) or (host,))
 
     def with_sources(self, *more: Any) -> "HostSettings":
         """Settings that are also looked up in more objects, after those that are known."""
