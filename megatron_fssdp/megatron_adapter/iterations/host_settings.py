@@ -31,7 +31,7 @@ class HostSettings:
 
     @classmethod
     def of(cls, host: Any) -> "HostSettings":
-        """Settings of the sections of an object, which are dataclasses, or of the object; none of ``None``."""
+        """Settings of an object, or of its sections if these are dataclasses; none of ``None``."""
         sections = [one for one in vars(host).values() if is_dataclass(one)] if host is not None else []
         # A section can have the name of a setting, such as ``optimizer``.
         return cls(() if host is None else tuple(sections) or (host,))
