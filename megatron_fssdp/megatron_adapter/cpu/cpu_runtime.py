@@ -11,6 +11,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
@@ -59,6 +60,8 @@ def install() -> bool:
         # The mode stays active until the process ends.
         replacements.CpuDeviceMode().__enter__()
         for target, replacements_of in _PATCHES.items():
+            if target.startswith("megatron.training") and find_spec("megatron.training") is None:
+                continue  # Hosts with loops of their own do not need it.
             owner = resolve_name(target if ":" in target else f"{target}:")
             for name, replacement in replacements_of.items():
                 original = getattr(owner, name, None) if name in _MAY_BE_MISSING else getattr(owner, name)
