@@ -77,13 +77,13 @@ def _run_passes(schedule: Any, *args: Any, **kwargs: Any) -> Any:
             for model in models.values():
                 surrounded.enter_context(model.evaluation())
             return schedule(*args, **kwargs)
-        # A loop that finalizes gradients later may go on with more calls.
-        ends_here = get_model_config(chunks[0]).finalize_model_grads_func is not None
-        number = kwargs["num_microbatches"] if ends_here else 0
-        told = [surrounded.enter_context(model.passes(number)) for model in models.values()]
+        told = [surrounded.enter_context(model.passes(kwargs["num_microbatches"])) for model in models.values()]
         results = schedule(*args, **kwargs)
         for facts in told:
             facts.note(results, kwargs)
+        if get_model_config(chunks[0]).finalize_model_grads_func is None:
+            for model in models.values():  # The loop may read gradients itself.
+                model.finish_gradients()
     return results
 
 

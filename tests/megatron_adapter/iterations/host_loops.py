@@ -101,7 +101,7 @@ class Host:
         self.optimizer.zero_grad()
 
     def step(self, loss: float) -> None:
-        self.found.gradients.append(self._gradients())
+        self.found.gradients.append(self.gradients())
         _, norm, _ = self.optimizer.step()
         self.found.norms.append(float(norm))
         self.found.losses.append(loss)
@@ -111,7 +111,7 @@ class Host:
 
         return (one for one in self.gpt.modules() if isinstance(one, MoELayer))
 
-    def _gradients(self) -> dict[tuple[int, int, int], float]:
+    def gradients(self) -> dict[tuple[int, int, int], float]:
         found = {}
         for index, layer in enumerate(self._layers()):
             if (slots := getattr(layer, "slot_layer", None)) is not None:

@@ -34,12 +34,7 @@ def compare(loop: str, strategies: list[tuple[str, dict[str, Any]]], **options: 
         for (name, _), found in zip(strategies, others, strict=True):
             assert_equal(found, stock, name)
     for (name, settings), *of_ranks in zip(strategies, *(others for _, *others in ranks), strict=True):
-        # Each expert's gradient is at its owner, wherever that is.
-        gradients = [{**a, **b} for a, b in zip(*(one.gradients for one in of_ranks), strict=True)]
-        wanted = [{**a, **b} for a, b in zip(*(stock.gradients for stock, *_ in ranks), strict=True)]
-        assert [one.keys() for one in gradients] == [one.keys() for one in wanted], name
-        for got, stock_gradients in zip(gradients, wanted, strict=True):
-            assert got == pytest.approx(stock_gradients, rel=2e-5, abs=1e-7), name
+        assert_equal_gradients(list(of_ranks), [stock for stock, *_ in ranks], name)
         if name == "fssdp":
             assert all(one.replicas[-1] > 0 and all(one.num_histories) for one in of_ranks)
             assert all(one.has_moved == ("reshard_interval" in settings) for one in of_ranks)
@@ -48,3 +43,12 @@ def compare(loop: str, strategies: list[tuple[str, dict[str, Any]]], **options: 
 def assert_equal(found: Trained, stock: Trained, name: str) -> None:
     for what in ("losses", "norms", "forward_only"):
         assert getattr(found, what) == pytest.approx(getattr(stock, what), rel=1e-5), f"{name}: {what}"
+
+
+def assert_equal_gradients(found: list[Trained], stock: list[Trained], name: str) -> None:
+    """Each expert's gradient is at its owner, wherever that is."""
+    of_ranks = (zip(*(one.gradients for one in ranks), strict=True) for ranks in (found, stock))
+    for got, wanted in zip(*of_ranks, strict=True):
+        experts, stock_experts = ({key: one[key] for one in parts for key in one} for parts in (got, wanted))
+        assert experts.keys() == stock_experts.keys(), name
+        assert experts == pytest.approx(stock_experts, rel=2e-5, abs=1e-7), name

@@ -10,7 +10,7 @@ from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from . import host_loops
 from .host_loops import Host, Trained, swift
-from .test_host_loops import assert_equal
+from .test_host_loops import assert_equal, assert_equal_gradients
 
 FSSDP = ("fssdp", {"slots": 2, "overlap_degree": 3})
 MOVING = ("fssdp", {**FSSDP[1], "reshard_interval": 2})
@@ -35,6 +35,15 @@ def first_forward_alone(host: Host, iteration: int) -> None:
     swift(host, iteration)
 
 
+def reading(host: Host, iteration: int) -> None:
+    """Nothing finalizes gradients, which the loop reads itself after each of two calls of the schedule."""
+    host.reset()
+    host.config.finalize_model_grads_func = None
+    loss = host.passes(1 + iteration % 2)
+    host.found.gradients.append(host.gradients())
+    host.step(loss + host.passes(2))
+
+
 def trained(strategy: tuple[str, dict[str, Any]], loop: Callable[[Host, int], None]) -> tuple[Trained, Any]:
     import megatron_fssdp
 
@@ -48,7 +57,7 @@ def trained(strategy: tuple[str, dict[str, Any]], loop: Callable[[Host, int], No
 
 def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, list[int], bool]]:
     results = []
-    for loop in (late_reset, first_forward_alone):
+    for loop in (late_reset, first_forward_alone, reading):
         stock, _ = trained(("none", {}), loop)
         for strategy in (FSSDP, MOVING, ("quota", {"slots": 2}), ("flexmoe", {})):
             found, session = trained(strategy, loop)
@@ -57,8 +66,12 @@ def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, 
     return results
 
 
-def test_gradients_may_be_set_to_zero_between_forward_and_backward() -> None:
-    for of_rank in run_megatron_ranks(train_unusually, 2, ep=2):
+def test_unusual_loops_train_as_stock_megatron() -> None:
+    ranks = run_megatron_ranks(train_unusually, 2, ep=2)
+    for of_ranks in zip(*ranks, strict=True):
+        found, stock = ([one[which] for one in of_ranks] for which in (0, 1))
+        assert_equal_gradients(found, stock, "unusual")
+    for of_rank in ranks:
         for found, stock, known, _ in of_rank:
             assert_equal(found, stock, "unusual")
             assert min(known) > 0
