@@ -87,13 +87,13 @@ def check_named_copies(experts: torch.nn.Module, layer: int, slots: ExpertSlots)
     """
 
     def before_state_dict(module: Any, prefix: str, *_: Any) -> None:
-        _refuse_moved(slots, "state_dict", prefix)
+        refuse_moved(slots, f"state_dict of {prefix.rstrip('.')}")
 
     def before_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
         if layer in slots.loading:
             slots.loading.remove(layer)
             return
-        _refuse_moved(slots, "load_state_dict", prefix)
+        refuse_moved(slots, f"load_state_dict of {prefix.rstrip('.')}")
         if slots.has_residents:
             raise ConfigurationError(
                 f"load_state_dict of {prefix.rstrip('.')}: got resident replicas, which would keep their old "
@@ -105,12 +105,13 @@ def check_named_copies(experts: torch.nn.Module, layer: int, slots: ExpertSlots)
     experts.register_load_state_dict_pre_hook(before_load)
 
 
-def _refuse_moved(slots: ExpertSlots, what: str, prefix: str) -> None:
-    if not slots.owners.is_even:
+def refuse_moved(slots: ExpertSlots, what: str) -> None:
+    """Raise a ConfigurationError if experts are not where Megatron's names and positions mean them."""
+    if slots.layers and not slots.owners.is_even:
         raise ConfigurationError(
-            f"{what} of {prefix.rstrip('.')}: got experts that a re-shard has moved, so that their names "
-            f"mean other experts; wanted experts in Megatron's order; {_RESTORE}, copy weights through a "
-            f"torch_dist checkpoint, or {KEEP_OWNERS}"
+            f"{what}: got experts that a re-shard has moved, so that their names "
+            f"mean other experts; wanted experts in Megatron's order; {_RESTORE}, save in a fully "
+            f"reshardable torch_dist checkpoint, or {KEEP_OWNERS}"
         )
 
 

@@ -9,6 +9,7 @@ and functions that a module looks up when it calls them. So hosts that have impo
     DistributedDataParallel.scale_gradients, prepare_grads and get_grad_norm of optimizers
                                            replicas' gradients come home before
     step of optimizers                     the iteration ends
+    states of optimizers by position       experts that have moved are refused
     MoELayer.route                         a layer that trains without the strategy is refused
 """
 
@@ -20,12 +21,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import optimizer as optimizers
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
+from megatron_fssdp.megatron_adapter.checkpoints.named_copies import refuse_moved
 from megatron_fssdp.megatron_adapter.iterations.attachment import current
 from megatron_fssdp.megatron_adapter.iterations.model_marks import mark, model_of, models_of, note_optimizer
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
@@ -54,6 +57,8 @@ def install() -> None:
         wrap(kind, "step", _step)
         wrap(kind, "prepare_grads", _when_home)
         wrap(kind, "get_grad_norm", _when_home)
+    for name in ("sharded_param_state_dp_reshardable", "sharded_param_state_dp_zero"):
+        wrap(DistributedOptimizer, name, _by_position)
 
 
 def _wrap_model(
@@ -77,7 +82,9 @@ def _run_passes(schedule: Any, *args: Any, **kwargs: Any) -> Any:
             for model in models.values():
                 surrounded.enter_context(model.evaluation())
             return schedule(*args, **kwargs)
-        told = [surrounded.enter_context(model.passes(kwargs["num_microbatches"])) for model in models.values()]
+        told = [
+            surrounded.enter_context(model.passes(kwargs["num_microbatches"])) for model in models.values()
+        ]
         results = schedule(*args, **kwargs)
         for facts in told:
             facts.note(results, kwargs)
@@ -108,6 +115,14 @@ def _step(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         for results in told:
             results.append(result)
     return result
+
+
+def _by_position(state: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    # The model's sharded_state_dict brings experts home if its metadata name the same format.
+    for model in models_of(self):
+        if model.session is not None:
+            refuse_moved(model.session.slots, "optimizer states by their positions in buckets")
+    return state(self, *args, **kwargs)
 
 
 def _route(route: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -78,7 +78,7 @@ class ModelIterations:
             return forward(*args, **kwargs)
 
     def begin(self, num_micro_batches: int) -> None:
-        """Begin an iteration, or go on with it, before passes of so many micro-batches; 0 if unknown (no schedule).
+        """Begin an iteration, or go on with it, before passes of so many micro-batches; 0 if unknown.
 
         Collective over the ranks of the model.
         """

@@ -49,8 +49,12 @@ class Host:
         if ddp_config.overlap_param_gather:  # as Megatron-LM does until the first step is over
             self.model.disable_forward_pre_hook(param_sync=False)
             self.config.param_sync_func = None
-        self._generator = torch.Generator().manual_seed(100 + dist.get_rank())
+        self.at(0)
         self.found = Trained()
+
+    def at(self, iteration: int) -> None:
+        """Begin the data of an iteration, on which only the rank has an influence."""
+        self._generator = torch.Generator().manual_seed(100 + dist.get_rank() + 1000 * iteration)
 
     def _hooks(self) -> None:
         from megatron.core.distributed import finalize_model_grads
