@@ -61,11 +61,12 @@ class Host:
             self._stock[options, ranks] = self.run(options, ranks=ranks)
         return self._stock[options, ranks]
 
-    def launch(self, options: str) -> Run:
+    def launch(self, options: str, **environment: str) -> Run:
         """Run the script under torchrun and the plugin's launcher, in processes of their own."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         program = [*torchrun, "-m", "megatron_fssdp", self._script, *options.split()]
-        done = subprocess.run(program, env=os.environ | _FIXED, cwd=ROOT, capture_output=True, text=True)
+        given = os.environ | _FIXED | environment
+        done = subprocess.run(program, env=given, cwd=ROOT, capture_output=True, text=True)
         return Run([done.returncode], done.stdout + done.stderr)
 
 

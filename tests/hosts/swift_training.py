@@ -1,8 +1,8 @@
 """Fine-tunes a tiny MoE model by ms-swift's own ``megatron sft`` on CPU ranks; prints lines of JSON.
 
 ``torchrun --nproc-per-node 2 tests/hosts/swift_training.py --folder FOLDER``, with or without
-``-m megatron_fssdp`` before the script. Arguments that are unknown here go to ms-swift, such as
-``--tuner_type lora``. The last rank prints a line for each step, with loss and gradient norm. Rank 0 prints
+``-m megatron_fssdp`` before the script. Arguments that are unknown here go to ms-swift
+The last rank prints a line for each step, with loss and gradient norm. Rank 0 prints
 the classes of the model first, and last the norms of the experts' weights in the exported model.
 """
 

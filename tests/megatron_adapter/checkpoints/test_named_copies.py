@@ -32,7 +32,7 @@ def test_copies_by_name_are_refused_while_experts_are_elsewhere(text_data: Path)
 
 def test_resident_replicas_refuse_new_weights() -> None:
     experts = torch.nn.Linear(1, 1)
-    slots: Any = SimpleNamespace(loading=set(), has_residents=True, owners=OwnerMap.even(1, 2, 1))
+    slots: Any = SimpleNamespace(layers=[0], loading=set(), has_residents=True, owners=OwnerMap.even(1, 2, 1))
     check_named_copies(experts, 0, slots)
     with pytest.raises(ConfigurationError, match="resident replicas"):
         experts.load_state_dict(experts.state_dict())
