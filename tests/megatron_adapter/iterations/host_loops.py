@@ -222,9 +222,11 @@ def by_hand(host: Host, iteration: int) -> None:
         one.reset()
     host.optimizer.zero_grad()
     total = 0.0
-    for number in range(2 + iteration % 2):
-        loss = host.forward(host.gpt if number else None)
-        loss.backward()
+    numbers = range(2 + iteration % 2)
+    for number in numbers:
+        with nullcontext() if number == numbers[-1] else host.model.no_sync():
+            loss = host.forward(host.gpt if number else None)
+            loss.backward()
         total += float(loss)
         with torch.inference_mode() if number else torch.no_grad():
             host.found.forward_only.append(float(host.forward()))
