@@ -1,10 +1,16 @@
 """Hypothesis profiles, the selection of slow and GPU tests, and the interrupt signal of the test process."""
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    # Without a GPU, Triton interprets its kernels. It reads this when it is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _SEARCH_TIMEOUT_S = 3600
 

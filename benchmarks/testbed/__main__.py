@@ -282,15 +282,13 @@ def variant_of(text: str) -> Any:
 
 def _shares_s(size: Any, topology: Any) -> float:
     """Seconds of exact shares on a rank, if all ranks compute theirs at once."""
-    import torch
-
     from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import CpuDeviceMode
-    from megatron_fssdp.runtime.slots.exact_shares import seconds_of_shares
+    from megatron_fssdp.runtime.slots.remap.shares import seconds_of_shares
 
-    node_D = torch.from_numpy(topology.node_of_device_D.copy())
-    slot_ED = torch.arange(size.num_experts * topology.num_devices).view(size.num_experts, -1)
     with CpuDeviceMode():
-        return seconds_of_shares(slot_ED, node_D) * max(1, topology.num_devices / (os.cpu_count() or 1))
+        return seconds_of_shares(size.num_experts, topology) * max(
+            1, topology.num_devices / (os.cpu_count() or 1)
+        )
 
 
 def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int, iterations: int) -> Any:

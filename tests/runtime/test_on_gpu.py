@@ -3,6 +3,8 @@
 Several ranks share the card (``tests.support.one_card``), so one GPU is enough for replicas.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.slot_tables import SlotTable, even_table
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
-from megatron_fssdp.runtime.slots.exact_shares import Holders, remap_exactly
-from megatron_fssdp.runtime.slots.remap import by_number, remap_by_table
+from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.testing import run_ranks
 from tests.support.one_card import CardGroups
@@ -45,15 +46,14 @@ def test_remap_equals_the_cpu(exact: bool) -> None:
     routing_map = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)) < 0.2)
     probs = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)))
     counts_DE = routing_map.sum(0).repeat(NUM_DEVICES, 1)
-    table_EJ = by_number(even_table(slots, where, TOPOLOGY, 1))
+    table = ShareTable.packed(even_table(slots, where, TOPOLOGY, 1), slots)
 
     def remapped(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         here, weights = routing_map.to(device), probs.to(device).requires_grad_()
+        shares: Any = ShareTable(table.to(device), slots.num_slots, slots.num_experts)
         if exact:
-            holders = Holders.of(slots.slot_ED, TOPOLOGY.node_of_device_D, 1, here.device)
-            slot_map, moved = remap_exactly(here, weights, counts_DE.to(device), holders, slots.num_slots)
-        else:
-            slot_map, moved = remap_by_table(here, weights, table_EJ.to(device), slots.num_slots)
+            shares = ExactShares.of(slots, TOPOLOGY, 1, here.device)
+        slot_map, moved = shares.remap(here, weights, lambda counts: counts_DE.to(device))
         (moved * slot_map).sum().backward()
         return slot_map.cpu(), (moved * slot_map).detach().cpu(), weights.grad.cpu()
 

@@ -32,9 +32,10 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
-_SLOT = "slot_of_fssdp"
+_SLOT, _LAYERS = "slot_of_fssdp", "layers_of_fssdp"
 _waiting: list[tuple[Any, Callable[[], object]]] = []
 _finishing: list[Any] = []  # A reduction that starts when these groups finish must not wait.
+_moves = [0]  # how often Parameters got experts of other layers
 _accumulating: set[torch.cuda.Stream] = set()  # Streams on which DDP adds gradients of experts.
 
 
@@ -63,6 +64,7 @@ def take_over(
 
 def belong_to(layer: SlotLayer, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Declare that Parameters that were taken over hold experts of a layer from now on."""
+    _moves[0] += 1
     for parameter in parameters:
         if (slot := getattr(parameter, _SLOT, None)) is not None:
             slot.layer = layer
@@ -98,7 +100,7 @@ def start_waiting(group: Any = None) -> bool:
 
 def forget_waiting(layers: Collection[SlotLayer]) -> None:
     """Forget reductions of these layers that wait, because their iteration was dropped."""
-    _waiting[:] = [one for one in _waiting if not any(slot.layer in layers for slot in _slots(one[0]))]
+    _waiting[:] = [one for one in _waiting if not any(layer in layers for layer, _ in _layers(one[0]))]
 
 
 @cache  # once in a process
@@ -119,26 +121,26 @@ def _start_when_home(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
         if group.ddp_config.overlap_grad_reduce:
             _waiting.append((group, lambda: _start(start, group, *args, **kwargs)))
             return None
-        _slots(group)[0].finish_gradients()
+        _finish_gradients(group)
     return _start(start, group, *args, **kwargs)
 
 
 def _start(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-    for slot in _slots(group):
-        slot.layer.gradients.is_reduced = slot.layer.clock.driven
+    for layer, _ in _layers(group):
+        layer.gradients.is_reduced = layer.clock.driven
     return start(group, *args, **kwargs)
 
 
 def _finish_when_home(finish: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-    slots = _slots(group)
-    if slots:
-        slots[0].finish_gradients()
+    has_experts = bool(_layers(group))
+    if has_experts:
+        _finish_gradients(group)
     has_started = start_waiting(group)
     _finishing.append(group)
     try:
         if (
             not has_started
-            and slots
+            and has_experts
             and group.ddp_config.overlap_grad_reduce
             and group.grad_reduce_handle is None
             and not group.grad_reduce_finished
@@ -149,16 +151,28 @@ def _finish_when_home(finish: Any, group: Any, *args: Any, **kwargs: Any) -> Any
         _finishing.remove(group)
 
 
-def _slots(group: Any) -> list[_Slot]:
-    return [slot for parameter in group.params if (slot := getattr(parameter, _SLOT, None)) is not None]
+def _finish_gradients(group: Any) -> None:
+    slots = (getattr(parameter, _SLOT, None) for parameter in group.params)
+    next(filter(None, slots)).finish_gradients()
+
+
+def _layers(group: Any) -> list[tuple[SlotLayer, SlotLayer]]:
+    """Layers whose experts a bucket group holds, each with a layer that registered Parameters for them."""
+    known = getattr(group, _LAYERS, None)
+    if known is None or known[0] != _moves[0]:
+        slots = [slot for one in group.params if (slot := getattr(one, _SLOT, None)) is not None]
+        pairs = dict.fromkeys((slot.layer, slot.registered_in) for slot in slots)
+        known = _moves[0], list(pairs)
+        setattr(group, _LAYERS, known)
+    return known[1]
 
 
 def _is_home(group: Any) -> bool:
     # The interleaved schedule reduces a model chunk when its own backward passes are over. A Parameter that
     # holds an expert of another chunk gets its gradient later; only the end of all passes is late enough.
     return all(
-        slot.layer.gradients.is_home and _chunk(slot.layer) is _chunk(slot.registered_in)
-        for slot in _slots(group)
+        layer.gradients.is_home and (layer is registered_in or _chunk(layer) is _chunk(registered_in))
+        for layer, registered_in in _layers(group)
     )
 
 

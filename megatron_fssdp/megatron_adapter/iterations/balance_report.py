@@ -1,6 +1,7 @@
 """Says in one line how evenly a training loads its devices: now and then, and at the end."""
 
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,21 +25,25 @@ INTERVAL_S = 60.0  # between two lines: often enough to see a trend, too seldom 
 class BalanceReport:
     """The loads of a stage's layers under their last plans, and the waits of all iterations.
 
-    One rank of a pipeline stage has it, and knows the loads of its own expert-parallel group.
+    One rank of a pipeline stage has it, and knows the loads of its own expert-parallel group. It keeps
+    nothing of the model, so that it can tell of one that is gone. ``record_dir`` is that of the run, if any.
     """
 
-    def __init__(self, layers: Sequence[SlotLayer], strategy: str) -> None:
-        self._layers, self._strategy = layers, strategy
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+        self.record_dir: Path | None = None
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._told_s = -INTERVAL_S
         self._iteration = self._num_noted = self._num_measured = 0
-        self._last: list[tuple[LayerPlan | None, LayerLoad]] = []
+        self._knows_all = False
+        self._last: list[tuple[LayerContext, LayerPlan, LayerLoad, np.ndarray]] = []
         self._seconds_3 = np.zeros(3)  # of measured iterations; waiting for weights, for gradients
 
     def note(
         self,
         iteration: int,
+        layers: Sequence[SlotLayer],
         plans: Sequence[LayerPlan | None],
         loads: Sequence[LayerLoad],
         seconds: float,
@@ -46,7 +51,13 @@ class BalanceReport:
         is_logged: bool,
     ) -> None:
         """Note an iteration with the last plan of each layer; log a line if Megatron logs the iteration."""
-        self._iteration, self._last = iteration, list(zip(plans, loads, strict=True))
+        self._iteration = iteration
+        self._last = [
+            (layer.context, plan, load, layer.history.counts_DE(0))
+            for layer, plan, load in zip(layers, plans, loads, strict=True)
+            if plan is not None and not layer.history.is_empty and layer.context.num_devices > 1
+        ]
+        self._knows_all = len(self._last) == len(layers)
         if self._num_noted == 1:  # the first iteration also allocates; pages of runs leave it out, too
             self._num_measured, self._seconds_3 = 0, np.zeros(3)
         self._num_noted += 1
@@ -58,8 +69,13 @@ class BalanceReport:
             self._told_s = time.monotonic()
             logger.info(f"[fssdp] iteration {iteration}: {'; '.join(clauses)}")
 
-    def tell_end(self, record_dir: Path | None) -> None:
-        """Log what the strategy did, and the folder of its records, in one line at the end of a training."""
+    def tell_end(self) -> None:
+        """Log what the strategy did, and the folder of its records, in one line at the end of a training.
+
+        A program that an error ends says nothing.
+        """
+        if hasattr(sys, "last_exc"):
+            return
         clauses = self._balance()
         if not clauses:
             return
@@ -74,32 +90,27 @@ class BalanceReport:
         where = "" if self._num_stages == 1 else f", stage {self._stage}"
         next_step = ""
         if not self._stage:
-            kept = "" if record_dir else "record with --moe-strategy-set record_dir=DIR, then "
-            next_step = f". Next: {kept}megatron-fssdp report {record_dir or 'DIR'}"
+            kept = "" if self.record_dir else "record with --moe-strategy-set record_dir=DIR, then "
+            next_step = f". Next: {kept}megatron-fssdp report {self.record_dir or 'DIR'}"
         logger.info(
             f"[fssdp] {self._strategy} at the end, iteration {self._iteration}{where}: "
             f"{'; '.join(clauses)}{next_step}"
         )
 
     def _balance(self) -> list[str]:
-        found = [
-            (layer, plan, load, layer.history.counts_DE(0))
-            for layer, (plan, load) in zip(self._layers, self._last, strict=False)
-            if plan is not None and not layer.history.is_empty and layer.context.num_devices > 1
-        ]
-        if not found:
+        if not self._last:
             return []
-        before = float(np.mean([max_over_mean(_plain_D(one.context, counts)) for one, *_, counts in found]))
-        after_L = [_used_D(layer.context, plan, load, counts) for layer, plan, load, counts in found]
+        before = float(np.mean([max_over_mean(_plain_D(one, counts)) for one, *_, counts in self._last]))
+        after_L = [_used_D(*one) for one in self._last]
         clauses = [f"busiest device {before:.2f} × mean load"]
         if all(after_D is not None for after_D in after_L):
             after = float(np.mean([max_over_mean(after_D) for after_D in after_L if after_D is not None]))
             if round(after, 2) != round(before, 2):
                 clauses = [f"busiest device {before:.2f} → {after:.2f} × mean load"]
-        placements = [load.placements or (plan.placement,) for _, plan, load, _ in found]
+        placements = [load.placements or (plan.placement,) for _, plan, load, _ in self._last]
         replicas = float(np.mean([of[0].num_replicas for of in placements]))
         if replicas:
-            context = found[0][0].context
+            context = self._last[0][0]
             possible = context.num_experts * (context.num_devices - 1)
             clauses.append(f"{replicas:.3g} of {possible:,} possible replicas a layer")
             if replicas == possible:
@@ -111,11 +122,10 @@ class BalanceReport:
     def _speed(self) -> float | None:
         """Modelled seconds of the layers under plain EP, divided by those under their last plans."""
         plain_s = used_s = 0.0
-        for layer, (plan, _) in zip(self._layers, self._last, strict=False):
-            context = layer.context
-            if plan is None or plan.each_micro_batch or context.profile is None or layer.history.is_empty:
+        for context, plan, _, counts_DE in self._last:
+            if plan.each_micro_batch or context.profile is None or not self._knows_all:
                 return None
-            counts_DE, times = layer.history.counts_DE(0), context.profile.num_micro_batches
+            times = context.profile.num_micro_batches
             owner_E = even_owners(context.num_experts, context.num_devices)
             plain = replace(context, owner_E=owner_E, resident=None)
             priced = plan_price(LayerPlan.owners_only(plain), counts_DE, plain, num_micro_batches=times)

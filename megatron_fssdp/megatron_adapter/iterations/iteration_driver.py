@@ -3,11 +3,10 @@
 All of it is collective: all ranks that hold experts of a pipeline stage decide alike.
 """
 
-import atexit
 import logging
 import os
-import sys
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -68,10 +67,11 @@ class IterationDriver:
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
-        self.record_dir = model.settings.record_dir
-        atexit.register(self.tell_end)
         layers, strategy = self.runtime.layers, session.strategy
-        self.balance = BalanceReport(layers, model.name) if reports_for_stage() else None
+        self.balance = BalanceReport(model.name) if reports_for_stage() else None
+        if self.balance is not None:
+            # At the end of the training, of its model, or of a program that ends well.
+            self._told = weakref.finalize(self, self.balance.tell_end)
         copies = parallel_state.get_expert_data_parallel_group()
         if strategy.resident_slots and parallel_state.get_expert_model_parallel_world_size() > 1:
             slots = strategy.resident_slots
@@ -161,17 +161,16 @@ class IterationDriver:
         if self.balance is not None:
             seconds = time.perf_counter() - self._began_s
             is_logged = self._number % (self._host.log_interval or 1) == 0
-            self.balance.note(self._number, plans, loads, seconds, is_logged=is_logged)
+            self.balance.note(self._number, self.runtime.layers, plans, loads, seconds, is_logged=is_logged)
         if any(layer.stopwatch is not None for layer in self.runtime.layers):
             num_bytes = self._replicas_bytes(plans, loads)
             self._measured_replicas_bytes = max(self._measured_replicas_bytes, num_bytes)
         return loads
 
     def tell_end(self) -> None:
-        """Say once how even the loads were: at the end of the training, or of a program that ends well."""
-        atexit.unregister(self.tell_end)
-        if self.balance is not None and not hasattr(sys, "last_exc"):
-            self.balance.tell_end(self.record_dir)
+        """Say once how even the loads were."""
+        if self.balance is not None:
+            self._told()
 
     def _tell_exchange(self) -> None:
         planned = {one.context.layer: one.plan for one in self.runtime.layers if one.plan is not None}

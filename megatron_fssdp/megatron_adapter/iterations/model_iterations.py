@@ -215,8 +215,8 @@ class ModelIterations:
             if record_dir is not None and dist.get_rank() == 0:
                 record_dir = describe_run(record_dir, self)
             self.recorder = RunRecorder(record_dir, self.name, self.host)
-        if self.driver is not None:
-            self.driver.record_dir = record_dir
+        if self.driver is not None and self.driver.balance is not None:
+            self.driver.balance.record_dir = record_dir
 
 
 def _root_of(ddp: torch.nn.Module) -> torch.nn.Module | None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,7 +14,7 @@ from megatron_fssdp.planning.memory import FP32_BYTES, memory_capacity
 from megatron_fssdp.planning.replica_life import HeldReplicas
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-from megatron_fssdp.runtime.slots.exact_shares import seconds_of_shares
+from megatron_fssdp.runtime.slots.remap.shares import seconds_of_shares
 
 
 def profile_layers(
@@ -51,8 +50,7 @@ def profile_layers(
     where = first.groups
     intra, inter = measure_links(where.expert_parallel, where.topology, device, layout.num_bytes)
     context = first.context
-    slot_ED = np.arange(context.num_experts * context.num_devices).reshape(context.num_experts, -1)
-    shares_s = seconds_of_shares(slot_ED, context.topology.node_of_device_D, device)
+    shares_s = seconds_of_shares(context.num_experts, context.topology, device)
     numbers = torch.tensor(
         [
             # Compute must hide a transfer on every rank, so the shortest time counts. The signs make the

@@ -15,7 +15,7 @@ from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.planned_layer import IterationClock
 from megatron_fssdp.runtime.layers.shared_plans import SharedPlans
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-from megatron_fssdp.runtime.slots.remap import sent_to
+from megatron_fssdp.runtime.slots.remap.reference import sent_to
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.strategy import Strategy
 

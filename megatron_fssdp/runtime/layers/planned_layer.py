@@ -22,8 +22,8 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExpe
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.shared_plans import SharedPlans, unpacked
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
-from megatron_fssdp.runtime.slots.exact_shares import Holders
-from megatron_fssdp.runtime.slots.remap import by_number, sent_to
+from megatron_fssdp.runtime.slots.remap.reference import sent_to
+from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -233,16 +233,17 @@ class PlannedLayer:
             transfers = ReplicaTransfers(
                 plan, replicas, experts, self.bind, splits=splits, waiting=self.waiting
             )
-        table, holders = None, None
+        topology = self.context.topology
+        shares: ExactShares | ShareTable | None = None
         if plan.dispatch_policy == "exact" and plan.placement.num_replicas:
-            node_D = self.context.topology.node_of_device_D
-            holders = Holders.of(slots.slot_ED, node_D, here, experts.device)
+            shares = ExactShares.of(slots, topology, here, experts.device)
         elif not np.array_equal(slots.expert_DU.reshape(-1), np.arange(slots.expert_DU.size)):
-            table = by_number(source_table(plan, slots, self.context.topology, here, counts_DE))
-            table = self._on_device(table, is_kept)
+            table_JE = source_table(plan, slots, topology, here, counts_DE)
+            numbers = self._on_device(ShareTable.packed(table_JE, slots), is_kept)
+            shares = ShareTable(numbers, slots.num_slots, slots.num_experts)
         parameters_U = [None if expert < 0 else found[expert] for expert in expert_U]
         of = None if is_shared else counts_DE
-        made = SlotPass(plan, digest, slots, parameters_U, table, holders, transfers, is_shared, of)
+        made = SlotPass(plan, digest, slots, parameters_U, shares, transfers, is_shared, of)
         if is_kept:
             self._last_made = key, made
         return made
@@ -285,10 +286,10 @@ class PlannedLayer:
             self._num_replica_slots = min(twice, max(num_replicas, self.strategy.slots(self.context)))
 
     def _on_device(self, host: torch.Tensor, is_kept: bool) -> torch.Tensor:
-        """A share table on the device. Passes of iterations always have the same tensor, for CUDA graphs."""
+        """A share table on the device. Passes with as many slots have the same tensor, for CUDA graphs."""
         device = self.experts.device
         if not is_kept:
             return sent_to(host, device)
-        if self._table is None:
+        if self._table is None or self._table.shape != host.shape:
             self._table = torch.empty_like(host, device=device)
         return self._table.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)

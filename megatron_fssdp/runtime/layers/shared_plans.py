@@ -18,7 +18,7 @@ from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.transfer_lanes import stream_lane
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
-from megatron_fssdp.runtime.slots.remap import sent_to
+from megatron_fssdp.runtime.slots.remap.reference import sent_to
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 if TYPE_CHECKING:

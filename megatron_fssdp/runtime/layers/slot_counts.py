@@ -27,11 +27,11 @@ class SlotCounts:
         self._spread: TokenSpread | None = None
         self.num_counting = 1  # Ranks that count each token: several if tensor-parallel ranks all route it.
 
-    def open(self, one: SlotPass, device: torch.device) -> None:
-        """Prepare the sums of the iteration; they keep their addresses while the number of slots stays.
+    def open(self, one: SlotPass, device: torch.device) -> torch.Tensor | None:
+        """The sums of the iteration by slot, int64 ``[W]``, to which its passes add; others have none.
 
-        A CUDA graph that counts does so without :meth:`add`, and before its capture this must have been
-        called once outside of a graph.
+        They keep their addresses while the number of slots stays. Before a CUDA graph that counts is
+        captured, this must have been called once outside of a graph.
         """
         self._is_clear = False
         if self._measures_spread and self._spread is None:
@@ -39,14 +39,12 @@ class SlotCounts:
         if one.is_shared and (self._counts_W is None or self._num_slots != one.num_slots):
             self._num_slots = one.num_slots
             self._counts_W = torch.zeros(one.num_slots, dtype=torch.int64, device=device)
+        return self._counts_W if one.is_shared else None
 
-    def add(self, one: SlotPass, routing_map: torch.Tensor, slot_map: torch.Tensor) -> None:
-        """Count tokens by their experts ``[T, E]`` and slots ``[T, W]``, bool; the host does not wait."""
-        self.open(one, slot_map.device)
+    def add_spread(self, routing_map: torch.Tensor) -> None:
+        """Count on how many places the experts of tokens, bool ``[T, E]``, are; the host does not wait."""
         if self._spread is not None:
             self._spread.add(routing_map)
-        if one.is_shared and self._counts_W is not None:
-            self._counts_W.add_(slot_map.sum(0))
 
     def clear(self) -> None:
         """Drop the counts."""

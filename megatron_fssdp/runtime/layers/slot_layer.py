@@ -41,8 +41,6 @@ from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
 from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_backward
-from megatron_fssdp.runtime.slots.exact_shares import remap_exactly
-from megatron_fssdp.runtime.slots.remap import remap_by_table
 from megatron_fssdp.strategies.auto import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
@@ -181,15 +179,17 @@ class SlotLayer(PlannedLayer):
 
     def remap(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn routing map and probabilities of experts, ``[T, E]``, into those of slots, ``[T, W]``."""
-        one, slot_map = self._in_use, routing_map
-        if one.holders is not None:
-            counts_DE = gather_counts(routing_map.sum(0), self.groups.expert_parallel)
-            slot_map, probs = remap_exactly(routing_map, probs, counts_DE, one.holders, one.num_slots)
-        elif one.table_EJ is not None:
-            slot_map, probs = remap_by_table(routing_map, probs, one.table_EJ, one.num_slots)
+        one, counts_W = self._in_use, None
         if self._is_counted:
-            self.counts.add(one, routing_map, slot_map)
-        return slot_map, probs
+            counts_W = self.counts.open(one, routing_map.device)
+            self.counts.add_spread(routing_map)
+        if one.shares is not None:
+            gather = partial(gather_counts, group=self.groups.expert_parallel)
+            slot_map, slot_probs = one.shares.remap(routing_map, probs, gather, counts_W)
+            return slot_map, slot_probs
+        if counts_W is not None:
+            counts_W.add_(routing_map.sum(0))
+        return routing_map, probs
 
     def enter_dispatch(self, hidden: torch.Tensor) -> torch.Tensor:
         """Mark where the backward pass has the experts' gradients; the pass goes on with the result."""

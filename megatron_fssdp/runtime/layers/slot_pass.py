@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, dispatch_table, even_table, owner_table
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
-from megatron_fssdp.runtime.slots.exact_shares import Holders
+from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -25,10 +24,8 @@ class SlotPass:
     digest: bytes  # of the plan
     slots: SlotTable  # which expert is in which slot
     parameters_U: Sequence[ExpertParameters | None]  # of each slot of this device; None for an empty slot
-    # Share table of this device, on it (``remap.by_number``). None if slots are Megatron's own local experts,
-    # so that nothing has to be remapped, or if shares are exact.
-    table_EJ: torch.Tensor | None
-    holders: Holders | None  # if shares are exact
+    # None if slots are Megatron's own local experts, so that nothing has to be remapped.
+    shares: ShareTable | ExactShares | None
     transfers: ReplicaTransfers | None  # None without replicas, or with resident ones
     is_shared: bool = True  # All passes of an iteration use it. Otherwise it belongs to one micro-batch.
     counts_DE: np.ndarray | None = None  # of this micro-batch, int64

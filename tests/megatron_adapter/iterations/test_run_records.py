@@ -180,7 +180,7 @@ def force_hot_expert() -> None:
 # With all experts everywhere, every token stays on its device. Measured seconds can ask for fewer.
 @pytest.mark.parametrize(
     ("settings", "slots", "bound"),
-    [("slots=2", 2, 1.10), pytest.param("slots=8 overlap_degree=8", 8, 1.01, marks=pytest.mark.slow)],
+    [("slots=2", 2, 1.10), pytest.param("slots=8 overlap_degree=8", 8, 1.04, marks=pytest.mark.slow)],
 )
 def test_fssdp_balances_a_forced_hot_expert(
     settings: str, slots: int, bound: float, text_data: Path, tmp_path: Path

@@ -83,7 +83,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
     """Capture with the slots of the first plan; replay with those of later plans, as the graph would."""
     layer, hidden = _captured_layer(rank, world_size)
     slots, clock = layer.slot_layer, layer.slot_layer.clock
-    dispatcher, table = layer.token_dispatcher, slots._in_use.table_EJ
+    dispatcher, table = layer.token_dispatcher, slots._in_use.shares.numbers
     attributes = list(dispatcher.valid_cudagraph_attrs)
     differences, plans = [], set()
     for hot in range(3):
@@ -92,7 +92,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         wanted, _ = layer(hidden)
         plans.add(slots.plan.digest())
         assert layer.token_dispatcher is dispatcher
-        assert slots._in_use.table_EJ is table
+        assert slots._in_use.shares.numbers is table
         # What a replay computes: the same operations on the same tensors.
         probs, routing_map = layer.router(hidden)
         rows, row_probs = dispatcher.dispatch_preprocess(hidden, *slots.remap(routing_map, probs))

@@ -8,7 +8,7 @@ from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch, plan_
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable
-from megatron_fssdp.runtime.slots.exact_shares import Holders, exact_ends_ED
+from megatron_fssdp.runtime.slots.remap.exact_shares import Holders, exact_ends_ED
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import (
     brute_force_dispatch_DED,

@@ -1,5 +1,9 @@
 """Executes CUDA code paths on the CPU, with NCCL on gloo, and finds races between streams."""
 
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported.
+
 from tests.support.virtual_cuda.books.findings import DeviceEvent, EventKind, Finding, FindingKind
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
 from tests.support.virtual_cuda.session import virtual_cuda

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
+from triton.runtime.interpreter import InterpretedFunction
 
 from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
 from tests.support.virtual_cuda.nccl.groups import NcclGroups
@@ -19,6 +20,7 @@ from tests.support.virtual_cuda.posing.cuda_functions import (
 from tests.support.virtual_cuda.posing.device_mode import DeviceMode
 from tests.support.virtual_cuda.posing.operator_mode import OperatorMode
 from tests.support.virtual_cuda.posing.patches import Patches
+from tests.support.virtual_cuda.posing.triton_kernels import kernel_members
 
 _GIB = 1 << 30
 
@@ -49,6 +51,7 @@ def virtual_cuda(
         patches.put(torch.accelerator, torch_accelerator_members(books))
         patches.put(torch.Tensor, tensor_members(books))
         patches.put(torch.UntypedStorage, storage_members(books))
+        patches.put(InterpretedFunction, kernel_members(books))
         NcclGroups(books).install(patches)
         run_backward = _inside(mode, torch.autograd._engine_run_backward)
         patches.put(torch.autograd, {"_engine_run_backward": run_backward})

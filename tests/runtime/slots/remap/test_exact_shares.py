@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, even_table
-from megatron_fssdp.runtime.slots import exact_shares
-from megatron_fssdp.runtime.slots.exact_shares import ENOUGH, Holders, exact_ends_ED, remap_exactly
-from megatron_fssdp.runtime.slots.remap import by_number, remap_by_table
+from megatron_fssdp.runtime.slots.remap import exact_shares
+from megatron_fssdp.runtime.slots.remap.exact_shares import ENOUGH, Holders, exact_ends_ED, remap_exactly
+from megatron_fssdp.runtime.slots.remap.reference import by_number, remap_by_table
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import brute_force_dispatch_DED, placements, random_counts_DE
 
@@ -128,7 +128,7 @@ def test_nothing_waits_for_the_host():
     placement = ExpertPlacement(np.arange(4) // 2, np.ones((4, 2), bool))
     topology, slots = Topology.uniform(2, 1), slots_of(placement)
     count_DE, holders = torch.ones(2, 4, dtype=torch.int64), holders_of(placement, topology, 0)
-    table_EJ = by_number(even_table(slots, placement, topology, 0))
+    table_EJ = torch.tensor(by_number(even_table(slots, placement, topology, 0)))
     routing_map, probs = torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(t) for t in (count_DE, table_EJ, routing_map, probs)]

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 
-def by_number(table_JE: np.ndarray) -> torch.Tensor:
+def by_number(table_JE: np.ndarray) -> np.ndarray:
     """A share table (``planning/slot_tables.py``) for :func:`remap_by_table`.
 
     Row ``n % J`` of ``table_JE``, int64 ``[J, E]`` with J a power of two, has the slot of each expert's n-th
-    token, from 0. In the result, ``[E, J]`` on the host, the slots of an expert are in a line that begins
-    with that of token J - 1.
+    token, from 0. In the result, ``[E, J]``, the slots of an expert are in a line that begins with that of
+    token J - 1.
     """
-    return torch.from_numpy(np.ascontiguousarray(np.roll(table_JE, 1, axis=0).T))
+    return np.ascontiguousarray(np.roll(table_JE, 1, axis=0).T)
 
 
 def sent_to(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.slot_tables import SlotTable
-from megatron_fssdp.runtime.slots.remap import by_number, remap_by_table
+from megatron_fssdp.runtime.slots.remap.reference import by_number, remap_by_table
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import placements
 
@@ -27,7 +27,9 @@ def test_every_token_goes_to_the_slot_of_the_table(case, seed, num_tokens, rows)
     table_JE = np.stack(columns, axis=1)
     routing_map, probs = drawn_routing(rng, num_tokens, placement.num_experts)
     probs.requires_grad_()
-    slot_map, slot_probs = remap_by_table(routing_map, probs, by_number(table_JE), slots.num_slots)
+    slot_map, slot_probs = remap_by_table(
+        routing_map, probs, torch.tensor(by_number(table_JE)), slots.num_slots
+    )
     assert (slot_map.dtype, slot_probs.dtype) == (torch.bool, torch.float32)
     assert slot_map.shape == slot_probs.shape == (num_tokens, slots.num_slots)
 
@@ -62,6 +64,6 @@ def test_every_token_goes_to_the_slot_of_the_table(case, seed, num_tokens, rows)
 def test_probabilities_keep_their_type_and_all_entries(dtype):
     routing_map = torch.tensor([[True, False], [False, False]])
     probs = torch.tensor([[0.5, 0.25], [0.75, 0.125]], dtype=dtype)
-    slot_map, slot_probs = remap_by_table(routing_map, probs, by_number(np.array([[3, 1]])), 4)
+    slot_map, slot_probs = remap_by_table(routing_map, probs, torch.tensor(by_number(np.array([[3, 1]]))), 4)
     assert slot_map.tolist() == [[False, False, False, True], [False] * 4]
     assert (slot_probs.dtype, slot_probs.tolist()) == (dtype, [[0, 0.25, 0, 0.5], [0, 0.125, 0, 0.75]])

@@ -32,11 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.planning.dispatch.token_dispatch import ANY_HOLDER, ENOUGH, EXPONENTS, LEAST_LOAD
-from megatron_fssdp.runtime.slots.remap import number_tokens_ET, route_to, sent_to
+from megatron_fssdp.runtime.slots.remap.reference import number_tokens_ET, route_to, sent_to
 
-_RUNS = 5  # the first one is slow
 _PARTS = 2.0**20  # of a token, while parts are added up
 
 
@@ -105,13 +103,6 @@ class Holders:
         )
 
 
-def seconds_of_shares(slot_ED: Any, node_D: Any, device: torch.device | None = None) -> float:
-    """Seconds in which a device computes exact shares of a plan (:meth:`Holders.of`)."""
-    holders = Holders.of(slot_ED, node_D, 0, device)
-    counts_DE = torch.ones_like(holders.present, dtype=torch.int64)
-    return min(elapsed_s(lambda: exact_ends_ED(counts_DE, holders), counts_DE.device) for _ in range(_RUNS))
-
-
 def remap_exactly(
     routing_map: Tensor, probs: Tensor, counts_DE: Tensor, holders: Holders, num_slots: int
 ) -> tuple[Tensor, Tensor]:
@@ -122,7 +113,8 @@ def remap_exactly(
     tokens of every source for every expert; this source's row has the sums of the map's columns.
     """
     end_ED = exact_ends_ED(counts_DE, holders)
-    place_ET = torch.searchsorted(end_ED, number_tokens_ET(routing_map)).clamp_(max=end_ED.shape[1] - 1)
+    number_ET = number_tokens_ET(routing_map).clamp_(min=1)
+    place_ET = torch.searchsorted(end_ED, number_ET).clamp_(max=end_ED.shape[1] - 1)
     return route_to(holders.slot_ED.gather(1, place_ET), routing_map, probs, num_slots)
 
 

@@ -1,0 +1,1 @@
+"""From experts to slots: share tables and exact shares, in torch and in Triton."""

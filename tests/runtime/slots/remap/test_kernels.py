@@ -1,0 +1,116 @@
+"""The remap in Triton has the bits of the remap in torch. Without a GPU, Triton interprets its kernels."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.slot_tables import SlotTable, even_table
+from megatron_fssdp.runtime.slots.remap import shares
+from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
+from tests.drawn_examples import examples
+from tests.planning.placement_cases import random_counts_DE
+from tests.support.python_process import python_output
+
+from .test_reference import drawn_routing
+
+kernels = pytest.importorskip("megatron_fssdp.runtime.slots.remap.kernels")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@st.composite
+def cases(draw):
+    """Nodes of several sizes, with devices that have between none and all of the others' experts."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    topology = Topology(tuple(np.repeat(range(len(sizes)), sizes)))
+    devices = topology.num_devices
+    experts = devices * draw(st.integers(1, 5))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    owner_E = even_owners(experts, devices)
+    present_ED = rng.random((experts, devices)) < draw(st.sampled_from([0.0, 0.1, 0.4, 1.0]))
+    present_ED[np.arange(experts), owner_E] = True
+    return topology, ExpertPlacement(owner_E, present_ED), rng
+
+
+def both(make, routing_map, probs, counts_DE, upstream):
+    """Map, probabilities and their gradients, in torch and in Triton."""
+    results = []
+    for use in (None, kernels):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shares, "_kernels_for", lambda device, use=use: use)
+            weights = probs.clone().requires_grad_()
+            counts_W = torch.ones(upstream.shape[1], dtype=torch.int64, device=DEVICE)
+            slot_map, slot_probs = make().remap(routing_map, weights, lambda counts_E: counts_DE, counts_W)
+            (slot_probs * upstream).sum().backward()
+        results.append((slot_map, slot_probs, weights.grad, counts_W))
+    return zip(*results, strict=True)
+
+
+@examples(20)
+@given(cases(), st.sampled_from([0, 1, 63, 64, 65, 200]), st.booleans(), st.sampled_from([3, 300]))
+def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is_counted, scale):
+    topology, placement, rng = case
+    slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()), multiple=2)
+    source = int(rng.integers(topology.num_devices))
+    routing_map, probs = drawn_routing(rng, num_tokens, placement.num_experts)
+    counts_DE = (
+        random_counts_DE(int(rng.integers(2**32)), topology.num_devices, placement.num_experts) * scale
+    )
+    if is_counted:
+        counts_DE[source] = routing_map.sum(0).numpy()
+    upstream = torch.tensor(rng.random((num_tokens, slots.num_slots)), dtype=torch.float32, device=DEVICE)
+    here = routing_map.to(DEVICE), probs.to(DEVICE), torch.tensor(counts_DE, device=DEVICE), upstream
+
+    def table():
+        numbers = ShareTable.packed(even_table(slots, placement, topology, source), slots)
+        return ShareTable(numbers.to(DEVICE), slots.num_slots, placement.num_experts)
+
+    for make in (table, lambda: ExactShares.of(slots, topology, source, DEVICE)):
+        for in_torch, in_triton in both(make, *here):
+            assert in_torch.dtype == in_triton.dtype
+            assert torch.equal(in_torch, in_triton)
+
+
+def test_nodes_whose_devices_are_not_in_line_use_torch(monkeypatch):
+    monkeypatch.setattr(shares, "_kernels_for", lambda device: kernels)
+    slots = SlotTable(np.tile(np.arange(2), (4, 1)))
+    assert ExactShares.of(slots, Topology((0, 0, 1, 1)), 0, DEVICE).holders is None
+    assert ExactShares.of(slots, Topology((0, 1, 0, 1)), 0, DEVICE).holders is not None
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from megatron_fssdp.runtime.slots.remap import interval_kernel, kernels
+
+def compile(kernel, arch, constants, **pointers):
+    types = {name: "*i64" if name.split("_")[-1].isupper() else "i32" for name in kernel.arg_names}
+    types |= {name: kind for name, kind in pointers.items() if name in types}
+    types |= dict.fromkeys(constants, "constexpr")
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, types, constexprs=places)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    print(kernel.__name__, arch, len(compiled.asm["cubin"]) > 0)
+
+TILES = {"TILE": 64, "WIDTH": 32}
+BYTES = {"map_TE": "*u8", "out_map_TW": "*u8", "out_slot_TE": "*i32", "slot_TE": "*i32"}
+for arch in (80, 90, 100):
+    compile(kernels._count_tokens, arch, TILES, **BYTES)
+    for probs, rows, known in (("*fp32", 64, "*i64"), ("*bf16", 0, "*i32")):
+        types = {"probs_TE": probs, "out_probs_TW": probs, "known": known}
+        compile(kernels._route, arch, {**TILES, "num_rows": rows, "COUNTS": rows > 0}, **BYTES, **types)
+    compile(kernels._return_entries, arch, TILES, **BYTES, of_TW="*fp32", out_of_TE="*fp32")
+    for nodes, per_node, block in ((1, 8, 128), (8, 8, 16)):
+        sizes = {"NODES": nodes, "PER_NODE": per_node, "BLOCK": block}
+        kept = {"out_kept_DE": "*fp64", "out_interval_2W": "*i32"}
+        compile(interval_kernel._find_intervals, arch, sizes, **kept)
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_gpus_that_are_not_here():
+    assert python_output("-c", COMPILE, TRITON_INTERPRET="0").count("True") == 3 * 6
