@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "collectives": ({"planning"}, {"torch"}),
     # Megatron's dispatchers with other exchanges: they know slots, and nothing of placements or plans.
     "dispatchers": ({"collectives", "planning", "config"}, {"torch", "numpy", "megatron"}),
-    "runtime": ({"collectives", "strategies", "planning"}, {"torch", "numpy"}),
+    "runtime": ({"collectives", "strategies", "planning"}, {"torch", "triton", "numpy"}),
     # Files of a run folder, which the adapter writes.
     "records": ({"config", "files"}, {"numpy", "pydantic", "pydantic_core"}),
     "report": (
