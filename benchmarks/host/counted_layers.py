@@ -15,6 +15,7 @@ from benchmarks.testbed.measurement import make_groups
 from benchmarks.testbed.slot_stack import SlotStack
 from benchmarks.testbed.stack_inputs import IterationInput, LayerInput, StackSize
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
@@ -39,12 +40,15 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     plans_after_gate: bool = False
     """Whether the strategy plans with the counts of the micro-batch, for which the host waits once more."""
+    shares: DispatchPolicy | None = None
+    """How ``fssdp`` shares tokens out, instead of what the price says."""
 
 
 CASES = (
     Case(MEGATRON, None),
     Case("ep", "ep"),
-    Case("fssdp", "fssdp", {"slots": 2}),
+    Case("fssdp", "fssdp", {"slots": 2}, shares="even"),
+    Case("fssdp, exact shares", "fssdp", {"slots": 2}, shares="exact"),
     Case("fssdp, rematerialize", "fssdp", {"slots": 2, "rematerialize": True}),
     Case("fssdp, no overlap", "fssdp", {"slots": 2, "overlap": False}),
     Case("prophet", "prophet", {"slots": 2}),
@@ -94,6 +98,8 @@ def _count_case(
         strategy = build_strategy(case.strategy, settings)
         if strategy.selects:
             strategy.resume(dict.fromkeys(range(1, SIZE.num_layers + 1), "fssdp"))
+        if case.shares is not None:
+            strategy._policy = lambda *_: case.shares
         _mark_plans(strategy, device)
         groups = replace(groups, transfers=groups.transfers if strategy.overlaps else None)
         base, arguments = SlotStack, {"strategy": strategy, "profile": PROFILE}

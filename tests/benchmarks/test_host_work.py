@@ -8,7 +8,7 @@ from benchmarks.host.counted_layers import CASES, MEGATRON, RANKS, Case, count_o
 from benchmarks.host.counted_passes import CountedPasses, most_of
 from megatron_fssdp.testing import run_ranks
 
-QUICK = [case for case in CASES if case.name in (MEGATRON, "fssdp", "quota")]
+QUICK = [case for case in CASES if case.name in (MEGATRON, "fssdp", "fssdp, exact shares", "quota")]
 
 
 @cache
@@ -22,6 +22,9 @@ def assert_in_budget(case: Case, found: dict[str, CountedPasses]) -> None:
     waits = megatron.first.synchronizations + case.plans_after_gate
     assert passes.first.synchronizations == waits, passes.first.places
     assert passes.again.synchronizations <= waits, passes.again.places
+    if case.settings.get("overlap", True) and not case.plans_after_gate:
+        more = 8 if case.shares == "exact" else 4
+        assert passes.first.operators_before <= megatron.first.operators_before + more
     # The rows leave directly after the wait, under every strategy.
     assert passes.first.operators_after <= megatron.first.operators_after
     assert passes.first.plans_ahead <= 1  # The next layer is planned while the rows travel.

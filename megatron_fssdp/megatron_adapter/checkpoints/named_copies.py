@@ -21,7 +21,11 @@ from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 EXPORTS = {
-    "megatron.bridge.models.conversion.model_bridge": ("MegatronModelBridge", ("build_conversion_tasks",)),
+    # Conversion tasks may be kept and used again.
+    "megatron.bridge.models.conversion.model_bridge": (
+        "MegatronModelBridge",
+        ("build_conversion_tasks", "stream_weights_megatron_to_hf", "stream_weights_hf_to_megatron"),
+    ),
     "mcore_bridge.bridge.gpt_bridge": ("GPTBridge", ("export_weights", "load_weights")),
 }
 """Methods by which hosts read or write experts by name, on all ranks, with the model as an argument."""

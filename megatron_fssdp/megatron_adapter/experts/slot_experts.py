@@ -22,7 +22,7 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertPar
 _LINEARS = ("linear_fc1", "linear_fc2")
 _QUANTIZED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-_blanks: dict[tuple[ExpertLayout, torch.device, tuple[bool, ...]], ExpertParameters] = {}
+_blanks: dict[tuple[object, ...], ExpertParameters] = {}
 
 
 def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
@@ -216,7 +216,8 @@ def _bind(linears: Sequence[Any], parameters: ExpertParameters, index: str) -> N
 
 def _blank(like: ExpertParameters) -> ExpertParameters:
     """The expert of zeros for empty slots, with one place for gradients that nobody reads."""
-    key = (ExpertLayout.of(like), like[0].device, tuple(one.requires_grad for one in like))
+    sums = tuple(getattr(one, "main_grad", one).dtype for one in like)
+    key = (ExpertLayout.of(like), like[0].device, tuple(one.requires_grad for one in like), sums)
     if key not in _blanks:
         made = []
         for one in like:

@@ -11,6 +11,7 @@ import torch
 from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
+from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -146,6 +147,7 @@ class PlannedLayer:
             known = self._received = message, self.context, unpacked(message, self.context)
         self._ready = known[2]
 
+    @traced("plan")
     def _next_plan(self) -> LayerPlan:
         if self.together is not None and self.lacks_plan:
             self.together.make(self)

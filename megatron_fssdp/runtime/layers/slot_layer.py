@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from megatron_fssdp.collectives.gathered_counts import gather_counts
+from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import advance_transfers
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.clocks.pass_timer import Part
@@ -177,6 +178,7 @@ class SlotLayer(PlannedLayer):
         self._is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
         self.counts.open(self._in_use, self.experts.device)
 
+    @traced("remap")
     def remap(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn routing map and probabilities of experts, ``[T, E]``, into those of slots, ``[T, W]``."""
         one, counts_W = self._in_use, None

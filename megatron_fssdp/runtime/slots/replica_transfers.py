@@ -19,6 +19,7 @@ import torch
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
+from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
@@ -119,6 +120,7 @@ class ReplicaTransfers:
             self._bound[num_elements] = self._bind(self.plan.transfer, num_elements, dtype)
         return self._bound[num_elements]
 
+    @traced("gather weights")
     @torch.inference_mode(False)  # The lane's thread writes into the memory that is taken here.
     def _gather(self, num_elements: int, plan: TransferPlan | None = None) -> None:
         self._experts.await_parameters()  # Usually, the layer has done it before.
@@ -165,6 +167,7 @@ class ReplicaTransfers:
         self.settle()
         self.slots.open_sums()
 
+    @traced("reduce gradients")
     def reduce(self, dtype: torch.dtype) -> None:
         """Start SparseReduceScatter of the present sums; they travel in ``dtype``, equal on all ranks."""
         self.settle()

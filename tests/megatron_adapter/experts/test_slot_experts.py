@@ -8,11 +8,20 @@ import torch
 from megatron.training.activation_logging import ActivationLogger
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.experts.slot_experts import _blank
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..layer.small_config import build_layer, moe_config, session_of
 
 TOKENS, HIDDEN, EXPERTS = 24, 8, 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_empty_slots_sum_in_the_data_type_of_their_neighbours(dtype: torch.dtype) -> None:
+    weights = [torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)) for _ in range(2)]
+    for one in weights:
+        one.main_grad = torch.zeros_like(one, dtype=dtype)
+    assert [one.main_grad.dtype for one in _blank(tuple(weights))] == [dtype, dtype]
 
 
 def build(world_size: int, *, grouped: bool) -> Any:

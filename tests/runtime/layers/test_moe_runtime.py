@@ -56,6 +56,20 @@ def test_a_plan_lasts_an_iteration() -> None:
     run_layer_ranks(plans_last_an_iteration, 2)
 
 
+def traced_names(rank: int, world_size: int) -> None:
+    run = CaseRun(CASE)
+    run.runtime.begin_iteration(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        run.forward(run.draw())[0].sum().backward()
+        run.runtime.finish_gradients()
+    names = {one.key for one in trace.key_averages()}
+    assert {"fssdp plan", "fssdp remap", "fssdp gather weights", "fssdp reduce gradients"} <= names
+
+
+def test_a_trace_names_what_a_layer_does() -> None:
+    run_layer_ranks(traced_names, 2)
+
+
 class OwnersOnly(DrawnPlacements):
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         return LayerPlan.owners_only(context)

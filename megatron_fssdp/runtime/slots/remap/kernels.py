@@ -36,9 +36,7 @@ def remap_by_table(
     ``expert_W``, int64, has the expert of each slot, -1 without one.
     """
     routing_map = routing_map.contiguous()
-    return _Routed.apply(
-        probs, routing_map, _counts_of_tiles(routing_map), expert_W, table_EJ, None, counts_W
-    )
+    return _Routed.apply(probs, routing_map, tokens_by_tile(routing_map), expert_W, table_EJ, None, counts_W)
 
 
 def remap_exactly(
@@ -57,12 +55,13 @@ def remap_exactly(
     are those of :func:`intervals_2W`.
     """
     routing_map = routing_map.contiguous()
-    counts_NE = _counts_of_tiles(routing_map)
+    counts_NE = tokens_by_tile(routing_map)
     interval_2W = intervals_2W(gathered(counts_NE.sum(0)), expert_W, slot_ED, device_NG, source)
     return _Routed.apply(probs, routing_map, counts_NE, expert_W, None, interval_2W, counts_W)
 
 
-def _counts_of_tiles(routing_map: Tensor) -> Tensor:
+def tokens_by_tile(routing_map: Tensor) -> Tensor:
+    """Tokens of each expert in each tile of a contiguous map, int64 ``[N, E]``."""
     num_tokens, num_experts = routing_map.shape
     tiles = triton.cdiv(num_tokens, _TILE)
     counts_NE = torch.empty((tiles, num_experts), dtype=torch.int64, device=routing_map.device)

@@ -5,6 +5,7 @@ On CUDA, Triton computes the remap. It comes with torch's CUDA wheels. Without i
 Shape letters: T tokens, E experts, D devices, J rows of a share table, W slots of all devices.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,8 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.remap.exact_shares import Holders, exact_ends_ED, remap_exactly
 from megatron_fssdp.runtime.slots.remap.reference import by_number, remap_by_table, sent_to
+
+logger = logging.getLogger(__name__)
 
 _RUNS = 5  # the first one is slow
 
@@ -125,6 +128,13 @@ def _kernels_for(device: torch.device) -> Any:
 def _kernels() -> Any:
     try:
         from megatron_fssdp.runtime.slots.remap import kernels
-    except ImportError:
+
+        # Triton compiles what launches a kernel, for which it needs a C compiler.
+        kernels.tokens_by_tile(torch.zeros(1, 1, dtype=torch.bool, device="cuda"))
+    except Exception as error:
+        logger.warning(
+            f"[fssdp] remap: got no kernels of Triton ({type(error).__name__}: {str(error)[:80]!r}), wanted "
+            "Triton and a C compiler; torch computes the same by up to a hundred small kernels"
+        )
         return None
     return kernels

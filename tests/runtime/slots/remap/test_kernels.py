@@ -81,6 +81,20 @@ def test_nodes_whose_devices_are_not_in_line_use_torch(monkeypatch):
     assert ExactShares.of(slots, Topology((0, 1, 0, 1)), 0, DEVICE).holders is not None
 
 
+def test_without_a_compiler_torch_computes_and_one_line_says_so(monkeypatch, caplog):
+    def fail(routing_map):
+        raise RuntimeError("Failed to find C compiler.\nSet CC.")
+
+    monkeypatch.setattr(kernels, "tokens_by_tile", fail)
+    shares._kernels.cache_clear()
+    assert shares._kernels() is None
+    assert shares._kernels() is None
+    shares._kernels.cache_clear()
+    (line,) = caplog.messages
+    assert "C compiler" in line
+    assert "\n" not in line
+
+
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
