@@ -23,26 +23,25 @@ _PARTS = tl.constexpr(2.0**20)  # as in exact_shares.py
 
 
 def intervals_2W(
-    counts_DE: Tensor, expert_W: Tensor, slot_ED: Tensor, device_NG: Tensor, source: int
+    counts_DE: Tensor, expert_W: Tensor, slot_DE: Tensor, device_NG: Tensor, source: int
 ) -> Tensor:
     """Which tokens of its expert each slot gets from this source: those above a number, up to another one.
 
     int32 ``[2, W]``; tokens count from 1. The last slot of an expert also gets tokens that were not counted.
-    ``slot_ED``, int64, is -1 where a device lacks an expert, and ``device_NG`` has the devices of each node,
+    ``slot_DE``, int64, is -1 where a device lacks an expert, and ``device_NG`` has the devices of each node,
     padded by -1, in ascending order.
     """
     num_devices, num_experts = counts_DE.shape
     nodes, per_node = (triton.next_power_of_2(size) for size in device_NG.shape)
     interval_2W = torch.empty((2, len(expert_W)), dtype=torch.int32, device=counts_DE.device)
-    # The prior, then the quotas.
-    kept_DE = torch.empty((num_devices, num_experts), dtype=torch.float64, device=counts_DE.device)
-    block = min(max(_ELEMENTS // (nodes * per_node), 8), triton.next_power_of_2(num_experts))
+    # The prior, then the quotas; and the tokens of each expert.
+    kept_DE = torch.empty((num_devices + 1, num_experts), dtype=torch.float64, device=counts_DE.device)
+    most = triton.next_power_of_2(num_experts)
+    block = min(max(_ELEMENTS // (nodes * per_node), 8), most)
     sizes = num_devices, num_experts, len(expert_W), source, *device_NG.shape
-    _find_intervals[(1,)](
-        *(counts_DE, slot_ED, device_NG, kept_DE, interval_2W, *sizes, nodes, per_node, block),
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+    blocks = nodes, per_node, block, min(4 * block, most)
+    tensors = counts_DE, slot_DE, device_NG, kept_DE, interval_2W
+    _find_intervals[(1,)](*tensors, *sizes, *blocks, num_warps=8, enable_fp_fusion=False)
     return interval_2W
 
 
@@ -78,18 +77,9 @@ def _row(values_PB, is_row_P):
 
 
 @triton.jit
-def _holders(
-    slot_ED,
-    device_P,
-    expert_B,
-    is_one,
-    num_devices,
-    NODES: tl.constexpr,
-    PER_NODE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _holders(slot_DE, entry, is_one, NODES: tl.constexpr, PER_NODE: tl.constexpr, BLOCK: tl.constexpr):
     """Where experts are, whether a source's tokens go to its node or beyond, and over how many holders."""
-    slot = tl.load(slot_ED + expert_B[None, :] * num_devices + device_P[:, None], is_one, -1)
+    slot = tl.load(slot_DE + entry, is_one, -1)
     present = tl.where(slot >= 0, 1.0, 0.0).to(tl.float64)
     _, in_node = _in_nodes(present, NODES, PER_NODE, BLOCK)
     far = tl.where(in_node == 0, 1.0, 0.0).to(tl.float64)
@@ -106,10 +96,10 @@ def _evenly(share, present, near, far, NODES: tl.constexpr, PER_NODE: tl.constex
     return (share + of_node + tl.sum(share * far, 0)[None, :]) * present
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source"])
 def _find_intervals(
     counts_DE,
-    slot_ED,
+    slot_DE,
     device_NG,
     out_kept_DE,
     out_interval_2W,
@@ -122,7 +112,9 @@ def _find_intervals(
     NODES: tl.constexpr,
     PER_NODE: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEVEL_BLOCK: tl.constexpr,  # of the rounds, which need few registers
 ):
+    total_E = out_kept_DE + num_devices * num_experts
     place = tl.arange(0, NODES * PER_NODE)
     node, turn_in_node = place // PER_NODE, place % PER_NODE
     is_place = (node < num_nodes) & (turn_in_node < per_node)
@@ -134,14 +126,13 @@ def _find_intervals(
     for first in range(0, num_experts, BLOCK):
         expert, is_one, entry = _block(first, device, num_experts, BLOCK)
         counts = tl.load(counts_DE + entry, is_one, 0).to(tl.float64)
-        _, present, near, far, num_chosen = _holders(
-            slot_ED, device, expert, is_one, num_devices, NODES, PER_NODE, BLOCK
-        )
+        _, present, near, far, num_chosen = _holders(slot_DE, entry, is_one, NODES, PER_NODE, BLOCK)
         share = counts / num_chosen
         even = _evenly(share, present, near, far, NODES, PER_NODE, BLOCK)
         least_P += tl.sum(_evenly(tl.floor(share), present, near, far, NODES, PER_NODE, BLOCK), 1)
         total = tl.sum(counts, 0)
         sum_of_all += tl.sum(total, 0)
+        tl.store(total_E + expert, total, expert < num_experts)
         any_holder = present * _ANY_HOLDER / tl.maximum(tl.sum(present, 0), 1)[None, :]
         tl.store(out_kept_DE + entry, even + any_holder * (total + 1)[None, :], is_one)
     tl.debug_barrier()
@@ -149,10 +140,10 @@ def _find_intervals(
     weight_P = tl.full([NODES * PER_NODE], 1.0, tl.float64)
     for turn in range(2 * _PAIRS):
         per_weight_P = tl.full([NODES * PER_NODE], 0.0, tl.float64) + _LEAST_LOAD
-        for first in range(0, num_experts, BLOCK):
-            expert, is_one, entry = _block(first, device, num_experts, BLOCK)
+        for first in range(0, num_experts, LEVEL_BLOCK):
+            expert, is_one, entry = _block(first, device, num_experts, LEVEL_BLOCK)
             prior = tl.load(out_kept_DE + entry, is_one, 0)
-            total = tl.sum(tl.load(counts_DE + entry, is_one, 0).to(tl.float64), 0)
+            total = tl.load(total_E + expert, expert < num_experts, 0)
             by_expert = tl.sum(prior * weight_P[:, None], 0)
             per_weight_P += tl.sum(
                 prior * (total / mean_load / tl.where(by_expert > 0, by_expert, 1))[None, :], 1
@@ -163,22 +154,21 @@ def _find_intervals(
     for first in range(0, num_experts, BLOCK):
         expert, is_one, entry = _block(first, device, num_experts, BLOCK)
         prior = tl.load(out_kept_DE + entry, is_one, 0)
-        total = tl.sum(tl.load(counts_DE + entry, is_one, 0).to(tl.float64), 0)
+        total = tl.load(total_E + expert, expert < num_experts, 0)
         by_expert = tl.sum(prior * weight_P[:, None], 0)
         part = prior * (weight_P[:, None] * (total / tl.where(by_expert > 0, by_expert, 1))[None, :])
         parts = tl.floor(part * _PARTS)
         until = tl.cumsum(parts, 0)
         quota = _round(until / _PARTS) - _round((until - parts) / _PARTS)
         quota_P += tl.sum(quota, 1)
+        tl.debug_barrier()  # All threads have the prior.
         tl.store(out_kept_DE + entry, quota, is_one)
     tl.debug_barrier()
     pays = tl.max(quota_P, 0) * _ENOUGH < tl.max(least_P, 0)
     for first in range(0, num_experts, BLOCK):
         expert, is_one, entry = _block(first, device, num_experts, BLOCK)
         counts = tl.load(counts_DE + entry, is_one, 0).to(tl.float64)
-        slot, present, near, far, num_chosen = _holders(
-            slot_ED, device, expert, is_one, num_devices, NODES, PER_NODE, BLOCK
-        )
+        slot, present, near, far, num_chosen = _holders(slot_DE, entry, is_one, NODES, PER_NODE, BLOCK)
         # Even dispatch (Hecate, §4.4): the whole shares, and one token more for holders whose turn comes.
         choices = _row(num_chosen, is_source)
         whole = tl.floor(_row(counts, is_source) / choices)

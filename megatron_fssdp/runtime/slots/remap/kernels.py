@@ -21,9 +21,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_fssdp.runtime.slots.remap.interval_kernel import intervals_2W
 
+_OPTIONS = {"enable_fp_fusion": False}  # Triton asks for a decision.
 _TILE = 64  # tokens of a program
 _WIDTH = 32  # Experts or slots of a program; with more, registers do not suffice.
 
@@ -44,7 +46,7 @@ def remap_exactly(
     probs: Tensor,
     gathered: Callable[[Tensor], Tensor],
     expert_W: Tensor,
-    slot_ED: Tensor,
+    slot_DE: Tensor,
     device_NG: Tensor,
     source: int,
     counts_W: Tensor | None,
@@ -56,7 +58,7 @@ def remap_exactly(
     """
     routing_map = routing_map.contiguous()
     counts_NE = tokens_by_tile(routing_map)
-    interval_2W = intervals_2W(gathered(counts_NE.sum(0)), expert_W, slot_ED, device_NG, source)
+    interval_2W = intervals_2W(gathered(counts_NE.sum(0)), expert_W, slot_DE, device_NG, source)
     return _Routed.apply(probs, routing_map, counts_NE, expert_W, None, interval_2W, counts_W)
 
 
@@ -67,7 +69,9 @@ def tokens_by_tile(routing_map: Tensor) -> Tensor:
     counts_NE = torch.empty((tiles, num_experts), dtype=torch.int64, device=routing_map.device)
     if tiles:
         grid = tiles, triton.cdiv(num_experts, _WIDTH)
-        _count_tokens[grid](routing_map.view(torch.uint8), counts_NE, num_tokens, num_experts, _TILE, _WIDTH)
+        _count_tokens[grid](
+            routing_map.view(torch.uint8), counts_NE, num_tokens, num_experts, _TILE, _WIDTH, **_OPTIONS
+        )
     return counts_NE
 
 
@@ -93,24 +97,30 @@ class _Routed(torch.autograd.Function):
                 *(routing_map.view(torch.uint8), probs.contiguous(), counts_NE, expert_W, known),
                 *(slot_map.view(torch.uint8), slot_probs, slot_TE, counts_W),
                 *(num_tokens, num_experts, num_slots, num_rows, counts_W is not None, _TILE, _WIDTH),
+                **_OPTIONS,
             )
         ctx.save_for_backward(slot_TE)
         ctx.mark_non_differentiable(slot_map)
+        ctx.set_materialize_grads(False)
         return slot_map, slot_probs
 
     @staticmethod
-    def backward(ctx: Any, of_map: Any, of_probs_TW: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, of_map: Any, of_probs_TW: Tensor | None) -> tuple[Tensor | None, ...]:
+        if of_probs_TW is None:
+            return (None,) * 7
         (slot_TE,) = ctx.saved_tensors
         (num_tokens, num_experts), num_slots = slot_TE.shape, of_probs_TW.shape[1]
         of_probs_TE = of_probs_TW.new_empty(slot_TE.shape)
         if num_tokens:
             grid = triton.cdiv(num_tokens, _TILE), triton.cdiv(num_experts, _WIDTH)
             sizes = num_tokens, num_experts, num_slots, _TILE, _WIDTH
-            _return_entries[grid](of_probs_TW.contiguous(), slot_TE, of_probs_TE, *sizes)
+            _return_entries[grid](of_probs_TW.contiguous(), slot_TE, of_probs_TE, *sizes, **_OPTIONS)
         return of_probs_TE, None, None, None, None, None, None
 
 
-@triton.jit
+# Numbers of tokens change. A kernel that knows that 16 divides the number of slots would read along columns.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _count_tokens(map_TE, out_counts_NE, num_tokens, num_experts, TILE: tl.constexpr, WIDTH: tl.constexpr):
     tile, expert = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     token = tile * TILE + tl.arange(0, TILE)
@@ -119,7 +129,7 @@ def _count_tokens(map_TE, out_counts_NE, num_tokens, num_experts, TILE: tl.const
     tl.store(out_counts_NE + tile * num_experts + expert, tl.sum(held, 0).to(tl.int64), expert < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
 def _route(
     map_TE,
     probs_TE,
@@ -164,13 +174,13 @@ def _route(
     is_written = (token < num_tokens)[:, None] & (slot < num_slots)[None, :]
     routed = tl.where(is_here, held, 0)
     if COUNTS:
-        tl.atomic_add(out_counts_W + slot, tl.sum(routed.to(tl.int64), 0), is_used)
+        tl.atomic_add(out_counts_W + slot, tl.sum(routed.to(tl.int64), 0), is_used, sem="relaxed")
     tl.store(out_map_TW + result, routed, is_written)
     tl.store(out_probs_TW + result, prob, is_written)
     tl.store(out_slot_TE + entry, tl.broadcast_to(slot[None, :], [TILE, WIDTH]), is_here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _return_entries(
     of_TW, slot_TE, out_of_TE, num_tokens, num_experts, num_slots, TILE: tl.constexpr, WIDTH: tl.constexpr
 ):

@@ -65,7 +65,7 @@ class ExactShares:
     num_slots: int
     source: int
     holders: Holders | None  # for torch
-    lines: tuple[Tensor, ...] = ()  # for Triton: expert_W, slot_ED, device_NG
+    lines: tuple[Tensor, ...] = ()  # for Triton: expert_W, slot_DE, device_NG
 
     @classmethod
     def of(
@@ -80,7 +80,7 @@ class ExactShares:
         device_NG = np.full((topology.num_nodes, per_node), -1)
         for node, devices in enumerate(topology.devices_by_node):
             device_NG[node, : len(devices)] = devices
-        arrays = slots.expert_DU.reshape(-1), slots.slot_ED, device_NG
+        arrays = slots.expert_DU.reshape(-1), slots.slot_ED.T, device_NG
         numbers = sent_to(torch.from_numpy(np.concatenate([one.reshape(-1) for one in arrays])), device)
         parts = zip(numbers.split([one.size for one in arrays]), arrays, strict=True)
         return cls(slots.num_slots, source, None, tuple(part.view(one.shape) for part, one in parts))
@@ -130,7 +130,8 @@ def _kernels() -> Any:
         from megatron_fssdp.runtime.slots.remap import kernels
 
         # Triton compiles what launches a kernel, for which it needs a C compiler.
-        kernels.tokens_by_tile(torch.zeros(1, 1, dtype=torch.bool, device="cuda"))
+        numbers = torch.zeros(2, 16, dtype=torch.int64, device="cuda")
+        kernels.remap_by_table(numbers.bool(), numbers.float(), numbers[:1].t(), numbers[0], None)
     except Exception as error:
         logger.warning(
             f"[fssdp] remap: got no kernels of Triton ({type(error).__name__}: {str(error)[:80]!r}), wanted "
