@@ -40,8 +40,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     plans_after_gate: bool = False
     """Whether the strategy plans with the counts of the micro-batch, for which the host waits once more."""
-    shares: DispatchPolicy | None = None
-    """How ``fssdp`` shares tokens out, instead of what the price says."""
+    shares: DispatchPolicy | None = None  # of ``fssdp``, instead of what the price says
 
 
 CASES = (
