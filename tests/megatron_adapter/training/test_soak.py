@@ -65,7 +65,9 @@ def test_a_long_training_survives_kills_and_stays_level(text_data: Path, tmp_pat
     assert len(resumed.losses) == ITERATIONS - (KILLED_IN[-1] - 1) // every * every
     of_whole, of_killed = (read_metrics(tmp_path / name) for name in ("whole", "killed"))
     assert [one.iteration for one in of_killed] == [*range(1, ITERATIONS + 1)]
-    assert [one.lm_loss for one in of_killed] == [one.lm_loss for one in of_whole] == list(whole.losses)
+    assert [one.lm_loss for one in of_killed] == [one.lm_loss for one in of_whole]
+    # Megatron divides in fp32 what it prints; records add up in fp64.
+    assert [one.lm_loss for one in of_whole] == pytest.approx(list(whole.losses), rel=1e-6)
     assert sum(one.resharded_experts > 0 for one in of_whole) > 3
     # After a fifth of the iterations, allocators and caches are warm.
     ranks, iterations, resident, threads, files = np.array(whole.notes).T
