@@ -7,8 +7,8 @@ which layers. An expert has ``expert_elements`` parameters of ``dtype_bytes`` by
 micro-batches are in fp32. ``messages`` is the rule by which transfers divide an expert.
 """
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 from megatron_fssdp.planning.replica_life import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import MessageRule
@@ -54,8 +54,8 @@ class ExpertOptimizer:
 class ExpertMemory:
     """Bytes of one rank's owned experts and replicas: parameters, ``main_grad`` and optimizer.
 
-    The last four numbers are upper bounds; only resident replicas have an optimizer. Buffers are flat copies
-    for sending, received gradients, and their sums.
+    The last four numbers are upper bounds; only resident replicas have an optimizer. Buffers are for received
+    gradients, and for flat copies of resident replicas.
     """
 
     slot_parameters_bytes: int
@@ -94,7 +94,7 @@ def expert_memory(
     *,
     held: HeldReplicas,
     slots_per_device: int,
-    replicas_per_layer: int,
+    replicas: Mapping[ReplicaLife, int],
     owned_per_layer: int,
     expert_elements: int,
     dtype_bytes: int,
@@ -102,40 +102,39 @@ def expert_memory(
     optimizer: ExpertOptimizer,
     expert_data_parallel_size: int,
     messages: MessageRule,
+    most_received: int | None = None,
 ) -> ExpertMemory:
     """Bytes of the experts of one rank; the module's text explains the other arguments.
 
     A device owns ``slots_per_device`` experts in all layers of its pipeline stage, and at most
-    ``owned_per_layer`` of one layer: E/D under Megatron's even map. It holds at most ``replicas_per_layer``
-    replicas of one layer, m. An element of ``main_grad`` has ``gradient_bytes``.
+    ``owned_per_layer`` of one layer: E/D under Megatron's even map. It holds at most so many ``replicas`` of
+    one layer, m, of each life; ``held.life`` does not count. An element of ``main_grad`` has
+    ``gradient_bytes``. It receives gradients of ``most_received`` replicas of one layer, by default the most
+    that is possible: of each expert that it has, those of all children in the tree.
     """
     expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
-    are_resident = held.life is ReplicaLife.RESIDENT
-    resident_elements = held.stage.num_layers * replicas_per_layer * expert_elements if are_resident else 0
-    # A device sends no experts if there are no replicas.
-    sent = owned_per_layer if replicas_per_layer else 0
-    if are_resident:
-        # One layer's holders send gradients to the owners while another layer's owners send the sums back.
-        packed_bytes = 2 * (sent + replicas_per_layer) * sum_bytes
-    else:
-        # Sums over micro-batches are flat already and need no copy.
-        all_summed = held.sums_gradients and held.life is not ReplicaLife.SELECTED
-        gradients = 0 if all_summed else min(held.stage.num_layers, 1) * replicas_per_layer
-        # A layer's experts are gathered again while the gradients of the layer above are sent.
-        at_once = held.life is ReplicaLife.LAYER_PASS and held.stage.num_layers > 1
-        packed_bytes = (sent + gradients if at_once else max(sent, gradients)) * expert_bytes
-    # A device receives gradients of the experts that it owns, and of replicas whose gradients it passes on.
-    # It buffers the messages of each child in the transfer tree. Owned experts also need the sums.
-    received_bytes = (sent + replicas_per_layer) * _received_bytes(held, expert_bytes, sum_bytes, messages)
-    gradients_bytes = replicas_per_layer * _gradient_bytes(held, expert_bytes, sum_bytes)
+    resident = held.stage.num_layers * replicas.get(ReplicaLife.RESIDENT, 0)
+    weights_bytes, gradients_bytes, buffers_bytes = 0, resident * expert_elements * gradient_bytes, 0
+    for life, number in replicas.items():
+        one = replace(held, life=life)
+        weights_bytes += number * _weights_bytes(one, expert_elements, dtype_bytes)
+        gradients_bytes += number * _gradient_bytes(one, expert_bytes, sum_bytes)
+        # A device sends no experts if there are no replicas.
+        sent = owned_per_layer if number else 0
+        received = MAX_CHILDREN * (sent + number) if most_received is None else most_received
+        received_bytes = received * _received_bytes(one, expert_bytes, sum_bytes, messages)
+        if life is ReplicaLife.RESIDENT:
+            # One layer's holders send gradients to the owners while another layer's owners send sums back.
+            received_bytes += 2 * (sent + number) * sum_bytes
+        buffers_bytes = max(buffers_bytes, received_bytes)
     return ExpertMemory(
         slot_parameters_bytes=slots_per_device * expert_bytes,
         slot_gradients_bytes=slots_per_device * expert_elements * gradient_bytes,
         optimizer_bytes=optimizer.state_bytes(slots_per_device * expert_elements, expert_data_parallel_size),
-        replica_parameters_bytes=replicas_per_layer * _weights_bytes(held, expert_elements, dtype_bytes),
-        replica_gradients_bytes=gradients_bytes + resident_elements * gradient_bytes,
-        replica_optimizer_bytes=optimizer.state_bytes(resident_elements, expert_data_parallel_size),
-        transfer_buffers_bytes=packed_bytes + received_bytes + sent * sum_bytes,
+        replica_parameters_bytes=weights_bytes,
+        replica_gradients_bytes=gradients_bytes,
+        replica_optimizer_bytes=optimizer.state_bytes(resident * expert_elements, expert_data_parallel_size),
+        transfer_buffers_bytes=buffers_bytes,
     )
 
 
@@ -147,20 +146,31 @@ def memory_capacity(
     dtype_bytes: int,
     num_experts: int,
     messages: MessageRule | None,
-) -> int:
+) -> tuple[int, tuple[int, int]]:
     """Number of replicas that a device can hold for one layer, m (Hecate, §4.2), from 0 to ``num_experts``.
 
-    This is not for resident replicas. All ranks must plan with the lowest number of any. ``free_bytes`` are
+    The second result is for strategies that decide about the life of each layer's replicas (ours): how many
+    a layer can keep for the iteration, and how many it can hold for a pass. Both fit together, whatever the
+    layers decide: all passes share one part of the memory.
+
+    This is not for resident replicas. All ranks must plan with the lowest numbers of any. ``free_bytes`` are
     free at the peak of an iteration without replicas. Without ``messages``, no buffers are counted for the
     gradients that a replica's device passes on.
     """
     expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
-    weights_bytes = _weights_bytes(held, expert_elements, dtype_bytes)
-    slot_bytes = weights_bytes + _gradient_bytes(held, expert_bytes, sum_bytes)
-    if messages is not None:
-        slot_bytes += _received_bytes(held, expert_bytes, sum_bytes, messages)
     usable_bytes = max(free_bytes - int(free_bytes * RESERVE_FRACTION), 0)
-    return min(num_experts, usable_bytes // slot_bytes)
+
+    def fitting(one: HeldReplicas) -> int:
+        slot_bytes = _weights_bytes(one, expert_elements, dtype_bytes)
+        slot_bytes += _gradient_bytes(one, expert_bytes, sum_bytes)
+        if messages is not None:
+            slot_bytes += MAX_CHILDREN * _received_bytes(one, expert_bytes, sum_bytes, messages)
+        return usable_bytes // slot_bytes
+
+    kept, in_pass = fitting(held), fitting(replace(held, life=ReplicaLife.LAYER_PASS))
+    # Of several replicas in each layer, passes get the memory of one. Of a single one, they get all of it.
+    mixed = (kept - 1, in_pass // kept) if kept > 1 else (0, in_pass)
+    return min(num_experts, kept), (min(num_experts, mixed[0]), min(num_experts, mixed[1]))
 
 
 def held_replicas_bytes(
@@ -179,15 +189,15 @@ def _weights_bytes(held: HeldReplicas, expert_elements: int, dtype_bytes: int) -
 
 def _gradient_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> int:
     """Bytes of gradients of one replica of each layer: one layer's as they are made, and all sums."""
-    # Without such sums, a backward pass that adds gradients in the matrix product needs fp32 for one layer.
-    adds_to_own_sums = held.fuses_gradients and not held.layers_with_sums
-    made_bytes = max(expert_bytes, sum_bytes) if adds_to_own_sums else expert_bytes
+    # More backward passes than announced may follow, so only lives of one pass have sums in its data type.
+    may_sum = held.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED)
+    made_bytes = sum_bytes if may_sum and not held.layers_with_sums else expert_bytes
     return min(held.stage.num_layers, 1) * made_bytes + held.layers_with_sums * sum_bytes
 
 
 def _received_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int, messages: MessageRule) -> int:
-    """Bytes of the messages with gradients of one expert that a device can have received at a time."""
-    return MAX_CHILDREN * messages.buffered_bytes(sum_bytes if held.sends_fp32 else expert_bytes)
+    """Bytes of the messages with gradients of one replica that a device can have received at a time."""
+    return messages.buffered_bytes(sum_bytes if held.sends_fp32 else expert_bytes)
 
 
 def _readable(num_bytes: int) -> str:

@@ -74,15 +74,12 @@ class HeldReplicas:
 
     Attributes:
         num_micro_batches: Number of micro-batches in an iteration, the largest that is still to come.
-        fuses_gradients: Whether the matrix products of a backward pass add replicas' gradients to fp32 sums
-            (Transformer Engine's ``fuse_wgrad_accumulation``), and not autograd.
         copy_bytes: Bytes of an element's quantized copies (fp8, fp4), which stay as long as the weights.
     """
 
     life: ReplicaLife
     stage: PipelineStage
     num_micro_batches: int = 1
-    fuses_gradients: bool = False
     copy_bytes: float = 0.0
 
     @property

@@ -44,6 +44,7 @@ class LayerRecord:
         cross_node: Pairs that are sent to another node.
         gathered: Experts whose weights travel to replicas; ``gathered_between_nodes`` of them change nodes.
         replicas: Replicas on all devices together, and ``most_replicas`` on the device that has the most.
+        most_received: Replicas whose gradients come to the device that receives the most, directly.
         most_owned: Experts of the layer on the device that owns the most.
         ahead: Whether spAG and spRS run at the same time as the compute before the layer.
         early: Share of spAG that runs at the same time as the experts of the layer before.
@@ -66,6 +67,7 @@ class LayerRecord:
     gathered_between_nodes: int = 0
     replicas: int = 0
     most_replicas: int = 0
+    most_received: int = 0
     most_owned: int = 0
     deduplicated: bool = False
     life: ReplicaLife = ReplicaLife.ITERATION
@@ -200,6 +202,7 @@ class LayerPrices:
             gathered_between_nodes=gather.num_between_nodes + addition.num_between_nodes,
             replicas=placement.num_replicas,
             most_replicas=int(placement.replicas_per_device_D.max()) if placement.num_replicas else 0,
+            most_received=int(np.bincount(plan.transfer.table[:, 1], minlength=1).max()),
             most_owned=int(placement.owned_per_device_D.max()),
             deduplicated=plan.deduplicated,
             life=life,

@@ -46,7 +46,7 @@ def replay_strategy(
     strategy: Strategy,
     counts_ILDE: np.ndarray,
     topology: Topology,
-    profile: LayerProfile,
+    profile: LayerProfile | None,
     *,
     num_micro_batches: int = 1,
     past_ILDE: np.ndarray | None = None,

@@ -22,14 +22,13 @@ from megatron_fssdp.planning.cost.link_seconds import (
     topology_of,
 )
 from megatron_fssdp.planning.memory import FP32_BYTES, ExpertMemory, expert_memory, memory_capacity
-from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.lanes import PARTS, Lanes
 from megatron_fssdp.simulation.layer_record import IterationRecord, LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan, replay_strategy, warm_up_iterations
 from megatron_fssdp.simulation.workloads import counts_of_shares
-from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -145,7 +144,13 @@ def simulate(
     strategy = checked_strategy(name, settings, cluster, job)
     # Earlier iterations fill the history and have been measured.
     warm_up = 0 if past_ILDE is not None else warm_up_iterations(strategy, len(counts_ILDE))
-    profile = layer_profile(job, cluster, strategy.replica_life)
+    first_pairs = None
+    if cluster.memory_bytes is not None and strategy.profile_iterations:
+        first_ILDE = (counts_ILDE if past_ILDE is None else past_ILDE)[:1]
+        first_pairs = _pairs_at_peak(
+            checked_strategy(name, settings, cluster, job), first_ILDE, topology, job
+        )
+    profile = layer_profile(job, cluster, strategy.replica_life, first_pairs)
     profile = replace(profile, deduplicated=strategy.travel.exchange == "deduplicated")
     links = cluster_links(cluster)
     ring = strategy.ring(0, topology)
@@ -166,14 +171,7 @@ def simulate(
     iterations = [prices.iteration(decided) for decided in replayed]
     parts = [Lanes().run_iteration(iteration).parts_s for iteration in iterations]
     parts_s = {part: np.array([seconds[part] for seconds in parts]) for part in PARTS}
-    context = LayerContext(1, even_owners(job.num_experts, job.num_devices), topology)
-    memory = device_memory(
-        job,
-        cluster,
-        slots=strategy.slots(replace(context, profile=profile)),
-        iterations=iterations,
-        life=strategy.replica_life,
-    )
+    memory = device_memory(job, cluster, iterations, strategy.resident_slots)
     return StrategyOutcome(name, parts_s, iterations, memory, warm_up)
 
 
@@ -205,12 +203,32 @@ def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob)
     return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job).mean_s
 
 
-def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -> LayerProfile:
-    """The profile that a run on the cluster would measure; the life of replicas decides about memory."""
-    capacity, held = job.num_experts, job.held_replicas(life)
+def _pairs_at_peak(strategy: Strategy, counts_ILDE: np.ndarray, topology: Topology, job: MoeJob) -> float:
+    """(token, k) pairs of the busiest device in the first iteration, in which a run measures its memory.
+
+    The strategy is a new one.
+    """
+    replayed = next(
+        replay_strategy(strategy, counts_ILDE, topology, None, num_micro_batches=job.num_micro_batches)
+    )
+    times = job.num_micro_batches
+    of_layers = [plan.dispatch(counts_DE, topology, times) for _, plan, counts_DE in replayed.layers]
+    return float(np.sum([one.device_tokens_D for one in of_layers], axis=0).max())
+
+
+def layer_profile(
+    job: MoeJob, cluster: ClusterDescription, life: ReplicaLife, pairs: float | None = None
+) -> LayerProfile:
+    """The profile that a run on the cluster would measure.
+
+    The life of replicas decides about memory, and the ``pairs`` of the busiest device in the iteration in
+    which memory is measured; by default those of even loads.
+    """
+    held = job.held_replicas(life)
+    capacity, mixed_capacity = job.num_experts, (job.num_experts, 0)
     if cluster.memory_bytes is not None:
-        without = device_memory(job, cluster, slots=0, life=life)
-        capacity = memory_capacity(
+        without = device_memory(job, cluster, pairs=pairs)
+        capacity, mixed_capacity = memory_capacity(
             max(0, int(cluster.memory_bytes - without.total_bytes)),
             held,
             expert_elements=job.expert_elements,
@@ -225,6 +243,7 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
         token_bytes=job.token_bytes,
         flops_per_token=job.expert_flops_per_token,
         memory_capacity=capacity,
+        mixed_capacity=mixed_capacity,
         gradient_bytes=job.expert_elements * FP32_BYTES if held.sends_fp32 else job.expert_bytes,
         num_micro_batches=job.num_micro_batches,
         owned_bytes=job.owned_bytes,
@@ -236,28 +255,31 @@ def layer_profile(job: MoeJob, cluster: ClusterDescription, life: ReplicaLife) -
 def device_memory(
     job: MoeJob,
     cluster: ClusterDescription,
-    *,
-    slots: int,
     iterations: Sequence[IterationRecord] = (),
-    life: ReplicaLife,
+    resident_slots: int = 0,
+    pairs: float | None = None,
 ) -> DeviceMemory:
     """The peak memory of the device that needs the most under a strategy.
 
-    A device holds at most ``slots`` replicas of one layer; memory for resident ones is reserved from the
-    start. Without decisions (``iterations``), loads are balanced, and there are no replicas.
+    Without decisions (``iterations``), there are no replicas and so many ``pairs``, by default
+    those of even loads. Memory for resident replicas is reserved from the start.
     """
-    per_layer = max(job.num_experts // job.num_devices, 1)
-    pairs, owned, replicas = job.pairs_per_device * job.num_layers, per_layer, 0
+    pairs = job.pairs_per_device * job.num_layers if pairs is None else pairs
+    owned = max(job.num_experts // job.num_devices, 1)
     layers = [layer for iteration in iterations for layer in iteration.layers]
     if layers:
         pairs = max(np.sum([layer.tokens_D for layer in one.layers], axis=0).max() for one in iterations)
         owned = max(layer.most_owned for layer in layers)
-        used = slots if life is ReplicaLife.RESIDENT else max(layer.most_replicas for layer in layers)
-        replicas = min(slots, job.num_experts - job.num_experts // job.num_devices, used)
+    most = {
+        life: max((one.most_replicas for one in layers if one.life is life), default=0)
+        for life in ReplicaLife
+    }
+    if resident_slots:
+        most[ReplicaLife.RESIDENT] = min(resident_slots, job.num_experts - job.num_experts // job.num_devices)
     experts = expert_memory(
-        held=job.held_replicas(life),
+        held=job.held_replicas(ReplicaLife.ITERATION),
         slots_per_device=-(-job.num_layers * job.num_experts // job.num_devices),
-        replicas_per_layer=replicas,
+        replicas={life: replicas for life, replicas in most.items() if replicas},
         owned_per_layer=owned,
         expert_elements=job.expert_elements,
         dtype_bytes=job.dtype_bytes,
@@ -265,6 +287,7 @@ def device_memory(
         optimizer=job.optimizer,
         expert_data_parallel_size=job.expert_data_parallel_size,
         messages=job.messages,
+        most_received=max((layer.most_received for layer in layers), default=0),
     )
     dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes)
     dense_bytes += job.optimizer.state_bytes(job.dense_elements, job.data_parallel_size)

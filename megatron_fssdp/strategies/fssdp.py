@@ -46,14 +46,15 @@ Slow changes of the loads can make a much better placement possible without maki
 class _Kept(NamedTuple):
     """A layer's last placement, used last after ``number`` iterations, and what its search promised.
 
-    ``planned_s`` and ``plain_s`` are the layer's modelled seconds with and without its replicas.
+    Its replicas have the given life. ``planned_s`` and ``plain_s`` are the layer's modelled seconds with and
+    without them.
     """
 
     placement: ExpertPlacement
+    life: ReplicaLife
     number: int
     planned_s: float
     plain_s: float
-    slots: int
     profile: LayerProfile
 
 
@@ -88,6 +89,25 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             degree = context.profile.overlap_degree(context.topology)
         return context.num_experts if degree is None else min(degree, context.num_experts)
 
+    def slots_by_life(self, context: LayerContext) -> dict[ReplicaLife, int]:
+        """Most replicas of a layer on a device that stay for an iteration, and most for each pass (ours).
+
+        Without any key that says it, both are measured, and every layer has the life that costs less. The
+        iterations that were measured ran with replicas for a pass, so as many fit at least.
+        """
+        settings, profile, given = self.settings, context.profile, super().slots(context)
+        is_told = settings.slots is not None or settings.rematerialize is not None
+        if profile is None or profile.mixed_capacity is None or is_told or not self._goes_by_seconds:
+            return {self.replica_life: given}
+        kept, in_pass = profile.mixed_capacity
+        if not kept:
+            in_pass = max(in_pass, super().slots(replace(context, profile=None)))
+        return {ReplicaLife.ITERATION: kept, ReplicaLife.LAYER_PASS: in_pass}
+
+    def slots(self, context: LayerContext) -> int:
+        """Most replicas of a layer on a device: given or measured; before that, as many as it owns."""
+        return max(self.slots_by_life(context).values())
+
     def limits(self, context: LayerContext) -> str:
         """The overlap degree and the slots, with their origin, as a text for the log."""
         how = "given" if self.settings.overlap_degree is not None else "measured"
@@ -109,11 +129,12 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the mean of the window.
             load_DE = history.mean_DE() if self._is_hecate else history.forecast_DE()
             return self._plan_of(self._limited(context, load_DE), context)
-        placement = self._found(context, history.forecast_DE(), history.num_seen)
-        plan = self._plan_of(placement, context)
-        if placement.num_replicas:
+        found = self._found(context, history.forecast_DE(), history.num_seen)
+        in_pass = found.life is ReplicaLife.LAYER_PASS
+        plan = self.plan_of(found.placement, context, rematerialize=in_pass)
+        if plan.placement.num_replicas:
             plan = replace(plan, dispatch_policy=self._policy(plan, context, history))
-            if self.splits:
+            if self.splits and not in_pass:
                 early = early_share(plan.transfer, float(history.mean_E().sum()), context)
                 plan = replace(plan, early=early)
         return plan
@@ -156,7 +177,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
 
     def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
         # Until free memory is measured, one layer at a time has replicas.
-        rematerialize = self.settings.rematerialize or self._is_unmeasured(context)
+        rematerialize = bool(self.settings.rematerialize) or self._is_unmeasured(context)
         return self.plan_of(placement, context, rematerialize=rematerialize)
 
     def _policy(self, plan: LayerPlan, context: LayerContext, history: LoadHistory) -> DispatchPolicy:
@@ -179,41 +200,59 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             known = self._policies[context.layer] = plan.placement, way
         return known[1]
 
-    def _search(self, context: LayerContext, load_DE: np.ndarray) -> LayerSearch:
-        """The search for replicas under loads ``[D, E]``; costs are measured."""
+    def _search(self, context: LayerContext, load_DE: np.ndarray, life: ReplicaLife) -> LayerSearch:
+        """The search for replicas of a life under loads ``[D, E]``; costs are measured."""
         return layer_search(
             *(context.owner_E, load_DE, context.topology, context.costs),
-            rematerialize=self.settings.rematerialize,
+            rematerialize=life is ReplicaLife.LAYER_PASS,
             hides=self.settings.overlap,
         )
 
-    def _found(self, context: LayerContext, load_DE: np.ndarray, number: int) -> ExpertPlacement:
+    def _searched(
+        self, context: LayerContext, load_DE: np.ndarray, number: int = 0, kept: _Kept | None = None
+    ) -> _Kept:
+        """What searches within the slots of each life find; ``kept`` is a seed.
+
+        Replicas of a pass travel more often than those that stay. So they are tried only where those that may
+        stay are too few.
+        """
+        best = None
+        for life, slots in self.slots_by_life(context).items():
+            search, start = self._search(context, load_DE, life), None
+            if kept is not None and kept.life is life and kept.placement.replicas_per_device_D.max() <= slots:
+                start = kept.placement
+            placement, seconds = search.best_placement(
+                slots=slots, most_replicated=context.num_experts, start=start
+            )
+            if best is None or seconds < (1 - LEAST_SAVING) * best.planned_s:
+                best = _Kept(placement, life, number, seconds, search.plain_s, context.costs)
+            if placement.replicas_per_device_D.max() < slots:
+                break
+        assert best is not None
+        return best
+
+    def _found(self, context: LayerContext, load_DE: np.ndarray, number: int) -> _Kept:
         """The placement of the iteration before while it holds its promise, or what a search finds (ours).
 
         If its price for the new forecast is still what its search promised, another search would hardly find
         a better one, and takes a hundred times as long as a price. Layers take turns, so that no iteration
         has many searches; ``number`` iterations were before this one.
         """
-        search, slots, start = self._search(context, load_DE), self.slots(context), None
         kept = self._kept.get(context.layer)
-        if (
-            kept is not None
-            and number - kept.number in (0, 1)
-            and kept.slots == slots
-            and np.array_equal(kept.placement.owner_E, context.owner_E)
+        if kept is not None and (
+            number - kept.number not in (0, 1) or not np.array_equal(kept.placement.owner_E, context.owner_E)
         ):
-            start, seconds = kept.placement, search.seconds(kept.placement)
+            kept = None
+        if kept is not None and kept.profile is context.profile and (number + context.layer) % RENEWAL:
+            search = self._search(context, load_DE, kept.life)
+            seconds = search.seconds(kept.placement)
             # Loads that cost less lower the promise in proportion.
             promised_s = kept.planned_s * min(1.0, search.plain_s / max(kept.plain_s, 1e-12))
-            holds = seconds - promised_s <= LEAST_SAVING * seconds
-            if holds and kept.profile is context.profile and (number + context.layer) % RENEWAL:
-                self._kept[context.layer] = kept._replace(number=number)
-                return start
-        placement, seconds = search.best_placement(
-            slots=slots, most_replicated=context.num_experts, start=start
-        )
-        self._kept[context.layer] = _Kept(placement, number, seconds, search.plain_s, slots, context.costs)
-        return placement
+            if seconds - promised_s <= LEAST_SAVING * seconds:
+                found = self._kept[context.layer] = kept._replace(number=number)
+                return found
+        found = self._kept[context.layer] = self._searched(context, load_DE, number, kept)
+        return found
 
     def reshards_at(self, iteration: int) -> bool:
         """Whether owners are reconsidered now: by the clock if seconds decide, otherwise at the interval."""
@@ -257,5 +296,4 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
     def _seconds(self, context: LayerContext, owner_E: np.ndarray, load_E: np.ndarray) -> float:
         """Modelled seconds with other owners and their replicas, if every source sends equally much."""
         load_DE = np.tile(load_E / context.num_devices, (context.num_devices, 1))
-        search = self._search(replace(context, owner_E=owner_E), load_DE)
-        return search.best_placement(slots=self.slots(context), most_replicated=context.num_experts)[1]
+        return self._searched(replace(context, owner_E=owner_E), load_DE).planned_s

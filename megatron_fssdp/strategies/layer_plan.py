@@ -137,6 +137,11 @@ class LayerPlan:
         return ReplicaLife.LAYER_PASS if self.rematerialize else ReplicaLife.ITERATION
 
     @property
+    def sums_one_pass(self) -> bool:
+        """Whether a sum of gradients holds what one backward pass computes, in one piece."""
+        return self.life in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH) and not self.in_steps
+
+    @property
     def is_split(self) -> bool:
         """Whether a part of the weights travels beside the experts of the layer before."""
         return self.gather_ahead and self.life is ReplicaLife.ITERATION and self.early > 0

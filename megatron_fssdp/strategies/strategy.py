@@ -99,8 +99,12 @@ class Strategy[Settings: PlacementSettings](ABC):
         return True
 
     def slots(self, context: LayerContext) -> int:
-        """Largest number of replicas of a layer on a device; estimates of memory use it."""
+        """Largest number of replicas of a layer on a device."""
         return context.num_experts
+
+    def slots_by_life(self, context: LayerContext) -> dict[ReplicaLife, int]:
+        """Largest number of replicas of a layer on a device, for each of their lives; for estimates."""
+        return {self.replica_life: self.slots(context)}
 
     def limits(self, context: LayerContext) -> str:
         """The limits that follow from a layer's profile, for the log."""

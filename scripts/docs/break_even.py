@@ -18,7 +18,6 @@ from megatron_fssdp.config.cluster_description import ClusterDescription, load_c
 from megatron_fssdp.config.run.composition import load_run  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings  # noqa: E402
-from megatron_fssdp.planning.replica_life import ReplicaLife  # noqa: E402
 from megatron_fssdp.simulation.break_even import BreakEven, break_evens  # noqa: E402
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run  # noqa: E402
 from megatron_fssdp.simulation.simulator import StrategyOutcome, device_memory, simulate  # noqa: E402
@@ -79,7 +78,7 @@ EXAMPLES = (
 
 def even_bytes(job: MoeJob, cluster: ClusterDescription) -> int:
     """Bytes of a device without replicas and with even loads."""
-    return device_memory(job, cluster, slots=0, life=ReplicaLife.ITERATION).total_bytes
+    return device_memory(job, cluster).total_bytes
 
 
 def settings_of(example: Example, name: str) -> StrategySettings:

@@ -15,16 +15,16 @@ from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, Re
 from megatron_fssdp.planning.transfer.message_size import FixedMessages, PipelinedMessages
 
 
-def held(life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=(3,), fuses=False, **place):
+def held(life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=(3,), **place):
     """Three layers without a pipeline."""
-    return HeldReplicas(life, PipelineStage(layers, **place), num_micro_batches, fuses)
+    return HeldReplicas(life, PipelineStage(layers, **place), num_micro_batches)
 
 
 # 3 layers, 6 slots (2 experts a layer), 100 elements an expert, bf16 with fp32 gradients.
 HALF = {
     "held": held(),
     "slots_per_device": 6,
-    "replicas_per_layer": 4,
+    "replicas": {ReplicaLife.ITERATION: 4},
     "owned_per_layer": 2,
     "expert_elements": 100,
     "dtype_bytes": 2,
@@ -40,42 +40,48 @@ def test_bytes_of_owned_experts_equal_those_worked_out_by_hand():
     memory = expert_memory(**HALF)
     assert (memory.slot_parameters_bytes, memory.slot_gradients_bytes) == (6 * 200, 6 * 400)
     assert memory.optimizer_bytes == 6 * 1200  # both moments and the master weights
-    assert (memory.transfer_buffers_bytes, memory.expert_parallelism_bytes) == (5200, 10800)
-    assert memory.above_expert_parallelism_bytes == 2400 + 800 + 5200
-    assert memory.total_bytes == 19200
+    assert (memory.transfer_buffers_bytes, memory.expert_parallelism_bytes) == (3600, 10800)
+    assert memory.above_expert_parallelism_bytes == 2400 + 1600 + 3600
+    assert memory.total_bytes == 18400
     full = expert_memory(**{**HALF, "dtype_bytes": 4, "optimizer": ExpertOptimizer()})
     assert full.slot_parameters_bytes == full.slot_gradients_bytes == 6 * 400
     assert (full.optimizer_bytes, full.replica_parameters_bytes) == (6 * 800, 3 * 4 * 400)
 
 
-RESIDENT = held(ReplicaLife.RESIDENT, 4)
+SEVERAL, PASS, MICRO, STAYS = (
+    {"held": held(num_micro_batches=8), "replicas": {life: 4}}
+    for life in (ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.RESIDENT)
+)
 
 
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [
-        # Packed are gradients of replicas; the two experts were sent earlier.
-        ({}, (3 * 4 * 200, 4 * 200, 0, 4 * 200 + 3 * 6 * 200 + 2 * 400)),
-        # Packed are fp32 gradients of two layers, of owned experts and of replicas.
-        ({"held": RESIDENT}, (2400, 800 + 3 * 4 * 400, 3 * 4 * 1200, 2 * 6 * 400 + 3 * 6 * 400 + 800)),
-        (
-            {"held": RESIDENT, "optimizer": SHARED, "expert_data_parallel_size": 2},
-            (2400, 5600, 7200, 4800 + 8000),
-        ),
-        # One layer's experts are gathered again while another layer's gradients travel.
-        ({"held": held(ReplicaLife.LAYER_PASS, 8)}, (4 * 200, 4 * 200, 0, (2 + 4) * 200 + 4400)),
-        # Sums over micro-batches are kept for all layers, sent as they are, and travel in fp32.
-        ({"held": held(num_micro_batches=2)}, (2400, 3 * 4 * 400 + 4 * 200, 0, 2 * 200 + 3 * 6 * 400 + 800)),
-        # Gradients that are added in the matrix product are in fp32.
-        ({"held": held(fuses=True)}, (2400, 4 * 400, 0, 800 + 4400)),
-        # Gradients return to owners with their micro-batch, as in an iteration with a single micro-batch.
-        ({"held": held(ReplicaLife.MICRO_BATCH, 8)}, (2400, 800, 0, 800 + 4400)),
+        # More passes may follow, so one layer's gradients are in fp32. Gradients travel in bf16.
+        ({}, (3 * 4 * 200, 4 * 400, 0, 3 * 6 * 200)),
+        # Sums of all layers, which travel in fp32, and what a pass of one layer computes.
+        (SEVERAL, (2400, 3 * 4 * 400 + 4 * 200, 0, 3 * 6 * 400)),
+        (PASS, (4 * 200, 4 * 200, 0, 3 * 6 * 200)),
+        # Gradients return to owners with their micro-batch, of which one is in flight.
+        (MICRO, (2400, 800, 0, 3 * 6 * 200)),
         # Every micro-batch in flight has replicas of its own, but only one is in its backward pass.
-        ({"held": held(ReplicaLife.MICRO_BATCH, 8, num_stages=4)}, (4 * 2400, 800, 0, 800 + 4400)),
+        ({**MICRO, "held": held(num_micro_batches=8, num_stages=4)}, (4 * 2400, 800, 0, 3600)),
+        # Flat copies are fp32 gradients of two layers, of owned experts and of replicas.
+        (STAYS, (2400, 800 + 3 * 4 * 400, 3 * 4 * 1200, 2 * 6 * 400 + 3 * 6 * 400)),
+        (
+            {**STAYS, "optimizer": SHARED, "expert_data_parallel_size": 2},
+            (2400, 5600, 7200, 4800 + 7200),
+        ),
+        # Some layers keep 2 replicas, and others have 5 for a pass: transfers of one layer at a time.
+        (
+            {**SEVERAL, "replicas": {ReplicaLife.ITERATION: 2, ReplicaLife.LAYER_PASS: 5}},
+            (1200 + 5 * 200, 3 * 2 * 400 + 2 * 200 + 5 * 200, 0, max(3 * 4 * 400, 3 * 7 * 200)),
+        ),
+        ({"replicas": {ReplicaLife.ITERATION: 0}}, (0, 0, 0, 0)),
     ],
 )
 def test_bytes_of_replicas_equal_those_worked_out_by_hand(changed, wanted):
-    """Parameters, gradients, optimizer states; packed experts and buffers of the reduction together."""
+    """Parameters, gradients, optimizer states, and buffers of transfers."""
     memory = expert_memory(**{**HALF, **changed})
     assert astuple(memory)[3:] == wanted
 
@@ -98,14 +104,13 @@ def test_optimizer_state_bytes_follow_the_optimizer_and_its_sharding(optimizer, 
 
 def test_the_messages_of_each_child_bound_reduction_buffers():
     def buffers(messages):
-        packed_bytes = 4 * 200
-        return expert_memory(**{**HALF, "messages": messages}).transfer_buffers_bytes - packed_bytes
+        return expert_memory(**{**HALF, "messages": messages}).transfer_buffers_bytes
 
-    assert buffers(FixedMessages(50)) == 3 * 6 * 50 + 2 * 400
-    assert buffers(FixedMessages(50, num_open=2)) == 3 * 6 * 100 + 2 * 400
-    assert buffers(FixedMessages(1000)) == 3 * 6 * 200 + 2 * 400
+    assert buffers(FixedMessages(50)) == 3 * 6 * 50
+    assert buffers(FixedMessages(50, num_open=2)) == 3 * 6 * 100
+    assert buffers(FixedMessages(1000)) == 3 * 6 * 200
     # Two of four messages of 50 bytes, which are aligned to 64 bytes.
-    assert buffers(PipelinedMessages(10, fewest=4, most=4)) == 3 * 6 * 128 + 2 * 400
+    assert buffers(PipelinedMessages(10, fewest=4, most=4)) == 3 * 6 * 128
 
 
 def capacity(
@@ -121,7 +126,7 @@ def capacity(
     # A fifth of the free bytes is a reserve.
     sizes = count(usable_bytes * 5 // 4 - 5)
     free_bytes = next(size for size in sizes if size - int(size * 0.2) >= usable_bytes)
-    return memory_capacity(free_bytes, **{**arguments, **changed})
+    return memory_capacity(free_bytes, **{**arguments, **changed})[0]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +134,8 @@ def capacity(
     [
         (-10, {}, 0),
         # Buffers for three senders of gradients in the data type of the parameters, 100 of 200 bytes each.
-        (2 * (800 + 3 * 100), {"messages": FixedMessages(100)}, 2),
-        (2 * (800 + 3 * 100) - 1, {"messages": FixedMessages(100)}, 1),
+        (2 * (1000 + 3 * 100), {"messages": FixedMessages(100)}, 2),
+        (2 * (1000 + 3 * 100) - 1, {"messages": FixedMessages(100)}, 1),
         # Several micro-batches send fp32 sums, 400 bytes.
         (2000 + 3 * 400, {"num_micro_batches": 2, "messages": FixedMessages(400)}, 1),
         (2000 + 3 * 400 - 1, {"num_micro_batches": 2, "messages": FixedMessages(400)}, 0),
@@ -156,7 +161,7 @@ def test_the_memory_capacity_fits_and_one_more_slot_would_not(
     slots = capacity(usable_bytes, num_experts=num_experts, **sizes)
 
     def replica_bytes(num_replicas):
-        changed = {"held": of, "replicas_per_layer": num_replicas, "expert_elements": elements}
+        changed = {"held": of, "replicas": {life: num_replicas}, "expert_elements": elements}
         memory = expert_memory(**{**HALF, **changed})
         return memory.replica_parameters_bytes + memory.replica_gradients_bytes
 
@@ -170,7 +175,7 @@ def test_quantized_copies_of_replicas_count_as_long_as_their_weights():
     of = replace(held(), copy_bytes=2 * (1 + 1 / 32))
     assert expert_memory(**{**HALF, "held": of}).replica_parameters_bytes == 4 * (600 + 618)
     assert held_replicas_bytes((1, 3, 2), of, expert_elements=32, dtype_bytes=2) == 6 * (64 + 66)
-    usable = 4 * (3 * 200 + 200 + 3 * 206.25)
+    usable = 4 * (3 * 200 + 400 + 3 * 206.25)
     sizes = {"expert_elements": 100, "num_experts": 9}
     assert [capacity(int(usable) - lack, held=of, **sizes) for lack in (0, 5)] == [4, 3]
 
@@ -184,3 +189,27 @@ def test_replicas_of_measured_iterations_take_what_they_were_given_room_for():
     ):
         of = held(life, num_micro_batches)
         assert held_replicas_bytes((1, 3, 2), of, expert_elements=10, dtype_bytes=2) == wanted
+
+
+@given(
+    free_bytes=st.integers(0, 10**6),
+    num_layers=st.integers(1, 30),
+    num_micro_batches=st.integers(1, 3),
+    kept_layers=st.integers(0, 30),
+)
+def test_whatever_life_the_layers_have_their_replicas_fit(
+    free_bytes, num_layers, num_micro_batches, kept_layers
+):
+    of = held(num_micro_batches=num_micro_batches, layers=(num_layers,))
+    sizes = {"expert_elements": 10, "dtype_bytes": 2, "num_experts": 10**6, "messages": None}
+    most, (kept, in_pass) = memory_capacity(free_bytes, of, **sizes)
+    assert kept in (0, most - 1)
+    kept_layers = min(kept_layers, num_layers)
+    # Weights and sums of layers that keep them; one layer's of the others, and gradients as they are made.
+    of_kept = kept_layers * kept * 10 * (2 + 4 * (num_micro_batches > 1))
+    made = 10 * (2 if num_micro_batches > 1 else 4)
+    assert of_kept + (kept * made if kept_layers else 0) + in_pass * 10 * (2 + 2) <= free_bytes
+    if most > 1:
+        assert in_pass > 0
+    elif free_bytes * 0.8 >= 40:
+        assert in_pass == (free_bytes - int(free_bytes * 0.2)) // 40

@@ -100,9 +100,9 @@ def test_simulated_memory_equals_the_accounting_and_can_run_out() -> None:
     memory = outcome.memory
     # 2 layers of 2 experts, 50 elements: 2 bytes, main_grad 4, Adam 8.
     assert memory.experts.expert_parallelism_bytes == 4 * 50 * (2 + 4 + 8)
-    # At most 2 replicas a device in each of 2 layers; gradients of one layer's.
+    # At most 2 replicas a device in each of 2 layers; gradients of one layer's, in fp32.
     assert memory.experts.replica_parameters_bytes == 2 * 2 * 50 * 2
-    assert memory.experts.replica_gradients_bytes == 2 * 50 * 2
+    assert memory.experts.replica_gradients_bytes == 2 * 50 * 4
     assert not memory.runs_out
     plain = outcome_of("ep", counts).memory
     assert plain.experts.above_expert_parallelism_bytes == 0

@@ -58,7 +58,7 @@ class Iterations:
     def searches(self, load_DE: np.ndarray, context: LayerContext = CONTEXT) -> bool:
         """Plan the next iteration; whether a search was made for it."""
         context = dataclasses.replace(context, layer=LAYER)
-        found = self.strategy._found(context, load_DE, self.number)
+        found = self.strategy._found(context, load_DE, self.number).placement
         assert found.replicas_per_device_D.max() <= self.strategy.slots(context)
         is_new, self.last = found is not self.last, found
         self.number += 1

@@ -82,11 +82,12 @@ class FssdpSettings(SlotKeys):
         "gradients are reduced during its backward pass. Off: the layer waits for both (for comparisons).",
         no_effect_if=NO_REPLICAS,
     )
-    rematerialize: bool = setting(
-        False,
+    rematerialize: bool | None = setting(
+        None,
         "Whether replicas are released after a layer's forward pass and gathered again before its backward "
         "pass (Hecate §4.2). Memory then holds the replicas of one layer, for one more gather per "
-        "micro-batch.",
+        "micro-batch. Default: in the layers in which it saves modelled seconds, because too few replicas "
+        "fit otherwise; nowhere with 'slots', 'overlap_degree' or planner 'hecate'.",
         no_effect_if=NO_REPLICAS,
     )
     reshard_interval: int = setting(

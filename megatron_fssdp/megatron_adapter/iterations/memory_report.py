@@ -45,7 +45,10 @@ def account_memory(session: StrategySession, host: HostSettings, held: HeldRepli
         held=held,
         slots_per_device=len(layers) * per_layer,
         # Some strategies set no limit. A device then has at most the experts that it does not own.
-        replicas_per_layer=min(session.strategy.slots(context), context.num_experts - per_layer),
+        replicas={
+            life: min(slots, context.num_experts - per_layer)
+            for life, slots in session.strategy.slots_by_life(context).items()
+        },
         owned_per_layer=per_layer,
         expert_elements=layout.numel,
         dtype_bytes=layout.dtype.itemsize,
@@ -66,14 +69,12 @@ def held_replicas(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         group_size=get_model_config(model[0]).microbatch_group_size_per_vp_stage,
     )
-    # Replica slots have fp32 sums of their own. Transformer Engine quantizes weights once for each direction,
-    # and mxfp8 has a scale for every 32 elements.
+    # Transformer Engine quantizes weights for each direction, and mxfp8 has a scale for every 32 elements.
     is_quantized = bool(host.fp8 or host.fp4)
     return HeldReplicas(
         session.strategy.replica_life,
         stage,
         _most_micro_batches(host, num_micro_batches),
-        fuses_gradients=True,
         copy_bytes=2 * (1 + 1 / 32) if is_quantized else 0.0,
     )
 

@@ -71,6 +71,15 @@ def profile_layers(
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     non_moe, flop_s, intra_alpha, intra_beta, inter_alpha, inter_beta, free, shares_s = numbers.tolist()
     messages = message_rule(on_cuda=device.type == "cuda")
+    capacity, mixed_capacity = memory_capacity(
+        int(-free),
+        held,
+        expert_elements=layout.numel,
+        dtype_bytes=layout.dtype.itemsize,
+        num_experts=first.context.num_experts,
+        # Between CPUs, messages are so small that the reserve covers them.
+        messages=messages if device.type == "cuda" else None,
+    )
     profile = LayerProfile(
         non_moe_s=-non_moe,
         cluster=ClusterCost(
@@ -81,15 +90,8 @@ def profile_layers(
         expert_bytes=layout.num_bytes,
         token_bytes=token_bytes,
         flops_per_token=flops_per_token,
-        memory_capacity=memory_capacity(
-            int(-free),
-            held,
-            expert_elements=layout.numel,
-            dtype_bytes=layout.dtype.itemsize,
-            num_experts=first.context.num_experts,
-            # Between CPUs, messages are so small that the reserve covers them.
-            messages=messages if device.type == "cuda" else None,
-        ),
+        memory_capacity=capacity,
+        mixed_capacity=mixed_capacity,
         gradient_bytes=layout.numel * FP32_BYTES if held.sends_fp32 else layout.num_bytes,
         num_micro_batches=num_micro_batches,
         owned_bytes=owned_bytes,

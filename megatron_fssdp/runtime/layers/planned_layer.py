@@ -229,7 +229,8 @@ class PlannedLayer:
         transfers = None
         if plan.transfer.edges and not plan.resident:
             replicas = self._take_slots(is_shared)
-            replicas.hold([expert for expert in expert_U if expert >= 0 and expert not in experts.parameters])
+            held = [expert for expert in expert_U if expert >= 0 and expert not in experts.parameters]
+            replicas.hold(held, experts.layout().dtype if plan.sums_one_pass else None)
             found = {**{expert: replicas.parameters(expert) for expert in replicas.experts}, **found}
             splits = plan.is_split and not self.is_first
             transfers = ReplicaTransfers(

@@ -6,15 +6,16 @@ stay in autograd and in Megatron's DDP. Replica slots have Parameters of their o
     slot        0        1        2            3
                 owned    owned    replica 0    replica 1
     weights     Megatron's        [numel] each, in the experts' data type; memory while an expert is here
-    gradients   main_grad         [numel] each, fp32 sums;                 memory from a backward pass until
-                                                                           the sums have reached the owners
+    gradients   main_grad         [numel] each, sums in fp32, or in the    memory from a backward pass until
+                                  experts' data type for a single pass     the sums have reached the owners
 
 The Parameters are made once, so the experts' module can be bound to them once. Only their storage is given
 back and taken again. A tensor that autograd saved stays valid in this way, because it is the Parameter
-itself.
+itself. Layers take and give back blocks of equal sizes on one stream, so torch's allocator lends the same
+memory to all layers whose replicas live for a pass.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +34,16 @@ class ReplicaSlots:
         self.layout, self.device = layout, device
         self._weights: list[_Memory] = []
         self._sums: list[_Memory] = []
+        # The sums of each slot by data type, in one memory: flat, and in the shapes of the Parameters.
+        self._gradients: list[dict[torch.dtype, tuple[torch.Tensor, Sequence[torch.Tensor]]]] = []
         self._parameters: list[ExpertParameters] = []
         self._slot_of: dict[int, int] = {}
 
-    def hold(self, experts: Iterable[int]) -> None:
-        """Set which experts the slots hold. An expert that stays keeps its slot and its contents."""
+    def hold(self, experts: Iterable[int], sums: torch.dtype | None = None) -> None:
+        """Set which experts the slots hold, and the data type of their gradient sums, which must be closed.
+
+        An expert that stays keeps its slot and its weights. By default, sums are in fp32 or wider.
+        """
         wanted = sorted(experts)
         for expert in [expert for expert in self._slot_of if expert not in wanted]:
             self._weights[self._slot_of.pop(expert)].give_back()
@@ -47,6 +53,13 @@ class ReplicaSlots:
                 slot = self._slot_of[expert] = next(free)
                 if slot == len(self._weights):
                     self._add_slot()
+            slot = self._slot_of[expert]
+            dtype = sums or accumulation_dtype(self.layout.dtype)
+            self._sums[slot].flat, gradients = self._gradients[slot][dtype]
+            parameters: Iterable[Any] = self._parameters[slot]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                # The name under which Megatron's layers and Transformer Engine look for a gradient's place.
+                parameter.main_grad = gradient
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -78,12 +91,12 @@ class ReplicaSlots:
 
     def open_sums(self) -> None:
         """Take the memory of the gradient sums, with zeros; sums that are open keep their contents."""
-        for slot in self._slot_of.values():
-            if self._sums[slot].take():
-                self._sums[slot].flat.zero_()
+        slots = [self._sums[slot] for slot in self._slot_of.values()]
+        if new := [one.flat for one in slots if one.take()]:
+            torch._foreach_zero_(new)
 
     def sums(self) -> dict[int, torch.Tensor]:
-        """Flat gradient sums ``[numel]`` by expert, in fp32 or wider; their memory must be open."""
+        """Flat gradient sums ``[numel]`` by expert; their memory must be open."""
         return {expert: self._sums[slot].flat for expert, slot in self._slot_of.items()}
 
     def close_sums(self) -> None:
@@ -94,13 +107,14 @@ class ReplicaSlots:
     def _add_slot(self) -> None:
         layout = self.layout
         flat = torch.empty(layout.numel, dtype=layout.dtype, device=self.device)
-        total = torch.empty(layout.numel, dtype=accumulation_dtype(layout.dtype), device=self.device)
+        wide = accumulation_dtype(layout.dtype)
+        total = torch.empty(layout.numel, dtype=wide, device=self.device)
+        flats = {dtype: total.view(dtype)[: layout.numel] for dtype in (layout.dtype, wide)}
+        self._gradients.append({dtype: (one, layout.unpack(one)) for dtype, one in flats.items()})
         made = []
-        for weight, gradient in zip(layout.unpack(flat), layout.unpack(total), strict=True):
+        for weight in layout.unpack(flat):
             parameter: Any = torch.nn.Parameter(weight)
-            # The names under which Megatron's layers and Transformer Engine look for a gradient's place.
-            parameter.main_grad, parameter.allreduce = gradient, False
-            parameter.grad_added_to_main_grad = False
+            parameter.allreduce = parameter.grad_added_to_main_grad = False
             parameter.register_post_accumulate_grad_hook(_add_to_sum)
             made.append(parameter)
         # .data has a version counter of its own, so autograd does not see a refilled weight as a change.
@@ -113,7 +127,7 @@ class _Memory:
     """A flat tensor whose memory comes and goes; at first it has none."""
 
     def __init__(self, flat: torch.Tensor) -> None:
-        self.flat, self.storage, self._num_bytes = flat, flat.untyped_storage(), flat.nbytes
+        self.flat, self.storage = flat, flat.untyped_storage()
         self.give_back()
 
     def take(self) -> bool:
@@ -121,7 +135,7 @@ class _Memory:
         # A resize to the same size would move the contents, which a transfer may be writing.
         is_new = not self.storage.nbytes()
         if is_new:
-            self.storage.resize_(self._num_bytes)
+            self.storage.resize_(self.flat.nbytes)
         return is_new
 
     def give_back(self) -> None:

@@ -173,10 +173,10 @@ class ReplicaTransfers:
         self.settle()
         self.slots.open_sums()  # A replica may have had no rows.
         layout = self.slots.layout
-        # The sums are formed in fp32, and rounding them to half precision would save nothing.
+        # The owners add in fp32 in any case.
         wide = accumulation_dtype(layout.dtype)
         own = self.slots.sums()
-        if dtype is not wide:
+        if any(total.dtype is not dtype for total in own.values()):
             own = {expert: total.to(dtype) for expert, total in own.items()}
         transfer = self._transfer(layout.numel)
         # The owner's own part is already in its gradient, so it is not a part of these sums. Nothing else is

@@ -1,0 +1,106 @@
+"""Simulates ``fssdp`` with little free memory: replicas that fit, their life, and speed over ``ep``.
+
+Run: ``python -m benchmarks.free_memory``. A device has room for a model's training with even loads, and a few
+GiB more. All layers of the model are on every device, without pipelines, in four micro-batches of one
+sequence. Shape letters: I iterations.
+"""
+
+import argparse
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.equal_memory import PAST, run_of
+from benchmarks.result_file import write_result
+from megatron_fssdp.config.cluster_description import load_cluster
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.simulation.moe_job import job_of_run
+from megatron_fssdp.simulation.simulator import device_memory, simulate
+from megatron_fssdp.simulation.workloads import generated_loads
+
+MODELS = {
+    "deepseek-v3": 32,
+    "qwen3-235b-a22b": 8,
+    "qwen3-30b-a3b": 8,
+    "mixtral-8x22b": 8,
+    "hecate-gpt-moe-s": 8,
+}
+"""Models, and the ranks of an expert-parallel group."""
+FREE_GIB = (1, 2, 4, 8, 16, 80)
+MICRO_BATCHES = 4
+LIVES = (ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS)
+COLUMNS = (
+    *("model", "EP", "workload", "free_gib"),
+    *("most_kept", "layers_kept", "most_in_pass", "layers_in_pass"),
+    *("speed_over_ep", "speed_without_limit", "part_of_gain", "missing_gib", "missing_gib_of_ep"),
+)
+
+
+def rows(case: tuple[str, int, str], iterations: int) -> list[list[object]]:
+    """The rows of a model and a workload, one for each size of the free memory."""
+    model, num_devices, workload = case
+    job = replace(job_of_run(run_of(model)), num_devices=num_devices, num_micro_batches=MICRO_BATCHES)
+    cluster = load_cluster("h200").model_copy(update={"memory_bytes": None})
+    counts_ILDE = generated_loads(workload, job, PAST + iterations)
+    even_bytes = device_memory(job, cluster).total_bytes
+
+    def run(name: str, free_gib: float | None):
+        limit = None if free_gib is None else even_bytes + int(free_gib * 2**30)
+        limited = cluster.model_copy(update={"memory_bytes": limit})
+        settings = STRATEGIES[name].settings()
+        return limited, simulate(
+            name, settings, counts_ILDE[PAST:], limited, job, past_ILDE=counts_ILDE[:PAST]
+        )
+
+    _, ep = run("ep", None)
+    free = ep.mean_s / run("fssdp", None)[1].mean_s
+    found: list[list[object]] = []
+    for free_gib in FREE_GIB:
+        limited, outcome = run("fssdp", free_gib)
+        layers = [one for iteration in outcome.iterations for one in iteration.layers if one.replicas]
+        of_lives = [[one.most_replicas for one in layers if one.life is life] for life in LIVES]
+        speed = ep.mean_s / outcome.mean_s
+        assert limited.memory_bytes is not None
+        missing = [one.memory.total_bytes - limited.memory_bytes for one in (outcome, ep)]
+        found.append(
+            [
+                *(model, num_devices, workload, free_gib),
+                *(
+                    part
+                    for used in of_lives
+                    for part in (max(used, default=0), round(len(used) / iterations, 1))
+                ),
+                *(round(speed, 3), round(free, 3), round((speed - 1) / (free - 1), 3) if free > 1 else 1.0),
+                *(round(max(0, one) / 2**30, 2) for one in missing),
+            ]
+        )
+    return found
+
+
+def main() -> None:
+    """Simulate all cases and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--workloads", default="W1,lognormal-medium")
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--result", type=Path)
+    options = parser.parse_args()
+    cases = [(m, MODELS[m], w) for m in options.models.split(",") for w in options.workloads.split(",")]
+    with ProcessPoolExecutor() as pool:
+        ordered = pool.map(partial(rows, iterations=options.iterations), cases)
+        found = [
+            row for some in track(ordered, total=len(cases), console=Console(stderr=True)) for row in some
+        ]
+    for row in (COLUMNS, *found):
+        print("|", *(f"{cell} |" for cell in row))
+    if options.result is not None:
+        write_result(options.result, "Which replicas fit, and what do they save?", COLUMNS, found)
+
+
+if __name__ == "__main__":
+    main()
