@@ -1,0 +1,92 @@
+"""What replicas take on a device is at most what the accounting says, and lives share memory as it says."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fssdp.planning.memory import ExpertOptimizer, expert_memory
+from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
+from megatron_fssdp.planning.transfer.message_size import message_rule
+from megatron_fssdp.testing import run_ranks
+
+from .. import case_run, layer_case, rank_layer
+from ..case_run import CaseRun
+from ..layer_case import LayerCase
+from .test_virtual_devices import PRELOAD, virtual_rank
+
+WIDTH, LAYERS, EXPERTS = 64, 3, 8
+ROUNDING_BYTES = 2**14
+"""For small tensors, such as routing maps: a quarter of an expert."""
+CASES = [
+    LayerCase(
+        "memory",
+        life,
+        placement="everywhere",
+        num_layers=LAYERS,
+        num_experts=EXPERTS,
+        num_iterations=1,
+        schedule=schedule,
+        tokens=(8,) * 4,
+        has_main_grad=True,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    for life, schedule in (
+        (ReplicaLife.ITERATION, "FB"),
+        (ReplicaLife.ITERATION, "FBFB"),
+        (ReplicaLife.LAYER_PASS, "FBFB"),
+    )
+]
+
+
+def peak_bytes(case: LayerCase) -> int:
+    """Most bytes of the device during the passes of an iteration."""
+    with virtual_rank(case) as device:
+        run = CaseRun(case, measure=False, check_plans=False)
+        batches = [run.draw() for _ in range(case.schedule.count("F"))]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run.runtime.begin_iteration(len(batches))
+        run.run_passes(case.schedule, batches)
+        run.runtime.finish_gradients()
+        torch.cuda.synchronize()
+        return device.memory.peak_bytes - before
+
+
+def peaks(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Peaks with replicas of all experts on all devices, and without replicas."""
+    with ExitStack() as patches:
+        for module, name in (
+            *((case_run, name) for name in ("MODEL_DIM", "FFN_DIM")),
+            (layer_case, "MODEL_DIM"),
+            (rank_layer, "MODEL_DIM"),
+        ):
+            patches.enter_context(mock.patch.object(module, name, WIDTH))
+        return [(peak_bytes(case), peak_bytes(replace(case, placement="owners"))) for case in CASES]
+
+
+def test_replicas_take_at_most_what_the_accounting_says() -> None:
+    found_SC = np.array(run_ranks(peaks, 4, preload=PRELOAD, timeout_s=200))
+    for case, (with_replicas, without) in zip(CASES, found_SC.max(axis=0), strict=True):
+        of = expert_memory(
+            held=HeldReplicas(case.life, PipelineStage((LAYERS,)), case.schedule.count("F")),
+            slots_per_device=LAYERS * EXPERTS // 4,
+            replicas={case.life: EXPERTS - EXPERTS // 4},
+            owned_per_layer=EXPERTS // 4,
+            expert_elements=2 * WIDTH * WIDTH,
+            dtype_bytes=2,
+            gradient_bytes=4,
+            optimizer=ExpertOptimizer(),
+            expert_data_parallel_size=1,
+            messages=message_rule(on_cuda=True),
+            # An owner sends its two experts to its neighbour and to the leader of the other node.
+            most_received=2 * 2,
+        )
+        added = with_replicas - without
+        print(case.life, case.schedule, added, of.describe(), of.above_expert_parallelism_bytes)
+        assert added <= of.above_expert_parallelism_bytes + ROUNDING_BYTES, (case, added, of.describe())
+        assert added >= of.replica_parameters_bytes, (case, added, of.describe())
