@@ -205,9 +205,10 @@ class _SharedCounts:
         numbers = [layer.counts.to_share(layer.shared) for layer in layers]
         self._lengths = [0 if one is None else len(one) for one in numbers]
         plans, lengths = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
-        for layer in layers:
-            plans.update(b"" if layer.shared is None else layer.shared.digest)
-        lengths.update(repr(self._lengths).encode())
+        for layer, length in zip(layers, self._lengths, strict=True):
+            if layer.shared is not None:
+                plans.update(layer.shared.digest)
+                lengths.update(b"%d of %d," % (length, layer.shared.num_slots))
         digests = torch.frombuffer(bytearray(plans.digest() + lengths.digest()), dtype=torch.int32)
         own = sent_to(digests, layers[0].experts.device)
         self._own = torch.cat([own, *(one for one in numbers if one is not None)])
