@@ -185,6 +185,14 @@ class MoERuntime:
         self._counts.clear()
 
 
+_DISAGREEMENTS = {
+    "plans": "run again with FSSDP_CHECK_PLANS=1 to find the layer, and look for loads, settings or random "
+    "numbers that differ between ranks",
+    "numbers of passes or slots": "all ranks of an expert-parallel group must run each layer equally often",
+}
+"""What has a digest of 8 bytes before the counts, and what to do if ranks differ in it."""
+
+
 class _SharedCounts:
     """The counts of the layers of one group of ranks, and digests of their plans, on their way to all ranks.
 
@@ -204,7 +212,7 @@ class _SharedCounts:
         self._group = groups.everyone or groups.expert_parallel
         numbers = [layer.counts.to_share(layer.shared) for layer in layers]
         self._lengths = [0 if one is None else len(one) for one in numbers]
-        plans, lengths = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+        plans, lengths = (hashlib.blake2b(digest_size=8) for _ in _DISAGREEMENTS)
         for layer, length in zip(layers, self._lengths, strict=True):
             if layer.shared is not None:
                 plans.update(layer.shared.digest)
@@ -223,33 +231,22 @@ class _SharedCounts:
     def take(self) -> None:
         """Give every layer the numbers of all ranks, which must have made the same plans and passes."""
         numbers_SN = self._gathered.wait()[0].numpy()
-        self._check(
-            numbers_SN[:, :2],
-            "plans",
-            "run again with FSSDP_CHECK_PLANS=1 to find the layer, and look for loads, settings or random "
-            "numbers that differ between ranks",
-        )
-        self._check(
-            numbers_SN[:, 2:4],
-            "numbers of passes or slots",
-            "all ranks of an expert-parallel group must run each layer equally often",
-        )
+        for at, (what, advice) in enumerate(_DISAGREEMENTS.items()):
+            digest_SN = numbers_SN[:, 2 * at : 2 * at + 2]
+            differing = np.flatnonzero((digest_SN != digest_SN[0]).any(axis=1)).tolist()
+            if differing:
+                raise RuntimeError(
+                    f"[fssdp] {what} of iteration {self._layers[0].clock.iteration}: got other {what} on "
+                    f"ranks {differing} of {len(digest_SN)} than on rank 0 (this is rank "
+                    f"{self._group.rank()}), wanted the same on all; {advice}"
+                )
         if len(rest := self._own[self._size :]):
             rest_SN = start_counts(rest, self._group).wait()[0].numpy()
             numbers_SN = np.concatenate([numbers_SN, rest_SN], axis=1)
             self._num_shared[self._group.group_name] = len(self._own)
-        begin = 4  # after the digests
+        begin = 2 * len(_DISAGREEMENTS)
         for layer, length in zip(self._layers, self._lengths, strict=True):
             if length:
                 own_SN = numbers_SN[:, begin : begin + length]
                 layer.counts.take(own_SN, layer.shared, layer.load, layer.measure)
             begin += length
-
-    def _check(self, digest_SN: np.ndarray, what: str, advice: str) -> None:
-        differing = np.flatnonzero((digest_SN != digest_SN[0]).any(axis=1)).tolist()
-        if differing:
-            raise RuntimeError(
-                f"[fssdp] {what} of iteration {self._layers[0].clock.iteration}: got other {what} on ranks "
-                f"{differing} of {len(digest_SN)} than on rank 0 (this is rank {self._group.rank()}), wanted "
-                f"the same on all; {advice}"
-            )

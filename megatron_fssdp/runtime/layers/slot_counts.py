@@ -34,10 +34,8 @@ class SlotCounts:
     def __init__(self, topology: Topology, plain_owner_E: np.ndarray, measures_spread: bool) -> None:
         self._topology, self._plain_owner_E = topology, plain_owner_E
         self._measures_spread = measures_spread
-        self._blocks: list[torch.Tensor] = []  # int32 [I, W], all zero where no pass has counted
-        self._rows_W: list[torch.Tensor] = []  # of the blocks
-        self._num_slots, self._num_passes, self._is_clear = -1, 0, True
-        self._most_rows = MOST_ROWS
+        self._rows_W: list[torch.Tensor] = []  # zeros beyond the passes of the iteration
+        self._num_slots, self._num_passes, self._most_rows, self._is_clear = -1, 0, MOST_ROWS, True
         self._spread: TokenSpread | None = None
         self.num_counting = 1  # Ranks that count each token: several if tensor-parallel ranks all route it.
         self.micro_batches: list[Callable[[], np.ndarray]] = []
@@ -57,17 +55,12 @@ class SlotCounts:
         if not one.is_shared:
             return None
         if self._num_slots != one.num_slots:
-            self._num_slots, self._num_passes, self._blocks, self._rows_W = one.num_slots, 0, [], []
-        number, num_rows = self._num_passes % self._most_rows, len(self._rows_W)
-        if number == num_rows:
-            self._add_block(max(num_rows, 1), device)
+            self._num_slots, self._num_passes, self._rows_W = one.num_slots, 0, []
+        number = self._num_passes % self._most_rows
+        if number == len(self._rows_W):
+            self._rows_W.append(torch.zeros(one.num_slots, dtype=torch.int32, device=device))
         self._num_passes += 1
         return self._rows_W[number]
-
-    @torch.inference_mode(False)  # An evaluation may be what drops counts.
-    def _add_block(self, num_rows: int, device: torch.device) -> None:
-        self._blocks.append(torch.zeros((num_rows, self._num_slots), dtype=torch.int32, device=device))
-        self._rows_W.extend(self._blocks[-1].unbind())
 
     def add_spread(self, routing_map: torch.Tensor) -> None:
         """Count on how many places the experts of tokens, bool ``[T, E]``, are; the host does not wait."""
@@ -76,19 +69,10 @@ class SlotCounts:
 
     def clear(self) -> None:
         """Drop the counts."""
-        self.micro_batches, self._num_passes = [], 0
-        if self._is_clear:
-            return
-        self._is_clear = True
-        if self._spread is not None:
-            self._spread.sums.zero_()
-        if len(self._blocks) == 1 or self._most_rows == 1:
-            for block in self._blocks:
-                block.zero_()
-        elif self._blocks:  # As many passes will come again.
-            num_rows, device = len(self._rows_W), self._blocks[0].device
-            self._blocks, self._rows_W = [], []
-            self._add_block(num_rows, device)
+        numbers = self._rows_W + ([] if self._spread is None else [self._spread.sums])
+        if numbers and not self._is_clear:
+            torch._foreach_zero_(numbers)
+        self.micro_batches, self._num_passes, self._is_clear = [], 0, True
 
     def to_share(self, shared: SlotPass | None) -> torch.Tensor | None:
         """What other ranks need of this rank: tokens by slot, of single passes, and their spread; int32.
@@ -99,11 +83,11 @@ class SlotCounts:
         """
         numbers = []
         if self._num_passes and shared is not None and not shared.plan.each_micro_batch:
-            block_IW = self._blocks[0] if len(self._blocks) == 1 else torch.cat(self._blocks)
+            rows_IW = torch.stack(self._rows_W)
             # The device adds up: for many layers on many ranks, this would take the host long.
-            numbers.append(block_IW.sum(dim=0, dtype=torch.int32))
+            numbers.append(rows_IW.sum(dim=0, dtype=torch.int32))
             if (num_rows := min(self._num_passes, self._most_rows)) > 1:
-                numbers.append(block_IW[:num_rows].view(-1))
+                numbers.append(rows_IW[:num_rows].view(-1))
         if self._spread is not None:
             numbers.append(self._spread.sums.int())
         return torch.cat(numbers) if numbers else None
@@ -120,12 +104,8 @@ class SlotCounts:
         counts_DE = np.zeros_like(load.counts_DE)
         if end:
             assert shared is not None
-            of_experts = partial(
-                _by_expert,
-                expert_W=shared.slots.expert_DU.reshape(-1),
-                num_experts=counts_DE.shape[1],
-                num_counting=self.num_counting,
-            )
+            expert_W = shared.slots.expert_DU.reshape(-1)
+            of_experts = partial(_by_expert, expert_W, counts_DE.shape[1], self.num_counting)
             sums_DXW, *rows_DXW = np.split(numbers_DXN[..., :end], end // shared.num_slots, axis=-1)
             counts_DE = of_experts(sums_DXW)
             self.micro_batches += [partial(of_experts, row_DXW) for row_DXW in rows_DXW or [sums_DXW]]
@@ -152,9 +132,9 @@ class SlotCounts:
 
 
 def _by_expert(
-    counts_DXW: np.ndarray, expert_W: np.ndarray, num_experts: int, num_counting: int
+    expert_W: np.ndarray, num_experts: int, num_counting: int, counts_DXW: np.ndarray
 ) -> np.ndarray:
-    """Tokens of every device for every expert, int64 ``[D, E]``, from those for slots, -1 if empty."""
+    """Tokens of every device for every expert, int64 ``[D, E]``, from those for slots; empty ones have -1."""
     used_W = expert_W >= 0
     counts_DE = np.zeros((len(counts_DXW), num_experts), np.int64)
     counts_DW = counts_DXW.sum(axis=1, dtype=np.int64) // num_counting
