@@ -4,7 +4,7 @@ Shape letters: I iterations, E experts, D devices.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ EVEN_LOAD = 1.1
 class LoadHistory:
     """Counts of the latest iterations, at most ``window``, and forecasts of the next iteration's counts.
 
-    ``num_seen`` also counts iterations that are no longer kept.
+    ``num_seen`` also counts iterations that are no longer kept. Of the latest iteration, single micro-batches
+    are kept as well, if they are known.
     """
 
     def __init__(self, window: int, num_devices: int, num_experts: int) -> None:
@@ -32,9 +33,13 @@ class LoadHistory:
         # For each iteration, the shares of load that the mean and the last counts had put on wrong experts.
         self._errors: deque[tuple[float, float]] = deque(maxlen=window)
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
+        self._micro_batches: Sequence[Callable[[], np.ndarray]] = ()
 
-    def append(self, counts_DE: np.ndarray) -> None:
-        """Add the (token, k) pairs of one iteration, integers ``[D, E]``, or raise a ValueError."""
+    def append(self, counts_DE: np.ndarray, micro_batches: Sequence[Callable[[], np.ndarray]] = ()) -> None:
+        """Add the (token, k) pairs of one iteration, integers ``[D, E]``, or raise a ValueError.
+
+        ``micro_batches`` give those of the single micro-batches, of which few are asked for.
+        """
         kept = checked_counts(counts_DE, self.num_devices, self.num_experts)
         kept.setflags(write=False)
         load_E = kept.sum(axis=0)
@@ -52,6 +57,7 @@ class LoadHistory:
         self._num_settled = min(self._num_settled + 1, self.window)
         self._sum_DE += kept - (self._latest[0] if len(self._latest) == self.window else 0)
         self._latest.append(kept)
+        self._micro_batches = micro_batches
         self.num_seen += 1
 
     def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
@@ -63,6 +69,7 @@ class LoadHistory:
         shorter.num_seen = self.num_seen - without_latest - len(known)
         for counts_DE in known:
             shorter.append(counts_DE)
+        shorter._micro_batches = () if without_latest else self._micro_batches
         return shorter
 
     def state(self) -> dict[str, Any]:
@@ -128,6 +135,16 @@ class LoadHistory:
     def counts_DE(self, age: int) -> np.ndarray:
         """Counts of ``age`` iterations before the latest one, int64 ``[D, E]``, read-only."""
         return self._latest[-1 - age]
+
+    def iterations_like(self, most: int) -> list[np.ndarray]:
+        """Counts that the latest iteration would have if all its micro-batches were like one of them.
+
+        int64 ``[D, E]``, for at most ``most`` micro-batches, evenly chosen; of the iteration itself if single
+        micro-batches are not known.
+        """
+        known = self._micro_batches
+        times, number = len(known), min(len(known), most)
+        return [times * known[n * times // number]() for n in range(number)] or [self.counts_DE(0)]
 
 
 def max_over_mean(load_D: np.ndarray) -> float:

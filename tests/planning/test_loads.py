@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -47,6 +49,26 @@ def test_mean_is_over_the_latest_iterations_only():
     np.testing.assert_array_equal(history.mean_E(), [7.5, 12.5, 17.5])
     np.testing.assert_array_equal(history.counts_DE(0), np.arange(6).reshape(2, 3) * 4)
     assert history.mean_DE().dtype == np.float64
+
+
+def test_single_micro_batches_are_asked_for_evenly_and_belong_to_the_latest_iteration() -> None:
+    history, asked = LoadHistory(3, 1, 2), []
+
+    def micro_batch(number: int) -> np.ndarray:
+        asked.append(number)
+        return np.array([[number, 1]])
+
+    history.append(np.array([[21, 7]]), [partial(micro_batch, number) for number in range(7)])
+    assert not asked
+    assert [one.tolist() for one in history.iterations_like(3)] == [[[0, 7]], [[14, 7]], [[28, 7]]]
+    assert asked == [0, 2, 4]
+    assert len(history.iterations_like(99)) == len(history.excerpt(1).iterations_like(99)) == 7
+    resumed = LoadHistory(3, 1, 2)
+    resumed.resume(history.state())
+    history.append(np.array([[5, 6]]))
+    earlier = history.excerpt(3, without_latest=1)
+    for alone, counts in ((history, [[5, 6]]), (resumed, [[21, 7]]), (earlier, [[21, 7]])):
+        assert [one.tolist() for one in alone.iterations_like(99)] == [counts]
 
 
 def test_bad_counts_say_what_was_wanted():

@@ -7,7 +7,7 @@ from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
-from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.loads import LoadHistory, max_over_mean
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
@@ -117,7 +117,7 @@ def test_an_iteration_that_is_planned_again_has_the_same_placement() -> None:
         assert not iterations.searches(hot_counts_DE(3))
 
 
-# --- tokens are shared out by exact counts where this saves more modelled seconds than it takes
+# --- tokens are shared out by exact counts where this takes no more modelled seconds
 
 SLOW = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, flops_per_token=4e8))
 """Experts that compute for so long that the time to compute shares hardly counts."""
@@ -171,6 +171,61 @@ def test_exact_shares_are_used_where_they_pay_and_decided_once_for_a_placement()
     counts_DE = hot_counts_DE(3)
     counts_DE[:, 12] += 400
     assert policy_of(everywhere, SLOW, counts_DE) == "exact"
+
+
+MICRO_BATCHES = 8
+TIMES = dataclasses.replace(PROFILE, num_micro_batches=MICRO_BATCHES)
+
+
+def drifting(seed: int, num_iterations: int) -> list[list[np.ndarray]]:
+    """Micro-batches of iterations: log-normal loads, which drift from one to the next by sigma 0.3."""
+    rng = np.random.default_rng(seed)
+    mean_E = rng.normal(size=EXPERTS)
+
+    def micro_batch() -> np.ndarray:
+        load_E = np.exp(mean_E + 0.3 * rng.normal(size=EXPERTS))
+        return rng.multinomial(4_096, load_E / load_E.sum(), size=DEVICES)
+
+    return [[micro_batch() for _ in range(MICRO_BATCHES)] for _ in range(num_iterations)]
+
+
+def history_with(*iterations: list[np.ndarray]) -> LoadHistory:
+    history = LoadHistory(3, DEVICES, EXPERTS)
+    for of_iteration in iterations:
+        history.append(sum(of_iteration), [lambda counts_DE=one: counts_DE for one in of_iteration])  # type: ignore[misc]
+    return history
+
+
+def test_loads_that_drift_between_micro_batches_are_shared_exactly() -> None:
+    context = dataclasses.replace(CONTEXT, profile=TIMES)
+    exact, even = [], []
+    for seed in range(6):
+        *past, coming = drifting(seed, 4)
+        plan = FssdpStrategy(FssdpSettings(slots=3)).before_gate(context, history_with(*past))
+        assert plan.dispatch_policy == "exact"
+        for ratios, way in ((exact, plan), (even, dataclasses.replace(plan, dispatch_policy="even"))):
+            ratios += [max_over_mean(way.dispatch(one, CONTEXT.topology).device_tokens_D) for one in coming]
+    assert max(exact) <= 1.1 < np.mean(even)
+
+
+def test_single_micro_batches_decide_and_equal_ones_decide_as_their_sum() -> None:
+    """The simulator knows sums, of equal micro-batches."""
+    context = dataclasses.replace(CONTEXT, profile=TIMES)
+    policies = []
+    for seed in range(12):
+        (of_iteration,) = drifting(seed, 1)
+        equal, total = [of_iteration[0]] * MICRO_BATCHES, MICRO_BATCHES * of_iteration[0]
+        plans = [
+            FssdpStrategy(FssdpSettings(slots=1)).before_gate(context, history)
+            for history in (history_with(of_iteration), history_of(sum(of_iteration)))
+        ]
+        policies.append(tuple(plan.dispatch_policy for plan in plans))
+        known, alone = (
+            FssdpStrategy(FssdpSettings())._policy(plans[0], context, history)
+            for history in (history_with(equal), history_of(total))
+        )
+        assert known == alone
+    assert set(policies) == {("exact", "even"), ("exact", "exact"), ("even", "even")}
 
 
 def test_price_decides_unless_it_knows_too_little_or_a_graph_has_one_form() -> None:

@@ -12,8 +12,12 @@ from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, Message
 STATE_OVER_PARAMETERS = 7
 """Bytes that move with an expert over its parameters', with Adam in mixed precision (Hecate, §2.3)."""
 
-EXACT_SHARES_S = 4e-4
-"""Seconds of exact shares on a GPU that was not measured: about 135 small kernels of 3 µs."""
+EXACT_SHARES_S = 1e-4
+"""Seconds of exact shares on a GPU where no run has measured them. An assumption: no GPU's time is known.
+
+Exact shares add two kernels to those of a share table: a sum of counts, and one whose single program goes
+eleven times over matrices ``[D, E]``. Prices count the gather between them apart.
+"""
 
 
 @dataclass(frozen=True)

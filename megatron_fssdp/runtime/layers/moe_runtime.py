@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from megatron_fssdp.collectives.gathered_counts import start_counts
@@ -48,6 +49,7 @@ class MoERuntime:
         self.clock = IterationClock()
         self.timer = PassTimer()
         self._counts: list[_SharedCounts] = []
+        self._num_shared: dict[str, int] = {}
         self._plans: dict[str, SharedPlans] = {}
 
     def add_layer(
@@ -160,7 +162,7 @@ class MoERuntime:
             # A single device needs its loads for reports only.
             if self.measure or layer.groups.num_devices > 1:
                 by_group.setdefault(layer.groups.expert_parallel.group_name, []).append(layer)
-        self._counts = [_SharedCounts(layers) for layers in by_group.values()]
+        self._counts = [_SharedCounts(layers, self._num_shared) for layers in by_group.values()]
 
     def end_iteration(self) -> list[LayerLoad]:
         """Mark the end of an iteration; return what each layer did in it, in the order of registration.
@@ -183,48 +185,66 @@ class MoERuntime:
         self._counts.clear()
 
 
+_DISAGREEMENTS = {
+    "plans": "run again with FSSDP_CHECK_PLANS=1 to find the layer, and look for loads, settings or random "
+    "numbers that differ between ranks",
+    "numbers of passes or slots": "all ranks of an expert-parallel group must run each layer equally often",
+}
+"""What has a digest of 8 bytes before the counts, and what to do if ranks differ in it."""
+
+
 class _SharedCounts:
-    """The counts of the layers of one group of ranks, and a digest of their plans, on their way to all ranks.
+    """The counts of the layers of one group of ranks, and digests of their plans, on their way to all ranks.
 
     One small all-gather in an iteration starts after the last backward pass, and its results are used when
     the optimizer has stepped. On CUDA, a second stream copies them to pinned memory, so the host waits for
     nothing: by then the device has long computed the norm of the gradients, for which the optimizer waits
     anyway. All ranks have the same ``layers`` in the same order.
+
+    A gather must take equally many numbers from each rank, and ranks that disagree have more or fewer. So
+    they gather as many as ever before, ``num_shared`` by the name of the group, and the rest when all are
+    known to have it: in the first iteration, and where more passes or slots come than ever.
     """
 
-    def __init__(self, layers: Sequence[SlotLayer]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[SlotLayer], num_shared: dict[str, int]) -> None:
+        self._layers, self._num_shared = layers, num_shared
         groups = layers[0].groups
         self._group = groups.everyone or groups.expert_parallel
         numbers = [layer.counts.to_share(layer.shared) for layer in layers]
         self._lengths = [0 if one is None else len(one) for one in numbers]
-        digest = hashlib.blake2b(digest_size=8)
-        for layer in layers:
-            digest.update(b"" if layer.shared is None else layer.shared.digest)
-        device = layers[0].experts.device
-        own = sent_to(torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)]), device)
-        self._gathered = start_counts(
-            torch.cat([own, *(one for one in numbers if one is not None)]), self._group
-        )
+        plans, lengths = (hashlib.blake2b(digest_size=8) for _ in _DISAGREEMENTS)
+        for layer, length in zip(layers, self._lengths, strict=True):
+            if layer.shared is not None:
+                plans.update(layer.shared.digest)
+                lengths.update(b"%d of %d," % (length, layer.shared.num_slots))
+        digests = torch.frombuffer(bytearray(plans.digest() + lengths.digest()), dtype=torch.int32)
+        own = sent_to(digests, layers[0].experts.device)
+        self._own = torch.cat([own, *(one for one in numbers if one is not None)])
+        self._size = num_shared.setdefault(self._group.group_name, len(own))
+        sent = torch.nn.functional.pad(self._own, (0, self._size - len(self._own)))  # or the first of them
+        self._gathered = start_counts(sent, self._group)
 
     def drop(self) -> None:
         """Give the numbers up. Messages on the CPU must end first, or gloo cannot go on."""
         wait_for(self._gathered.works)
 
     def take(self) -> None:
-        """Give every layer the numbers of all ranks, which must have made the same plans."""
+        """Give every layer the numbers of all ranks, which must have made the same plans and passes."""
         numbers_SN = self._gathered.wait()[0].numpy()
-        digest_S = numbers_SN[:, 0]
-        if (digest_S != digest_S[0]).any():
-            differing = [rank for rank, digest in enumerate(digest_S.tolist()) if digest != digest_S[0]]
-            clock = self._layers[0].clock
-            raise RuntimeError(
-                f"[fssdp] plans of iteration {clock.iteration}: got other plans on ranks {differing} of "
-                f"{len(digest_S)} than on rank 0 (this is rank {self._group.rank()}), wanted the same on "
-                "all; run again with FSSDP_CHECK_PLANS=1 to find the layer, and look for loads, settings or "
-                "random numbers that differ between ranks"
-            )
-        begin = 1  # after the digest
+        for at, (what, advice) in enumerate(_DISAGREEMENTS.items()):
+            digest_SN = numbers_SN[:, 2 * at : 2 * at + 2]
+            differing = np.flatnonzero((digest_SN != digest_SN[0]).any(axis=1)).tolist()
+            if differing:
+                raise RuntimeError(
+                    f"[fssdp] {what} of iteration {self._layers[0].clock.iteration}: got other {what} on "
+                    f"ranks {differing} of {len(digest_SN)} than on rank 0 (this is rank "
+                    f"{self._group.rank()}), wanted the same on all; {advice}"
+                )
+        if len(rest := self._own[self._size :]):
+            rest_SN = start_counts(rest, self._group).wait()[0].numpy()
+            numbers_SN = np.concatenate([numbers_SN, rest_SN], axis=1)
+            self._num_shared[self._group.group_name] = len(self._own)
+        begin = 2 * len(_DISAGREEMENTS)
         for layer, length in zip(self._layers, self._lengths, strict=True):
             if length:
                 own_SN = numbers_SN[:, begin : begin + length]

@@ -1,8 +1,11 @@
 """Counts the tokens of one layer by slot on the device, and turns all ranks' counts into loads on the host.
 
-Shape letters: T tokens of this rank, D devices, E experts, N nodes, S ranks that send rows, W slots of all
-devices.
+Shape letters: T tokens of this rank, D devices, E experts, N nodes or numbers, S ranks that send rows,
+I passes of an iteration, X expert-tensor-parallel peers, W slots of all devices.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,35 +14,53 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 
+MOST_ROWS = 32
+"""Passes of an iteration that have rows of their own. Further ones are added to these, in turn.
+
+A rank sends 4 bytes for each slot, layer and row, and for a sum of the rows. For 58 layers with 256 slots,
+these are 1.0 MB in 16 micro-batches and 2.0 MB in 32 or more; from 64 ranks, each gets 65 or 125 MB. As
+int64, they would be twice as much, and no rank has 2^31 tokens in an iteration.
+"""
+
 
 class SlotCounts:
     """The counts of one layer in an iteration.
 
     ``plain_owner_E``, int64 ``[E]``, are the owners under plain expert parallelism. With ``measures_spread``,
-    it also counts on how many nodes and devices the experts of a token are.
+    it also counts on how many nodes and devices the experts of a token are. ``micro_batches`` give the
+    counts of single passes, int64 ``[D, E]``, as far as the host has them. Few are asked for.
     """
 
     def __init__(self, topology: Topology, plain_owner_E: np.ndarray, measures_spread: bool) -> None:
         self._topology, self._plain_owner_E = topology, plain_owner_E
         self._measures_spread = measures_spread
-        self._counts_W: torch.Tensor | None = None
-        self._num_slots, self._is_clear = -1, True
+        self._rows_W: list[torch.Tensor] = []  # zeros beyond the passes of the iteration
+        self._num_slots, self._num_passes, self._most_rows, self._is_clear = -1, 0, MOST_ROWS, True
         self._spread: TokenSpread | None = None
         self.num_counting = 1  # Ranks that count each token: several if tensor-parallel ranks all route it.
+        self.micro_batches: list[Callable[[], np.ndarray]] = []
 
-    def open(self, one: SlotPass, device: torch.device) -> torch.Tensor | None:
-        """The sums of the iteration by slot, int64 ``[W]``, to which its passes add; others have none.
+    def open(self, one: SlotPass, device: torch.device, *, in_graph: bool = False) -> torch.Tensor | None:
+        """The row of a new pass, int32 ``[W]``, to which it adds its tokens by slot.
 
-        They keep their addresses while the number of slots stays. Before a CUDA graph that counts is
-        captured, this must have been called once outside of a graph.
+        ``None`` for a pass that is not shared: the host knows its counts. If a CUDA graph counts
+        (``in_graph``), all passes have the first row, whose address stays while the number of slots stays.
+        Before such a graph is captured, this must have been called once outside of it.
         """
         self._is_clear = False
+        if in_graph:
+            self._most_rows = 1
         if self._measures_spread and self._spread is None:
             self._spread = TokenSpread(self._plain_owner_E, self._topology, device)
-        if one.is_shared and (self._counts_W is None or self._num_slots != one.num_slots):
-            self._num_slots = one.num_slots
-            self._counts_W = torch.zeros(one.num_slots, dtype=torch.int64, device=device)
-        return self._counts_W if one.is_shared else None
+        if not one.is_shared:
+            return None
+        if self._num_slots != one.num_slots:
+            self._num_slots, self._num_passes, self._rows_W = one.num_slots, 0, []
+        number = self._num_passes % self._most_rows
+        if number == len(self._rows_W):
+            self._rows_W.append(torch.zeros(one.num_slots, dtype=torch.int32, device=device))
+        self._num_passes += 1
+        return self._rows_W[number]
 
     def add_spread(self, routing_map: torch.Tensor) -> None:
         """Count on how many places the experts of tokens, bool ``[T, E]``, are; the host does not wait."""
@@ -48,59 +69,77 @@ class SlotCounts:
 
     def clear(self) -> None:
         """Drop the counts."""
-        if not self._is_clear:
-            sums = (self._counts_W, None if self._spread is None else self._spread.sums)
-            for one in sums:
-                if one is not None:
-                    one.zero_()
-        self._is_clear = True
+        numbers = self._rows_W + ([] if self._spread is None else [self._spread.sums])
+        if numbers and not self._is_clear:
+            torch._foreach_zero_(numbers)
+        self.micro_batches, self._num_passes, self._is_clear = [], 0, True
 
     def to_share(self, shared: SlotPass | None) -> torch.Tensor | None:
-        """What other ranks need of this rank: tokens by slot, then their spread; int64, of equal length.
+        """What other ranks need of this rank: tokens by slot, of single passes, and their spread; int32.
 
         ``None`` if there is nothing, or if the counts are on the host already. ``shared`` is the pass of the
-        iteration, ``None`` if the layer was not used.
+        iteration, ``None`` if the layer was not used. Single passes are left out where there is one, and
+        where a CUDA graph has added them up.
         """
-        on_device = shared is not None and not shared.plan.each_micro_batch
-        spread = None if self._spread is None else self._spread.sums
-        numbers = [one for one in (self._counts_W if on_device else None, spread) if one is not None]
+        numbers = []
+        if self._num_passes and shared is not None and not shared.plan.each_micro_batch:
+            rows_IW = torch.stack(self._rows_W)
+            # The device adds up: for many layers on many ranks, this would take the host long.
+            numbers.append(rows_IW.sum(dim=0, dtype=torch.int32))
+            if (num_rows := min(self._num_passes, self._most_rows)) > 1:
+                numbers.append(rows_IW[:num_rows].view(-1))
+        if self._spread is not None:
+            numbers.append(self._spread.sums.int())
         return torch.cat(numbers) if numbers else None
 
     def take(self, numbers_SN: np.ndarray, shared: SlotPass | None, load: LayerLoad, measure: bool) -> None:
-        """Add the numbers of all ranks, int64, to the load of the iteration.
+        """Add the numbers of all ranks, as many as :meth:`to_share` has, to the load of the iteration.
 
         Part x of device d is row d X + x. ``measure`` also adds device loads and what plain expert
         parallelism would have done.
         """
         num_devices = self._topology.num_devices
-        numbers_DN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1]).sum(axis=1)
-        num_slots = numbers_DN.shape[1] - (0 if self._spread is None else len(self._spread.sums))
-        counts_DW = numbers_DN[:, :num_slots] // self.num_counting
+        numbers_DXN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1])
+        end = numbers_SN.shape[1] - (0 if self._spread is None else len(self._spread.sums))
         counts_DE = np.zeros_like(load.counts_DE)
-        if num_slots:
+        if end:
             assert shared is not None
             expert_W = shared.slots.expert_DU.reshape(-1)
-            used_W = expert_W >= 0
-            np.add.at(counts_DE.T, expert_W[used_W], counts_DW[:, used_W].T)
+            of_experts = partial(_by_expert, expert_W, counts_DE.shape[1], self.num_counting)
+            sums_DXW, *rows_DXW = np.split(numbers_DXN[..., :end], end // shared.num_slots, axis=-1)
+            counts_DE = of_experts(sums_DXW)
+            self.micro_batches += [partial(of_experts, row_DXW) for row_DXW in rows_DXW or [sums_DXW]]
             load.counts_DE += counts_DE
             if measure:
+                counts_DW = sums_DXW.sum(axis=1, dtype=np.int64) // self.num_counting
                 counts_DD = counts_DW.reshape(num_devices, num_devices, -1).sum(axis=2)
                 node_D = self._topology.node_of_device_D
                 crossing = int(counts_DD[node_D[:, None] != node_D].sum())
                 load.add_tokens(shared.plan.placement, counts_DD.sum(axis=0), crossing)
         if measure:
-            spread_DN = numbers_DN[:, num_slots:]
-            spread = spread_DN.sum(axis=0) // self.num_counting if spread_DN.size else None
-            load.add_plain(counts_DE, self._plain_owner_E, spread)
+            spread_N = numbers_DXN[..., end:].sum(axis=(0, 1), dtype=np.int64) // self.num_counting
+            load.add_plain(counts_DE, self._plain_owner_E, spread_N if len(spread_N) else None)
 
     def count_on_host(self, counts_DE: np.ndarray, own: SlotPass, load: LayerLoad, measure: bool) -> None:
         """Add a micro-batch whose counts the host knows, int64 ``[D, E]``."""
         load.counts_DE += counts_DE
+        self.micro_batches.append(lambda: counts_DE)
         if measure:
             dispatch = own.plan.dispatch(counts_DE, self._topology)
             crossing = round(dispatch.cross_node_tokens)
             load.add_tokens(own.plan.placement, dispatch.whole_tokens_D, crossing)
             load.add_plain(counts_DE, self._plain_owner_E, None)
+
+
+def _by_expert(
+    expert_W: np.ndarray, num_experts: int, num_counting: int, counts_DXW: np.ndarray
+) -> np.ndarray:
+    """Tokens of every device for every expert, int64 ``[D, E]``, from those for slots; empty ones have -1."""
+    used_W = expert_W >= 0
+    counts_DE = np.zeros((len(counts_DXW), num_experts), np.int64)
+    counts_DW = counts_DXW.sum(axis=1, dtype=np.int64) // num_counting
+    np.add.at(counts_DE.T, expert_W[used_W], counts_DW[:, used_W].T)
+    return counts_DE
 
 
 class TokenSpread:

@@ -164,7 +164,7 @@ class SlotLayer(PlannedLayer):
         one = self._pass_for(routing_map)
         self._use(one)
         if routing_map is None and self._is_counted:
-            self.counts.open(one, self.experts.device)
+            self.counts.open(one, self.experts.device, in_graph=True)
         if one.transfers is not None and not one.plan.gather_ahead:
             one.transfers.await_weights()
 
@@ -176,7 +176,8 @@ class SlotLayer(PlannedLayer):
         self.plan_iteration()
         self._use(self.shared)
         self._is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
-        self.counts.open(self._in_use, self.experts.device)
+        if self._is_counted:
+            self.counts.open(self._in_use, self.experts.device, in_graph=True)
 
     @traced("remap")
     def remap(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -325,11 +326,11 @@ class SlotLayer(PlannedLayer):
                 f"{self.experts.what}: the iteration ended before all replicas' gradients reached their "
                 "owners; call MoERuntime.finish_gradients() before reading gradients"
             )
-        load = self._take_load()
+        load, micro_batches = self._take_load(), self.counts.micro_batches
         self.gradients.note_iteration()
         self._drop()
         if load.counts_DE.any():
-            self.history.append(load.counts_DE)
+            self.history.append(load.counts_DE, micro_batches)
         return load
 
     def reset(self) -> None:

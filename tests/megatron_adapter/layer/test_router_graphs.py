@@ -53,7 +53,7 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
     layer, hidden = _captured_layer(rank, world_size)
     slots, clock, dispatcher = layer.slot_layer, layer.slot_layer.clock, layer.token_dispatcher
     slots.reset()
-    sums = slots.counts._counts_W, slots.counts._spread.sums
+    sums = slots.counts._rows_W[0], slots.counts._spread.sums
     addresses, counted, spread = set(), [], []
     for _ in range(2):
         clock.driven, clock.trains, clock.num_micro_batches = True, True, 2
@@ -71,7 +71,7 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
             layer(hidden)[0].sum().backward()
             layer.cudagraph_tensor_store.clear()
         shared = slots.counts.to_share(slots.shared)
-        addresses.add((slots.counts._counts_W.data_ptr(), slots.counts._spread.sums.data_ptr()))
+        addresses.add((slots.counts._rows_W[0].data_ptr(), slots.counts._spread.sums.data_ptr()))
         counted.append(int(shared[0]))
         spread.append(int(shared[-1]))
         slots.gradients.finish()

@@ -33,7 +33,7 @@ _WIDTH = 32  # Experts or slots of a program; with more, registers do not suffic
 def remap_by_table(
     routing_map: Tensor, probs: Tensor, table_EJ: Tensor, expert_W: Tensor, counts_W: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`reference.remap_by_table`; the tokens of each slot are added to ``counts_W``, int64.
+    """:func:`reference.remap_by_table`; the tokens of each slot are added to ``counts_W``, int32.
 
     ``expert_W``, int64, has the expert of each slot, -1 without one.
     """
@@ -174,7 +174,7 @@ def _route(
     is_written = (token < num_tokens)[:, None] & (slot < num_slots)[None, :]
     routed = tl.where(is_here, held, 0)
     if COUNTS:
-        tl.atomic_add(out_counts_W + slot, tl.sum(routed.to(tl.int64), 0), is_used, sem="relaxed")
+        tl.atomic_add(out_counts_W + slot, tl.sum(routed.to(tl.int32), 0), is_used, sem="relaxed")
     tl.store(out_map_TW + result, routed, is_written)
     tl.store(out_probs_TW + result, prob, is_written)
     tl.store(out_slot_TE + entry, tl.broadcast_to(slot[None, :], [TILE, WIDTH]), is_here)

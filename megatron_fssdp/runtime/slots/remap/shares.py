@@ -49,7 +49,7 @@ class ShareTable:
     ) -> tuple[Tensor, Tensor]:
         """Turn the map, bool, and the probabilities of experts ``[T, E]`` into those of slots ``[T, W]``.
 
-        The tokens of each slot are added to ``counts_W``, int64.
+        The tokens of each slot are added to ``counts_W``, int32.
         """
         expert_W, table_EJ = self.numbers[: self.num_slots], self.numbers[self.num_slots :]
         table_EJ = table_EJ.view(self.num_experts, -1)

@@ -42,7 +42,7 @@ def both(make, routing_map, probs, counts_DE, upstream):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shares, "_kernels_for", lambda device, use=use: use)
             weights = probs.clone().requires_grad_()
-            counts_W = torch.ones(upstream.shape[1], dtype=torch.int64, device=DEVICE)
+            counts_W = torch.ones(upstream.shape[1], dtype=torch.int32, device=DEVICE)
             slot_map, slot_probs = make().remap(routing_map, weights, lambda counts_E: counts_DE, counts_W)
             (slot_probs * upstream).sum().backward()
         results.append((slot_map, slot_probs, weights.grad, counts_W))
@@ -113,6 +113,7 @@ def compile(kernel, arch, constants, **pointers):
 
 TILES = {"TILE": 64, "WIDTH": 32}
 BYTES = {"map_TE": "*u8", "out_map_TW": "*u8", "out_slot_TE": "*i32", "slot_TE": "*i32"}
+BYTES["out_counts_W"] = "*i32"
 for arch in (80, 90, 100):
     compile(kernels._count_tokens, arch, TILES, **BYTES)
     for probs, rows, known in (("*fp32", 64, "*i64"), ("*bf16", 0, "*i32")):

@@ -1,0 +1,120 @@
+"""Counts of single micro-batches reach every rank's host as they were routed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.runtime.layers import slot_counts
+
+from ..case_run import CaseRun
+from ..layer_case import Inputs, LayerCase
+from ..rank_layer import run_layer_ranks
+
+# The drawn plans of these cases have share tables and exact shares, several numbers of slots and none.
+CASES = [
+    LayerCase("rows"),
+    LayerCase("rows, recomputed", recompute="reentrant", routing="dropped"),
+    LayerCase("rows, released", ReplicaLife.LAYER_PASS, recompute="reentrant"),
+    LayerCase("rows, on the host", ReplicaLife.MICRO_BATCH, recompute="reentrant"),
+    LayerCase("rows, owners", placement="owners"),
+]
+
+
+def routed_DE(run: CaseRun, batch: Inputs, map_TE: Tensor) -> list[list[int]]:
+    counts_DE = np.zeros((run.layers[0].groups.num_devices, run.case.num_experts), np.int64)
+    for rank in range(run.world_size):
+        counts_DE[rank // run.case.peers] += batch.of_rank(map_TE, rank).numpy().sum(axis=0)
+    return counts_DE.tolist()
+
+
+def rows_of(run: CaseRun) -> list[list[list[list[int]]]]:
+    """Of each layer, the micro-batches of the last iteration."""
+    like = [layer.slots.history.iterations_like(99) for layer in run.layers]
+    return [[(one // len(of_layer)).tolist() for one in of_layer] for of_layer in like]
+
+
+def iterate(run: CaseRun, num_batches: int) -> list[list[list[list[int]]]]:
+    """Run an iteration in which layer 1 runs twice in the second micro-batch; what each layer has routed."""
+    runtime, wanted = run.runtime, [[] for _ in run.layers]
+    runtime.begin_iteration(1)  # More come than are announced.
+    for number in range(num_batches):
+        batch = run.draw()
+        output, _, probs_L = run.forward(batch)
+        for of_layer, map_TE in zip(wanted, batch.map_L, strict=True):
+            of_layer.append(routed_DE(run, batch, map_TE))
+        if number == 1:
+            other_TE = batch.map_L[1]
+            output = output + run.layers[0].forward(output, probs_L[0], batch.of_rank(other_TE, run.rank))
+            wanted[0].append(routed_DE(run, batch, other_TE))
+        outside = runtime.begin_evaluation()
+        with torch.no_grad():
+            run.forward(run.draw(), training=False)
+        runtime.end_evaluation(outside)
+        output.sum().backward()
+    runtime.finish_gradients()
+    runtime.end_passes()
+    loads = runtime.end_iteration()
+    for load, of_layer in zip(loads, wanted, strict=True):
+        assert load.counts_DE.tolist() == np.sum(of_layer, axis=0).tolist()
+    return wanted
+
+
+def rows_arrive(rank: int, world_size: int, cases: Sequence[LayerCase]) -> None:
+    for case in cases:
+        run = CaseRun(case)
+        for num_batches in (2, 2, 1, 3):
+            assert iterate(run, num_batches) == rows_of(run), (case.name, num_batches)
+
+
+def test_rows_arrive_as_they_were_routed() -> None:
+    run_layer_ranks(rows_arrive, 2, CASES)
+
+
+def test_rows_of_ranks_that_share_experts_are_added() -> None:
+    run_layer_ranks(rows_arrive, 4, [LayerCase("rows, peers", peers=2)])
+
+
+def rows_are_few(rank: int, world_size: int) -> None:
+    with mock.patch.object(slot_counts, "MOST_ROWS", 2):
+        run = CaseRun(replace(CASES[0], num_nodes=1))
+    of_first, of_second = iterate(run, 3)
+    in_turn = [np.sum(rows[turn::2], axis=0).tolist() for rows in (of_first, of_second) for turn in (0, 1)]
+    assert [row for of_layer in rows_of(run) for row in of_layer] == in_turn
+    # As where a CUDA graph has counted, only sums are known.
+    run.layers[0].slots.counts._most_rows = 1
+    of_first, of_second = iterate(run, 2)
+    assert rows_of(run) == [[np.sum(of_first, axis=0).tolist()], of_second]
+
+
+def test_more_passes_than_rows_are_added_in_turn() -> None:
+    run_layer_ranks(rows_are_few, 2)
+
+
+def run_unequally(rank: int, world_size: int, num_before: int) -> str:
+    """One rank has one pass of layer 2 more, which no collective has noticed."""
+    run = CaseRun(CASES[-1])
+    for _ in range(num_before):
+        iterate(run, 3)
+    run.runtime.begin_iteration(1, 7)
+    run.forward(run.draw())[0].sum().backward()
+    slots = run.layers[1].slots
+    if rank == 1:
+        slots.counts.open(slots.shared, slots.experts.device)
+    run.runtime.finish_gradients()
+    run.runtime.end_passes()
+    with pytest.raises(RuntimeError) as error:
+        run.runtime.end_iteration()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_ranks_with_other_numbers_of_passes_stop(num_before: int) -> None:
+    for message in run_layer_ranks(run_unequally, 2, num_before):
+        assert "passes or slots of iteration 7" in message
+        assert "on ranks [1] of 2" in message
