@@ -71,6 +71,11 @@ class TransferPlan:
         """Depth of the deepest edge; -1 if the plan has no edges."""
         return int(self.table[:, 3].max(initial=-1))
 
+    def crosses_nodes(self, topology: Topology) -> bool:
+        """Whether any edge leads from one node to another."""
+        node_D = topology.node_of_device_D
+        return bool((node_D[self.table[:, 1]] != node_D[self.table[:, 2]]).any())
+
     def edges_of(self, device: int) -> tuple[tuple[TransferEdge, ...], tuple[TransferEdge, ...]]:
         """Edges that bring experts to a device, and edges by which it sends experts, in the plan's order."""
         incoming, outgoing = (self.table[self.table[:, column] == device].tolist() for column in (2, 1))
