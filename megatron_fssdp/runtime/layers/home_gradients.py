@@ -186,6 +186,7 @@ class HomeGradients:
                 self.end_own(one)
         else:
             one.transfers.end_use()
+            one.transfers.add_gradients()
             if one.is_shared and not one.plan.rematerialize:
                 if is_last:
                     self._reduce_iteration(one.transfers)

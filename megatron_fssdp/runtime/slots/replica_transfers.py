@@ -157,20 +157,25 @@ class ReplicaTransfers:
         self.settle()
         self.slots.open_sums()
 
+    def add_gradients(self) -> None:
+        """Add what a complete backward pass has left to the sums."""
+        self._experts.await_gradients()
+        self.slots.add_gradients()
+
     @traced("reduce gradients")
     def reduce(self, dtype: torch.dtype) -> None:
         """Start SparseReduceScatter of the present sums; they travel in ``dtype``, equal on all ranks."""
         self.settle()
         self.slots.open_sums()  # A replica may have had no rows.
-        numel, owned = self.slots.layout.numel, self._experts.parameters
-        transfer = self._transfer([numel], range(numel))
         self._experts.await_gradients()
+        numel, owned, sums = self.slots.layout.numel, self._experts.parameters, self.slots.sums()
+        transfer = self._transfer([numel], range(numel))
         # Nothing else is added to the owner's gradient before settle(), so the lane adds the sums to it,
         # beside the backward pass.
         totals = {expert: GradientTotals(owned[expert]) for expert in transfer.shared_experts}
         self._totals = [*totals.values()]
         self._reducing = transfer.start_reduce_scatter(
-            {expert: [total] for expert, total in self.slots.sums().items()},
+            {expert: [total] for expert, total in sums.items()},
             {expert: one.tensors for expert, one in totals.items()},
             dtype=dtype,
         )
