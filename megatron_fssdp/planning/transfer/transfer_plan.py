@@ -45,7 +45,7 @@ class TransferPlan:
 
     def check_serves(self, placement: ExpertPlacement) -> None:
         """Raise a ValueError unless the edges bring every expert from its owner to exactly its holders."""
-        if not len(self.table) and not placement.num_replicas:
+        if self.__dict__.get("_served") is placement or not (len(self.table) or placement.num_replicas):
             return
         expert_P, source_P, destination_P, depth_P = self.table.T
         got_ED = np.zeros_like(placement.present_ED)
@@ -65,6 +65,7 @@ class TransferPlan:
                 f"{device}: wanted transfers to exactly the placement's replicas; rebuild the plan for this "
                 "placement"
             )
+        self.__dict__["_served"] = placement  # Copies of a plan need no second check.
 
     @cached_property
     def max_depth(self) -> int:

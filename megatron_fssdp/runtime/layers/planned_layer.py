@@ -228,7 +228,7 @@ class PlannedLayer:
         here, experts = self.groups.device, self.experts
         expert_U, found = slots.expert_DU[here].tolist(), experts.all_parameters
         transfers = None
-        if plan.transfer.edges and not plan.resident:
+        if len(plan.transfer.table) and not plan.resident:
             replicas = self._take_slots(is_shared)
             replicas.hold([expert for expert in expert_U if expert >= 0 and expert not in experts.parameters])
             found = {**{expert: replicas.parameters(expert) for expert in replicas.experts}, **found}
