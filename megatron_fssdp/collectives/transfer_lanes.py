@@ -39,9 +39,8 @@ from torch import Tensor
 
 from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
 
-Results = dict[int, Tensor]
-Steps = Generator[None, None, Results]
-"""A transfer that stops after each batch that it has issued, and returns its results at the end."""
+Steps = Generator[None, None, None]
+"""A transfer that stops after each batch that it has issued."""
 
 
 @dataclass(eq=False)
@@ -67,14 +66,11 @@ class TransferTimer:
 class PendingTransfer:
     """A transfer that has started, or that has nothing to do on this rank."""
 
-    def __init__(self, timer: TransferTimer, results: Results | None = None) -> None:
+    def __init__(self, timer: TransferTimer) -> None:
         self.timer = timer
-        self._results = results
 
-    def wait(self) -> Results:
-        """Wait, and return the results for the calling thread (CPU) or its current stream (CUDA)."""
-        assert self._results is not None
-        return self._results
+    def wait(self) -> None:
+        """Wait, on the CPU by the calling thread, on CUDA by its current stream."""
 
 
 class ThreadTransfer(PendingTransfer):
@@ -82,21 +78,20 @@ class ThreadTransfer(PendingTransfer):
 
     def __init__(self, timer: TransferTimer) -> None:
         super().__init__(timer)
-        self.future: Future[Results] = Future()
+        self.future: Future[None] = Future()
 
-    def wait(self) -> Results:
+    def wait(self) -> None:
         """Block until the transfer is complete, and raise its errors."""
         begin = now(is_cuda=False)
-        results = self.future.result()
+        self.future.result()
         self.timer.waits.append((begin, now(is_cuda=False)))
-        return results
 
 
 class ThreadLane:
     """A thread that runs the transfers of one process group one by one, in the order of their submission."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Steps, Future[Results], TransferTimer]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Steps, Future[None], TransferTimer]] = queue.SimpleQueue()
         # A daemon, because a transfer whose peer is gone must not keep the process from ending.
         threading.Thread(target=self._work, name=f"transfers of {name}", daemon=True).start()
 
@@ -112,22 +107,13 @@ class ThreadLane:
             steps, future, timer = self._jobs.get()
             begin = now(is_cuda=False)
             try:
-                results = _drained(steps)
+                for _ in steps:
+                    pass
                 timer.begin, timer.end = begin, now(is_cuda=False)
-                future.set_result(results)
-                del results
+                future.set_result(None)
             except BaseException as error:
                 future.set_exception(error)
             del steps, future, timer  # An idle lane must not keep tensors alive.
-
-
-def _drained(steps: Steps) -> Results:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            results: Results = end.value
-            return results
 
 
 class StreamTransfer(PendingTransfer):
@@ -165,7 +151,7 @@ class StreamTransfer(PendingTransfer):
 
     def issue_all(self) -> None:
         """Issue all remaining batches, and the event that ends the transfer."""
-        while self._results is None:
+        while self.timer.end is None:
             self._issue_next()
 
     def _issue_next(self) -> None:
@@ -177,11 +163,10 @@ class StreamTransfer(PendingTransfer):
             try:
                 next(self._steps)
                 self.num_issued += 1
-            except StopIteration as end:
-                self._results = end.value
+            except StopIteration:
                 self.timer.end = now(is_cuda=True)
 
-    def wait(self) -> Results:
+    def wait(self) -> None:
         """Make the current stream wait for the transfer; the host does not wait."""
         self._lane.issue_through(self)
         stream, end = torch.cuda.current_stream(self._lane.device), self.timer.end
@@ -193,7 +178,6 @@ class StreamTransfer(PendingTransfer):
             for tensor in self._touched:
                 tensor.record_stream(stream)
         self._touched = ()
-        return super().wait()
 
 
 class StreamLane:
@@ -214,8 +198,8 @@ class StreamLane:
         """Begin a transfer, to run after all work that is on the current stream now.
 
         All ranks have equally many batches. At most ``at_once`` of them are issued at one point; ``None``
-        issues everything now. The caller's ``touched`` tensors, which the transfer reads or writes, results
-        included, must belong to the stream that waits for the transfer.
+        issues everything now. The caller's ``touched`` tensors, which the transfer reads or writes, must
+        belong to the stream that waits for the transfer.
         """
         transfer = StreamTransfer(self, steps, timer, num_batches, at_once or num_batches, touched)
         self._open.append(transfer)

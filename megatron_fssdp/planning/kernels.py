@@ -125,7 +125,8 @@ class Price:
         dispatch, combine: ``[2, 2]``: start-up and seconds of a pair, on links inside and between nodes.
         moves: The same of a transfer, for an expert and for its gradient, ``[2, 3]``.
         of_hops: By number of hops of a gather, the seconds of a message inside nodes and between nodes, and
-            the least seconds of the whole; then the same for a reduction; ``[hops + 1, 6]``.
+            the least seconds of the whole; then the same for a reduction; and both again for a transfer
+            that crosses nodes; ``[hops + 1, 12]``.
         per_token: Seconds of the experts for a pair in both passes.
         times: Number of micro-batches.
         counts: Seconds between gate and dispatch in a micro-batch.
@@ -175,7 +176,7 @@ class Price:
         """Seconds of a gather (column 1) or of a reduction (2); ``layer_seconds.transfer_times`` explains."""
         if hops == 0:
             return 0.0
-        first = 3 * (column - 1)
+        first = 3 * (column - 1) + (6 if far > 0.0 else 0)
         filling = (fill & ((1 << _HOP_BITS) - 1)) * self.of_hops[hops, first]
         filling += (fill >> _HOP_BITS) * self.of_hops[hops, first + 1]
         least = self.of_hops[hops, first + 2]

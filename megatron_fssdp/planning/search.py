@@ -114,7 +114,7 @@ def plan_materialization(
         raise ValueError(f"load_DE has shape {load.shape}: wanted {wanted}, by source device and expert")
     # Only the highest device load counts, and a little each transfer.
     expert = TRANSFER_OVER_LOAD * float(load.sum()) / topology.num_devices
-    moves, of_hops = np.array([[0.0, expert, expert]] * 2), np.zeros((_most_hops(topology) + 1, 6))
+    moves, of_hops = np.array([[0.0, expert, expert]] * 2), np.zeros((_most_hops(topology) + 1, 12))
     tables = (np.zeros((2, 2)), np.zeros((2, 2)), moves, of_hops)
     costs = (*tables, 1.0, 1.0, 0.0, 0.0, 0.0, ReplicaLife.ITERATION.name, False, 0.0)
     layer = LayerSearch(owner, load, topology, costs)

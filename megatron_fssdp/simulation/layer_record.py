@@ -27,7 +27,7 @@ from megatron_fssdp.planning.cost.link_seconds import (
 from megatron_fssdp.planning.memory import FP32_BYTES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.transfer.message_size import num_batches, num_stages
+from megatron_fssdp.planning.transfer.message_size import MessageRule, num_batches
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import LayerDecision, ReplayedIteration
@@ -181,7 +181,7 @@ class LayerPrices:
         gather_times, num_gathers = self._transfer(gather)
         addition_times, num_additions = self._transfer(addition)
         regather, num_regathers = self._transfer(replicas)
-        reduce_times, num_reductions = self._transfer(replicas, reduced_bytes, adds=True)
+        reduce_times, num_reductions = self._transfer(replicas, reduced_bytes)
         # How often an iteration gathers again before a backward pass, and how often it plans.
         again = times if life is ReplicaLife.LAYER_PASS else 0
         each = times if life is ReplicaLife.MICRO_BATCH else 1
@@ -222,8 +222,12 @@ class LayerPrices:
             regather=regather,
             plan_s=each_plan_s,
             first_plan_s=first_plan_s,
-            host_s=host_s + job.messages.batch_host_s * posted,
+            host_s=host_s + self._messages.batch_host_s * posted,
         )
+
+    @cached_property
+    def _messages(self) -> MessageRule:
+        return self.job.messages(self.cluster)
 
     @cached_property
     def _counts_s(self) -> float:
@@ -242,14 +246,12 @@ class LayerPrices:
         slowest = min(link.bandwidth_bytes_per_s, cluster.intra_node.bandwidth_bytes_per_s)
         return link.alpha_s + num_bytes / slowest
 
-    def _transfer(
-        self, traffic: TransferTraffic, element_bytes: int | None = None, *, adds: bool = False
-    ) -> tuple[LinkTimes, int]:
+    def _transfer(self, traffic: TransferTraffic, element_bytes: int | None = None) -> tuple[LinkTimes, int]:
         """Seconds of a transfer, of weights by default, and the batches of messages that a rank posts."""
         if not traffic.num_experts:
             return UNUSED, 0
         num_bytes = self.job.expert_elements * (element_bytes or self.job.dtype_bytes)
-        messages, hops = self.job.messages, traffic.num_hops
-        message = messages.message_bytes(num_bytes, num_stages(hops, adds=adds))
-        times = transfer_times(self.links.transfer, traffic, num_bytes, messages, adds=adds)
+        hops, is_far = traffic.num_hops, traffic.num_between_nodes > 0
+        message = self._messages.message_bytes(num_bytes, hops, is_far=is_far)
+        times = transfer_times(self.links.transfer, traffic, num_bytes, self._messages)
         return times, num_batches(num_bytes, message, hops)

@@ -5,14 +5,17 @@ Shape letters: L MoE layers.
 
 from dataclasses import dataclass, field, replace
 
+from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.host_seconds import MEASURED, HostCosts
+from megatron_fssdp.planning.cost.layer_profile import measured_messages
+from megatron_fssdp.planning.cost.link_seconds import cluster_cost
 from megatron_fssdp.planning.memory import FP32_BYTES, ExpertOptimizer
 from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
-from megatron_fssdp.planning.transfer.message_size import MessageRule, message_rule
+from megatron_fssdp.planning.transfer.message_size import MessageRule
 from megatron_fssdp.simulation.parameter_count import (
     count_parameters,
     dense_matrix_elements,
@@ -98,10 +101,9 @@ class MoeJob:
             self.expert_elements, self.dtype_bytes, self.expert_data_parallel_size
         )
 
-    @property
-    def messages(self) -> MessageRule:
-        """How the runtime divides an expert into messages."""
-        return message_rule(on_cuda=self.on_cuda)
+    def messages(self, cluster: ClusterDescription) -> MessageRule:
+        """How the runtime divides an expert into messages, once it has measured the links of a cluster."""
+        return measured_messages(cluster_cost(cluster), on_cuda=self.on_cuda)
 
     @property
     def pairs_per_device(self) -> float:

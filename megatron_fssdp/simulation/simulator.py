@@ -154,7 +154,7 @@ def simulate(
     profile = replace(profile, deduplicated=strategy.travel.exchange == "deduplicated")
     links = cluster_links(cluster)
     ring = strategy.ring(0, topology)
-    steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages.step_host_s)
+    steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages(cluster).step_host_s)
     host = HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
     plans_s = 0.0
     if strategy.shares_plans and job.num_layers > 1:
@@ -234,7 +234,7 @@ def layer_profile(
             expert_elements=job.expert_elements,
             dtype_bytes=job.dtype_bytes,
             num_experts=job.num_experts,
-            messages=job.messages if job.on_cuda else None,
+            messages=job.messages(cluster) if job.on_cuda else None,
         )
     return LayerProfile(
         non_moe_s=min(job.before_gate_flops_L) / cluster.non_expert_flops_per_s,
@@ -247,7 +247,7 @@ def layer_profile(
         gradient_bytes=job.expert_elements * FP32_BYTES if held.sends_fp32 else job.expert_bytes,
         num_micro_batches=job.num_micro_batches,
         owned_bytes=job.owned_bytes,
-        messages=job.messages,
+        messages=job.messages(cluster),
         choices=job.choices or TokenChoices(job.top_k),
     )
 
@@ -286,7 +286,7 @@ def device_memory(
         gradient_bytes=job.gradient_bytes,
         optimizer=job.optimizer,
         expert_data_parallel_size=job.expert_data_parallel_size,
-        messages=job.messages,
+        messages=job.messages(cluster),
         most_received=max((layer.most_received for layer in layers), default=0),
     )
     dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes)

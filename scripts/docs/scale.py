@@ -23,8 +23,8 @@ from benchmarks.result_file import write_result  # noqa: E402
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster  # noqa: E402
 from megatron_fssdp.config.run.composition import load_run  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
+from megatron_fssdp.planning.cost.link_seconds import topology_of  # noqa: E402
 from megatron_fssdp.planning.memory import FP32_BYTES  # noqa: E402
-from megatron_fssdp.planning.transfer.message_size import num_stages  # noqa: E402
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run  # noqa: E402
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate  # noqa: E402
 from megatron_fssdp.simulation.workloads import generated_loads  # noqa: E402
@@ -105,19 +105,22 @@ def with_deepep(cluster: ClusterDescription) -> ClusterDescription:
     return ClusterDescription.model_validate(cluster.model_dump() | {"collectives": tokens})
 
 
-def sent_by_devices(plan: LayerPlan, job: MoeJob) -> np.ndarray:
+def sent_by_devices(plan: LayerPlan, job: MoeJob, cluster: ClusterDescription) -> np.ndarray:
     """Messages of a layer's spAG and of its spRS, and GiB of both, that each device sends: ``[3, D]``."""
     _, source_P, destination_P, _ = plan.transfer.table.T
     hops, elements = plan.transfer.max_depth + 1, job.expert_elements
     early = round(plan.early * elements)  # a part of the weights, which travels before the rest
 
-    def messages(num_bytes: int, *, adds: bool) -> int:
-        return -(-num_bytes // max(job.messages.message_bytes(num_bytes, num_stages(hops, adds=adds)), 1))
+    is_far = plan.transfer.crosses_nodes(topology_of(cluster, job.num_devices))
 
-    gathers = sum(messages(part * job.dtype_bytes, adds=False) for part in (early, elements - early))
+    def messages(num_bytes: int) -> int:
+        rule = job.messages(cluster)
+        return -(-num_bytes // max(rule.message_bytes(num_bytes, hops, is_far=is_far), 1))
+
+    gathers = sum(messages(part * job.dtype_bytes) for part in (early, elements - early))
     out_D, back_D = (np.bincount(side_P, minlength=job.num_devices) for side_P in (source_P, destination_P))
     gib_D = elements * (job.dtype_bytes * out_D + FP32_BYTES * back_D) / GIB
-    return np.stack([gathers * out_D, messages(elements * FP32_BYTES, adds=True) * back_D, gib_D])
+    return np.stack([gathers * out_D, messages(elements * FP32_BYTES) * back_D, gib_D])
 
 
 def row_of(model: str, num_gpus: int) -> list[object]:
@@ -133,7 +136,7 @@ def row_of(model: str, num_gpus: int) -> list[object]:
         return simulate(name, settings, now_ILDE, links, job, past_ILDE=past_ILDE, on_plan=count)
 
     def count(iteration: int, layer: int, plan: LayerPlan) -> None:
-        sent_XD[:] += sent_by_devices(plan, job) / ITERATIONS
+        sent_XD[:] += sent_by_devices(plan, job, cluster) / ITERATIONS
 
     ep, copies = outcome("ep", LOG_NORMAL, "megatron"), job.expert_data_parallel_size
     layout = [f"{model}, {num_gpus:,} GPUs", f"{stages} × {group_size} × {copies}", job.num_layers]

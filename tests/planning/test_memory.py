@@ -110,7 +110,7 @@ def test_the_messages_of_each_child_bound_reduction_buffers():
     assert buffers(FixedMessages(50, num_open=2)) == 3 * 6 * 100
     assert buffers(FixedMessages(1000)) == 3 * 6 * 200
     # Two of four messages of 50 bytes, which are aligned to 64 bytes.
-    assert buffers(PipelinedMessages(10, fewest=4, most=4)) == 3 * 6 * 128
+    assert buffers(PipelinedMessages(10, 10, most_bytes=64)) == 3 * 6 * 128
 
 
 def capacity(

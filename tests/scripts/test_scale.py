@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import steps_of
+from megatron_fssdp.config.cluster_description import load_cluster
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, num_stages
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -26,14 +26,17 @@ def test_messages_are_those_that_the_runtime_posts(monkeypatch: pytest.MonkeyPat
     plan = LayerPlan(placement, two_level_transfer(placement, topology))
     hops = plan.transfer.max_depth + 1
 
+    cluster = load_cluster("h200").model_copy(update={"devices_per_node": 4})
+    rule = job.messages(cluster)
+
     def posted(num_bytes: int, device: int, *, is_gather: bool) -> int:
-        each = CUDA_MESSAGES.message_bytes(num_bytes, num_stages(hops, adds=not is_gather))
+        each = rule.message_bytes(num_bytes, hops, is_far=True)
         steps = steps_of(plan.transfer, device, -(-num_bytes // each), is_gather=is_gather)
         return sum(len(step.sends) for step in steps)
 
     elements = job.expert_elements
     for early in (0.0, 0.25):
-        found_XD = scale.sent_by_devices(replace(plan, early=early), job)
+        found_XD = scale.sent_by_devices(replace(plan, early=early), job, cluster)
         parts = [round(early * elements), elements - round(early * elements)]
         for device in range(8):
             gathers = sum(posted(2 * part, device, is_gather=True) for part in parts if part)

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.cost.host_seconds import MEASURED, SIZES, HostCosts
+from megatron_fssdp.planning.transfer.message_size import BATCH_HOST_S
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
@@ -50,7 +51,7 @@ def test_messages_of_transfers_are_posted_by_the_host() -> None:
     found = simulate("fssdp", settings_of("fssdp", **keys), COUNTS_ILDE, cluster_of(), job_of(layers=2))
     # One message each for spAG and spRS of one expert, in both layers.
     assert found.of_layers("replicas").tolist() == [[1, 1], [1, 1]]
-    assert found.of_layers("host_s").sum(axis=1) == pytest.approx([4 * job_of().messages.batch_host_s] * 2)
+    assert found.of_layers("host_s").sum(axis=1) == pytest.approx([4 * BATCH_HOST_S] * 2)
 
 
 def test_measured_times_are_interpolated() -> None:

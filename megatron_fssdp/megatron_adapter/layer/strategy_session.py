@@ -24,8 +24,9 @@ from megatron_fssdp.strategies.registry import build_strategy
 
 # Name of the group of transfers in Megatron's file of NCCL options (--nccl-communicator-config-path).
 SHORT_NAME = "fssdp"
-# Transfers run beside compute. On streams of high priority, their kernels are scheduled first.
-DEFAULT_OPTIONS = {"is_high_priority_stream": True}
+# Transfers run beside compute. On streams of high priority, their kernels are scheduled first. Few CTAs leave
+# the other SMs to compute, and bound the buffers of channels.
+DEFAULT_OPTIONS = {"is_high_priority_stream": True, "max_ctas": 8}
 
 
 class StrategySession:

@@ -1,13 +1,18 @@
 """Costs of one layer on the cluster of a run, measured in its first iterations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, MessageRule
+from megatron_fssdp.planning.transfer.message_size import (
+    BATCH_HOST_S,
+    CUDA_MESSAGES,
+    HOST_MESSAGES,
+    MessageRule,
+)
 
 STATE_OVER_PARAMETERS = 7
 """Bytes that move with an expert over its parameters', with Adam in mixed precision (Hecate, §2.3)."""
@@ -84,3 +89,13 @@ class LayerProfile:
         """Experts whose transfer hides before the layer: ``t = ⌊T_nonMoE · bw / size⌋`` (Hecate, §4.2)."""
         beta_s_per_byte = self.slowest_link(topology).beta_s_per_byte
         return int(self.non_moe_s / beta_s_per_byte / self.expert_bytes) if beta_s_per_byte else 0
+
+
+def measured_messages(cluster: ClusterCost, *, on_cuda: bool) -> MessageRule:
+    """The rule of messages for links of known costs. Between CPUs, it is the same for all links."""
+    if not on_cuda:
+        return HOST_MESSAGES
+    near = cluster.intra
+    far = max(near, cluster.inter, key=lambda link: link.beta_s_per_byte)
+    near_bytes, far_bytes = (max(one.alpha_s, BATCH_HOST_S) / one.beta_s_per_byte for one in (near, far))
+    return replace(CUDA_MESSAGES, near_bytes=near_bytes, far_bytes=far_bytes)

@@ -37,7 +37,7 @@ from megatron_fssdp.planning.cost.link_seconds import LinkSet, LinkTimes, Transf
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.transfer.message_size import MessageRule, num_batches, num_stages
+from megatron_fssdp.planning.transfer.message_size import MessageRule, num_batches
 
 PROB_BYTES = 4
 """Bytes of one routing probability. Each row has one, and a separate all-to-all sends them."""
@@ -78,23 +78,24 @@ def exchange_times(
 
 @lru_cache(maxsize=1024)
 def _message_seconds(
-    links: LinkSet, num_bytes: int, messages: MessageRule, num_hops: int, adds: bool
+    links: LinkSet, num_bytes: int, messages: MessageRule, num_hops: int, is_far: bool
 ) -> tuple[float, float, float]:
     """Seconds of one message inside nodes and between nodes, and the host's for all batches of messages."""
-    message = messages.message_bytes(num_bytes, num_stages(num_hops, adds=adds))
+    message = messages.message_bytes(num_bytes, num_hops, is_far=is_far)
     host_s = messages.batch_host_s * num_batches(num_bytes, message, num_hops)
     return links.near.time_s(message), links.far_of_node.time_s(message), host_s
 
 
 def transfer_times(
-    links: LinkSet, traffic: TransferTraffic, expert_bytes: int, messages: MessageRule, *, adds: bool = False
+    links: LinkSet, traffic: TransferTraffic, expert_bytes: int, messages: MessageRule
 ) -> LinkTimes:
     """Seconds of one SparseAllGather: the busiest links, and one message for each hop before the last.
 
-    This is the volume bound of Hecate, Eq. 1, applied to every link of the plan. SparseReduceScatter
-    (``adds``) is the transpose. ``expert_bytes`` are those of an expert, or of its gradient.
+    This is the volume bound of Hecate, Eq. 1, applied to every link of the plan. SparseReduceScatter is the
+    transpose. ``expert_bytes`` are those of an expert, or of its gradient.
     """
-    near_s, far_s, host_s = _message_seconds(links, expert_bytes, messages, traffic.num_hops, adds)
+    is_far = traffic.num_between_nodes > 0
+    near_s, far_s, host_s = _message_seconds(links, expert_bytes, messages, traffic.num_hops, is_far)
     first_s = traffic.fill_hops[0] * near_s + traffic.fill_hops[1] * far_s
     times = links.times(traffic.busiest, expert_bytes)
     near_s, far_s = (max(first_s + s, host_s) if s else 0.0 for s in (times.near_s, times.far_s))
@@ -166,8 +167,12 @@ def price_arguments(
     )
     moves = [(link.alpha_s, *(size * link.beta_s_per_byte for size in sizes)) for link in both]
     of_hops = [
-        [_message_seconds(profile.links, size, profile.messages, hops, adds) for hops in range(most_hops + 1)]
-        for size, adds in zip(sizes, (False, True), strict=True)
+        [
+            _message_seconds(profile.links, size, profile.messages, hops, is_far)
+            for hops in range(most_hops + 1)
+        ]
+        for is_far in (False, True)
+        for size in sizes
     ]
     return (
         *(np.array(table) for table in (*exchanges, moves)),

@@ -1,14 +1,12 @@
 """The rule by which a transfer divides an expert into messages; the runtime and all prices follow it.
 
-A transfer of B bytes in n messages takes s stages: the hops of its longest path, one after the other, and
-under SparseReduceScatter the addition at the owner. While a stage works on one message, the stage before it
-works on the next one. With a fixed cost of a seconds for each batch of messages and b seconds per byte, the
-transfer takes
+A transfer of B bytes over h hops in n messages takes, if each batch of messages has a start-up of a seconds
+and a link needs b seconds per byte,
 
-    (n + s - 1) · (a + b · B / n)        shortest for        n² = (s - 1) · B · b / a
+    (n + h - 1) · (a + b · B / n)        shortest for        n² = (h - 1) · B · b / a
 
-One stage has nothing to wait for, so one message is best. With several stages, their number grows with the
-root of the bytes. ``a / b`` is the number of bytes that travel in the time of a batch's fixed cost.
+While a hop carries one message, the hop before it carries the next one. A received part of a gradient is
+added while the next message travels. ``a / b`` is the number of bytes that travel in the time of a start-up.
 """
 
 import math
@@ -17,10 +15,13 @@ from dataclasses import dataclass
 ALIGNMENT_BYTES = 16
 """Messages begin at multiples of this number of bytes, which is what vectorized copies need."""
 
+NEARLY = 1.1
+"""Fewer messages are better, for the host, if the transfer takes at most this many times as long."""
+
 
 @dataclass(frozen=True)
 class FixedMessages:
-    """Messages of at most ``num_bytes``, whatever the size of an expert and the number of stages.
+    """Messages of at most ``num_bytes``, whatever the size of an expert and the number of hops.
 
     A receiving device keeps at most ``num_open`` messages of one sender, which come early. The host takes
     ``batch_host_s`` for each batch of messages, and ``step_host_s`` for each step of the smart schedule.
@@ -31,7 +32,7 @@ class FixedMessages:
     batch_host_s: float = 0.0
     step_host_s: float = 0.0
 
-    def message_bytes(self, expert_bytes: int, num_stages: int) -> int:
+    def message_bytes(self, expert_bytes: int, num_hops: int, *, is_far: bool) -> int:
         """Bytes of a message of an expert or of its gradient: the fixed size, or all if they are fewer."""
         return min(expert_bytes, self.num_bytes)
 
@@ -42,32 +43,39 @@ class FixedMessages:
 
 @dataclass(frozen=True)
 class PipelinedMessages:
-    """One message for one stage, otherwise as many as make the pipeline shortest.
+    """The fewest messages with which the pipeline of hops is nearly as short as with any number.
 
-    They are ``fewest`` to ``most`` of at least ``least_bytes``, which travel in the time of a batch's fixed
-    cost.
+    ``near_bytes`` and ``far_bytes`` travel in the time of a start-up, over the slowest link of a plan inside
+    a node and of a plan between nodes. A message has at most ``most_bytes``, so that the memory for received
+    ones is bounded.
     """
 
-    least_bytes: int
-    fewest: int
-    most: int
+    near_bytes: float
+    far_bytes: float
+    most_bytes: int = 64 << 20
     num_open: int = 2
     batch_host_s: float = 0.0
     step_host_s: float = 0.0
 
-    def message_bytes(self, expert_bytes: int, num_stages: int) -> int:
-        """Bytes of a message of an expert, or of its gradient, in a transfer with so many stages."""
-        if num_stages <= 1:
-            return expert_bytes
-        wanted = math.ceil(math.sqrt((num_stages - 1) * expert_bytes / self.least_bytes))
-        number = min(max(wanted, self.fewest), self.most, max(1, expert_bytes // self.least_bytes))
-        each = -(-expert_bytes // number)
+    def message_bytes(self, expert_bytes: int, num_hops: int, *, is_far: bool) -> int:
+        """Bytes of a message of an expert, or of its gradient, in a transfer over so many hops.
+
+        ``is_far`` says whether any of the plan's hops is between nodes.
+        """
+        more = max(num_hops - 1, 0)
+        starts = expert_bytes / (self.far_bytes if is_far else self.near_bytes)
+        best = max(1, int(math.sqrt(more * starts)))
+        shortest = min((n + more) * (1 + starts / n) for n in (best, best + 1))
+        # The smaller n that solves (n + more)(1 + starts / n) = NEARLY · shortest.
+        half = (NEARLY * shortest - starts - more) / 2
+        fewest = math.ceil(half - math.sqrt(max(half * half - more * starts, 0.0)))
+        each = -(-expert_bytes // max(1, fewest, -(-expert_bytes // self.most_bytes)))
         return min(expert_bytes, -(-each // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
     def buffered_bytes(self, gradient_bytes: int) -> int:
         """Most bytes that a device keeps for the messages of one sender in SparseReduceScatter."""
-        # A reduction over one hop has two stages, the fewest of all reductions and so the largest messages.
-        return min(gradient_bytes, self.num_open * self.message_bytes(gradient_bytes, 2))
+        # The largest messages are those of one hop.
+        return min(gradient_bytes, self.num_open * self.message_bytes(gradient_bytes, 1, is_far=False))
 
 
 MessageRule = FixedMessages | PipelinedMessages
@@ -81,22 +89,19 @@ host's time for messages. Steps of the smart schedule wait for each other: on th
 cores), 4 steps took 5.8 ms (rows) and 7.7 ms (results) longer than their bytes and start-ups.
 """
 
-CUDA_MESSAGES = PipelinedMessages(1 << 20, fewest=8, most=16, batch_host_s=30e-6)
-"""Between CUDA devices: the whole expert over one hop, 8 to 16 messages where stages pipeline.
+BATCH_HOST_S = 30e-6
+"""Seconds in which the host is assumed to post a batch of NCCL messages, the least start-up of a batch."""
 
-No GPU has measured these numbers. The host is assumed to take 30 µs for a batch of NCCL messages, in which a
-link of 35 GB/s carries 1 MiB, and no time for a step, because the host runs ahead of the stream.
+CUDA_MESSAGES = PipelinedMessages(BATCH_HOST_S * 200e9, BATCH_HOST_S * 50e9, batch_host_s=BATCH_HOST_S)
+"""Between CUDA devices whose links are not measured: 200 GB/s inside a node, and 400 Gb/s between nodes.
+
+These are assumptions. The host needs no time for a step, because it runs ahead of the stream.
 """
 
 
 def message_rule(*, on_cuda: bool) -> MessageRule:
-    """The rule for transfers between CUDA devices, or between CPUs."""
+    """The rule for transfers between CUDA devices, or between CPUs, before links are measured."""
     return CUDA_MESSAGES if on_cuda else HOST_MESSAGES
-
-
-def num_stages(num_hops: int, *, adds: bool) -> int:
-    """Number of stages of a transfer: the hops of its longest path, then SparseReduceScatter's addition."""
-    return num_hops + adds
 
 
 def num_batches(expert_bytes: int, message_bytes: int, num_hops: int) -> int:

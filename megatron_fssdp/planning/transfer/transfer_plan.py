@@ -45,7 +45,7 @@ class TransferPlan:
 
     def check_serves(self, placement: ExpertPlacement) -> None:
         """Raise a ValueError unless the edges bring every expert from its owner to exactly its holders."""
-        if not len(self.table) and not placement.num_replicas:
+        if self.__dict__.get("_served") is placement or not (len(self.table) or placement.num_replicas):
             return
         expert_P, source_P, destination_P, depth_P = self.table.T
         got_ED = np.zeros_like(placement.present_ED)
@@ -65,11 +65,17 @@ class TransferPlan:
                 f"{device}: wanted transfers to exactly the placement's replicas; rebuild the plan for this "
                 "placement"
             )
+        self.__dict__["_served"] = placement  # Copies of a plan need no second check.
 
     @cached_property
     def max_depth(self) -> int:
         """Depth of the deepest edge; -1 if the plan has no edges."""
         return int(self.table[:, 3].max(initial=-1))
+
+    def crosses_nodes(self, topology: Topology) -> bool:
+        """Whether any edge leads from one node to another."""
+        node_D = topology.node_of_device_D
+        return bool((node_D[self.table[:, 1]] != node_D[self.table[:, 2]]).any())
 
     def edges_of(self, device: int) -> tuple[tuple[TransferEdge, ...], tuple[TransferEdge, ...]]:
         """Edges that bring experts to a device, and edges by which it sends experts, in the plan's order."""

@@ -16,10 +16,14 @@ import torch
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
+from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
-from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers, gradient_to_fill
+from megatron_fssdp.runtime.slots.replica_transfers import (
+    GradientTotals,
+    ReplicaTransfers,
+    gradient_to_fill,
+)
 
 
 class HomeGradients:
@@ -36,6 +40,7 @@ class HomeGradients:
         self.on_complete: Callable[[], object] = lambda: None  # A backward pass of the layer is complete.
         self.delays_weight_gradients = False
         self.own: list[SlotPass] = []  # Passes of single micro-batches whose gradients are not home.
+        self._resident_sums: Iterator[None] | None = None
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -43,6 +48,8 @@ class HomeGradients:
         for own in self.own:
             own.is_dropped = True
             self._layer.give_back(own)
+        for _ in self._resident_sums or ():
+            pass  # Transfers on their way use the gradients.
         self.is_home = True
         self.is_reduced = False  # over the data-parallel ranks, so nothing may be added any more
         self.own = []
@@ -51,7 +58,7 @@ class HomeGradients:
         self._num_complete = 0
         self._num_computed = 0
         self._over: deque[SlotPass] = deque()
-        self._resident_sums: Iterator[None] | None = None
+        self._resident_sums = None
 
     def note_iteration(self) -> None:
         """Note how many backward passes the iteration had, before it is forgotten."""
@@ -133,9 +140,11 @@ class HomeGradients:
 
     def finish(self) -> None:
         """Bring all remaining gradients to the owners and wait; every rank of the group must call it."""
+        shared = self._layer.shared
+        if shared is not None and shared.transfers is not None:
+            shared.transfers.settle_gathers()
         if self.is_home:
             return
-        shared = self._layer.shared
         if shared is not None and shared.plan.resident:
             if self._has_sums:
                 self._sum_residents()
@@ -177,6 +186,7 @@ class HomeGradients:
                 self.end_own(one)
         else:
             one.transfers.end_use()
+            one.transfers.add_gradients()
             if one.is_shared and not one.plan.rematerialize:
                 if is_last:
                     self._reduce_iteration(one.transfers)
@@ -219,8 +229,8 @@ class HomeGradients:
             assert plan is not None
             layout = experts.layout()
             experts.await_gradients()
-            transfer = self._layer.bind(plan.transfer, layout.numel, accumulation_dtype(layout.dtype))
-            self._resident_sums = sum_over_holders(transfer, layout, experts.all_parameters)
+            transfer = self._layer.bind(plan.transfer, layout.sizes, accumulation_dtype(layout.dtype))
+            self._resident_sums = sum_over_holders(transfer, experts.all_parameters)
             next(self._resident_sums)
 
     def _are_home(self) -> None:
@@ -229,28 +239,31 @@ class HomeGradients:
             self.on_home()
 
 
-def sum_over_holders(
-    transfer: SparseTransfer, layout: ExpertLayout, parameters: ParametersByExpert
-) -> Iterator[None]:
+def sum_over_holders(transfer: SparseTransfer, parameters: ParametersByExpert) -> Iterator[None]:
     """Sum an iteration's gradients over the resident holders of each expert, in three steps of an iterator.
 
     The first step starts SparseReduceScatter, the second one SparseAllGather of the sums, and the last one
-    writes them into the gradients. The caller lets other work hide what is running. All ranks of the group
-    take the same steps in the same order. The transfer is one of whole experts, in the sums' data type.
+    waits. The caller lets other work hide what is running, and leaves the gradients alone. All ranks of the
+    group take the same steps in the same order. The transfer is one of whole experts, in the sums' data type.
     """
-    experts = (*transfer.received_experts, *transfer.shared_experts)
-    gradients = {expert: [gradient_to_fill(one) for one in parameters[expert]] for expert in experts}
-    held = {}
-    for expert, found in gradients.items():
-        pairs = zip(parameters[expert], found, strict=True)
-        whole = [torch.zeros_like(one) if gradient is None else gradient for one, gradient in pairs]
-        held[expert] = layout.pack(whole).to(transfer.dtype)
-    reduction = transfer.start_reduce_scatter(held)
+    here = (*transfer.received_experts, *transfer.shared_experts)
+    held = {expert: GradientTotals(parameters[expert], transfer.dtype) for expert in here}
+    # Whether an expert is frozen is known on its own device alone, so zeros travel.
+    contents = {
+        expert: [
+            torch.zeros(total.shape, dtype=transfer.dtype, device=transfer.device) if total.is_meta else total
+            for total in one.tensors
+        ]
+        for expert, one in held.items()
+    }
+    received, shared = transfer.received_experts, transfer.shared_experts
+    reduction = transfer.start_reduce_scatter(
+        {e: contents[e] for e in received}, {e: contents[e] for e in shared}
+    )
     yield
-    sums = reduction.wait()
-    gathered = transfer.start_all_gather(sums)
+    reduction.wait()
+    gathered = transfer.start_all_gather(contents)
     yield
-    for expert, total in {**sums, **gathered.wait()}.items():
-        for gradient, part in zip(gradients[expert], layout.unpack(total), strict=True):
-            if gradient is not None:
-                gradient.copy_(part)
+    gathered.wait()
+    for one in held.values():
+        one.write()

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.link_probes import measure_links
 from megatron_fssdp.planning.cost.cost_model import ClusterCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile, measured_messages
 from megatron_fssdp.planning.memory import FP32_BYTES, memory_capacity
 from megatron_fssdp.planning.replica_life import HeldReplicas
-from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.remap.shares import seconds_of_shares
 
@@ -70,7 +69,12 @@ def profile_layers(
     for group in groups:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     non_moe, flop_s, intra_alpha, intra_beta, inter_alpha, inter_beta, free, shares_s = numbers.tolist()
-    messages = message_rule(on_cuda=device.type == "cuda")
+    cluster = ClusterCost(
+        replace(intra, alpha_s=intra_alpha, beta_s_per_byte=intra_beta),
+        replace(inter, alpha_s=inter_alpha, beta_s_per_byte=inter_beta),
+        expert_flops_per_s=1 / flop_s if flop_s else 1e15,
+    )
+    messages = measured_messages(cluster, on_cuda=device.type == "cuda")
     capacity, mixed_capacity = memory_capacity(
         int(-free),
         held,
@@ -82,11 +86,7 @@ def profile_layers(
     )
     profile = LayerProfile(
         non_moe_s=-non_moe,
-        cluster=ClusterCost(
-            replace(intra, alpha_s=intra_alpha, beta_s_per_byte=intra_beta),
-            replace(inter, alpha_s=inter_alpha, beta_s_per_byte=inter_beta),
-            expert_flops_per_s=1 / flop_s if flop_s else 1e15,
-        ),
+        cluster=cluster,
         expert_bytes=layout.num_bytes,
         token_bytes=token_bytes,
         flops_per_token=flops_per_token,

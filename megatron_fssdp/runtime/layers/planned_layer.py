@@ -3,6 +3,7 @@
 Shape letters: T tokens, D devices, E experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.slot_tables import SlotTable
-from megatron_fssdp.planning.transfer.message_size import message_rule
+from megatron_fssdp.planning.transfer.message_size import MessageRule, message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
@@ -217,7 +218,7 @@ class PlannedLayer:
         self._make_room(int(plan.placement.replicas_per_device_D.max()))
         # Plans often stay from one iteration to the next.
         digest = plan.digest()
-        key = (digest, self._num_replica_slots, self.experts, self.groups, self.is_first)
+        key = (digest, self._num_replica_slots, self.experts, self.groups, self.is_first, self._messages)
         if is_shared and not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
             return self._last_made[1]
         is_kept = is_shared and not is_outside
@@ -227,7 +228,7 @@ class PlannedLayer:
         here, experts = self.groups.device, self.experts
         expert_U, found = slots.expert_DU[here].tolist(), experts.all_parameters
         transfers = None
-        if plan.transfer.edges and not plan.resident:
+        if len(plan.transfer.table) and not plan.resident:
             replicas = self._take_slots(is_shared)
             held = [expert for expert in expert_U if expert >= 0 and expert not in experts.parameters]
             replicas.hold(held, experts.layout().dtype if plan.sums_one_pass else None)
@@ -257,16 +258,25 @@ class PlannedLayer:
             own.transfers.drop()
             self._spare_slots.append(own.transfers.slots)
 
-    def bind(self, plan: TransferPlan, num_elements: int, dtype: torch.dtype) -> SparseTransfer:
-        """Bind a transfer plan, for so many elements of each expert, to the layer's process group."""
-        device = self.experts.device
+    @property
+    def _messages(self) -> MessageRule:
+        # Equal on all ranks: they get a profile between the same iterations.
+        profile = self.context.profile
+        return profile.messages if profile else message_rule(on_cuda=self.experts.device.type == "cuda")
+
+    def bind(
+        self, plan: TransferPlan, sizes: Sequence[int], dtype: torch.dtype, elements: range | None = None
+    ) -> SparseTransfer:
+        """Bind a transfer plan, for experts of tensors of these sizes, to the layer's process group."""
         return SparseTransfer(
             self.groups.transfers or self.groups.expert_parallel,
             plan,
-            num_elements=num_elements,
+            sizes=sizes,
+            elements=elements,
             dtype=dtype,
-            device=device,
-            messages=message_rule(on_cuda=device.type == "cuda"),
+            device=self.experts.device,
+            messages=self._messages,
+            is_far=plan.crosses_nodes(self.context.topology),
             one_queue=self.groups.one_queue,
             journal=self.journal if self.measure else None,
             what=self.experts.what,

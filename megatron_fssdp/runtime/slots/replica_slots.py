@@ -23,6 +23,9 @@ import torch
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
 
+ADDED_BYTES = 64 << 20
+"""Bytes of gradients that wait to be added together: more would take memory and save no time."""
+
 
 class ReplicaSlots:
     """Replica slots with the weights and the gradient sums of the experts that they hold.
@@ -38,6 +41,7 @@ class ReplicaSlots:
         self._gradients: list[dict[torch.dtype, tuple[torch.Tensor, Sequence[torch.Tensor]]]] = []
         self._parameters: list[ExpertParameters] = []
         self._slot_of: dict[int, int] = {}
+        self._made = _MadeGradients()
 
     def hold(self, experts: Iterable[int], sums: torch.dtype | None = None) -> None:
         """Set which experts the slots hold, and the data type of their gradient sums, which must be closed.
@@ -60,6 +64,7 @@ class ReplicaSlots:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 # The name under which Megatron's layers and Transformer Engine look for a gradient's place.
                 parameter.main_grad = gradient
+        self._made.num_wanted = len(wanted) * len(self.layout.shapes)
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -91,16 +96,22 @@ class ReplicaSlots:
 
     def open_sums(self) -> None:
         """Take the memory of the gradient sums, with zeros; sums that are open keep their contents."""
-        slots = [self._sums[slot] for slot in self._slot_of.values()]
-        if new := [one.flat for one in slots if one.take()]:
+        new = [one.flat for one in (self._sums[slot] for slot in self._slot_of.values()) if one.take()]
+        if new:
             torch._foreach_zero_(new)
+
+    def add_gradients(self) -> None:
+        """Add to the sums what a backward pass has made for some of the slots only."""
+        self._made.add()
 
     def sums(self) -> dict[int, torch.Tensor]:
         """Flat gradient sums ``[numel]`` by expert; their memory must be open."""
+        self.add_gradients()
         return {expert: self._sums[slot].flat for expert, slot in self._slot_of.items()}
 
     def close_sums(self) -> None:
         """Give back the memory of all gradient sums."""
+        self._made.drop()
         for one in self._sums:
             one.give_back()
 
@@ -115,7 +126,7 @@ class ReplicaSlots:
         for weight in layout.unpack(flat):
             parameter: Any = torch.nn.Parameter(weight)
             parameter.allreduce = parameter.grad_added_to_main_grad = False
-            parameter.register_post_accumulate_grad_hook(_add_to_sum)
+            parameter.register_post_accumulate_grad_hook(self._made.note)
             made.append(parameter)
         # .data has a version counter of its own, so autograd does not see a refilled weight as a change.
         self._weights.append(_Memory(flat.data))
@@ -142,11 +153,40 @@ class _Memory:
         self.storage.resize_(0)
 
 
-def _add_to_sum(parameter: Any) -> None:
-    gradient = parameter.grad
-    if gradient is None:  # Delayed weight gradients come later.
-        return
-    # As Megatron's DDP does it. Transformer Engine adds to main_grad itself and sets the mark.
-    if not parameter.grad_added_to_main_grad:
-        parameter.main_grad.add_(gradient)
-    parameter.grad, parameter.grad_added_to_main_grad = None, False
+class _MadeGradients:
+    """Gradients of a backward pass that are not in the sums yet. One kernel adds those of many slots."""
+
+    def __init__(self) -> None:
+        self.num_wanted = 0  # Parameters of all held experts
+        self.drop()
+
+    def drop(self) -> None:
+        self._pairs: dict[Any, torch.Tensor] = {}
+        self._num_bytes = 0
+        self._are_first = True  # The sums are zeros wherever these gradients belong.
+
+    def note(self, parameter: Any) -> None:
+        """Take the gradient of a Parameter, and add all if it is the last one. A hook of the Parameter."""
+        gradient = parameter.grad
+        if gradient is None:  # Delayed weight gradients come later.
+            return
+        # As Megatron's DDP does it. Transformer Engine adds to main_grad itself and sets the mark.
+        is_added = parameter.grad_added_to_main_grad
+        parameter.grad, parameter.grad_added_to_main_grad = None, False
+        if is_added:
+            return
+        if parameter in self._pairs:  # from another step of the smart schedule
+            self.add()
+        self._pairs[parameter] = gradient
+        self._num_bytes += gradient.nbytes
+        if len(self._pairs) == self.num_wanted or self._num_bytes >= ADDED_BYTES:
+            self.add()
+
+    def add(self) -> None:
+        if self._pairs:
+            # Torch copies to another data type in one kernel, and adds in one for each tensor.
+            add = torch._foreach_copy_ if self._are_first else torch._foreach_add_
+            add([parameter.main_grad for parameter in self._pairs], [*self._pairs.values()])
+            self._pairs.clear()
+            self._num_bytes = 0
+        self._are_first = False

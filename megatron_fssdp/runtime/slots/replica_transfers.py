@@ -12,17 +12,16 @@ Gradients go home once in an iteration, or with every backward pass under re-mat
 of one micro-batch. The sums of a backward pass stay open until they have reached the owners.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
-from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
-from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters, LocalExperts
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -40,7 +39,7 @@ class ReplicaTransfers:
         plan: LayerPlan,
         slots: ReplicaSlots,
         experts: LocalExperts,
-        bind: Callable[[TransferPlan, int, torch.dtype], SparseTransfer],
+        bind: Callable[[TransferPlan, Sequence[int], torch.dtype, range], SparseTransfer],
         *,
         splits: bool = False,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -48,15 +47,15 @@ class ReplicaTransfers:
         self.plan, self.slots = plan, slots
         self._experts, self._bind, self._splits, self._waiting = experts, bind, splits, waiting
         self._each_pass = plan.rematerialize
-        self._bound: dict[int, SparseTransfer] = {}
+        self._bound: dict[object, SparseTransfer] = {}
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._prefetched = {False: False, True: False}
         self._num_users = self._num_gathered = 0
-        self._sent: Mapping[int, torch.Tensor] = {}
         self._gathering: list[PendingTransfer] = []
         self._reducing: PendingTransfer | None = None
+        self._totals: list[GradientTotals] = []
 
     # Weights.
 
@@ -100,65 +99,56 @@ class ReplicaTransfers:
     def await_weights(self) -> None:
         """Wait until all weights have arrived."""
         self.gather()
-        self._settle_gathers()
+        self.settle_gathers()
 
     def release(self) -> None:
         """Give back the memory of the weights, after a wait for the transfers that use it."""
-        self._settle_gathers()
+        self.settle_gathers()
         self._num_gathered = 0
         self.slots.close_weights()
 
     def complete(self, addition: TransferPlan) -> None:
         """Gather the replicas that a corrected plan adds, and wait; those that are here may be sources."""
         self._gather(self.slots.layout.numel, addition)
-        self._settle_gathers()
+        self.settle_gathers()
 
-    def _transfer(self, num_elements: int) -> SparseTransfer:
-        """The plan's transfer of so many elements; weights and gradients share it."""
-        if num_elements not in self._bound:
+    def _transfer(self, sizes: Sequence[int], elements: range) -> SparseTransfer:
+        """The plan's transfer of some elements of each expert, which consists of tensors of these sizes."""
+        key = len(sizes), elements
+        if key not in self._bound:
             dtype = self.slots.layout.dtype
-            self._bound[num_elements] = self._bind(self.plan.transfer, num_elements, dtype)
-        return self._bound[num_elements]
+            self._bound[key] = self._bind(self.plan.transfer, sizes, dtype, elements)
+        return self._bound[key]
 
     @traced("gather weights")
     @torch.inference_mode(False)  # The lane's thread writes into the memory that is taken here.
     def _gather(self, num_elements: int, plan: TransferPlan | None = None) -> None:
         self._experts.await_parameters()  # Usually, the layer has done it before.
         layout, owned = self.slots.layout, self._experts.parameters
-        transfer = (
-            self._transfer(num_elements) if plan is None else self._bind(plan, num_elements, layout.dtype)
-        )
-        self.slots.open_weights()
-        held, packed = self.slots.weights(), dict[int, torch.Tensor]()
         begin, self._num_gathered = self._num_gathered, self._num_gathered + num_elements
-        if not begin:
-            packed = self._new([one for one in transfer.shared_experts if one in owned], layout.dtype)
-            self._sent = {e: packed[e] if e in packed else held[e] for e in transfer.shared_experts}
+        elements = range(begin, self._num_gathered)
+        if plan is None:
+            transfer = self._transfer(layout.sizes, elements)
+        else:
+            transfer = self._bind(plan, layout.sizes, layout.dtype, elements)
+        self.slots.open_weights()
+        held = self.slots.weights()
+        # Owners send from their Parameters. Every rank waits for gathers before the optimizer writes to them:
+        # in the passes, also if it only sends, and at last in HomeGradients.finish().
+        contents = {
+            e: [one.detach().contiguous() for one in owned[e]] if e in owned else held[e].split(layout.sizes)
+            for e in (*transfer.shared_experts, *transfer.received_experts)
+        }
+        self._gathering.append(transfer.start_all_gather(contents))
 
-        def pack() -> None:
-            for expert, flat in packed.items():
-                layout.pack([parameter.detach() for parameter in owned[expert]], out=flat)
-
-        sent, out = self._sent, {expert: held[expert] for expert in transfer.received_experts}
-        if num_elements < layout.numel:
-            part = slice(begin, self._num_gathered)
-            sent, out = ({e: flat[part] for e, flat in flats.items()} for flats in (sent, out))
-        self._gathering.append(transfer.start_all_gather(sent, out=out, fill=pack))
-
-    def _new(self, experts: Iterable[int], dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """A flat tensor without contents for each expert."""
-        numel, device = self.slots.layout.numel, self.slots.device
-        return {expert: torch.empty(numel, dtype=dtype, device=device) for expert in experts}
-
-    def _settle_gathers(self) -> None:
+    def settle_gathers(self) -> None:
+        """Wait for the weights that have been sent for."""
         if not self._gathering:
             return
         with self._waiting():
             for pending in self._gathering:
                 pending.wait()
         self._gathering.clear()
-        if self.is_gathered:
-            self._sent = {}
 
     # Gradients.
 
@@ -167,28 +157,28 @@ class ReplicaTransfers:
         self.settle()
         self.slots.open_sums()
 
+    def add_gradients(self) -> None:
+        """Add what a complete backward pass has left to the sums."""
+        self._experts.await_gradients()
+        self.slots.add_gradients()
+
     @traced("reduce gradients")
     def reduce(self, dtype: torch.dtype) -> None:
         """Start SparseReduceScatter of the present sums; they travel in ``dtype``, equal on all ranks."""
         self.settle()
         self.slots.open_sums()  # A replica may have had no rows.
-        layout = self.slots.layout
-        # The owners add in fp32 in any case.
-        wide = accumulation_dtype(layout.dtype)
-        own = self.slots.sums()
-        if any(total.dtype is not dtype for total in own.values()):
-            own = {expert: total.to(dtype) for expert, total in own.items()}
-        transfer = self._transfer(layout.numel)
-        # The owner's own part is already in its gradient, so it is not a part of these sums. Nothing else is
-        # added to its gradient before settle(), so the lane adds them, beside the backward pass.
-        home, owned = self._new(transfer.shared_experts, wide), self._experts.parameters
         self._experts.await_gradients()
-        gradients = [gradient_to_fill(parameter) for expert in home for parameter in owned[expert]]
-
-        def add() -> None:
-            add_to(gradients, [part for total in home.values() for part in layout.unpack(total)])
-
-        self._reducing = transfer.start_reduce_scatter(own, dtype=dtype, out=home, then=add)
+        numel, owned, sums = self.slots.layout.numel, self._experts.parameters, self.slots.sums()
+        transfer = self._transfer([numel], range(numel))
+        # Nothing else is added to the owner's gradient before settle(), so the lane adds the sums to it,
+        # beside the backward pass.
+        totals = {expert: GradientTotals(owned[expert]) for expert in transfer.shared_experts}
+        self._totals = [*totals.values()]
+        self._reducing = transfer.start_reduce_scatter(
+            {expert: [total] for expert, total in sums.items()},
+            {expert: one.tensors for expert, one in totals.items()},
+            dtype=dtype,
+        )
 
     def settle(self) -> None:
         """Wait until the gradients on their way are in the owners', and give back the sums' memory."""
@@ -197,6 +187,8 @@ class ReplicaTransfers:
         with self._waiting():
             self._reducing.wait()
         self._reducing = None
+        for one in self._totals:
+            one.write()
         self.slots.close_sums()
 
     def drop(self) -> None:
@@ -225,9 +217,23 @@ def gradient_to_fill(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return gradient_of(parameter)
 
 
-def add_to(gradients: Sequence[torch.Tensor | None], sums: Sequence[torch.Tensor]) -> None:
-    """Add sums of raw gradients of experts to the gradients of their Parameters, except frozen ones."""
-    pairs = [(gradient, one) for gradient, one in zip(gradients, sums, strict=True) if gradient is not None]
-    if pairs:
-        so_far, added = zip(*pairs, strict=True)
-        torch._foreach_add_(so_far, added)
+class GradientTotals:
+    """The gradients of one expert as contiguous tensors that a transfer adds to: themselves if they are.
+
+    With a ``dtype``, they are the gradients if they have it. Those of frozen Parameters are on ``meta``.
+    """
+
+    def __init__(self, parameters: ExpertParameters, dtype: torch.dtype | None = None) -> None:
+        self.gradients = [gradient_to_fill(parameter) for parameter in parameters]
+        self.tensors = [
+            torch.empty_like(parameter, device="meta")
+            if one is None
+            else one.to(dtype or one.dtype).contiguous()
+            for parameter, one in zip(parameters, self.gradients, strict=True)
+        ]
+
+    def write(self) -> None:
+        """Copy the totals that are not the gradients themselves into the gradients."""
+        for gradient, total in zip(self.gradients, self.tensors, strict=True):
+            if gradient is not None and total is not gradient:
+                gradient.copy_(total)

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
+from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages, PipelinedMessages
@@ -13,20 +14,26 @@ from tests.support.random_placement import plain_transfer, random_placement
 
 RULES = (
     *(FixedMessages(num_bytes) for num_bytes in (1, 16, 64, 10_000)),
-    PipelinedMessages(16, fewest=2, most=5),
+    PipelinedMessages(16, 8, most_bytes=64),
 )
 
 
 def draw_case(rng, num_devices):
-    """Placement, plan, rule of messages, elements, dtype; the same on every rank."""
+    """Placement and arguments of the transfer; the same on every rank."""
     placement = random_placement(rng, int(rng.integers(1, 9)), num_devices)
     nodes = [n for n in (1, 2, 4) if num_devices % n == 0]
     topology = Topology.uniform(num_devices, int(rng.choice(nodes)))
     plan = two_level_transfer(placement, topology) if rng.random() < 0.7 else plain_transfer(placement)
-    num_elements = int(rng.integers(1, 60))
-    dtype = [torch.float32, torch.bfloat16, torch.float64, torch.float16][rng.integers(4)]
-    messages = RULES[rng.integers(len(RULES))]
-    return placement, plan, messages, num_elements, dtype
+    sizes = [int(size) for size in rng.integers(0, 30, rng.integers(1, 5))]
+    begin, end = sorted(int(place) for place in rng.integers(0, sum(sizes) + 1, 2))
+    return placement, {
+        "plan": plan,
+        "sizes": sizes,
+        "elements": range(begin, end) if rng.random() < 0.3 else None,
+        "dtype": [torch.float32, torch.bfloat16, torch.float64, torch.float16][rng.integers(4)],
+        "messages": RULES[rng.integers(len(RULES))],
+        "is_far": plan.crosses_nodes(topology),
+    }
 
 
 def drawn(seed, num_experts, num_elements, dtype):
@@ -34,41 +41,52 @@ def drawn(seed, num_experts, num_elements, dtype):
     return torch.randn(num_experts, num_elements, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def check_gather(case, transfer, placement, out):
-    weights = drawn(1000 + case, placement.num_experts, transfer.num_elements, transfer.dtype)
-    owned = {e: weights[e].clone() for e in transfer.shared_experts}
-    storage = {e: torch.empty_like(weights[e]) for e in transfer.received_experts} if out else None
-    replicas = transfer.start_all_gather(owned, out=storage).wait()
+def parts_of(flat, sizes):
+    """Tensors that do not lie together, as an owner's Parameters."""
+    return [part.clone() for part in flat.split(sizes)]
+
+
+def check_gather(case, transfer, placement):
+    weights = drawn(1000 + case, placement.num_experts, sum(transfer.sizes), transfer.dtype)
+    owned = {e: parts_of(weights[e], transfer.sizes) for e in transfer.shared_experts}
     here = placement.experts_on(transfer.rank)
-    assert sorted(replicas) == [e for e in here if placement.owner_E[e] != transfer.rank]
+    assert [*transfer.received_experts] == [e for e in here if placement.owner_E[e] != transfer.rank]
+    replicas = {e: torch.full_like(weights[e], -1.0) for e in transfer.received_experts}
+    received = {e: flat.split(transfer.sizes) for e, flat in replicas.items()}
+    transfer.start_all_gather({**owned, **received}).wait()
     for e, replica in replicas.items():
-        assert torch.equal(replica, weights[e])
-        assert storage is None or replica is storage[e]
+        travels = torch.zeros_like(replica, dtype=torch.bool)
+        travels[transfer.elements.start : transfer.elements.stop] = True
+        assert torch.equal(replica, torch.where(travels, weights[e], -1.0))
 
 
-def check_reduction(case, transfer, placement, result_dtype):
-    shape = (placement.num_experts, transfer.num_elements, transfer.dtype)
+def check_reduction(case, transfer, placement, total_dtype, rng):
+    num_elements, travels = sum(transfer.sizes), slice(transfer.elements.start, transfer.elements.stop)
     held = (*transfer.shared_experts, *transfer.received_experts)
-    own = drawn(7919 * case + transfer.rank, *shape)
-    partial = {e: own[e].clone() for e in held}
-    kind = {"dtype": result_dtype or transfer.dtype}
-    sums, again = (
-        transfer.start_reduce_scatter(
-            partial, out={e: torch.empty(transfer.num_elements, **kind) for e in transfer.shared_experts}
-        ).wait()
-        for _ in range(2)
-    )
-    assert all(torch.equal(partial[e], own[e]) for e in held), "the summands were overwritten"
-    assert tuple(sorted(sums)) == transfer.shared_experts
+    own = drawn(7919 * case + transfer.rank, placement.num_experts, num_elements, transfer.dtype)
+    wide = accumulation_dtype(transfer.dtype)
+    # Sums are in the messages' dtype, or in the wide one and rounded when they are sent.
+    partial = {e: own[e].to(wide if case % 2 else transfer.dtype) for e in held}
+    border = int(rng.integers(0, num_elements + 1))
+    found = []
+    for _ in range(2):
+        totals = {e: partial[e].to(total_dtype or transfer.dtype, copy=True) for e in transfer.shared_experts}
+        parts = {e: parts_of(partial[e], transfer.sizes) for e in transfer.received_experts}
+        into = {e: [total[:border], total[border:]] for e, total in totals.items()}
+        transfer.start_reduce_scatter(parts, into).wait()
+        assert all(torch.equal(torch.cat(parts[e]), partial[e]) for e in parts), "summands were overwritten"
+        found.append(totals)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-    for e, got in sums.items():
-        assert got.dtype == (result_dtype or transfer.dtype)
-        parts = [drawn(7919 * case + holder, *shape)[e].double() for holder in placement.holders(e)]
-        wanted = torch.stack(parts).sum(0)
-        scale = torch.stack(parts).abs().sum(0)
+    for e, got in found[0].items():
+        parts = [
+            drawn(7919 * case + holder, placement.num_experts, num_elements, transfer.dtype)[e].double()
+            for holder in placement.holders(e)
+        ]
+        wanted, scale = partial[e].double(), torch.stack(parts).abs().sum(0)
+        wanted[travels] = torch.stack(parts).sum(0)[travels]
         limit = max(tolerance[transfer.dtype], tolerance[got.dtype])
         assert ((got.double() - wanted).abs() <= limit * scale + 1e-12).all()
-        assert torch.equal(got, again[e])
+        assert torch.equal(got, found[1][e])
 
 
 def run_cases(rank, world_size, seed, num_cases, group_ranks=None):
@@ -79,12 +97,13 @@ def run_cases(rank, world_size, seed, num_cases, group_ranks=None):
     rng = np.random.default_rng(seed)
     for case in range(num_cases):
         for group, ranks in zip(groups, group_ranks, strict=True):
-            placement, plan, messages, num_elements, dtype = draw_case(rng, len(ranks))
+            placement, words = draw_case(rng, len(ranks))
             if rank not in ranks:
                 continue
-            transfer = SparseTransfer(group, plan, num_elements=num_elements, dtype=dtype, messages=messages)
-            check_gather(case, transfer, placement, out=case % 2)
-            check_reduction(case, transfer, placement, [None, torch.float32, torch.float64][case % 3])
+            transfer = SparseTransfer(group, **words)
+            check_gather(case, transfer, placement)
+            total_dtype = [None, torch.float32, torch.float64][case % 3]
+            check_reduction(case, transfer, placement, total_dtype, np.random.default_rng(case))
     return True
 
 
@@ -102,52 +121,57 @@ def add_small_to_large(rank, world_size):
     transfer = SparseTransfer(
         dist.group.WORLD,
         plain_transfer(placement),
-        num_elements=3,
+        sizes=[3],
         dtype=torch.bfloat16,
         messages=FixedMessages(16),
     )
-    part = torch.full((3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
-    into = {0: torch.empty(3, dtype=torch.float64)} if rank == 0 else {}
-    sums = [
-        transfer.start_reduce_scatter({0: part}).wait(),
-        transfer.start_reduce_scatter({0: part}, out=into).wait(),
-    ]
-    return [(s[0].dtype, s[0].tolist()) for s in sums] if rank == 0 else sums
+    part, found = torch.ones(3, dtype=torch.bfloat16), []
+    for dtype in (torch.bfloat16, torch.float64):
+        total = torch.full((3,), 256.0, dtype=dtype)
+        totals = {0: [total[:1], torch.empty(1, device="meta"), total[2:]]}
+        transfer.start_reduce_scatter({} if rank == 0 else {0: [part]}, totals if rank == 0 else {}).wait()
+        found.append(total.tolist())
+    return found
 
 
-def test_half_precision_is_added_in_fp32_and_rounded_once():
-    # In bf16, 256 + 1 is 256.
-    owner, *others = run_ranks(add_small_to_large, 4)
-    assert owner == [(torch.bfloat16, [260.0] * 3), (torch.float64, [259.0] * 3)]
-    assert others == [[{}, {}]] * 3
+def test_half_precision_is_added_in_fp32_and_rounded_once_and_meta_tensors_drop_sums():
+    # In bf16, 256 + 1 is 256, and 260 has a number.
+    owner, *_ = run_ranks(add_small_to_large, 5)
+    assert owner == [[260.0, 256.0, 260.0]] * 2
 
 
 def overlap_transfers(rank, world_size):
     """Start several transfers, wait for them in another order, and use another group meanwhile."""
     group = dist.new_group(list(range(world_size)))
     rng = np.random.default_rng(21)
-    transfers, pending, weights = [], [], []
+    cases, pending = [], []
     for case in range(8):
         placement = random_placement(rng, 6, world_size)
         plan = two_level_transfer(placement, Topology.uniform(world_size, 2))
         transfer = SparseTransfer(
-            group, plan, num_elements=5000, dtype=torch.float32, messages=FixedMessages(4096)
+            group, plan, sizes=[3000, 2000], dtype=torch.float32, messages=FixedMessages(4096)
         )
         full = drawn(1000 + case, 6, 5000, torch.float32)
-        transfers.append(transfer)
-        weights.append(full)
-        pending.append(transfer.start_all_gather({e: full[e] for e in transfer.shared_experts}))
-        held = (*transfer.shared_experts, *transfer.received_experts)
-        pending.append(transfer.start_reduce_scatter({e: torch.ones(5000) for e in held}))
+        totals = {e: torch.ones(5000) for e in transfer.shared_experts}
+        replicas = {e: torch.empty(5000) for e in transfer.received_experts}
+        contents = {e: full[e] for e in transfer.shared_experts} | replicas
+        cases.append((transfer, totals, replicas, full))
+        gathered = transfer.start_all_gather({e: flat.split(transfer.sizes) for e, flat in contents.items()})
+        parts = {e: [torch.ones(3000), torch.ones(2000)] for e in transfer.received_experts}
+        pending.append((gathered, transfer.start_reduce_scatter(parts, {e: [x] for e, x in totals.items()})))
         total = torch.ones(3)
         dist.all_reduce(total)
         assert total.eq(world_size).all()
-    for case in reversed(range(8)):
-        for e, total in pending[2 * case + 1].wait().items():
-            num_holders = 1 + sum(edge.expert == e for edge in transfers[case].plan.edges)
+    for (transfer, totals, replicas, full), (gathered, reduced) in reversed(
+        [*zip(cases, pending, strict=True)]
+    ):
+        reduced.wait()
+        for e, total in totals.items():
+            num_holders = 1 + sum(edge.expert == e for edge in transfer.plan.edges)
             assert total.eq(num_holders).all()
-        for e, replica in pending[2 * case].wait().items():
-            assert torch.equal(replica, weights[case][e])
+        gathered.wait()
+        for e, replica in replicas.items():
+            assert torch.equal(replica, full[e])
     return True
 
 

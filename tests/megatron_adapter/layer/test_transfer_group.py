@@ -25,9 +25,9 @@ from ..training_run import note, train_on_all_ranks, wrap
 def test_transfers_have_high_priority_unless_a_file_says_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "nccl.yaml"
     for text, wanted in (
-        ("ep: {max_ctas: 32}", {"is_high_priority_stream": True}),
-        ("fssdp: {max_ctas: 8}", {"is_high_priority_stream": True, "max_ctas": 8}),
-        ("fssdp: {is_high_priority_stream: false}", {"is_high_priority_stream": False}),
+        ("ep: {max_ctas: 32}", {"is_high_priority_stream": True, "max_ctas": 8}),
+        ("fssdp: {max_ctas: 16}", {"is_high_priority_stream": True, "max_ctas": 16}),
+        ("fssdp: {is_high_priority_stream: false}", {"is_high_priority_stream": False, "max_ctas": 8}),
     ):
         path.write_text(text)
         assert nccl_options(SimpleNamespace(nccl_communicator_config_path=str(path))) == wanted

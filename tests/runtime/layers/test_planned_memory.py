@@ -5,7 +5,6 @@ from dataclasses import replace
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 
 from megatron_fssdp.planning.memory import ExpertOptimizer, expert_memory

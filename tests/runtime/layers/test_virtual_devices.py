@@ -63,7 +63,7 @@ def run_cases(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[st
         issue(transfer)
         later[0] += transfer.num_issued - before if before else 0
 
-    small = PipelinedMessages(16, fewest=4, most=6)
+    small = PipelinedMessages(16, 16, most_bytes=48)
     for case in cases:
         later[0] = 0
         with ExitStack() as patches:

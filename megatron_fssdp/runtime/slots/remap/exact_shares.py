@@ -22,10 +22,11 @@ products with constant matrices of zeros and ones, and two quantities that are t
 side, ``[D, 2E]``. All numbers are float64, in which whole numbers of tokens are exact. The rule and its
 constants are those by which planners price exact dispatch (``token_dispatch.py``).
 
-Shape letters: T tokens, E experts, D devices, W slots of all devices.
+Shape letters: T tokens, E experts, D devices, N nodes, P pairs of expert and device, W slots of all devices.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,8 @@ class Holders:
     # get none of the source's tokens. [D, E]
     turn: Tensor
     any_holder: Tensor  # part of the prior that each holder gets in any case, [D, E]
-    # 1 where a source lacks an expert and its node has it, then where its node lacks it, twice side by side.
-    is_away: Tensor  # [2, D, 2E]
+    # 1 where a source lacks an expert and its node has it, then where its node lacks it.
+    is_away: Tensor  # [2, D, 1, E]
     from_away: Tensor  # which devices get what comes from their node, then from other nodes, [D, 2D]
     lines: Tensor  # sums over earlier devices of a node, then over all devices of the node, [2D, D]
     earlier: Tensor  # sums over all earlier devices, [D, D]
@@ -68,39 +69,53 @@ class Holders:
         """
         slot_ED, node_D = np.asarray(slot_ED), np.asarray(node_D)
         num_experts, num_devices = slot_ED.shape
-        present = (slot_ED >= 0).T.astype(float)
-        same_node = (node_D[:, None] == node_D).astype(float)
-        in_node = same_node @ present
-        far = (in_node == 0).astype(float)
-        near = 1 - present - far
-        num_chosen = present + near * in_node + far * present.sum(0)
+        # Large arrays take long to make, so there are no others than those of the result. One copy brings
+        # them to the device.
+        numbers = np.empty((6, num_devices, num_experts))
+        present, num_chosen, turn, any_holder, near, far = numbers
+        has_DE = slot_ED.T >= 0
+        present[:] = has_DE
+        in_node_NE = (np.arange(node_D.max() + 1)[:, None] == node_D).astype(float) @ present
+        holders_E, in_node_DE = in_node_NE.sum(0), (in_node_NE > 0)[node_D]
+        far[:] = ~in_node_DE
+        near[:] = in_node_DE & ~has_DE
+        np.take(np.where(in_node_NE > 0, in_node_NE, holders_E), node_D, 0, num_chosen, "clip")
+        num_chosen[has_DE] = 1
+        np.multiply(present, ANY_HOLDER / holders_E, any_holder)
         # The holders among which this source chooses are a ring, as in even dispatch.
-        chosen = present * (near[source] * same_node[source][:, None] + far[source])
-        chosen[source] += present[source]
-        turn = (chosen.cumsum(0) - chosen - source - np.arange(num_experts)) % num_chosen[source]
-        ones = np.ones((num_devices, num_devices))
-        earlier, is_source = np.tril(ones, -1), np.eye(num_devices)[:, [source]]
-        arrays = (
-            present,
-            num_chosen,
-            np.where(chosen > 0, turn, num_devices),
-            present * (ANY_HOLDER / present.sum(0)),
-            np.tile(np.stack([near, far]), 2),
-            np.hstack([same_node, ones]),
-            np.vstack([same_node * earlier, same_node]),
-            earlier,
-            np.tril(ones),
-            np.eye(num_devices) - np.eye(num_devices, k=-1),
-            np.stack([same_node[:, [source]], ones[:, :1]]),
-            is_source,
-        )
-        # One copy brings all of them to the device.
-        numbers = sent_to(torch.from_numpy(np.concatenate([one.reshape(-1) for one in arrays])), device)
-        parts = zip(numbers.split([one.size for one in arrays]), arrays, strict=True)
+        chosen_ED = (has_DE & ((node_D == node_D[source])[:, None] | ~in_node_DE[source])).T
+        chosen_ED[has_DE[source]] = False
+        chosen_ED[has_DE[source], source] = True
+        expert_P, device_P = np.nonzero(chosen_ED)
+        number_E = num_chosen[source]
+        first_E = np.cumsum(number_E) - number_E
+        turn[:] = num_devices
+        turn[device_P, expert_P] = (
+            np.arange(expert_P.size) - first_E[expert_P] - source - expert_P
+        ) % number_E[expert_P]
         slots = np.where(slot_ED >= 0, slot_ED, slot_ED.max(axis=1, keepdims=True))
-        return cls(
-            source, sent_to(torch.from_numpy(slots), device), *(part.view(one.shape) for part, one in parts)
-        )
+        sent = sent_to(torch.from_numpy(numbers), device)
+        lines = _lines_of(tuple(node_D.tolist()), source, device)
+        tensors = (sent_to(torch.from_numpy(slots), device), *sent[:4], sent[4:].unsqueeze(2), *lines)
+        return cls(source, *tensors)
+
+
+@lru_cache(maxsize=8)  # equal for all layers
+def _lines_of(nodes: tuple[int, ...], source: int, device: torch.device | None) -> tuple[Tensor, ...]:
+    """The tensors of one source that no plan changes."""
+    same_node = (np.array(nodes)[:, None] == nodes).astype(float)
+    ones = np.ones_like(same_node)
+    earlier, is_one = np.tril(ones, -1), np.eye(len(nodes))
+    arrays = (
+        np.hstack([same_node, ones]),
+        np.vstack([same_node * earlier, same_node]),
+        earlier,
+        np.tril(ones),
+        is_one - np.eye(len(nodes), k=-1),
+        np.stack([same_node[:, [source]], ones[:, :1]]),
+        is_one[:, [source]],
+    )
+    return tuple(sent_to(torch.from_numpy(one), device) for one in arrays)
 
 
 def remap_exactly(
@@ -126,7 +141,7 @@ def exact_ends_ED(counts_DE: Tensor, holders: Holders) -> Tensor:
     # What each device computes if every source sends its share, or the whole part of it, to each holder that
     # it chooses. Even dispatch gives each holder the whole part at least.
     both = torch.cat([share, whole_share], 1)
-    away = (both * holders.is_away).view(-1, 2 * num_experts)
+    away = (both.view(-1, 2, num_experts) * holders.is_away).view(-1, 2 * num_experts)
     even, least = torch.addmm(both, holders.from_away, away).split(num_experts, 1)
     quota = _whole(_levelled(counts.sum(0), even * holders.present, holders), holders)
     pays = quota.sum(1).amax() * ENOUGH < (least * holders.present).sum(1).amax()
