@@ -96,7 +96,7 @@ class Holders:
         slots = np.where(slot_ED >= 0, slot_ED, slot_ED.max(axis=1, keepdims=True))
         sent = sent_to(torch.from_numpy(numbers), device)
         is_away, lines = sent[4:].unsqueeze(2), _lines_of(tuple(node_D.tolist()), source, device)
-        return cls(source, sent_to(torch.from_numpy(slots), device), *sent[:4], is_away, *lines)
+        return cls(source, sent_to(torch.from_numpy(slots), device), *(*sent[:4], is_away, *lines))
 
 
 @lru_cache(maxsize=8)  # equal for all layers
