@@ -120,7 +120,7 @@ class ExpertMoves:
         storage = tensors[0].untyped_storage()
         if storage.nbytes() == self._layout.num_bytes:  # another stack has already flattened them
             return torch.empty(0, dtype=self._layout.dtype, device=tensors[0].device).set_(storage)
-        flat = self._layout.pack([tensor.detach() for tensor in tensors])
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         for tensor, view in zip(tensors, self._layout.unpack(flat), strict=True):
             tensor.data = view
         return flat

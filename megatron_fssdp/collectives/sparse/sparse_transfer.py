@@ -182,14 +182,16 @@ class SparseTransfer:
             open_sends: deque[tuple[list[dist.Work], list[list[Tensor]]]] = deque()
             for t in range(-lookahead, len(steps) + 1):
                 receives = steps[t + lookahead].receives if t + lookahead < len(steps) else []
+                before = arriving.popleft() if len(arriving) > lookahead else []
+                # What is sent on comes first. On CUDA, the memory of all serves the next step.
+                first = before if self._on_cuda else before[:1]
+                for arrived in first:
+                    cargo.settle(arrived)
                 both = [
                     cargo.arrivals([one for one in receives if (one.expert in passed_on) == is_passed])
                     for is_passed in (True, False)
                 ]
                 arriving.append(both)
-                before = arriving.popleft() if len(arriving) > lookahead + 1 else []
-                for arrived in before[:1]:
-                    cargo.settle(arrived)
                 sends = steps[t].sends if 0 <= t < len(steps) else []
                 outgoing = cargo.outgoing(sends)
                 tag = not cargo.is_gather
@@ -214,7 +216,7 @@ class SparseTransfer:
                 # What follows waits on the transfer's stream for the step that was posted before this one.
                 if len(open_sends) > lookahead + 1:
                     wait_for(open_sends.popleft()[0])
-                for arrived in before[1:]:
+                for arrived in before[len(first) :]:
                     cargo.settle(arrived)
             for works, _ in open_sends:
                 wait_for(works)

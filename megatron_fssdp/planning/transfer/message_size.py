@@ -52,8 +52,8 @@ class PipelinedMessages:
 
     near_bytes: float
     far_bytes: float
-    most_bytes: int = 64 << 20
-    num_open: int = 2
+    most_bytes: int = 32 << 20
+    num_open: int = 1
     batch_host_s: float = 0.0
     step_host_s: float = 0.0
 

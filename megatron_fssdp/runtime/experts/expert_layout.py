@@ -53,10 +53,6 @@ class ExpertLayout:
         """Bytes of one expert's parameters."""
         return self.numel * self.dtype.itemsize
 
-    def pack(self, tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy the tensors of one expert into a flat tensor ``[numel]``, by default a new one."""
-        return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
-
     def unpack(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of a flat tensor ``[numel]`` with the shapes of the expert's tensors."""
         parts = torch.split(flat, self.sizes)

@@ -95,9 +95,8 @@ class Holders:
         ) % number_E[expert_P]
         slots = np.where(slot_ED >= 0, slot_ED, slot_ED.max(axis=1, keepdims=True))
         sent = sent_to(torch.from_numpy(numbers), device)
-        lines = _lines_of(tuple(node_D.tolist()), source, device)
-        tensors = (sent_to(torch.from_numpy(slots), device), *sent[:4], sent[4:].unsqueeze(2), *lines)
-        return cls(source, *tensors)
+        is_away, lines = sent[4:].unsqueeze(2), _lines_of(tuple(node_D.tolist()), source, device)
+        return cls(source, sent_to(torch.from_numpy(slots), device), *(*sent[:4], is_away, *lines))
 
 
 @lru_cache(maxsize=8)  # equal for all layers
