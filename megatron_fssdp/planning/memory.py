@@ -2,7 +2,8 @@
 
 Counted is what lives longer than one kernel: parameters, gradients, optimizer states and transfers of the
 experts of one pipeline stage. Activations are not, nor what Megatron adds: a gradient of an owned expert on
-its way into ``main_grad``, and padding. Everywhere, ``held`` says how long the device holds replicas, and of
+its way into ``main_grad``, and padding. Matrix products are assumed to add replicas' gradients to the sums;
+where autograd does, gradients of :data:`ADDED_BYTES` and one more tensor can wait for it. Everywhere, ``held`` says how long the device holds replicas, and of
 which layers. An expert has ``expert_elements`` parameters of ``dtype_bytes`` bytes each. Gradient sums over
 micro-batches are in fp32. ``messages`` is the rule by which transfers divide an expert.
 """
@@ -15,6 +16,9 @@ from megatron_fssdp.planning.transfer.message_size import MessageRule
 
 FP32_BYTES = 4
 """Bytes of one fp32 element: of optimizer states, master weights and gradient sums."""
+
+ADDED_BYTES = 64 << 20
+"""Bytes of gradients that wait to be added to the sums together: more would save no time."""
 
 MAX_CHILDREN = 3
 """Most devices to which one device sends an expert in a two-level transfer: a leader and two in its node."""
@@ -118,14 +122,17 @@ def expert_memory(
     for life, number in replicas.items():
         one = replace(held, life=life)
         weights_bytes += number * _weights_bytes(one, expert_elements, dtype_bytes)
-        gradients_bytes += number * _gradient_bytes(one, expert_bytes, sum_bytes)
+        gradients_bytes += number * _sums_bytes(one, expert_bytes, sum_bytes)
         # A device sends no experts if there are no replicas.
         sent = owned_per_layer if number else 0
         received = MAX_CHILDREN * (sent + number) if most_received is None else most_received
-        received_bytes = received * _received_bytes(one, expert_bytes, sum_bytes, messages)
+        each_bytes, total_bytes = _received_bytes(one, expert_bytes, sum_bytes, messages)
+        received_bytes = received * each_bytes + min(received, sent + number) * total_bytes
         if life is ReplicaLife.RESIDENT:
             # One layer's holders send gradients to the owners while another layer's owners send sums back.
             received_bytes += 2 * (sent + number) * sum_bytes
+        elif not one.sends_fp32 and one.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED):
+            received_bytes += number * messages.buffered_bytes(expert_bytes)  # rounded to travel
         buffers_bytes = max(buffers_bytes, received_bytes)
     return ExpertMemory(
         slot_parameters_bytes=slots_per_device * expert_bytes,
@@ -162,9 +169,10 @@ def memory_capacity(
 
     def fitting(one: HeldReplicas) -> int:
         slot_bytes = _weights_bytes(one, expert_elements, dtype_bytes)
-        slot_bytes += _gradient_bytes(one, expert_bytes, sum_bytes)
+        slot_bytes += _sums_bytes(one, expert_bytes, sum_bytes)
         if messages is not None:
-            slot_bytes += MAX_CHILDREN * _received_bytes(one, expert_bytes, sum_bytes, messages)
+            each_bytes, total_bytes = _received_bytes(one, expert_bytes, sum_bytes, messages)
+            slot_bytes += MAX_CHILDREN * each_bytes + total_bytes
         return usable_bytes // slot_bytes
 
     kept, in_pass = fitting(held), fitting(replace(held, life=ReplicaLife.LAYER_PASS))
@@ -187,17 +195,28 @@ def _weights_bytes(held: HeldReplicas, expert_elements: int, dtype_bytes: int) -
     return int(held.layers_with_weights * expert_elements * (dtype_bytes + held.copy_bytes))
 
 
-def _gradient_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> int:
-    """Bytes of gradients of one replica of each layer: one layer's as they are made, and all sums."""
+def _sums_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> int:
+    """Bytes of the gradient sums of one replica of each layer: of one layer, or of all."""
+    if held.life is ReplicaLife.RESIDENT:
+        return 0  # They are in its main_grad.
+    if held.layers_with_sums:
+        return held.layers_with_sums * sum_bytes
     # More backward passes than announced may follow, so only lives of one pass have sums in its data type.
     may_sum = held.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED)
-    made_bytes = sum_bytes if may_sum and not held.layers_with_sums else expert_bytes
-    return min(held.stage.num_layers, 1) * made_bytes + held.layers_with_sums * sum_bytes
+    return min(held.stage.num_layers, 1) * (sum_bytes if may_sum else expert_bytes)
 
 
-def _received_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int, messages: MessageRule) -> int:
-    """Bytes of the messages with gradients of one replica that a device can have received at a time."""
-    return messages.buffered_bytes(sum_bytes if held.sends_fp32 else expert_bytes)
+def _received_bytes(
+    held: HeldReplicas, expert_bytes: int, sum_bytes: int, messages: MessageRule
+) -> tuple[int, int]:
+    """Bytes of the gradients of a replica that a device can have received at a time, and of an expert's sum.
+
+    Such a sum is formed in fp32, in the memory of the first message if that is in fp32.
+    """
+    if held.sends_fp32:
+        return messages.buffered_bytes(sum_bytes), 0
+    received_bytes = messages.buffered_bytes(expert_bytes)
+    return received_bytes, received_bytes * sum_bytes // expert_bytes
 
 
 def _readable(num_bytes: int) -> str:

@@ -40,9 +40,9 @@ def test_bytes_of_owned_experts_equal_those_worked_out_by_hand():
     memory = expert_memory(**HALF)
     assert (memory.slot_parameters_bytes, memory.slot_gradients_bytes) == (6 * 200, 6 * 400)
     assert memory.optimizer_bytes == 6 * 1200  # both moments and the master weights
-    assert (memory.transfer_buffers_bytes, memory.expert_parallelism_bytes) == (3600, 10800)
-    assert memory.above_expert_parallelism_bytes == 2400 + 1600 + 3600
-    assert memory.total_bytes == 18400
+    assert (memory.transfer_buffers_bytes, memory.expert_parallelism_bytes) == (6800, 10800)
+    assert memory.above_expert_parallelism_bytes == 2400 + 1600 + 6800
+    assert memory.total_bytes == 21600
     full = expert_memory(**{**HALF, "dtype_bytes": 4, "optimizer": ExpertOptimizer()})
     assert full.slot_parameters_bytes == full.slot_gradients_bytes == 6 * 400
     assert (full.optimizer_bytes, full.replica_parameters_bytes) == (6 * 800, 3 * 4 * 400)
@@ -57,25 +57,25 @@ SEVERAL, PASS, MICRO, STAYS = (
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [
-        # More passes may follow, so one layer's gradients are in fp32. Gradients travel in bf16.
-        ({}, (3 * 4 * 200, 4 * 400, 0, 3 * 6 * 200)),
-        # Sums of all layers, which travel in fp32, and what a pass of one layer computes.
-        (SEVERAL, (2400, 3 * 4 * 400 + 4 * 200, 0, 3 * 6 * 400)),
-        (PASS, (4 * 200, 4 * 200, 0, 3 * 6 * 200)),
+        # More passes may follow, so one layer's gradients are in fp32. They are rounded to travel.
+        ({}, (3 * 4 * 200, 4 * 400, 0, 3 * 6 * 200 + 6 * 400 + 4 * 200)),
+        # Sums of all layers travel in fp32.
+        (SEVERAL, (2400, 3 * 4 * 400, 0, 3 * 6 * 400)),
+        (PASS, (4 * 200, 4 * 200, 0, 3 * 6 * 200 + 6 * 400)),
         # Gradients return to owners with their micro-batch, of which one is in flight.
-        (MICRO, (2400, 800, 0, 3 * 6 * 200)),
+        (MICRO, (2400, 800, 0, 3 * 6 * 200 + 6 * 400)),
         # Every micro-batch in flight has replicas of its own, but only one is in its backward pass.
-        ({**MICRO, "held": held(num_micro_batches=8, num_stages=4)}, (4 * 2400, 800, 0, 3600)),
+        ({**MICRO, "held": held(num_micro_batches=8, num_stages=4)}, (4 * 2400, 800, 0, 3600 + 2400)),
         # Flat copies are fp32 gradients of two layers, of owned experts and of replicas.
-        (STAYS, (2400, 800 + 3 * 4 * 400, 3 * 4 * 1200, 2 * 6 * 400 + 3 * 6 * 400)),
+        (STAYS, (2400, 3 * 4 * 400, 3 * 4 * 1200, 2 * 6 * 400 + 3 * 6 * 400)),
         (
             {**STAYS, "optimizer": SHARED, "expert_data_parallel_size": 2},
-            (2400, 5600, 7200, 4800 + 7200),
+            (2400, 4800, 7200, 4800 + 7200),
         ),
         # Some layers keep 2 replicas, and others have 5 for a pass: transfers of one layer at a time.
         (
             {**SEVERAL, "replicas": {ReplicaLife.ITERATION: 2, ReplicaLife.LAYER_PASS: 5}},
-            (1200 + 5 * 200, 3 * 2 * 400 + 2 * 200 + 5 * 200, 0, max(3 * 4 * 400, 3 * 7 * 200)),
+            (1200 + 5 * 200, 3 * 2 * 400 + 5 * 200, 0, max(3 * 4 * 400, 3 * 7 * 200 + 7 * 400)),
         ),
         ({"replicas": {ReplicaLife.ITERATION: 0}}, (0, 0, 0, 0)),
     ],
@@ -104,13 +104,13 @@ def test_optimizer_state_bytes_follow_the_optimizer_and_its_sharding(optimizer, 
 
 def test_the_messages_of_each_child_bound_reduction_buffers():
     def buffers(messages):
-        return expert_memory(**{**HALF, "messages": messages}).transfer_buffers_bytes
+        return expert_memory(**{**HALF, **MICRO, "messages": messages}).transfer_buffers_bytes
 
-    assert buffers(FixedMessages(50)) == 3 * 6 * 50
-    assert buffers(FixedMessages(50, num_open=2)) == 3 * 6 * 100
-    assert buffers(FixedMessages(1000)) == 3 * 6 * 200
-    # Two of four messages of 50 bytes, which are aligned to 64 bytes.
-    assert buffers(PipelinedMessages(10, 10, most_bytes=64)) == 3 * 6 * 128
+    # Of six experts, three children send bf16, and each sum is in fp32.
+    assert buffers(FixedMessages(50)) == 6 * (3 + 2) * 50
+    assert buffers(FixedMessages(50, num_open=2)) == 6 * (3 + 2) * 100
+    assert buffers(FixedMessages(1000)) == 6 * (3 + 2) * 200
+    assert buffers(PipelinedMessages(10, 10, most_bytes=64)) == 6 * (3 + 2) * 64
 
 
 def capacity(
@@ -133,12 +133,12 @@ def capacity(
     ("usable_bytes", "changed", "wanted"),
     [
         (-10, {}, 0),
-        # Buffers for three senders of gradients in the data type of the parameters, 100 of 200 bytes each.
-        (2 * (1000 + 3 * 100), {"messages": FixedMessages(100)}, 2),
-        (2 * (1000 + 3 * 100) - 1, {"messages": FixedMessages(100)}, 1),
+        # Buffers for three senders of gradients in bf16, 100 of 200 bytes each, and for a sum in fp32.
+        (2 * (1000 + 5 * 100), {"messages": FixedMessages(100)}, 2),
+        (2 * (1000 + 5 * 100) - 1, {"messages": FixedMessages(100)}, 1),
         # Several micro-batches send fp32 sums, 400 bytes.
-        (2000 + 3 * 400, {"num_micro_batches": 2, "messages": FixedMessages(400)}, 1),
-        (2000 + 3 * 400 - 1, {"num_micro_batches": 2, "messages": FixedMessages(400)}, 0),
+        (1800 + 3 * 400, {"num_micro_batches": 2, "messages": FixedMessages(400)}, 1),
+        (1800 + 3 * 400 - 1, {"num_micro_batches": 2, "messages": FixedMessages(400)}, 0),
     ],
 )
 def test_capacities_equal_those_worked_out_by_hand(usable_bytes, changed, wanted):
@@ -205,9 +205,9 @@ def test_whatever_life_the_layers_have_their_replicas_fit(
     most, (kept, in_pass) = memory_capacity(free_bytes, of, **sizes)
     assert kept in (0, most - 1)
     kept_layers = min(kept_layers, num_layers)
-    # Weights and sums of layers that keep them; one layer's of the others, and gradients as they are made.
+    # Weights and sums of layers that keep them, sums of one layer in one micro-batch; one of the others.
     of_kept = kept_layers * kept * 10 * (2 + 4 * (num_micro_batches > 1))
-    made = 10 * (2 if num_micro_batches > 1 else 4)
+    made = 10 * 4 * (num_micro_batches == 1)
     assert of_kept + (kept * made if kept_layers else 0) + in_pass * 10 * (2 + 2) <= free_bytes
     if most > 1:
         assert in_pass > 0

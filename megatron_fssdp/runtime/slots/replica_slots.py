@@ -21,10 +21,8 @@ from typing import Any
 import torch
 
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
+from megatron_fssdp.planning.memory import ADDED_BYTES
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
-
-ADDED_BYTES = 64 << 20
-"""Bytes of gradients that wait to be added together: more would take memory and save no time."""
 
 
 class ReplicaSlots:

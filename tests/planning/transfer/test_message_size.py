@@ -18,10 +18,10 @@ SIZES = st.integers(1, 10**10)
 @given(SIZES, st.booleans())
 def test_over_one_hop_only_the_largest_experts_are_divided(expert_bytes: int, is_far: bool) -> None:
     message = CUDA_MESSAGES.message_bytes(expert_bytes, 1, is_far=is_far)
-    assert num_batches(expert_bytes, message, 1) == -(-expert_bytes // (64 * MIB))
+    assert num_batches(expert_bytes, message, 1) == -(-expert_bytes // (32 * MIB))
 
 
-@given(st.integers(1, 64 * MIB), st.integers(1, 12), st.floats(1e3, 1e9))
+@given(st.integers(1, 32 * MIB), st.integers(1, 12), st.floats(1e3, 1e9))
 def test_there_are_as_few_messages_as_nearly_take_the_shortest_time(
     expert_bytes: int, hops: int, start_bytes: float
 ) -> None:
@@ -57,4 +57,4 @@ def test_the_buffers_of_a_sender_hold_its_open_messages(
     for rule in (HOST_MESSAGES, CUDA_MESSAGES):
         message = rule.message_bytes(gradient_bytes, num_hops, is_far=is_far)
         wanted = min(gradient_bytes, rule.num_open * message)
-        assert wanted <= rule.buffered_bytes(gradient_bytes) <= min(gradient_bytes, 2 * 64 * MIB)
+        assert wanted <= rule.buffered_bytes(gradient_bytes) <= min(gradient_bytes, 32 * MIB)
