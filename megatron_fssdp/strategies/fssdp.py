@@ -166,8 +166,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         shares. A price of links and kernels underestimates that all ranks wait for each other once more. So
         exact dispatch must save :data:`LEAST_SAVING` of the last iteration's modelled seconds.
         """
-        # The deduplicated exchange is priced as if tokens were divided evenly.
-        if context.shares_evenly or self.travel.exchange == "deduplicated" or history.is_empty:
+        # Tokens that are sent once are priced as if they were divided evenly.
+        if context.shares_evenly or context.costs.sent_choices is not None or history.is_empty:
             return "even"
         known = self._policies.get(context.layer)
         if known is None or known[0] is not plan.placement:
