@@ -37,7 +37,7 @@ def measure_links(
     of all its devices. A class without a link gets the cost of the other one, and a group of one rank zero
     latency and the lowest beta. Messages of ``most_bytes`` are measured as well where they are fast enough.
     """
-    # Of unequal nodes, those with most devices are neighbours: a smaller one could not keep a larger one busy.
+    # The largest nodes are neighbours, because a smaller one could not keep a larger one busy.
     nodes = sorted(topology.devices_by_node, key=len, reverse=True)
     inside = [edge for devices in nodes for edge in _ring(devices)]
     near = _measure(group, inside, device, most_bytes) if inside else None
@@ -58,9 +58,7 @@ def _ring[Member](members: Sequence[Member]) -> list[tuple[Member, Member]]:
     return [*zip(members, [*members[1:], members[0]], strict=True)] if len(members) > 1 else []
 
 
-def _measure(
-    group: dist.ProcessGroup, edges: _Edges, device: torch.device, most_bytes: int
-) -> LinkCost:
+def _measure(group: dist.ProcessGroup, edges: _Edges, device: torch.device, most_bytes: int) -> LinkCost:
     fastest = [float("inf")] * len(_MESSAGE_BYTES)
     for _ in range(_MOST_ROUNDS):
         fastest = [*map(min, fastest, _fastest_exchanges_s(group, edges, device, _MESSAGE_BYTES))]

@@ -72,7 +72,8 @@ class ClusterDescription(Settings):
         if isinstance(data, dict) and "inter_node" in data and "inter_device" not in data:
             raise ValueError(
                 "inter_device is missing, as in files of an older profile, which do not say what one device "
-                "reaches between nodes; run megatron-fssdp profile again, or add it (with one NIC, that of inter_node)"
+                "reaches between nodes; run megatron-fssdp profile again, or add it: with one NIC in a node, "
+                "the values of inter_node"
             )
         return data
 

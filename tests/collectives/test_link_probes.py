@@ -12,7 +12,7 @@ from megatron_fssdp.collectives import link_probes
 from megatron_fssdp.collectives.link_probes import measure_collective, measure_links
 from megatron_fssdp.config.cluster_description import CollectiveName
 from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, LinkFit
-from megatron_fssdp.planning.cost.link_seconds import LinkSet, moves_traffic
+from megatron_fssdp.planning.cost.link_seconds import moves_traffic
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.testing import run_ranks
 from tests.planning.placement_cases import pairs_traffic
@@ -23,7 +23,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 18)
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes with paced links: a device's link inside its node, its NIC, and the network of all of its node."""
+    """Nodes with paced links: a device's link inside its node, its NIC, and the network of its node."""
 
     nodes: tuple[int, ...]
     near_bytes_per_s: float = 1e9

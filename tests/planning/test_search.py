@@ -57,7 +57,12 @@ def profiles(draw: st.DrawFn) -> LayerProfile:
         PROFILE,
         non_moe_s=draw(st.sampled_from([0.0, 3.0, 100.0])),
         cluster=ClusterCost(
-            *(LinkCost(alpha_s, near_s), LinkCost(2 * alpha_s, far_s), 1.0, LinkCost(2 * alpha_s, nics * far_s))
+            *(
+                LinkCost(alpha_s, near_s),
+                LinkCost(2 * alpha_s, far_s),
+                1.0,
+                LinkCost(2 * alpha_s, nics * far_s),
+            )
         ),
         expert_bytes=MEGA * draw(st.sampled_from([1, 5, 50])),
         gradient_bytes=MEGA * draw(st.sampled_from([2, 10])),
