@@ -136,7 +136,7 @@ def layer_search(
     """
     num_experts, choices, units = len(owner_E), profile.sent_choices, (1.0, 1.0, 1.0)
     if choices is not None:
-        # Relays divide a node's tokens by their sources, so a hot expert's holder receives no more than others.
+        # Relays divide a node's tokens by their sources, not by the holders of hot experts.
         units = (*tokens_per_pair(topology, num_experts, choices), 0.0)
     costs = price_arguments(
         profile,
