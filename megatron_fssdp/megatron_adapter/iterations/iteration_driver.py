@@ -215,15 +215,15 @@ class IterationDriver:
         context, strategy = layers[0].context, self._session.strategy
         if reports_for_stage() and context.profile is not None:
             cluster = context.profile.cluster
-            intra, inter = (
+            intra, inter, alone = (
                 f"{link.alpha_s * 1e6:.0f} us + {1e-9 / link.beta_s_per_byte:.2f} GB/s"
-                for link in (cluster.intra, cluster.inter)
+                for link in (cluster.intra, cluster.inter, cluster.inter_device)
             )
             logger.info(
                 f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
                 f"{context.profile.non_moe_s * 1e3:.3f} ms, links inside a node {intra}, between nodes "
-                f"{inter}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per device; "
-                f"{strategy.limits(context)}"
+                f"{inter}, one device {alone}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per "
+                f"device; {strategy.limits(context)}"
             )
         report_memory(self._session, self._host, self.held)
 

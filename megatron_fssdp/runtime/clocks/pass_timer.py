@@ -90,7 +90,8 @@ class PassTimer:
     def take_from_dispatch(self, total: PassSeconds, gather: TransferTimer) -> float:
         """Take the seconds of a gather beside the dispatches of ``total`` from these, and return them.
 
-        The timer must have stopped. A rank computes nothing in a dispatch, so nothing hides these seconds.
+        The timer must have stopped. A rank computes nothing in a dispatch but shared experts that overlap, so
+        hardly anything hides these seconds.
         """
         beside_s = sum(gather.beside_s(*dispatch) for dispatch in self._dispatches.get(id(total), ()))
         total.dispatch_s -= beside_s
