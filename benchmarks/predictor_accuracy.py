@@ -148,6 +148,7 @@ def described_cluster(
             devices_per_node=per_node,
             intra_node=FREE,
             inter_node=FREE,
+            inter_device=FREE,
             expert_flops_per_s=1.0,
             non_expert_flops_per_s=1.0,
         )
@@ -162,7 +163,7 @@ def described_cluster(
     compute = dict.fromkeys(
         ("expert_flops_per_s", "non_expert_flops_per_s"), record["pace"]["expert_flops_per_s"]
     )
-    return measured.model_copy(update={"inter_node": inter, **compute})
+    return measured.model_copy(update={"inter_node": inter, "inter_device": inter, **compute})
 
 
 def described_job(size: StackSize, pace: dict[str, Any], num_devices: int) -> MoeJob:

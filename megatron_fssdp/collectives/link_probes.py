@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.collectives.messages import exchange
 from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, LinkFit, fit_link_cost
+from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.placement.topology import Topology
 
 _WORD_BYTES = 4
@@ -22,31 +23,45 @@ _MOST_ROUNDS = 8
 cost for bytes. The shortest times of all rounds count, so further rounds come closer to undisturbed ones."""
 
 
+_Edges = Sequence[tuple[int, int]]
+"""Messages that travel at the same time: ranks that send, and ranks that receive."""
+
+
 def measure_links(
     group: dist.ProcessGroup, topology: Topology, device: torch.device, most_bytes: int = 0
-) -> tuple[LinkCost, LinkCost]:
-    """Measure the cost of one direction of a link inside a node, and of a node's NIC; equal on all ranks.
+) -> LinkSet:
+    """Measure one direction of a device's link in its node, and of a node's NICs; equal on all ranks.
 
-    All ranks of the group call it. All links of a class are busy at the same time, in a ring, as in a
-    dispatch. A class without a link gets the cost of the other one, and a group of one rank zero latency and
-    the lowest beta. Messages of ``most_bytes`` are measured as well where they are fast enough.
+    All ranks of the group call it. Between nodes, one device of each node sends alone, and then every device
+    sends to the one with its position in the next node, which shows what a node reaches; its bytes are those
+    of all its devices. A class without a link gets the cost of the other one, and a group of one rank zero
+    latency and the lowest beta. Messages of ``most_bytes`` are measured as well where they are fast enough.
     """
-    rings = (
-        [list(devices) for devices in topology.devices_by_node if len(devices) > 1],
-        [[devices[0] for devices in topology.devices_by_node]] if topology.num_nodes > 1 else [],
-    )
-    measured = [_measure(group, ring, device, most_bytes) if ring else None for ring in rings]
-    intra = measured[0] or measured[1] or LinkCost(0.0, LEAST_BETA_S_PER_BYTE)
-    return intra, measured[1] or intra
+    # The largest nodes are neighbours, because a smaller one could not keep a larger one busy.
+    nodes = sorted(topology.devices_by_node, key=len, reverse=True)
+    inside = [edge for devices in nodes for edge in _ring(devices)]
+    near = _measure(group, inside, device, most_bytes) if inside else None
+    if len(nodes) == 1:
+        near = near or LinkCost(0.0, LEAST_BETA_S_PER_BYTE)
+        return LinkSet(near, near, near)
+    alone = _measure(group, _ring([devices[0] for devices in nodes]), device, most_bytes)
+    of_node, num_messages = alone, len(nodes[1])  # of the busiest two nodes
+    if num_messages > 1:
+        together = [edge for own, after in _ring(nodes) for edge in zip(own, after, strict=False)]
+        of_node = _measure(group, together, device, most_bytes)
+    of_byte = LinkCost(of_node.alpha_s, of_node.beta_s_per_byte / num_messages)
+    return LinkSet(near or alone, of_byte, alone)
 
 
-def _measure(
-    group: dist.ProcessGroup, rings: Sequence[Sequence[int]], device: torch.device, most_bytes: int
-) -> LinkCost:
-    ring = next((ring for ring in rings if group.rank() in ring), ())
+def _ring[Member](members: Sequence[Member]) -> list[tuple[Member, Member]]:
+    """Each member with the next one, and the last with the first; nothing for a single one."""
+    return [*zip(members, [*members[1:], members[0]], strict=True)] if len(members) > 1 else []
+
+
+def _measure(group: dist.ProcessGroup, edges: _Edges, device: torch.device, most_bytes: int) -> LinkCost:
     fastest = [float("inf")] * len(_MESSAGE_BYTES)
     for _ in range(_MOST_ROUNDS):
-        fastest = [*map(min, fastest, _fastest_exchanges_s(group, ring, device, _MESSAGE_BYTES))]
+        fastest = [*map(min, fastest, _fastest_exchanges_s(group, edges, device, _MESSAGE_BYTES))]
         seconds = _slowest(fastest, group, device)
         cost = fit_link_cost(_MESSAGE_BYTES, seconds)
         if cost.beta_s_per_byte > LEAST_BETA_S_PER_BYTE:
@@ -56,18 +71,18 @@ def _measure(
         return LinkCost(0.0, seconds[-1] / _MESSAGE_BYTES[-1])
     if most_bytes <= _MESSAGE_BYTES[-1] or cost.time_s(most_bytes) > _LONGEST_S:
         return cost
-    seconds += _slowest(_fastest_exchanges_s(group, ring, device, [most_bytes]), group, device)
+    seconds += _slowest(_fastest_exchanges_s(group, edges, device, [most_bytes]), group, device)
     return fit_link_cost((*_MESSAGE_BYTES, most_bytes), seconds)
 
 
 def _fastest_exchanges_s(
-    group: dist.ProcessGroup, ring: Sequence[int], device: torch.device, sizes: Sequence[int]
+    group: dist.ProcessGroup, edges: _Edges, device: torch.device, sizes: Sequence[int]
 ) -> list[float]:
-    """Shortest measured seconds of an exchange of each size; zeros if this rank is in no ring."""
-    if not ring:
+    """Shortest measured seconds of an exchange of each size; zeros if this rank has no message."""
+    if not any(group.rank() in edge for edge in edges):
         return [0.0] * len(sizes)
     # The first exchange includes the time to connect.
-    return [min([_exchange_s(group, ring, size, device) for _ in range(_REPETITIONS)][1:]) for size in sizes]
+    return [min([_exchange_s(group, edges, size, device) for _ in range(_REPETITIONS)][1:]) for size in sizes]
 
 
 def _slowest(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
@@ -77,19 +92,13 @@ def _slowest(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.d
     return [*highest.tolist()]
 
 
-def _exchange_s(group: dist.ProcessGroup, ring: Sequence[int], num_bytes: int, device: torch.device) -> float:
+def _exchange_s(group: dist.ProcessGroup, edges: _Edges, num_bytes: int, device: torch.device) -> float:
+    """Seconds in which this rank sends and receives its messages of an exchange; all of its ranks call it."""
+    rank = group.rank()
     outgoing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    incoming = torch.empty_like(outgoing)
-    return elapsed_s(lambda: pass_on(group, ring, outgoing, incoming), device)
-
-
-def pass_on(
-    group: dist.ProcessGroup, ring: Sequence[int], outgoing: torch.Tensor, incoming: torch.Tensor
-) -> None:
-    """Send a tensor to the next rank of a ring, and fill one from the rank before; all of them call it."""
-    position = ring.index(group.rank())
-    ahead, behind = ring[(position + 1) % len(ring)], ring[position - 1]
-    exchange([(ahead, outgoing)], [(behind, incoming)], group)
+    sends = [(target, outgoing) for source, target in edges if source == rank]
+    receives = [(source, torch.empty_like(outgoing)) for source, target in edges if target == rank]
+    return elapsed_s(lambda: exchange(sends, receives, group), device)
 
 
 def measure_collective(
@@ -153,8 +162,9 @@ def _prepare(
 
     if name == "point_to_point":
         outgoing = words(num_bytes)
-        incoming = torch.empty_like(outgoing)
-        return lambda: pass_on(group, range(size), outgoing, incoming), outgoing.nbytes
+        incoming, rank = torch.empty_like(outgoing), group.rank()
+        ahead, behind = [((rank + 1) % size, outgoing)], [((rank - 1) % size, incoming)]
+        return lambda: exchange(ahead, behind, group), outgoing.nbytes
     if name == "broadcast":
         message = words(num_bytes)
         return lambda: dist.broadcast(message, group=group, group_src=0), message.nbytes

@@ -50,10 +50,11 @@ class TransferTimer:
     is_gather: bool = True  # otherwise a SparseReduceScatter
     num_bytes: int = 0  # between all devices in total
     begin: Moment | None = None  # on the lane; None if there was nothing to do
-    # With one connection, the wait issues this moment, so a transfer seems to last at least until the wait.
     end: Moment | None = None
     # The begin of each wait, and the moment at which the waiting thread or stream could go on.
     waits: list[tuple[Moment, Moment]] = field(default_factory=list)
+    # With one connection, the wait issues the end, so a transfer seems to last at least until the wait.
+    ends_at_wait: bool = False
 
     def seconds(self) -> tuple[float, float]:
         """Seconds on the lane, and those for which callers had to stop; on CUDA, the host waits for them."""
@@ -61,6 +62,15 @@ class TransferTimer:
             return 0.0, 0.0
         busy_s = seconds_between(self.begin, self.end)
         return busy_s, min(busy_s, sum(max(0.0, seconds_between(*wait)) for wait in self.waits))
+
+    def beside_s(self, begin: Moment, end: Moment) -> float:
+        """Seconds of the transfer between two moments; 0 if its end is not known."""
+        if self.begin is None or self.end is None or self.ends_at_wait:
+            return 0.0
+        if (left_s := seconds_between(begin, self.end)) <= 0:
+            return 0.0
+        others = ((begin, end), (self.begin, end), (self.begin, self.end))
+        return max(0.0, min(left_s, *(seconds_between(*pair) for pair in others)))
 
 
 class PendingTransfer:
@@ -201,6 +211,7 @@ class StreamLane:
         issues everything now. The caller's ``touched`` tensors, which the transfer reads or writes, must
         belong to the stream that waits for the transfer.
         """
+        timer.ends_at_wait = at_once is not None
         transfer = StreamTransfer(self, steps, timer, num_batches, at_once or num_batches, touched)
         self._open.append(transfer)
         if at_once is None:

@@ -5,9 +5,9 @@ state the source of every figure.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import Settings, load_yaml, setting, unknown_name, validate
@@ -46,6 +46,10 @@ class ClusterDescription(Settings):
     inter_node: LinkDescription = Field(
         description="One direction of all NICs of a node together. The node's devices share them."
     )
+    inter_device: LinkDescription = Field(
+        description="One direction of what one device reaches between nodes while no other device of its "
+        "node sends: with a NIC for each device, that of its NIC."
+    )
     expert_flops_per_s: float = Field(
         gt=0, description="Floating-point operations per second that a device reaches in expert GEMMs."
     )
@@ -57,11 +61,21 @@ class ClusterDescription(Settings):
         {},
         "Measured costs of single collectives, which replace intra_node and inter_node. A bandwidth is per "
         "device and counts the bytes that the busiest device sends over links of the class. inter_node "
-        "counts bytes to other nodes while all devices of a node send at once. Two exceptions: for "
-        "point_to_point one device sends alone; for all_to_all, which has a size for each pair of devices "
-        "as in a dispatch, messages inside the nodes travel at the same time.",
+        "counts bytes to other nodes while all devices of a node send at once; for all_to_all, which has a "
+        "size for each pair of devices as in a dispatch, messages inside the nodes travel at the same time.",
     )
     sources: dict[str, str] = setting({}, "Source of each figure, by the figure's key above.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_older_profile(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "inter_node" in data and "inter_device" not in data:
+            raise ValueError(
+                "inter_device is missing, as in files of an older profile, which do not say what one device "
+                "reaches between nodes; run megatron-fssdp profile again, or add it: with one NIC in a node, "
+                "the values of inter_node"
+            )
+        return data
 
     @property
     def num_devices(self) -> int:

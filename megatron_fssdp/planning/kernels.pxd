@@ -20,20 +20,20 @@ cdef class Price:
     cdef double[:, ::1] dispatch, combine, moves, of_hops
     cdef double per_token, times, counts, hidden, hidden_back, early, first, added
     cdef double all_to_all, experts, waits, waits_back
-    cdef bint is_resident, is_pass, is_micro_batch, in_turn, is_far
+    cdef bint is_resident, is_pass, is_micro_batch, in_turn, is_far, limits_devices
     cdef double gather_of(self, tuple traffic)
-    cdef double exchange(self, double[:, ::1] lines, double near, double far) noexcept nogil
+    cdef double exchange(self, double[:, ::1] lines, double near, double far, double device) noexcept nogil
     @cython.locals(first=Py_ssize_t)
-    cdef double transfer(self, Py_ssize_t column, double near, double far, Py_ssize_t hops, Py_ssize_t fill) noexcept nogil
+    cdef double transfer(self, Py_ssize_t column, double near, double far, double device, Py_ssize_t hops, Py_ssize_t fill) noexcept nogil
     @cython.locals(again_is_far=bint, combine_is_far=bint)
-    cdef double seconds(self, double tokens, double near, double far, double moved_near, double moved_far, Py_ssize_t hops, Py_ssize_t fill) noexcept nogil
+    cdef double seconds(self, double tokens, double near, double far, double device, double moved_near, double moved_far, double moved_device, Py_ssize_t hops, Py_ssize_t fill) noexcept nogil
 
 cdef class Layer(Trees):
     cdef Price costs
     cdef double[:, ::1] load_ED, load_EN, rest_EN, busy, own, most
     cdef double[::1] total_E
     cdef double all_pairs
-    cdef Py_ssize_t slots, own_hops, own_fill, hops, fill, num_prices
+    cdef Py_ssize_t slots, own_hops, own_fill, hops, fill, num_prices, far_at
     cdef Py_ssize_t[::1] used_D, holders_E, hops_E, fill_E
     cdef Py_ssize_t[:, ::1] holders_EN
     cdef bint is_smooth
@@ -44,13 +44,15 @@ cdef class Layer(Trees):
     cdef void walk(self, Py_ssize_t expert) noexcept nogil
     @cython.locals(rest=double, share=double, num=Py_ssize_t)
     cdef void walk_node(self, Py_ssize_t expert, Py_ssize_t node, double each_far) noexcept nogil
+    cdef void walk_far(self, Py_ssize_t expert, Py_ssize_t node, double each_far) noexcept nogil
+    @cython.locals(is_held=bint, limits=bint)
     cdef void count(self, Py_ssize_t expert, Py_ssize_t sign) noexcept nogil
     cdef void add(self, Py_ssize_t place, double sign) noexcept nogil
     cdef void put(self, Py_ssize_t expert, Py_ssize_t device, Py_ssize_t sign) noexcept nogil
     cdef double price(self) noexcept nogil
     @cython.locals(tokens=double, pairs=double, moved=double, is_smooth=bint)
-    cdef void look_at(self, Py_ssize_t node, Py_ssize_t row, double weight) noexcept nogil
-    @cython.locals(tokens=double, near=double, far=double, moved_near=double, moved_far=double, hops=Py_ssize_t, fill=Py_ssize_t, is_held=bint, is_smooth=bint, weight=double, row=Py_ssize_t)
+    cdef void look_at(self, Py_ssize_t node, Py_ssize_t row, double weight, Py_ssize_t first) noexcept nogil
+    @cython.locals(tokens=double, near=double, far=double, far_device=double, moved_near=double, moved_far=double, moved_device=double, hops=Py_ssize_t, fill=Py_ssize_t, is_held=bint, is_smooth=bint, weight=double, row=Py_ssize_t, far_row=Py_ssize_t)
     cdef double price_with(self, Py_ssize_t expert, Py_ssize_t beside) noexcept nogil
 
 cdef class Search(Layer):
@@ -82,7 +84,7 @@ cdef class Search(Layer):
     cdef bint step(self) noexcept nogil
     @cython.locals(gained=bint)
     cdef void climb(self) noexcept nogil
-    @cython.locals(is_device=bint, node=Py_ssize_t, near=double, each_far=double)
+    @cython.locals(is_device=bint, is_sent=bint, node=Py_ssize_t, near=double, each_far=double)
     cdef double part_of(self, Py_ssize_t expert, Py_ssize_t place, Py_ssize_t column) noexcept nogil
     cdef Py_ssize_t largest_part(self) noexcept nogil
     @cython.locals(room=Py_ssize_t, gain=double, most=double, wanted=Py_ssize_t, picked=Py_ssize_t, more=Py_ssize_t)

@@ -122,8 +122,10 @@ class Price:
     ``costs`` has the attributes from ``dispatch`` to ``early``, in this order.
 
     Attributes:
-        dispatch, combine: ``[2, 2]``: start-up and seconds of a pair, on links inside and between nodes.
-        moves: The same of a transfer, for an expert and for its gradient, ``[2, 3]``.
+        dispatch, combine: ``[3, 2]``: start-up and seconds of a pair, on links inside nodes, between nodes,
+            and between nodes for a device alone, whose start-up is not used.
+        moves: The same of a transfer, for an expert and for its gradient, ``[3, 3]``.
+        limits_devices: Whether one device alone reaches less between nodes than all of its node together.
         of_hops: By number of hops of a gather, the seconds of a message inside nodes and between nodes, and
             the least seconds of the whole; then the same for a reduction; and both again for a transfer
             that crosses nodes; ``[hops + 1, 12]``.
@@ -142,37 +144,47 @@ class Price:
         self.dispatch, self.combine, self.moves, self.of_hops = costs[:4]
         self.per_token, self.times, self.counts, self.hidden, self.hidden_back = costs[4:9]
         life, self.in_turn, self.early = costs[9:]
+        self.limits_devices = self.moves[2, 1] > self.moves[1, 1]
         self.is_resident, self.is_pass = life == "RESIDENT", life == "LAYER_PASS"
         self.is_micro_batch = life == "MICRO_BATCH"
         self.first, self.added = -1.0, 0.0
 
     def parts(
-        self, tokens: float, near: float, far: float, replicas: tuple, gather: tuple, addition: tuple
+        self,
+        tokens: float,
+        near: float,
+        far: float,
+        device: float,
+        replicas: tuple,
+        gather: tuple,
+        addition: tuple,
     ) -> tuple:
         """Seconds of all-to-alls, of experts, and for which compute waits for gathers and for reductions.
 
-        The numbers are the pairs of the device that computes most and those on the busiest links of both
-        kinds, and three gathers: of all replicas, before the gate and after it. A gather has experts on the
-        busiest links, hops, and the hops of both kinds before the last one of the longest path.
+        The numbers are the pairs of the device that computes most and those on the busiest links inside
+        nodes, of a node and of a ``device`` between nodes, and three gathers: of all replicas, before the
+        gate and after it. A gather has experts on the busiest links, hops, and the hops of both kinds before
+        the last one of the longest path.
         """
         self.first, self.added = self.gather_of(gather), self.gather_of(addition)
-        moved_near, moved_far, hops, near_hops, far_hops = replicas
-        self.seconds(tokens, near, far, moved_near, moved_far, hops, (far_hops << _HOP_BITS) + near_hops)
+        moved_near, moved_far, moved_device, hops, near_hops, far_hops = replicas
+        fill = (far_hops << _HOP_BITS) + near_hops
+        self.seconds(tokens, near, far, device, moved_near, moved_far, moved_device, hops, fill)
         return self.all_to_all, self.experts, self.waits, self.waits_back
 
     def gather_of(self, traffic: tuple) -> float:
         """Seconds of a gather, as in :meth:`parts`."""
-        near, far, hops, near_hops, far_hops = traffic
-        return self.transfer(1, near, far, hops, (far_hops << _HOP_BITS) + near_hops)
+        near, far, device, hops, near_hops, far_hops = traffic
+        return self.transfer(1, near, far, device, hops, (far_hops << _HOP_BITS) + near_hops)
 
-    def exchange(self, lines: memoryview, near: float, far: float) -> float:
-        """Seconds of an all-to-all with pairs on the busiest links inside nodes and between nodes."""
+    def exchange(self, lines: memoryview, near: float, far: float, device: float) -> float:
+        """Seconds of an all-to-all with pairs on the busiest links, as in :meth:`parts`."""
         near = lines[0, 0] + near * lines[0, 1] if near > 0.0 else 0.0
-        far = lines[1, 0] + far * lines[1, 1] if far > 0.0 else 0.0
+        far = lines[1, 0] + max(far * lines[1, 1], device * lines[2, 1]) if far > 0.0 else 0.0
         self.is_far = far >= near
         return near + far if self.in_turn else max(near, far)
 
-    def transfer(self, column: int, near: float, far: float, hops: int, fill: int) -> float:
+    def transfer(self, column: int, near: float, far: float, device: float, hops: int, fill: int) -> float:
         """Seconds of a gather (column 1) or of a reduction (2); ``layer_seconds.transfer_times`` explains."""
         if hops == 0:
             return 0.0
@@ -184,24 +196,33 @@ class Price:
             near = self.moves[0, 0] + near * self.moves[0, column]
             near = max(near + filling, least) if near > 0.0 else 0.0
         if far > 0.0:
-            far = self.moves[1, 0] + far * self.moves[1, column]
+            far = self.moves[1, 0] + max(far * self.moves[1, column], device * self.moves[2, column])
             far = max(far + filling, least) if far > 0.0 else 0.0
         self.is_far = far >= near
         return max(near, far)
 
     def seconds(
-        self, tokens: float, near: float, far: float, moved_near: int, moved_far: int, hops: int, fill: int
+        self,
+        tokens: float,
+        near: float,
+        far: float,
+        device: float,
+        moved_near: float,
+        moved_far: float,
+        moved_device: float,
+        hops: int,
+        fill: int,
     ) -> float:
         """Seconds of the layer from what its busiest devices and links do; ``fill`` as in :class:`Layer`."""
-        dispatch = self.exchange(self.dispatch, near, far)
-        combine = self.exchange(self.combine, near, far)
+        dispatch = self.exchange(self.dispatch, near, far, device)
+        combine = self.exchange(self.combine, near, far, device)
         combine_is_far = self.is_far
         self.all_to_all = self.times * (self.counts + 2.0 * (dispatch + combine))
         self.experts = self.per_token * tokens
-        again = self.transfer(1, moved_near, moved_far, hops, fill)
+        again = self.transfer(1, moved_near, moved_far, moved_device, hops, fill)
         again_is_far = self.is_far
         gather = again if self.first < 0.0 else self.first
-        reduce = self.transfer(2, moved_near, moved_far, hops, fill)
+        reduce = self.transfer(2, moved_near, moved_far, moved_device, hops, fill)
         if self.is_resident:
             self.waits, self.waits_back = 0.0, max(0.0, 2.0 * reduce - self.hidden_back)
         else:
@@ -231,16 +252,17 @@ class Layer(Trees):
             those of devices that lack the expert.
         slots: Most replicas that a device may hold, and ``used_D`` those that it holds.
         holders_E: Number of holders of each expert, and ``holders_EN`` in each node.
-        busy: What each device does, and then each node; ``[D + N, 5]``. Columns: pairs that one computes,
-            gets from its node and sends there; experts that it gets and sends there. A node gets and sends
-            between nodes.
+        busy: What each device does in its node, then each node, and from the row ``far_at`` on each device
+            between nodes, if its NIC limits it; ``[2 D + N, 5]``. Columns: pairs that one computes, gets and
+            sends; experts that it gets and sends. A node gets and sends between nodes.
         own: What the expert that was last walked adds to ``busy``.
         hops_E: Hops of each expert's longest path; 0 while it is out.
         fill_E: Hops before the last one of that path: those between nodes, shifted, plus those inside.
         is_smooth: Whether prices have norms of the eighth power in place of the highest numbers of pairs, so
             that every device and link counts a little.
         most: For each node, load, pairs and moved experts of its devices: highest values, or sums of eighth
-            powers; and at last the same of one node with the expert that is out. ``[N + 1, 3]``.
+            powers; and at last the same of one node with the expert that is out. From the column 3 on the
+            same between nodes, without load. ``[N + 1, 6]``.
     """
 
     def __init__(self, layer: tuple) -> None:
@@ -255,9 +277,10 @@ class Layer(Trees):
         self.hops_E, self.fill_E = _ints(experts), _ints(experts)
         self.holders_EN = memoryview(np.zeros((experts, num_nodes), np.int64))
         self.rest_EN = memoryview(np.array(load_EN))
-        self.busy = memoryview(np.zeros((devices + num_nodes, 5)))
-        self.own = memoryview(np.zeros((devices + num_nodes, 5)))
-        self.most = memoryview(np.zeros((num_nodes + 1, 3)))
+        self.far_at = devices + num_nodes
+        self.busy = memoryview(np.zeros((self.far_at + devices, 5)))
+        self.own = memoryview(np.zeros((self.far_at + devices, 5)))
+        self.most = memoryview(np.zeros((num_nodes + 1, 6)))
         for expert in range(experts):
             for i in range(num_nodes):
                 self.total_E[expert] += self.load_EN[expert, i]
@@ -278,7 +301,7 @@ class Layer(Trees):
         return pairs
 
     def walk(self, expert: int) -> None:
-        """Find what an expert with its holders adds to ``busy``; not in nodes without one."""
+        """Find what an expert with its holders adds to ``busy``; in nodes without one, only between nodes."""
         each_far = self.unserved(expert) / self.holders_E[expert]
         left = self.holders_E[expert]
         position = 0  # place of the node in the chain between nodes
@@ -293,6 +316,8 @@ class Layer(Trees):
             self.own[place, _OUT] = 0.0 if num > 0 else self.load_EN[expert, node]
             self.own[place, _GETS] = 1.0 if num > 0 and position > 0 else 0.0
             self.own[place, _SENDS] = 1.0 if num > 0 and left > 0 else 0.0
+            if self.costs.limits_devices:
+                self.walk_far(expert, node, each_far)
             if num > 0:
                 self.walk_node(expert, node, each_far)
                 depth = 0
@@ -330,14 +355,36 @@ class Layer(Trees):
                 self.own[device, _GETS] = self.own[device, _SENDS] = 0.0
             at = at + 1 if at + 1 < end else first
 
+    def walk_far(self, expert: int, node: int, each_far: float) -> None:
+        """What the devices of a node do between nodes, whose own row is written; the leader moves experts."""
+        num = self.holders_EN[expert, node]
+        for i in range(self.first_N[node], self.first_N[node + 1]):
+            device = self.member_D[i]
+            place = self.far_at + device
+            self.own[place, _IN] = each_far if self.has_ED[expert, device] else 0.0
+            self.own[place, _OUT] = 0.0 if num > 0 else self.load_ED[expert, device]
+            self.own[place, _GETS] = self.own[place, _SENDS] = 0.0
+        if num > 0:
+            at = self.leader_at(expert, node)
+            while not self.has_ED[expert, self.member_D[at]]:
+                at = at + 1 if at + 1 < self.first_N[node + 1] else self.first_N[node]
+            place = self.far_at + self.member_D[at]
+            self.own[place, _GETS] = self.own[self.num_devices + node, _GETS]
+            self.own[place, _SENDS] = self.own[self.num_devices + node, _SENDS]
+
     def count(self, expert: int, sign: int) -> None:
         """Add an expert to the sums (sign 1), or take it out (sign -1)."""
         self.walk(expert)
+        limits = self.costs.limits_devices
         for node in range(self.num_nodes):
             self.add(self.num_devices + node, sign)
-            if self.holders_EN[expert, node] > 0:
+            is_held = self.holders_EN[expert, node] > 0
+            if is_held or limits:
                 for i in range(self.first_N[node], self.first_N[node + 1]):
-                    self.add(self.member_D[i], sign)
+                    if is_held:
+                        self.add(self.member_D[i], sign)
+                    if limits:
+                        self.add(self.far_at + self.member_D[i], sign)
         self.hops_E[expert] = self.own_hops if sign > 0 else 0
         self.fill_E[expert] = self.own_fill if sign > 0 else 0
 
@@ -361,28 +408,35 @@ class Layer(Trees):
             self.hops = max(self.hops, self.hops_E[i])
             self.fill = max(self.fill, self.fill_E[i])
         for node in range(self.num_nodes):
-            self.look_at(node, node, 0.0)
+            self.look_at(node, node, 0.0, 0)
+            if self.costs.limits_devices:
+                self.look_at(node, node, 0.0, self.far_at)
         return self.price_with(-1, -1)
 
-    def look_at(self, node: int, row: int, weight: float) -> None:
-        """Write to a row of ``most`` what a node's devices do, ``own`` included with a weight."""
+    def look_at(self, node: int, row: int, weight: float, first: int) -> None:
+        """Write to a row of ``most`` what a node's devices do, ``own`` included with a weight.
+
+        The rows of the devices begin at ``first``: 0, or ``far_at`` for what they do between nodes.
+        """
+        column = 3 if first else 0
         tokens = pairs = moved = 0.0
         is_smooth = self.is_smooth
         for i in range(self.first_N[node], self.first_N[node + 1]):
-            device = self.member_D[i]
-            computed = self.busy[device, _WORK] + weight * self.own[device, _WORK]
-            got = self.busy[device, _IN] + weight * self.own[device, _IN]
-            sent = self.busy[device, _OUT] + weight * self.own[device, _OUT]
+            place = first + self.member_D[i]
+            computed = self.busy[place, _WORK] + weight * self.own[place, _WORK]
+            got = self.busy[place, _IN] + weight * self.own[place, _IN]
+            sent = self.busy[place, _OUT] + weight * self.own[place, _OUT]
             tokens = _join(is_smooth, tokens, _raised(is_smooth, computed))
             pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
-            got = self.busy[device, _GETS] + weight * self.own[device, _GETS]
-            sent = self.busy[device, _SENDS] + weight * self.own[device, _SENDS]
+            got = self.busy[place, _GETS] + weight * self.own[place, _GETS]
+            sent = self.busy[place, _SENDS] + weight * self.own[place, _SENDS]
             moved = _join(is_smooth, moved, _raised(is_smooth, max(got, sent)))
-        self.most[row, 0], self.most[row, 1], self.most[row, 2] = tokens, pairs, moved
+        self.most[row, column], self.most[row, column + 1] = tokens, pairs
+        self.most[row, column + 2] = moved
 
     def price_with(self, expert: int, beside: int) -> float:
         """Seconds with an expert that is out, and one that came in since :meth:`price`; -1 for none."""
-        tokens = near = far = moved_near = moved_far = weight = 0.0
+        tokens = near = far = far_device = moved_near = moved_far = moved_device = weight = 0.0
         hops, fill, is_smooth = self.hops, self.fill, self.is_smooth
         if expert >= 0:
             weight = 1.0
@@ -399,21 +453,29 @@ class Layer(Trees):
             sent = self.busy[place, _SENDS] + weight * self.own[place, _SENDS]
             moved_far = _join(is_smooth, moved_far, _raised(is_smooth, max(got, sent)))
             is_held = expert >= 0 and self.holders_EN[expert, node] > 0
-            row = node
+            row = far_row = node
             if is_held or (beside >= 0 and self.holders_EN[beside, node] > 0):
                 row = self.num_nodes
-                self.look_at(node, row, 1.0 if is_held else 0.0)
+                self.look_at(node, row, 1.0 if is_held else 0.0, 0)
+            if self.costs.limits_devices and (expert >= 0 or beside >= 0):
+                far_row = self.num_nodes
+                self.look_at(node, far_row, weight, self.far_at)
             tokens = _join(is_smooth, tokens, self.most[row, 0])
             near = _join(is_smooth, near, self.most[row, 1])
             moved_near = _join(is_smooth, moved_near, self.most[row, 2])
+            far_device = _join(is_smooth, far_device, self.most[far_row, 4])
+            moved_device = _join(is_smooth, moved_device, self.most[far_row, 5])
         if is_smooth:
             tokens, near, far = _eighth_root(tokens), _eighth_root(near), _eighth_root(far)
+            far_device, moved_device = _eighth_root(far_device), _eighth_root(moved_device)
             moved_near, moved_far = _eighth_root(moved_near), _eighth_root(moved_far)
         self.num_prices += 1
         # Less is the rounding error of a difference.
         near = near if near > _NO_PAIRS * self.all_pairs else 0.0
         far = far if far > _NO_PAIRS * self.all_pairs else 0.0
-        return self.costs.seconds(tokens, near, far, moved_near, moved_far, hops, fill)
+        return self.costs.seconds(
+            tokens, near, far, far_device, moved_near, moved_far, moved_device, hops, fill
+        )
 
 
 class Search(Layer):
@@ -501,8 +563,8 @@ class Search(Layer):
         most = -1.0
         first = _IN if of_links else _WORK
         last = _OUT if of_links else _WORK
-        for place in range(self.num_devices + (self.num_nodes if of_links else 0)):
-            kind = 0 if place < self.num_devices else 1
+        for place in range(self.far_at + self.num_devices if of_links else self.num_devices):
+            kind = 0 if place < self.num_devices else 1 if place < self.far_at else 2
             seconds = self.costs.dispatch[kind, 1] + self.costs.combine[kind, 1] if of_links else 1.0
             for side in range(first, last + 1):
                 if seconds * self.busy[place, side] > most:
@@ -512,6 +574,12 @@ class Search(Layer):
 
     def part_of(self, expert: int, place: int, column: int) -> float:
         """The part of an expert in one number of ``busy``."""
+        if place >= self.far_at:
+            device = place - self.far_at
+            if column == _OUT:
+                is_sent = self.holders_EN[expert, self.node_D[device]] == 0
+                return self.load_ED[expert, device] if is_sent else 0.0
+            return self.unserved(expert) / self.holders_E[expert] if self.has_ED[expert, device] else 0.0
         is_device = place < self.num_devices
         node = self.node_D[place] if is_device else place - self.num_devices
         num = self.holders_EN[expert, node]
@@ -671,9 +739,9 @@ class Search(Layer):
         hidden, hidden_back = self.costs.hidden, self.costs.hidden_back
         if num_free > 0:
             start = self.costs.moves[1, 0]
-            expert_s = max(self.costs.moves[0, 1], self.costs.moves[1, 1])
+            expert_s = max(self.costs.moves[0, 1], self.costs.moves[1, 1], self.costs.moves[2, 1])
             self.costs.hidden += start + num_free * expert_s
-            expert_s = max(self.costs.moves[0, 2], self.costs.moves[1, 2])
+            expert_s = max(self.costs.moves[0, 2], self.costs.moves[1, 2], self.costs.moves[2, 2])
             self.costs.hidden_back += start + num_free * expert_s
         for expert in range(self.num_experts):
             self.is_tired_E[expert] = 0

@@ -3,9 +3,10 @@
 Counted is what lives longer than one kernel: parameters, gradients, optimizer states and transfers of the
 experts of one pipeline stage. Activations are not, nor what Megatron adds: a gradient of an owned expert on
 its way into ``main_grad``, and padding. Matrix products are assumed to add replicas' gradients to the sums;
-where autograd does, gradients of :data:`ADDED_BYTES` and one more tensor can wait for it. Everywhere, ``held`` says how long the device holds replicas, and of
-which layers. An expert has ``expert_elements`` parameters of ``dtype_bytes`` bytes each. Gradient sums over
-micro-batches are in fp32. ``messages`` is the rule by which transfers divide an expert.
+where autograd does, gradients of :data:`ADDED_BYTES` and one more tensor can wait for it. Everywhere,
+``held`` says how long the device holds replicas, and of which layers. An expert has ``expert_elements``
+parameters of ``dtype_bytes`` bytes each. Gradient sums over micro-batches are in fp32. ``messages`` is the
+rule by which transfers divide an expert.
 """
 
 from collections.abc import Mapping, Sequence

@@ -114,8 +114,8 @@ def plan_materialization(
         raise ValueError(f"load_DE has shape {load.shape}: wanted {wanted}, by source device and expert")
     # Only the highest device load counts, and a little each transfer.
     expert = TRANSFER_OVER_LOAD * float(load.sum()) / topology.num_devices
-    moves, of_hops = np.array([[0.0, expert, expert]] * 2), np.zeros((_most_hops(topology) + 1, 12))
-    tables = (np.zeros((2, 2)), np.zeros((2, 2)), moves, of_hops)
+    moves, of_hops = np.array([[0.0, expert, expert]] * 3), np.zeros((_most_hops(topology) + 1, 12))
+    tables = (np.zeros((3, 2)), np.zeros((3, 2)), moves, of_hops)
     costs = (*tables, 1.0, 1.0, 0.0, 0.0, 0.0, ReplicaLife.ITERATION.name, False, 0.0)
     layer = LayerSearch(owner, load, topology, costs)
     return layer.best_placement(slots=slots, most_replicated=overlap_degree)[0]
@@ -134,7 +134,10 @@ def layer_search(
 
     ``rematerialize``: replicas come and go with every micro-batch. ``hides``: transfers run beside compute.
     """
-    num_experts, choices = len(owner_E), profile.sent_choices
+    num_experts, choices, units = len(owner_E), profile.sent_choices, (1.0, 1.0, 1.0)
+    if choices is not None:
+        # Relays divide a node's tokens by their sources, not by the holders of hot experts.
+        units = (*tokens_per_pair(topology, num_experts, choices), 0.0)
     costs = price_arguments(
         profile,
         ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION,
@@ -142,7 +145,7 @@ def layer_search(
         _most_hops(topology),
         num_micro_batches=profile.num_micro_batches,
         hides=hides,
-        units_per_pair=(1.0, 1.0) if choices is None else tokens_per_pair(topology, num_experts, choices),
+        units_per_pair=units,
     )
     return LayerSearch(owner_E, np.asarray(load_DE, np.float64), topology, costs)
 

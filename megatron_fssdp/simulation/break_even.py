@@ -79,7 +79,8 @@ def _faster_network(cluster: ClusterDescription, factor: float) -> ClusterDescri
         name: {kind: faster(link) if kind == "inter_node" else link for kind, link in by_kind.items()}
         for name, by_kind in cluster.collectives.items()
     }
-    return cluster.model_copy(update={"inter_node": faster(cluster.inter_node), "collectives": collectives})
+    links = {key: faster(getattr(cluster, key)) for key in ("inter_node", "inter_device")}
+    return cluster.model_copy(update={**links, "collectives": collectives})
 
 
 def _search(pays: Callable[[float], bool], value: float, *, pays_above: bool) -> BreakEven:

@@ -163,11 +163,13 @@ class LayerPrices:
         planned, plan, counts_DE = decision
         job, topology, times, life = self.job, self.topology, self.job.num_micro_batches, plan.life
         placement, tokens = plan.placement, plan.dispatch(counts_DE, topology, times)
-        pairs, cross_node, num_choices = tokens.busiest, tokens.cross_node_tokens, 0
-        if plan.deduplicated:
-            hops = expected_hops(counts_DE, placement, topology, job.choices or TokenChoices(job.top_k))
-            pairs, cross_node, num_choices = hops_traffic(hops), hops.tokens_between_nodes, job.top_k
-        dispatch, combine = exchange_times(self.links.all_to_all, pairs, job.token_bytes, times, num_choices)
+        choices = job.choices or TokenChoices(job.top_k)
+        sent = choices if plan.deduplicated or choices.is_fused else None
+        pairs, cross_node = tokens.busiest, tokens.cross_node_tokens
+        if sent is not None:
+            hops = expected_hops(counts_DE, placement, topology, sent)
+            pairs, cross_node = hops_traffic(hops), hops.tokens_between_nodes
+        dispatch, combine = exchange_times(self.links.all_to_all, pairs, job.token_bytes, times, sent)
         gather = replicas = transfer_traffic(planned.transfer, topology)
         addition = NO_TRANSFER
         if plan is not planned:
@@ -204,7 +206,7 @@ class LayerPrices:
             most_replicas=int(placement.replicas_per_device_D.max()) if placement.num_replicas else 0,
             most_received=int(np.bincount(plan.transfer.table[:, 1], minlength=1).max()),
             most_owned=int(placement.owned_per_device_D.max()),
-            deduplicated=plan.deduplicated,
+            deduplicated=sent is not None,
             life=life,
             ahead=plan.gather_ahead,
             # No experts before the first layer could hide a part, and the smart schedule leaves no room.

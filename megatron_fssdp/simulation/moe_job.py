@@ -57,7 +57,8 @@ class MoeJob:
         activation_bytes_per_pair: Estimated bytes that experts keep for each (token, k) pair.
         on_cuda: Whether devices are GPUs. Transfers between GPUs use larger messages.
         host: Costs of planning on the host, or ``None`` to leave them out.
-        choices: What a record of the loads knows about the experts of the tokens.
+        choices: What a record of the loads knows about the experts of the tokens, and whether Megatron's
+            dispatcher sends each token once.
     """
 
     num_devices: int
@@ -187,6 +188,10 @@ def job_of_run(run: RunConfig) -> MoeJob:
         activation_bytes_per_pair=dtype_bytes * (2 * model.hidden_size + inner_of_pair),
         on_cuda=training.device != "cpu",
         host=MEASURED,
+        choices=TokenChoices(
+            model.moe_router_topk,
+            is_fused=run.megatron_values().get("moe_token_dispatcher_type") == "flex",
+        ),
     )
 
 

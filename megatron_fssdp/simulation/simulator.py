@@ -183,6 +183,10 @@ def checked_strategy(
     strategy = build_strategy("ep", EpSettings()) if name == "none" else build_strategy(name, settings)
     try:
         strategy.check_sizes(job.num_experts, topology)
+        is_ours = strategy.travel.exchange == "deduplicated" or strategy.travel.smart_schedule is True
+        if job.choices is not None and job.choices.is_fused and is_ours:
+            what = "moe_token_dispatcher_type flex sends the tokens itself"
+            raise ValueError(f"{what}; remove exchange and smart_schedule")
     except ValueError as error:
         raise ValueError(f"strategy {name}: {error}") from None
     return strategy

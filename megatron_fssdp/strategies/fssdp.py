@@ -192,8 +192,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         the last iteration, whose sum hides how loads drift. It comes and goes with placements only, which
         change all tables anyway.
         """
-        # The deduplicated exchange is priced as if tokens were divided evenly.
-        if context.shares_evenly or self.travel.exchange == "deduplicated" or history.is_empty:
+        # Tokens that are sent once are priced as if they were divided evenly.
+        if context.shares_evenly or context.costs.sent_choices is not None or history.is_empty:
             return "even"
         known = self._policies.get(context.layer)
         if known is None or known[0] is not plan.placement:

@@ -220,11 +220,11 @@ def plan_price(
         num_micro_batches=times,
         hides=plan.gather_ahead,
         early=plan.early if plan.is_split else 0.0,
-        num_choices=choices.top_k if choices else 0,
+        choices=choices,
     )
-    moves = ((one.busiest.near, one.busiest.far_of_node, one.num_hops, *one.fill_hops) for one in transfers)
+    moves = ((*one.busiest.bounds, one.num_hops, *one.fill_hops) for one in transfers)
     tokens = float(dispatch.device_tokens_D.max())
-    parts_s = kernels().Price(costs).parts(tokens, pairs.near, pairs.far_of_node, *moves)
+    parts_s = kernels().Price(costs).parts(tokens, *pairs.bounds, *moves)
     return LayerPrice(times * (1 + BACKWARD_PER_FORWARD) * profile.non_moe_s, *parts_s)
 
 

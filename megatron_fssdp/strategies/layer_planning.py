@@ -2,7 +2,8 @@
 
 Whether tokens travel in FasterMoE's steps (§4.2) or by the deduplicated exchange is decided before the gate,
 for all passes of the iteration. Where price decides, both ways are priced under the forecast of the loads.
-Without measured costs or a forecast, tokens travel in Megatron's way.
+Without measured costs or a forecast, tokens travel in Megatron's way. So they do if Megatron's dispatcher
+sends each token once itself.
 
 Shape letters: D devices, E experts.
 """
@@ -62,7 +63,8 @@ def plan_after_gate(
 
 def _deduplicates(context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
     """Whether the deduplicated exchange saves enough modelled seconds of an iteration."""
-    if context.num_devices == 1 or context.profile is None or context.profile.choices is None or not history:
+    choices = None if context.profile is None else context.profile.choices
+    if context.num_devices == 1 or choices is None or choices.is_fused or not history:
         return False
     megatron_s, deduplicated_s = (
         plan_price(plan, _forecast(history), context.with_exchange(way)).seconds for way in (False, True)
@@ -75,7 +77,7 @@ def in_steps(strategy: Strategy, context: LayerContext, history: LoadHistory, pl
     profile, topology, ring = context.profile, context.topology, strategy.ring(0, context.topology)
     if ring is None or strategy.travel.smart_schedule != "by_price":
         return ring is not None
-    if profile is None or not len(history):
+    if profile is None or not len(history) or (profile.choices and profile.choices.is_fused):
         return False
     steps = SteppedExchange.of(ring, topology, profile.messages.step_host_s)
     if steps is None:

@@ -23,6 +23,7 @@ from benchmarks.result_file import write_result  # noqa: E402
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster  # noqa: E402
 from megatron_fssdp.config.run.composition import load_run  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices  # noqa: E402
 from megatron_fssdp.planning.cost.link_seconds import topology_of  # noqa: E402
 from megatron_fssdp.planning.memory import FP32_BYTES  # noqa: E402
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run  # noqa: E402
@@ -130,7 +131,9 @@ def row_of(model: str, num_gpus: int) -> list[object]:
     loads = {name: generated_loads(name, job, PAST + ITERATIONS) for name in (LOG_NORMAL, EVEN)}
     group_size, sent_XD = job.num_devices, np.zeros((3, job.num_devices))
 
-    def outcome(name: str, load: str, exchange: str, links: ClusterDescription = cluster) -> StrategyOutcome:
+    def outcome(
+        name: str, load: str, exchange: str, links: ClusterDescription = cluster, job: MoeJob = job
+    ) -> StrategyOutcome:
         settings, counts_ILDE = STRATEGIES[name].settings.model_validate({"exchange": exchange}), loads[load]
         past_ILDE, now_ILDE = counts_ILDE[:PAST], counts_ILDE[PAST:]
         return simulate(name, settings, now_ILDE, links, job, past_ILDE=past_ILDE, on_plan=count)
@@ -153,7 +156,8 @@ def row_of(model: str, num_gpus: int) -> list[object]:
         return [ep_s, ours_s, ep_s / ours_s]
 
     even, once = compared(EVEN, "megatron"), compared(LOG_NORMAL, "deduplicated")
-    deepep = compared(LOG_NORMAL, "deduplicated", with_deepep(cluster))
+    fused = replace(job, choices=TokenChoices(job.top_k, is_fused=True))
+    deepep = compared(LOG_NORMAL, "megatron", with_deepep(cluster), fused)
     experts, most_replicas = ours.memory.experts, int(ours.of_layers("most_replicas").max())
     slots_gib = (experts.replica_parameters_bytes + experts.replica_gradients_bytes) / GIB
     sizes = [round(one.memory.total_bytes / GIB) for one in (ep, ours)]

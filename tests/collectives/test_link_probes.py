@@ -1,6 +1,9 @@
 from collections import Counter
-from typing import get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast, get_args
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,68 +12,119 @@ from megatron_fssdp.collectives import link_probes
 from megatron_fssdp.collectives.link_probes import measure_collective, measure_links
 from megatron_fssdp.config.cluster_description import CollectiveName
 from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, LinkFit
+from megatron_fssdp.planning.cost.link_seconds import moves_traffic
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.testing import run_ranks
+from tests.planning.placement_cases import pairs_traffic
 
 CPU = torch.device("cpu")
 SIZES = (1 << 10, 1 << 14, 1 << 18)
 
 
-def measure_given_times(
-    rank: int, world_size: int, nodes: tuple[int, ...]
-) -> tuple[LinkCost, LinkCost, list]:
-    """Links of rank r take r + 1 ms and r + 1 ns a byte; links between nodes take ten times as long."""
-    rings: list[list[int]] = []
-    topology = Topology(nodes)
+@dataclass(frozen=True)
+class Machine:
+    """Nodes with paced links: a device's link inside its node, its NIC, and the network of its node."""
 
-    def given_s(group: dist.ProcessGroup, ring: list[int], num_bytes: int, device: torch.device) -> float:
-        if ring not in rings:
-            rings.append(ring)
-        crosses = len({nodes[device] for device in ring}) > 1
+    nodes: tuple[int, ...]
+    near_bytes_per_s: float = 1e9
+    nic_bytes_per_s: float = 1e8
+    node_bytes_per_s: float = 8e8
+
+    def seconds(self, bytes_DD: np.ndarray) -> float:
+        """Seconds of messages that travel at the same time, until the busiest link has carried its bytes."""
+        node_D = np.array(self.nodes)
+        is_far_DD = node_D[:, None] != node_D
+        far_DD, near_DD, limits = bytes_DD * is_far_DD, bytes_DD * ~is_far_DD, [0.0]
+        for axis in (0, 1):
+            limits.append(near_DD.sum(axis).max() / self.near_bytes_per_s)
+            limits.append(far_DD.sum(axis).max() / self.nic_bytes_per_s)
+            limits.append(np.bincount(node_D, far_DD.sum(axis)).max() / self.node_bytes_per_s)
+        return 1e-3 + max(limits)
+
+    def probe_s(self, group: object, edges: Any, device: object, sizes: Sequence[int]) -> list[float]:
+        """In place of ``_fastest_exchanges_s``."""
+        ones_DD = np.zeros((len(self.nodes),) * 2)
+        np.add.at(ones_DD, tuple(np.transpose(edges)), 1.0)
+        return [self.seconds(size * ones_DD) for size in sizes]
+
+
+@pytest.mark.parametrize("node_bytes_per_s", [8e8, 2e8, 1e8])
+@pytest.mark.parametrize(
+    "nodes", [(0,) * 8 + (1,) * 8, (0, 1, 0, 1), (0, 0, 1, 2, 2, 2), (0, 0, 0, 1), (0, 1, 2)], ids=str
+)
+def test_prices_of_exchanges_and_transfers_are_right_within_5_percent(
+    nodes: tuple[int, ...], node_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every device has a NIC, and one, two or eight of them fill the network of their node."""
+    machine, topology = Machine(nodes, node_bytes_per_s=node_bytes_per_s), Topology(nodes)
+    monkeypatch.setattr(link_probes, "_fastest_exchanges_s", machine.probe_s)
+    monkeypatch.setattr(link_probes, "_slowest", lambda seconds, *_: [*seconds])
+    links = measure_links(cast("dist.ProcessGroup", None), topology, CPU)
+    rng, num_devices = np.random.default_rng(1), len(nodes)
+    for hot in (1, 1, 50):
+        bytes_DD = rng.gamma(1.0, 1e6, (num_devices, num_devices))
+        bytes_DD[:, -1] *= hot  # the last device has the hot experts
+        np.fill_diagonal(bytes_DD, 0)
+        priced_s = links.times(pairs_traffic(bytes_DD, topology), 1.0).seconds
+        assert priced_s == pytest.approx(machine.seconds(bytes_DD), rel=0.05)
+    source_P, device_P = rng.integers(0, num_devices, (2, 12))
+    moved_DD = np.zeros((num_devices, num_devices))
+    np.add.at(moved_DD, (source_P, device_P), 5e7)  # experts of 50 MB
+    np.fill_diagonal(moved_DD, 0)
+    priced_s = links.times(moves_traffic(source_P, device_P, topology), 5e7).seconds
+    assert priced_s == pytest.approx(machine.seconds(moved_DD), rel=0.05)
+
+
+def measure_given_times(rank: int, world_size: int, nodes: tuple[int, ...]) -> tuple[list[LinkCost], list]:
+    """Messages of rank r take r + 1 ms and r + 1 ns a byte, and ten times as long between nodes."""
+    probes: list[list[tuple[int, int]]] = []
+
+    def given_s(group: dist.ProcessGroup, edges: Any, num_bytes: int, device: torch.device) -> float:
+        if edges not in probes:
+            probes.append(edges)
+        crosses = any(nodes[source] != nodes[target] for source, target in edges)
         return (rank + 1) * (1e-3 + 1e-9 * num_bytes) * (10 if crosses else 1)
 
     link_probes._exchange_s = given_s
-    return (*measure_links(dist.group.WORLD, topology, CPU), rings)
+    links = measure_links(dist.group.WORLD, Topology(nodes), CPU)
+    return [links.near, links.far_of_node, links.far_of_device], probes
 
 
 @pytest.mark.parametrize(
-    ("nodes", "slowest_inside", "slowest_between", "rings_of_ranks"),
+    ("nodes", "slowest", "num_probes"),
     [
-        ((0, 0, 0, 0), 4, 0.4, [[[0, 1, 2, 3]]] * 4),
-        ((0, 0, 1, 1), 4, 3, [[[0, 1], [0, 2]], [[0, 1]], [[2, 3], [0, 2]], [[2, 3]]]),
-        ((0, 1, 2, 3), 40, 4, [[[0, 1, 2, 3]]] * 4),
-        # A node of one device has no link inside. The first device of each node measures the NIC.
-        ((0, 0, 0, 1), 3, 4, [[[0, 1, 2], [0, 3]], [[0, 1, 2]], [[0, 1, 2]], [[0, 3]]]),
+        ((0, 0, 0, 0), (4, 4, 4), (1, 1, 1, 1)),
+        # A byte of a node is half of one of each device. One device of each node also sends alone.
+        ((0, 0, 1, 1), (4, 20, 30), (3, 2, 3, 2)),
+        ((0, 1, 2, 3), (40, 40, 40), (1, 1, 1, 1)),
+        # A node of one device has no link inside, and fills its NIC alone.
+        ((0, 1, 1, 1), (4, 20, 20), (1, 2, 1, 1)),
     ],
 )
 def test_a_class_of_links_has_the_costs_of_its_slowest_link(
-    nodes: tuple[int, ...],
-    slowest_inside: float,
-    slowest_between: float,
-    rings_of_ranks: list[list[list[int]]],
+    nodes: tuple[int, ...], slowest: tuple[float, ...], num_probes: tuple[int, ...]
 ) -> None:
-    for (intra, inter, rings), wanted in zip(
-        run_ranks(measure_given_times, 4, nodes), rings_of_ranks, strict=True
-    ):
-        assert rings == wanted
-        assert intra.alpha_s == pytest.approx(slowest_inside * 1e-3)
-        assert intra.beta_s_per_byte == pytest.approx(slowest_inside * 1e-9)
-        assert inter.alpha_s == pytest.approx(slowest_between * 1e-2)
-        assert inter.beta_s_per_byte == pytest.approx(slowest_between * 1e-8)
+    results = run_ranks(measure_given_times, 4, nodes)
+    assert tuple(len(probes) for _, probes in results) == num_probes
+    for links, _ in results:
+        assert [link.beta_s_per_byte for link in links] == pytest.approx([1e-9 * one for one in slowest])
+        all_at_once = nodes == (0, 0, 1, 1)
+        alphas = [1e-3 * one for one in ((4, 40, 30) if all_at_once else slowest)]
+        assert [link.alpha_s for link in links] == pytest.approx(alphas)
 
 
 def measure_disturbed(rank: int, world_size: int, disturbed_rounds: int) -> LinkCost:
     """In the first rounds, another process delays rank 0's small messages by a second."""
     counted: Counter[int] = Counter()
 
-    def given_s(group: dist.ProcessGroup, ring: list[int], num_bytes: int, device: torch.device) -> float:
+    def given_s(group: dist.ProcessGroup, edges: Any, num_bytes: int, device: torch.device) -> float:
         counted[num_bytes] += 1
         is_disturbed = rank == 0 and counted[num_bytes] <= disturbed_rounds * link_probes._REPETITIONS
         return 1e-3 + 1e-9 * num_bytes + (is_disturbed and num_bytes < 1 << 22)
 
     link_probes._exchange_s = given_s
     # Rank 2 is alone in its node, so it only takes part in the reduction over ranks.
-    return measure_links(dist.group.WORLD, Topology((0, 0, 1)), CPU)[0]
+    return measure_links(dist.group.WORLD, Topology((0, 0, 1)), CPU).near
 
 
 @pytest.mark.parametrize(
@@ -89,12 +143,12 @@ def measure_large(rank: int, world_size: int, most_bytes: int, beta_s: float) ->
     """Messages above 4 MiB take half of the time for a byte."""
     sizes: list[int] = []
 
-    def given_s(group: dist.ProcessGroup, ring: list[int], num_bytes: int, device: torch.device) -> float:
+    def given_s(group: dist.ProcessGroup, edges: Any, num_bytes: int, device: torch.device) -> float:
         sizes.append(num_bytes)
         return 1e-4 + beta_s * num_bytes / (1 if num_bytes <= 1 << 22 else 2)
 
     link_probes._exchange_s = given_s
-    return measure_links(dist.group.WORLD, Topology((0, 0)), CPU, most_bytes)[0], sizes
+    return measure_links(dist.group.WORLD, Topology((0, 0)), CPU, most_bytes).near, sizes
 
 
 @pytest.mark.parametrize(
@@ -109,17 +163,18 @@ def test_messages_of_a_whole_expert_are_measured_where_they_are_fast(
         assert (cost.time_s(1 << 28) < 0.75 * (1e-4 + beta_s * (1 << 28))) == is_measured
 
 
-def measure(rank: int, world_size: int, nodes: tuple[int, ...]) -> tuple[LinkCost, LinkCost]:
-    return measure_links(dist.group.WORLD, Topology(nodes), CPU)
+def measure(rank: int, world_size: int, nodes: tuple[int, ...]) -> list[LinkCost]:
+    links = measure_links(dist.group.WORLD, Topology(nodes), CPU)
+    return [links.near, links.far_of_node, links.far_of_device]
 
 
 def test_real_links_cost_something_and_one_device_has_none() -> None:
-    first, *others = run_ranks(measure, 3, (0, 0, 1))
-    assert others == [first] * 2
+    first, *others = run_ranks(measure, 4, (0, 0, 1, 1))
+    assert others == [first] * 3
     assert all(link.beta_s_per_byte > LEAST_BETA_S_PER_BYTE for link in first)
     assert all(link.time_s(1 << 22) > 1e-5 for link in first), "4 MiB were not sent"
     no_link = LinkCost(0.0, LEAST_BETA_S_PER_BYTE)
-    assert run_ranks(measure, 1, (0,)) == [(no_link, no_link)]
+    assert run_ranks(measure, 1, (0,)) == [[no_link] * 3]
 
 
 def measure_all(rank: int, world_size: int) -> list[LinkFit]:

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_fssdp.config.cluster_description import FittedLink, cluster_yaml, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.yaml_text import format_yaml
 
 EXAMPLE = load_cluster("hecate-a")
 
@@ -17,6 +18,17 @@ def test_a_written_description_is_read_back(tmp_path: Path, name: str) -> None:
     path.write_text(cluster_yaml(description, "two\nlines"), encoding="utf-8")
     assert path.read_text(encoding="utf-8").startswith("# two\n# lines\nname:")
     assert load_cluster(path) == description
+
+
+def test_files_of_an_older_profile_are_refused_with_the_next_step(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    values = EXAMPLE.model_dump(mode="json", exclude={"inter_device"}, exclude_none=True)
+    path.write_text(format_yaml(values), encoding="utf-8")
+    with pytest.raises(
+        ConfigurationError, match=r"old.yaml: inter_device is missing.*run .* profile again"
+    ) as error:
+        load_cluster(path)
+    assert "\n" not in str(error.value)
 
 
 def test_cluster_names_are_found_in_the_working_folder(

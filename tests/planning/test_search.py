@@ -51,11 +51,19 @@ def max_load(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology
 def profiles(draw: st.DrawFn) -> LayerProfile:
     """Profiles in which compute, links and transfers take similar times, so that each of them can decide."""
     near_s, far_s = draw(st.sampled_from([(1e-6, 1e-6), (1e-7, 1e-6), (1e-6, 3e-6)]))
+    nics = draw(st.sampled_from([0, 1, 2, 8]))
     alpha_s = draw(st.sampled_from([0.0, 3.0]))
     return dataclasses.replace(
         PROFILE,
         non_moe_s=draw(st.sampled_from([0.0, 3.0, 100.0])),
-        cluster=ClusterCost(LinkCost(alpha_s, near_s), LinkCost(2 * alpha_s, far_s), 1.0),
+        cluster=ClusterCost(
+            *(
+                LinkCost(alpha_s, near_s),
+                LinkCost(2 * alpha_s, far_s),
+                1.0,
+                LinkCost(2 * alpha_s, nics * far_s),
+            )
+        ),
         expert_bytes=MEGA * draw(st.sampled_from([1, 5, 50])),
         gradient_bytes=MEGA * draw(st.sampled_from([2, 10])),
         num_micro_batches=draw(st.integers(1, 3)),

@@ -18,7 +18,7 @@ def settings_of(name: str, **keys: object) -> StrategySettings:
 def cluster_of(
     *, nodes: int = 1, per_node: int = 2, near_alpha_s: float = 0.0, far_alpha_s: float = 0.0, **more: object
 ) -> ClusterDescription:
-    """Links of 1,000 bytes/s inside a node and 100 between nodes, 10 expert FLOP/s, 5 others."""
+    """Links of 1,000 bytes/s inside a node and a NIC of 100 for all of it, 10 expert FLOP/s, 5 others."""
     return ClusterDescription.model_validate(
         {
             "name": "by hand",
@@ -26,6 +26,7 @@ def cluster_of(
             "devices_per_node": per_node,
             "intra_node": {"alpha_s": near_alpha_s, "bandwidth_bytes_per_s": 1000},
             "inter_node": {"alpha_s": far_alpha_s, "bandwidth_bytes_per_s": 100},
+            "inter_device": {"alpha_s": far_alpha_s, "bandwidth_bytes_per_s": 100},
             "expert_flops_per_s": 10,
             "non_expert_flops_per_s": 5,
             **more,

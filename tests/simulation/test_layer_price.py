@@ -78,7 +78,10 @@ def cases(draw: st.DrawFn) -> Case:
         nodes=nodes, per_node=per_node, near_alpha_s=draw(starts_s), far_alpha_s=draw(starts_s)
     )
     faster = {"bandwidth_bytes_per_s": draw(st.sampled_from([50.0, 1000.0, 30_000.0]))}
-    cluster = cluster.model_copy(update={"inter_node": cluster.inter_node.model_copy(update=faster)})
+    of_node = cluster.inter_node.model_copy(update=faster)
+    nic = {"bandwidth_bytes_per_s": of_node.bandwidth_bytes_per_s / draw(st.sampled_from([1, per_node]))}
+    links = {"inter_node": of_node, "inter_device": of_node.model_copy(update=nic)}
+    cluster = cluster.model_copy(update=links)
     num_experts = devices * 2
     num_micro_batches = draw(st.integers(1, 4))
     job = job_of(

@@ -7,6 +7,7 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
 from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.simulation.moe_job import job_of_run
 from megatron_fssdp.simulation.workloads import fitted_loads, generated_loads
 from tests.simulation.small_jobs import job_of
@@ -33,6 +34,12 @@ def test_the_tiny_config_gives_the_expected_job() -> None:
     assert job.after_layers_flops == tokens * 2 * 64 * 2048
     assert job.dense_elements == 2048 * 64 + 4 * (4 * 64 * 64 + 64 * 8)
     assert job.pairs_per_device == 2 * tokens
+
+
+@pytest.mark.parametrize(("dispatcher", "is_fused"), [("flex", True), ("alltoall", False)])
+def test_the_run_says_whether_its_dispatcher_sends_each_token_once(dispatcher: str, is_fused: bool) -> None:
+    job = job_of_run(run_of(f"model.moe_token_dispatcher_type={dispatcher}"))
+    assert job.choices == TokenChoices(2, is_fused=is_fused)
 
 
 def test_dense_layers_count_before_the_next_moe_layer() -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
 from megatron_fssdp.planning.loads import LoadHistory, max_over_mean
@@ -238,7 +239,10 @@ def test_price_decides_unless_it_knows_too_little_or_a_graph_has_one_form() -> N
         return plan.dispatch_policy
 
     assert policy() == "exact"
-    assert policy(exchange="deduplicated") == "even", "its price does not know which tokens travel"
+    for choices, deduplicated in ((TokenChoices(1), True), (TokenChoices(1, is_fused=True), False)):
+        profile = dataclasses.replace(SLOW.costs, choices=choices, deduplicated=deduplicated)
+        once = dataclasses.replace(SLOW, profile=profile)
+        assert policy(once) == "even", "its price does not know which tokens travel"
     assert policy(overlap_degree=4) == "even"
     assert policy(planner="hecate") == "even"
     unmeasured = dataclasses.replace(CONTEXT, profile=None)

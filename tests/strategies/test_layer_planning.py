@@ -8,6 +8,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
@@ -15,7 +16,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.auto import AutoStrategy
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
 from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
@@ -90,6 +91,22 @@ def test_plans_that_abilities_cover_and_failures_of_shipped_strategies_pass() ->
     shipped.package = "megatron-fssdp"
     with pytest.raises(ZeroDivisionError):
         plan_before_gate(shipped, CONTEXT, HISTORY)
+
+
+def test_a_dispatcher_that_sends_tokens_once_is_priced_so_and_never_switched() -> None:
+    """Top-4 of 8 experts over two slow nodes, where the deduplicated exchange and steps pay."""
+    slow = replace(PROFILE, cluster=ClusterCost(LINK, LinkCost(0.0, 1e-6), 1e8), choices=TokenChoices(4))
+    flex = replace(slow, choices=TokenChoices(4, is_fused=True))
+    travel = {"exchange": "by_price"}, {"smart_schedule": "by_price"}
+    megatron, fused = (replace(CONTEXT, profile=profile) for profile in (slow, flex))
+    for settings, name in zip(travel, ("deduplicated", "in_steps"), strict=True):
+        strategy = build_strategy("ep", EpSettings.model_validate(settings))
+        switched = [getattr(plan_before_gate(strategy, one, HISTORY), name) for one in (megatron, fused)]
+        assert switched == [True, False]
+    plain, tokens = LayerPlan.owners_only(CONTEXT), replace(fused, profile=replace(flex, deduplicated=True))
+    seconds = [plan_price(plain, COUNTS_DE, one).seconds for one in (megatron, fused, tokens)]
+    assert seconds[1] == seconds[2] < seconds[0]
+    assert plan_price(plain, COUNTS_DE, megatron.with_exchange(True)).seconds < seconds[0]
 
 
 def test_a_candidate_of_another_package_that_fails_is_not_selected_and_is_named(

@@ -150,7 +150,7 @@ def ranked_strategies(
     if any(shares.values()):
         described = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items())
         notes.append(
-            f"deduplicated exchange, share of layers and iterations: {described}. Different nodes and "
+            f"tokens sent once to a node, share of layers and iterations: {described}. Different nodes and "
             f"devices of a token: {distinct}."
         )
     for row in rows:

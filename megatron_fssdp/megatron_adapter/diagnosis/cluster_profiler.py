@@ -136,38 +136,43 @@ def measure_cluster(
             f"{world_size} ranks, nodes: {num_nodes}, {dist.get_backend()}, {sizes[0]:,} to {sizes[-1]:,} "
             f"bytes, {repetitions} repetitions"
         )
-    fits, whole_nic = _measure_links(settings, num_nodes, device, say)
+    fits, alone = _measure_links(settings, num_nodes, device, say)
     shape = _layer_shape(settings.model, device)
     expert = measured_compute("experts", expert_flops_per_s)
     attention = measured_compute("attention", attention_flops_per_s)
-    inside = fits["point_to_point"].get("intra_node")
-    near, far = inside or whole_nic, whole_nic or inside
-    assert near is not None and far is not None  # noqa: PT018  two ranks have a link
+    messages = fits["point_to_point"]
+    inside, between = messages.get("intra_node"), messages.get("inter_node")
+    near = inside or between
+    assert near is not None  # two ranks have a link
+
+    def link(fit: FittedLink | None, num_sharing: int = 1) -> LinkDescription:
+        fit, num_sharing = (near, 1) if fit is None else (fit, num_sharing)
+        bytes_per_s = fit.bandwidth_bytes_per_s * num_sharing
+        return LinkDescription(alpha_s=fit.alpha_s, bandwidth_bytes_per_s=bytes_per_s)
+
     return ClusterDescription(
         name=settings.name,
         num_nodes=num_nodes,
         devices_per_node=per_node,
-        intra_node=LinkDescription(alpha_s=near.alpha_s, bandwidth_bytes_per_s=near.bandwidth_bytes_per_s),
-        inter_node=LinkDescription(
-            alpha_s=far.alpha_s,
-            bandwidth_bytes_per_s=far.bandwidth_bytes_per_s * (per_node if whole_nic else 1),
-        ),
+        intra_node=link(near),
+        inter_node=link(between, per_node),
+        inter_device=link(alone),
         expert_flops_per_s=expert,
         non_expert_flops_per_s=attention,
         memory_bytes=int(_lowest(device_memory_bytes(device, local_world_size), device)),
         collectives=fits,
-        sources=_sources(device, repetitions, shape, inside is not None, whole_nic is not None),
+        sources=_sources(device, repetitions, shape, inside is not None, between is not None),
     )
 
 
 def _measure_links(
     settings: ProfileSettings, num_nodes: int, device: torch.device, say: Callable[[str], None]
 ) -> tuple[_Fits, FittedLink | None]:
-    """Return fits of all collectives by class of link, and of a node's NICs if there are several nodes."""
+    """Return fits of all collectives by class of link, and of a device that sends alone between nodes."""
     everyone: Any = dist.group.WORLD
     ranks, per_node = range(dist.get_world_size()), dist.get_world_size() // num_nodes
     fits: _Fits = {name: {} for name in _NAMES}
-    whole_nic: FittedLink | None = None
+    alone: FittedLink | None = None
     how: Any = {"message_bytes": settings.message_bytes(), "num_repetitions": settings.num_repetitions}
 
     def measured(label: str, name: str, group: Any, num_near: int = 0) -> FittedLink:
@@ -191,15 +196,13 @@ def _measure_links(
     if num_nodes > 1:
         # Each group has the ranks with the same position in all nodes.
         between, _ = dist.new_subgroups_by_enumeration([list(ranks[at::per_node]) for at in range(per_node)])
-        whole_nic = measured("point_to_point inter_node, all devices", "point_to_point", between)
+        first = None if dist.get_rank() % per_node else between
+        alone = measured("point_to_point inter_node, one device of each node", "point_to_point", first)
         for name in _NAMES:
             # In a dispatch, messages inside the nodes are under way at the same time.
-            is_exchange = name == "all_to_all"
-            is_idle = name == "point_to_point" and dist.get_rank() % per_node
-            group = everyone if is_exchange else None if is_idle else between
-            num_near = per_node - 1 if is_exchange else 0
+            group, num_near = (everyone, per_node - 1) if name == "all_to_all" else (between, 0)
             fits[name]["inter_node"] = measured(f"{name} inter_node", name, group, num_near)
-    return fits, whole_nic
+    return fits, alone
 
 
 def _sources(
@@ -217,6 +220,9 @@ def _sources(
         **dict.fromkeys(("expert_flops_per_s", "non_expert_flops_per_s"), f"{measured}; {shape}"),
         "intra_node": measured if has_intra else f"same as inter_node, each node has one device; {measured}",
         "inter_node": between if has_inter else f"same as intra_node, there is one node; {measured}",
+        "inter_device": f"{measured}, one device of each node at once"
+        if has_inter
+        else f"same as intra_node, there is one node; {measured}",
     }
 
 

@@ -26,6 +26,7 @@ from megatron_fssdp.megatron_adapter.iterations.memory_report import (
     report_memory,
     reports_for_stage,
 )
+from megatron_fssdp.megatron_adapter.support.limits import Facts
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory import held_replicas_bytes
 from megatron_fssdp.planning.placement.topology import Topology
@@ -198,6 +199,7 @@ class IterationDriver:
         layers = self.runtime.layers
         layout = layers[0].experts.layout()
         copies, optimizer = parallel_state.get_expert_data_parallel_group(), expert_optimizer(self._host)
+        is_fused = Facts(self._host, self._session.strategy)["keeps_flex"]
         profile_layers(
             layers,
             self._groups_of_owners,
@@ -207,21 +209,21 @@ class IterationDriver:
             num_micro_batches=max(num_micro_batches, 1),
             held=self.held,
             device=self._device,
-            choices=TokenChoices(self._host.moe_router_topk),
+            choices=TokenChoices(self._host.moe_router_topk, is_fused=is_fused),
             deduplicated=self._session.strategy.travel.exchange == "deduplicated",
         )
         context, strategy = layers[0].context, self._session.strategy
         if reports_for_stage() and context.profile is not None:
             cluster = context.profile.cluster
-            intra, inter = (
+            intra, inter, alone = (
                 f"{link.alpha_s * 1e6:.0f} us + {1e-9 / link.beta_s_per_byte:.2f} GB/s"
-                for link in (cluster.intra, cluster.inter)
+                for link in (cluster.intra, cluster.inter, cluster.inter_device)
             )
             logger.info(
                 f"[fssdp] measured in {strategy.profile_iterations} iterations: compute before a layer "
                 f"{context.profile.non_moe_s * 1e3:.3f} ms, links inside a node {intra}, between nodes "
-                f"{inter}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per device; "
-                f"{strategy.limits(context)}"
+                f"{inter}, one device {alone}, experts {cluster.expert_flops_per_s / 1e9:.2f} GFLOP/s per "
+                f"device; {strategy.limits(context)}"
             )
         report_memory(self._session, self._host, self.held)
 

@@ -27,6 +27,9 @@ class LinkCost:
         return self.alpha_s + self.beta_s_per_byte * num_bytes if num_bytes > 0 else 0.0
 
 
+FREE = LinkCost(0.0, 0.0)
+
+
 def fit_link_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> LinkCost:
     """Fit ``alpha + beta * bytes`` to positive seconds by least relative squares (Parm §V, Eq. 12)."""
     sizes, times = np.asarray(num_bytes, float), np.asarray(seconds, float)
@@ -61,8 +64,12 @@ class LinkFit:
 
 @dataclass(frozen=True)
 class ClusterCost:
-    """Costs of one direction of a device's link in its node and of a node's NIC; throughput on experts."""
+    """Costs of one direction of a device's link in its node and of a node's NICs; throughput on experts.
+
+    ``inter_device`` is the cost of the NICs when one device sends alone; zero if unknown.
+    """
 
     intra: LinkCost
     inter: LinkCost
     expert_flops_per_s: float
+    inter_device: LinkCost = FREE

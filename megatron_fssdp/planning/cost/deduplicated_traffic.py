@@ -86,12 +86,14 @@ class TokenChoices:
     """Experts that a token selects, ``top_k`` (K), and how well the estimate of its places fits.
 
     The factors are recorded numbers of different nodes and devices of a token over estimated ones; 1 if
-    unknown.
+    unknown. ``is_fused``: Megatron's dispatcher itself sends each token once (``flex`` with DeepEP, HybridEP
+    or NCCL EP), by one kernel whose relays pass rows on while others arrive.
     """
 
     top_k: int
     node_factor: float = 1.0
     device_factor: float = 1.0
+    is_fused: bool = False
 
 
 def expected_hops(

@@ -40,7 +40,8 @@ class LayerProfile:
         owned_bytes: Bytes of an expert with its master weights and optimizer states; ``None`` if unknown.
         messages: How a transfer divides an expert into messages.
         choices: What is known about the experts of the tokens; ``None`` if nothing is.
-        deduplicated: Whether prices count the deduplicated exchange, which needs ``choices``.
+        deduplicated: Whether prices count the deduplicated exchange, which needs ``choices``. Those that are
+            fused count tokens in any case.
         exact_shares_s: Seconds in which the device computes exact shares of a micro-batch.
     """
 
@@ -61,8 +62,9 @@ class LayerProfile:
 
     @property
     def sent_choices(self) -> TokenChoices | None:
-        """The ``choices`` under the deduplicated exchange, with whose tokens they travel."""
-        return self.choices if self.deduplicated else None
+        """The ``choices``, which travel with the tokens, if each token is sent once to a node."""
+        is_fused = self.choices is not None and self.choices.is_fused
+        return self.choices if self.deduplicated or is_fused else None
 
     @property
     def reduced_bytes(self) -> int:
@@ -77,7 +79,7 @@ class LayerProfile:
     @cached_property
     def links(self) -> LinkSet:
         """The cluster's links, with the same costs for every kind of transfer."""
-        return LinkSet(self.cluster.intra, self.cluster.inter)
+        return LinkSet(self.cluster.intra, self.cluster.inter, self.cluster.inter_device)
 
     def slowest_link(self, topology: Topology) -> LinkCost:
         """Cost of the link between nodes if there are several and it has less bandwidth; or inside a node."""
@@ -96,6 +98,7 @@ def measured_messages(cluster: ClusterCost, *, on_cuda: bool) -> MessageRule:
     if not on_cuda:
         return HOST_MESSAGES
     near = cluster.intra
-    far = max(near, cluster.inter, key=lambda link: link.beta_s_per_byte)
+    links = (near, cluster.inter, cluster.inter_device)
+    far = max(links, key=lambda link: link.beta_s_per_byte)
     near_bytes, far_bytes = (max(one.alpha_s, BATCH_HOST_S) / one.beta_s_per_byte for one in (near, far))
     return replace(CUDA_MESSAGES, near_bytes=near_bytes, far_bytes=far_bytes)

@@ -4,9 +4,9 @@ The formula is ``Price`` in ``kernels.py``, which the search and ``plan_price`` 
 ask. The simulator puts the pieces :func:`exchange_times` and :func:`transfer_times` on a timeline;
 ``tests/simulation/test_layer_price.py`` compares the two. The price follows what the runtime does:
 
-* **All-to-alls** last until the busiest device's link inside its node and the busiest node's NICs, which its
-  devices share, are both done. Every micro-batch starts its own: in each pass, two for rows and their
-  probabilities and one for results.
+* **All-to-alls** last until the busiest device's link inside its node, its NIC, and the busiest node's NICs,
+  which its devices share, are all done. Every micro-batch starts its own: in each pass, two for rows and
+  their probabilities and one for results. Megatron's ``flex`` has one kernel for each.
 * **Transfers** travel in messages (``planning/transfer/message_size.py``). Each hop before the last one of a
   path adds the time of one message. A transfer takes at least as long as the host needs to post it.
 * **Gathers** hide under the compute before the layer and under the router counts, not under the dispatch,
@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
+from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import LinkSet, LinkTimes, TransferTraffic, moves_traffic
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
@@ -46,34 +47,47 @@ DISPATCH_STARTS = 2
 """Number of all-to-alls of a dispatch, for rows and for probabilities. Their gradients have as many."""
 
 CHOICE_BYTES = 8
-"""Bytes of one choice that travels with a token of the deduplicated exchange: expert and probability."""
+"""Bytes of one choice that travels with a token of a deduplicated exchange: expert and probability.
+
+DeepEP's are the same (``get_num_bytes_per_token`` in its ``internode.cu``).
+"""
 
 HOP_STARTS = 3
 """All-to-alls of each hop of the deduplicated dispatch: tokens, devices and experts, probabilities."""
 
 
-def _exchanges(token_bytes: float, num_micro_batches: int, num_choices: int) -> Iterator[tuple[float, int]]:
+def _exchanges(
+    token_bytes: float, num_micro_batches: int, choices: TokenChoices | None
+) -> Iterator[tuple[float, int]]:
     """Bytes of a unit and number of all-to-alls, of a dispatch and of a combine of one micro-batch."""
     more_bytes, starts = PROB_BYTES, DISPATCH_STARTS
-    if num_choices:
-        more_bytes, starts = num_choices * CHOICE_BYTES, HOP_STARTS
+    if choices is not None:
+        more_bytes, starts = choices.top_k * CHOICE_BYTES, 1 if choices.is_fused else HOP_STARTS
     yield (token_bytes + more_bytes) / num_micro_batches, starts
     yield token_bytes / num_micro_batches, 1
 
 
 def exchange_times(
-    links: LinkSet, pairs: BusiestLinks, token_bytes: float, num_micro_batches: int, num_choices: int = 0
+    links: LinkSet,
+    pairs: BusiestLinks,
+    token_bytes: float,
+    num_micro_batches: int,
+    choices: TokenChoices | None = None,
 ) -> tuple[LinkTimes, LinkTimes]:
     """Seconds of dispatch and of combine of one micro-batch. The backward pass takes the same seconds again.
 
-    The busiest links have (token, k) pairs of an iteration, or tokens of both deduplicated hops, with
-    ``num_choices`` choices each.
+    The busiest links have (token, k) pairs of an iteration, or tokens of both deduplicated hops, with their
+    ``choices``.
     """
     dispatch, combine = (
-        links.times(pairs, unit_bytes, starts, in_turn=num_choices > 0)
-        for unit_bytes, starts in _exchanges(token_bytes, num_micro_batches, num_choices)
+        links.times(pairs, unit_bytes, starts, in_turn=_hops_in_turn(choices))
+        for unit_bytes, starts in _exchanges(token_bytes, num_micro_batches, choices)
     )
     return dispatch, combine
+
+
+def _hops_in_turn(choices: TokenChoices | None) -> bool:
+    return choices is not None and not choices.is_fused
 
 
 @lru_cache(maxsize=1024)
@@ -83,7 +97,8 @@ def _message_seconds(
     """Seconds of one message inside nodes and between nodes, and the host's for all batches of messages."""
     message = messages.message_bytes(num_bytes, num_hops, is_far=is_far)
     host_s = messages.batch_host_s * num_batches(num_bytes, message, num_hops)
-    return links.near.time_s(message), links.far_of_node.time_s(message), host_s
+    far_s = max(links.far_of_node.time_s(message), links.far_of_device.time_s(message))
+    return links.near.time_s(message), far_s, host_s
 
 
 def transfer_times(
@@ -145,27 +160,27 @@ def price_arguments(
     num_micro_batches: int,
     hides: bool = True,
     early: float = 0.0,
-    num_choices: int = 0,
-    units_per_pair: tuple[float, float] = (1.0, 1.0),
+    choices: TokenChoices | None = None,
+    units_per_pair: tuple[float, float, float] = (1.0, 1.0, 1.0),
 ) -> tuple[Any, ...]:
     """The arguments of ``kernels.Price``. The top of this file tells what the price contains.
 
     Between gate and dispatch of a micro-batch are ``counts_s``. ``hides`` says whether transfers run beside
     compute, and ``early`` is the share of the gather beside the experts of the layer before, which hide it.
-    ``num_choices`` experts of each token travel with it in the deduplicated exchange. ``units_per_pair`` are
-    the rows that travel for a pair, inside nodes and between nodes.
+    ``choices`` travel with each token in a deduplicated exchange. ``units_per_pair`` are the rows that travel
+    for a pair, inside nodes, between nodes, and of one device between nodes.
     """
-    cluster = profile.cluster
-    both, is_summed = (cluster.intra, cluster.inter), life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
+    cluster, is_summed = profile.cluster, life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
+    links = (cluster.intra, cluster.inter, cluster.inter_device)
     sizes = (profile.expert_bytes, profile.reduced_bytes if is_summed else profile.expert_bytes)
     exchanges = (
         [
             (starts * link.alpha_s, units * unit_bytes * link.beta_s_per_byte)
-            for link, units in zip(both, units_per_pair, strict=True)
+            for link, units in zip(links, units_per_pair, strict=True)
         ]
-        for unit_bytes, starts in _exchanges(profile.token_bytes, num_micro_batches, num_choices)
+        for unit_bytes, starts in _exchanges(profile.token_bytes, num_micro_batches, choices)
     )
-    moves = [(link.alpha_s, *(size * link.beta_s_per_byte for size in sizes)) for link in both]
+    moves = [(link.alpha_s, *(size * link.beta_s_per_byte for size in sizes)) for link in links]
     of_hops = [
         [
             _message_seconds(profile.links, size, profile.messages, hops, is_far)
@@ -183,6 +198,6 @@ def price_arguments(
         profile.non_moe_s + counts_s if hides else 0.0,
         BACKWARD_PER_FORWARD * profile.non_moe_s if hides else 0.0,
         life.name,
-        num_choices > 0,
+        _hops_in_turn(choices),
         early,
     )

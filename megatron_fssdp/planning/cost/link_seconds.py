@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName, LinkDescription
-from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, FREE, ClusterCost, LinkCost
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.topology import GroupRing, Topology, kept_on
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
@@ -17,7 +17,6 @@ from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 COUNT_BYTES = 8
 """Bytes of one entry of the router counts that all devices gather."""
 
-FREE = LinkCost(0.0, 0.0)
 UNUSED = BusiestLinks()
 
 
@@ -151,7 +150,8 @@ def gather_counts_s(links: LinkSet, topology: Topology, num_experts: int) -> flo
         return 0.0
     smallest, largest = topology.smallest_and_largest_node
     others = float(topology.num_devices - smallest)
-    busiest = BusiestLinks(float(largest - 1), others, others, others)
+    # A ring through each device's NIC carries a part of the counts.
+    busiest = BusiestLinks(float(largest - 1), others / smallest, others, others)
     return links.times(busiest, COUNT_BYTES * num_experts).seconds
 
 
@@ -163,7 +163,7 @@ def link_cost(link: LinkDescription, num_sharing: int = 1) -> LinkCost:
 def cluster_cost(cluster: ClusterDescription) -> ClusterCost:
     """Costs of a cluster's links and its throughput on experts, as strategies get them."""
     intra, inter = link_cost(cluster.intra_node), link_cost(cluster.inter_node)
-    return ClusterCost(intra, inter, cluster.expert_flops_per_s)
+    return ClusterCost(intra, inter, cluster.expert_flops_per_s, link_cost(cluster.inter_device))
 
 
 def cluster_links(cluster: ClusterDescription) -> ClusterLinks:
@@ -172,21 +172,18 @@ def cluster_links(cluster: ClusterDescription) -> ClusterLinks:
     Tokens and counts travel by the collectives of Megatron's dispatcher under all strategies. Transfers are
     point-to-point messages.
 
-    A fitted all-to-all or all-gather gives the bandwidth of each device while all devices use their NICs. In
-    an uneven all-to-all most NICs are idle, and the busiest node has the whole bandwidth ``inter_node``. A
-    fitted point-to-point transfer limits one device; the limit of a node is ``inter_node``.
+    A fitted collective gives the bandwidth of each device while all devices use their NICs. In an uneven
+    all-to-all most NICs are idle, and the busiest node has the whole bandwidth ``inter_node``.
     """
-    far = link_cost(cluster.inter_node)
+    far, of_device = link_cost(cluster.inter_node), link_cost(cluster.inter_device)
 
     def links_of(name: CollectiveName) -> LinkSet:
         measured = cluster.collectives.get(name, {})
         near = link_cost(measured.get("intra_node", cluster.intra_node))
         if (inter := measured.get("inter_node")) is None:
-            return LinkSet(near, far)
+            return LinkSet(near, far, of_device)
         of_node = LinkCost(inter.alpha_s, far.beta_s_per_byte)
-        if name == "point_to_point":
-            return LinkSet(near, of_node, far_of_device=link_cost(inter))
-        return LinkSet(near, of_node, far_of_all=link_cost(inter, cluster.devices_per_node))
+        return LinkSet(near, of_node, of_device, link_cost(inter, cluster.devices_per_node))
 
     return ClusterLinks(links_of("all_to_all"), links_of("point_to_point"), links_of("all_gather"))
 

@@ -47,6 +47,11 @@ class BusiestLinks:
     far_of_node: float = 0.0
     far_of_mean_node: float = 0.0
 
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        """What limits an exchange in the kernels: inside nodes, of a node and of a device between nodes."""
+        return self.near, self.far_of_node, self.far_of_device
+
 
 @dataclass(frozen=True, eq=False)
 class TokenDispatch:

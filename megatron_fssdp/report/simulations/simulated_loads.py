@@ -67,6 +67,8 @@ def with_recorded_choices(
     choices = recorded_choices(record, topology_of(cluster, job.num_devices), job.top_k)
     if choices is None:
         return job, "estimated from the loads"
+    if job.choices is not None:
+        choices = replace(choices, is_fused=job.choices.is_fused)
     factors = f"{choices.node_factor:.3f} and {choices.device_factor:.3f} times the estimate from the loads"
     return replace(job, choices=choices), f"as recorded, {factors}"
 

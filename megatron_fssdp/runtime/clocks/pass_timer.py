@@ -8,7 +8,8 @@ gradients are complete there::
     backward   other ◄── dispatch ◄── experts ◄── combine ◄── (outside of the layer)
 
 Moments in which compute waits for replicas' weights or gradients belong to no part: the timers of transfers
-measure them (``TransferTimer.seconds``).
+measure them (``TransferTimer.seconds``). Those of a dispatch beside a gather, which delays it on the same
+links, are the gather's as well (:meth:`PassTimer.take_from_dispatch`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Literal
 import torch
 
 from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
+from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 Part = Literal["other", "dispatch", "experts", "combine"]
@@ -66,10 +68,13 @@ class PassTimer:
         self.is_running = False
         self._is_cuda = False
         self._marks: list[tuple[PassSeconds | None, Part | None, Moment]] = []
+        # Of the last measured iteration, by the identity of their total.
+        self._dispatches: dict[int, list[tuple[Moment, Moment]]] = {}
 
     def start(self) -> None:
         """Begin to measure an iteration; what was measured since the last start is dropped."""
         self._marks.clear()
+        self._dispatches.clear()
         self.is_running = self.is_usable
 
     def stop(self) -> None:
@@ -78,7 +83,19 @@ class PassTimer:
         for (total, part, begin), (_, _, end) in pairwise(self._marks):
             if total is not None and part is not None:
                 total.add(part, seconds_between(begin, end))
+                if part == "dispatch":
+                    self._dispatches.setdefault(id(total), []).append((begin, end))
         self._marks.clear()
+
+    def take_from_dispatch(self, total: PassSeconds, gather: TransferTimer) -> float:
+        """Take the seconds of a gather beside the dispatches of ``total`` from these, and return them.
+
+        The timer must have stopped. A rank computes nothing in a dispatch but shared experts that overlap, so
+        hardly anything hides these seconds.
+        """
+        beside_s = sum(gather.beside_s(*dispatch) for dispatch in self._dispatches.get(id(total), ()))
+        total.dispatch_s -= beside_s
+        return beside_s
 
     def enter(self, total: PassSeconds | None, part: Part | None, is_cuda: bool | None = None) -> None:
         """Mark that a part begins now, whose seconds are added to ``total``, and that the last one ends.

@@ -31,7 +31,7 @@ class LayerLoad:
     sprs_bytes: int = 0  # that SparseReduceScatter moved
     cross_node_tokens: int = 0  # pairs that were dispatched to another node
     spag_s: float = 0.0  # on this rank
-    spag_exposed_s: float = 0.0  # the part of these for which this rank's compute had to wait
+    spag_exposed_s: float = 0.0  # the part of these beside which this rank did not compute
     sprs_s: float = 0.0
     sprs_exposed_s: float = 0.0
     placements: tuple[ExpertPlacement, ...] = ()  # of the last plan; reports have one for each group

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.link_probes import measure_links
-from megatron_fssdp.planning.cost.cost_model import ClusterCost
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile, measured_messages
 from megatron_fssdp.planning.memory import FP32_BYTES, memory_capacity
@@ -47,7 +47,8 @@ def profile_layers(
     rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)
     before_s = [w.before_s() for w in watches]
     where = first.groups
-    intra, inter = measure_links(where.expert_parallel, where.topology, device, layout.num_bytes)
+    measured = measure_links(where.expert_parallel, where.topology, device, layout.num_bytes)
+    links = (measured.near, measured.far_of_node, measured.far_of_device)
     context = first.context
     shares_s = seconds_of_shares(context.num_experts, context.topology, device)
     numbers = torch.tensor(
@@ -56,24 +57,18 @@ def profile_layers(
             # maximum over ranks a minimum.
             -min(before_s, default=0.0),
             experts_s / rows / flops_per_token if rows else 0.0,
-            intra.alpha_s,
-            intra.beta_s_per_byte,
-            inter.alpha_s,
-            inter.beta_s_per_byte,
             -float(free_bytes),
             shares_s,
+            *(cost for link in links for cost in (link.alpha_s, link.beta_s_per_byte)),
         ],
         dtype=torch.float64,
         device=device,
     )
     for group in groups:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-    non_moe, flop_s, intra_alpha, intra_beta, inter_alpha, inter_beta, free, shares_s = numbers.tolist()
-    cluster = ClusterCost(
-        replace(intra, alpha_s=intra_alpha, beta_s_per_byte=intra_beta),
-        replace(inter, alpha_s=inter_alpha, beta_s_per_byte=inter_beta),
-        expert_flops_per_s=1 / flop_s if flop_s else 1e15,
-    )
+    non_moe, flop_s, free, shares_s, *costs = numbers.tolist()
+    near, far, far_of_device = map(LinkCost, costs[::2], costs[1::2])
+    cluster = ClusterCost(near, far, 1 / flop_s if flop_s else 1e15, far_of_device)
     messages = measured_messages(cluster, on_cuda=device.type == "cuda")
     capacity, mixed_capacity = memory_capacity(
         int(-free),

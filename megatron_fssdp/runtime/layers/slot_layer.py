@@ -359,8 +359,13 @@ class SlotLayer(PlannedLayer):
         load, self.load = self.load, LayerLoad.empty(self.context)
         if self.shared is not None and isinstance(self.strategy, AutoStrategy):
             load.strategy = self.strategy.selected(self.context.layer)
+        # In steps, a dispatch contains the experts.
+        in_steps = self.shared is not None and self.shared.plan.in_steps
         for timer in self.journal:
             load.add(timer)
+            if timer.is_gather and not in_steps:
+                for seconds in (load.forward, load.backward):
+                    load.spag_exposed_s += self.timer.take_from_dispatch(seconds, timer)
         self.journal.clear()
         if self.stopwatch is not None:
             self.stopwatch.iteration_ends()

@@ -41,7 +41,7 @@ def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path: Path) -> None:
 
 
 def measure_planted(rank: int, world_size: int, num_nodes: int) -> tuple[ClusterDescription, list[Any]]:
-    """Plant costs by group: 1 ns a byte inside a node, 100 ns between nodes."""
+    """Plant costs by group: 1 ns a byte inside a node, 100 ns between nodes, 60 ns for a device alone."""
     asked: list[Any] = []
 
     def planted(name, group, everyone, device, **how):
@@ -51,6 +51,9 @@ def measure_planted(rank: int, world_size: int, num_nodes: int) -> tuple[Cluster
         inside = members is not None and members[-1] // per_node == members[0] // per_node
         assert how["num_near"] == (per_node - 1 if members is not None and len(members) == 4 else 0)
         cost = LinkCost(1e-5, 1e-9) if inside else LinkCost(1e-4, 1e-7)
+        # The idle devices of a node only take part in the reduction over ranks.
+        is_alone = len(asked) == 7 and num_nodes > 1 < per_node
+        cost = LinkCost(1e-4, 6e-8) if is_alone else cost
         return LinkFit(cost, 0.99, 0.02)
 
     cluster_profiler.measure_collective = planted
@@ -64,13 +67,14 @@ def test_a_node_s_nics_are_measured_with_all_its_devices() -> None:
     for rank, (_, asked) in enumerate(results):
         node, place = divmod(rank, 2)
         assert asked[0] == ("point_to_point", [2 * node, 2 * node + 1])
-        assert asked[6] == ("point_to_point", [place, place + 2])  # all at once
-        assert asked[7] == ("point_to_point", [0, 2] if place == 0 else None)  # one device alone
+        assert asked[6] == ("point_to_point", [0, 2] if place == 0 else None)  # one device alone
+        assert asked[7] == ("point_to_point", [place, place + 2])  # all at once
         assert asked[8] == ("all_to_all", [0, 1, 2, 3])
     cluster = results[0][0]
     assert cluster.intra_node.bandwidth_bytes_per_s == pytest.approx(1e9)
     assert cluster.inter_node.bandwidth_bytes_per_s == pytest.approx(2e7), "both devices' shares"
     assert cluster.inter_node.alpha_s == 1e-4
+    assert cluster.inter_device.bandwidth_bytes_per_s == pytest.approx(1e9 / 60)
     between = cluster.collectives["all_to_all"]["inter_node"]
     assert between.bandwidth_bytes_per_s == pytest.approx(1e7), "of one device"
     assert (between.r_squared, between.worst_relative_error) == (0.99, 0.02)
@@ -82,7 +86,7 @@ def test_a_node_s_nics_are_measured_with_all_its_devices() -> None:
 @pytest.mark.parametrize(("num_nodes", "kind"), [(1, "intra_node"), (2, "inter_node")])
 def test_a_missing_class_of_links_takes_the_costs_of_the_other(num_nodes: int, kind: str) -> None:
     cluster = run_ranks(measure_planted, 2, num_nodes)[0][0]
-    assert cluster.intra_node == cluster.inter_node
+    assert cluster.intra_node == cluster.inter_node == cluster.inter_device
     assert all(list(classes) == [kind] for classes in cluster.collectives.values())
     missing = "inter_node" if kind == "intra_node" else "intra_node"
     assert f"same as {kind}" in cluster.sources[missing]

@@ -7,6 +7,7 @@ import yaml
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.support import limits
 from megatron_fssdp.megatron_adapter.support.limits import (
     EVERY,
@@ -195,6 +196,7 @@ def test_auto_keeps_the_flex_dispatcher() -> None:
     for more, wanted in ((NAMES["FLEX"], True), ("", False)):
         _, strategy, settings = case("auto", more)
         assert Facts(settings, strategy)["keeps_flex"] is wanted
+        assert Facts(HostSettings((settings,)), strategy)["keeps_flex"] is wanted, "as prices ask"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds, PassTimer
 
 from .conftest import Clock
@@ -65,6 +66,22 @@ def test_every_part_gets_its_seconds_in_both_passes(clock: Clock) -> None:
     timer.stop()
     for layer in layers:
         assert layer.seconds == (FORWARD, BACKWARD)
+
+
+def test_seconds_of_a_gather_beside_a_dispatch_are_the_gather_s(clock: Clock) -> None:
+    """The dispatch begins after 1.5 s. It takes 2 s before a wait of 64 s and 0.25 s behind it."""
+    timer, begin_s = PassTimer(), clock.now_s
+    layer, other = Layer(timer, clock), Layer(timer, clock)
+    timer.start()
+    for one in (layer, other):
+        one(torch.ones(3, requires_grad=True)).sum().backward()
+    timer.stop()
+    gather = TransferTimer(True, 0, begin_s + 0.5, begin_s + 2.5)
+    assert timer.take_from_dispatch(layer.seconds[0], gather) == 1.0
+    assert layer.seconds == (replace(FORWARD, dispatch_s=1.25), BACKWARD)
+    assert timer.take_from_dispatch(layer.seconds[1], gather) == 0.0
+    assert timer.take_from_dispatch(other.seconds[0], gather) == 0.0
+    assert other.seconds == (FORWARD, BACKWARD)
 
 
 def test_micro_batches_add_up_and_an_iteration_that_starts_again_does_not(clock: Clock) -> None:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
@@ -21,7 +22,7 @@ EXPERT_ELEMENTS = 90
 BEFORE_S = ((0.5, 0.25), (0.75, 0.125))  # of each rank, its layers
 EXPERTS_S = (1.5, 0.5)
 ROWS = (300, 400)
-LINKS = ((1e-3, 4e-9, 2e-3, 8e-9), (3e-3, 2e-9, 1e-3, 9e-9))
+LINKS = (((1e-3, 4e-9), (2e-3, 8e-9), (4e-3, 6e-8)), ((3e-3, 2e-9), (1e-3, 9e-9), (5e-3, 5e-8)))
 FREE_BYTES = (7_000, 5_000)
 NUM_MICRO_BATCHES = 4
 
@@ -33,11 +34,7 @@ def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
 def profile(
     rank: int, world_size: int, num_rows: tuple[int, ...], held: HeldReplicas
 ) -> list[tuple[LayerProfile | None, bool]]:
-    intra_alpha, intra_beta, inter_alpha, inter_beta = LINKS[rank]
-    layer_profiling.measure_links = lambda *_: (
-        LinkCost(intra_alpha, intra_beta),
-        LinkCost(inter_alpha, inter_beta),
-    )
+    layer_profiling.measure_links = lambda *_: LinkSet(*(LinkCost(*link) for link in LINKS[rank]))
     strategy, topology = DrawnPlacements(LayerCase("profiled")), Topology.uniform(world_size, 1)
     layers = [one_layer(strategy, NUM_EXPERTS, topology, rank, SHAPE)[1] for _ in BEFORE_S[rank]]
     for layer, before_s in zip(layers, BEFORE_S[rank], strict=True):
@@ -83,6 +80,8 @@ def test_all_ranks_and_layers_get_the_same_profile(life: ReplicaLife) -> None:
     assert one.cluster.expert_flops_per_s == pytest.approx(flops_per_token * 300 / 1.5)
     assert one.cluster.intra == LinkCost(3e-3, 4e-9)
     assert one.cluster.inter == LinkCost(2e-3, 9e-9)
+    assert one.cluster.inter_device == LinkCost(5e-3, 6e-8)
+    assert one.links == LinkSet(one.cluster.intra, one.cluster.inter, one.cluster.inter_device)
     assert one.expert_bytes == 4 * EXPERT_ELEMENTS
     assert one.token_bytes == 4 * MODEL_DIM
     assert one.owned_bytes == 1234

@@ -100,7 +100,7 @@ def test_the_deduplicated_exchange_is_not_used_where_it_cannot_pay() -> None:
 
     assert used(slow).all()
     assert not used(slow, top_k=1).any()
-    assert not used(cluster_of(nodes=2, inter_node=fast)).any()
+    assert not used(cluster_of(nodes=2, inter_node=fast, inter_device=fast)).any()
 
 
 @both

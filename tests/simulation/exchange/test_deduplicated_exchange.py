@@ -34,6 +34,23 @@ def test_balanced_loads_cost_the_hypergeometric_number_of_tokens(top_k: int) -> 
     assert outcome.of_layers("cross_node")[0, 0] == round(DEVICES * to_node)
 
 
+@pytest.mark.parametrize("exchange", ["megatron", "by_price"])
+def test_the_fused_dispatcher_sends_tokens_and_its_hops_overlap(exchange: str) -> None:
+    """``flex`` in the run's YAML: tokens in place of pairs, the slower of both hops, one kernel each way."""
+    choices = TokenChoices(4, is_fused=True)
+    cluster = cluster_of(nodes=2, per_node=2, far_alpha_s=0.25)
+    job = job_of(devices=DEVICES, experts=EXPERTS, top_k=4, tokens_per_micro_batch=TOKENS, choices=choices)
+    counts = loads(np.full((DEVICES, EXPERTS), TOKENS * 4 // EXPERTS).tolist())
+    outcome = simulate("ep", settings_of("ep", exchange=exchange), counts, cluster, job)
+    to_node = TOKENS * (1 - comb(4, 4) / comb(8, 4))
+    layer = outcome.iterations[0].layers[0]
+    assert layer.deduplicated
+    assert layer.dispatch.seconds == pytest.approx(0.25 + 2 * to_node / 100 * (6 + 8 * 4))
+    assert layer.combine.seconds == pytest.approx(0.25 + 2 * to_node / 100 * 6)
+    with pytest.raises(ValueError, match="flex sends the tokens itself; remove exchange"):
+        simulate("ep", settings_of("ep", exchange="deduplicated"), counts, cluster, job)
+
+
 def recorded(counts_ILDE: np.ndarray, *histograms: np.ndarray) -> RecordedLoads:
     return RecordedLoads(counts_ILDE, np.arange(1, len(counts_ILDE) + 1), np.array([1]), *histograms)
 

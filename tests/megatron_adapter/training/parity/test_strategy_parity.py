@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
+from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.records.metrics_file import read_metrics
 from megatron_fssdp.strategies.auto import AutoStrategy
@@ -56,7 +57,7 @@ def cheap_links() -> None:
     from megatron_fssdp.strategies import auto, baselines, fssdp, layer_planning
 
     cost = LinkCost(0.0, 1e-13)
-    layer_profiling.measure_links = lambda *_: (cost, cost)
+    layer_profiling.measure_links = lambda *_: LinkSet(cost, cost, cost)
     fssdp.early_share = baselines.early_share = lambda *_: 0.4
     layer_planning.in_steps = in_turns
     auto.LEAST_SEEN = 0
