@@ -25,7 +25,7 @@ _WHOLE = tl.constexpr(1.5 * 2.0**52)  # A sum with it is rounded to a whole numb
 
 
 def intervals_W2(
-    counts_DE: Tensor, expert_W: Tensor, slot_DE: Tensor, device_NG: Tensor, source: int
+    counts_DE: Tensor, source: int, expert_W: Tensor, slot_DE: Tensor, device_NG: Tensor
 ) -> Tensor:
     """Which tokens of its expert each slot gets from this source: those above a number, up to another one.
 

@@ -107,7 +107,7 @@ class ExactShares:
     def _intervals_W2(self, counts_DE: Tensor) -> Tensor:
         from megatron_fssdp.runtime.slots.remap.interval_kernel import intervals_W2
 
-        return intervals_W2(counts_DE, *self.lines, self.source)
+        return intervals_W2(counts_DE, self.source, *self.lines)
 
 
 def seconds_of_shares(num_experts: int, topology: Topology, device: torch.device | None = None) -> float:
