@@ -12,7 +12,8 @@ stay in autograd and in Megatron's DDP. Replica slots have Parameters of their o
 The Parameters are made once, so the experts' module can be bound to them once. Only their storage is given
 back and taken again. A tensor that autograd saved stays valid in this way, because it is the Parameter
 itself. On CUDA, autograd adds to the sums on the stream of the experts' forward pass. Megatron's DDP keeps
-autograd's nodes of owned experts, and with them their stream, from one graph to the next; nothing keeps these.
+autograd's nodes of owned experts, and with them their stream, from one graph to the next; nothing keeps
+these.
 """
 
 from collections.abc import Iterable

@@ -72,7 +72,7 @@ def test_quantized_copies_end_with_the_weights_of_an_iteration() -> None:
 
 
 def _kept_copies(rank: int, world_size: int) -> list[list[int]]:
-    """Copies that stay for two and for three slots: in iterations, after a pass of its own, in an iteration."""
+    """Copies that stay for two and for three slots: two iterations, a pass of its own, an iteration."""
     config = moe_config(world_size, HIDDEN, 2, moe_grouped_gemm=True)
     module = grouped_experts()(
         2, config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
