@@ -1,12 +1,13 @@
 """What uneven loads cost on a GPU: several ranks share one card, and compute one after the other.
 
-    python benchmarks/gpu_layer.py [--sizes small,coarse,fine] [--workload W1] [--out FILE.json]
+    python benchmarks/gpu_layer.py [--sizes fine,fine*4,small,coarse] [--workload W1] [--out FILE.json]
 
 The layers are Megatron's, with experts in bf16 and with forced routing, under ``none``, ``ep`` and ``fssdp``.
 A rank holds the card while it computes, and gives it up while it waits for others. So each rank has the whole
 GPU while its kernels run. Their seconds count: on a real node, those of the busiest rank are the least that a
 layer takes. Links and the host's work do not count, because each message travels through the host, stops it,
-and passes the card on. Plans know the throughput that the card reaches, and links as of ``LINKS``.
+and passes the card on. Plans know the throughput that the card reaches, and links as of ``LINKS``. ``fine*4``
+has four micro-batches in an iteration.
 
 ``--device cpu`` shows that the code runs. Ranks then compute at once, and the clock counts.
 """
@@ -129,20 +130,23 @@ class Layers:
             slot_layer.context = replace(slot_layer.context, profile=profile)
             slot_layer.on_pass = partial(self._note, slot_layer.context.layer, slot_layer.on_pass)
 
-    def run(self, hidden: torch.Tensor, upstream: torch.Tensor, routing: Sequence[Any]) -> torch.Tensor:
-        """Run both passes of an iteration and return the output; ``routing`` has probabilities and maps."""
+    def run(
+        self, hidden: torch.Tensor, upstream: torch.Tensor, routing: Sequence[Any], micro_batches: int
+    ) -> torch.Tensor:
+        """Run equal micro-batches and return the last output; ``routing`` has probabilities and maps."""
         runtime = self.runtime
-        leaf = hidden.detach().requires_grad_()
         for layer in self.layers:
             layer.zero_grad(set_to_none=True)
         if runtime is not None:
-            runtime.begin_iteration(num_micro_batches=1)
-            runtime.layers[0].launch(leaf)
-        output = leaf
-        for layer, forced in zip(self.layers, routing, strict=True):
-            layer.router.forward = lambda *_, forced=forced, **__: forced
-            output = output + layer(torch.tanh(output))[0]
-        output.backward(upstream)
+            runtime.begin_iteration(num_micro_batches=micro_batches)
+        for _ in range(micro_batches):
+            output = hidden.detach().requires_grad_()
+            if runtime is not None:
+                runtime.layers[0].launch(output)
+            for layer, forced in zip(self.layers, routing, strict=True):
+                layer.router.forward = lambda *_, forced=forced, **__: forced
+                output = output + layer(torch.tanh(output))[0]
+            output.backward(upstream)
         if runtime is not None:
             runtime.finish_gradients()
             runtime.end_passes()
@@ -159,7 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", default="small,coarse,fine", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--sizes", default="fine,fine*4,small,coarse", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--workload", choices=WORKLOADS, default="W1")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -201,7 +205,9 @@ def measure(options: argparse.Namespace) -> None:
 
         with megatron_parallel_state(ep=RANKS):
             for name in options.sizes.split(","):
-                found = measure_size(SIZES[name], options, turns, torch.device(options.device))
+                size, _, number = name.partition("*")
+                given = SIZES[size], int(number or 1), options, turns, torch.device(options.device)
+                found = measure_size(*given)
                 record["sizes"][name] = found
                 if dist.get_rank() == 0:
                     print("\n".join(lines(name, found)), flush=True)
@@ -211,9 +217,11 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def measure_size(
-    size: StackSize, options: argparse.Namespace, turns: Turns, device: torch.device
+    size: StackSize, micro_batches: int, options: argparse.Namespace, turns: Turns, device: torch.device
 ) -> dict[str, Any]:
     """Return the results of all variants, which take the same iterations one after the other.
+
+    Seconds and kernels are those of a layer and micro-batch.
 
     Raises:
         RuntimeError: The outputs of the variants differ.
@@ -243,7 +251,7 @@ def measure_size(
         outputs = {}
         for name, stack in stacks.items():
             with watched(device) as seen, turns.computing():
-                outputs[name] = stack.run(hidden, upstream, routing)
+                outputs[name] = stack.run(hidden, upstream, routing, micro_batches)
             if iteration >= WARM_UP:
                 measured[name].append(gathered(seen))
         scale = outputs["none"].abs().max()
@@ -254,7 +262,8 @@ def measure_size(
     if not difference <= TOLERANCES[dtype]:
         raise RuntimeError(f"outputs differ by {difference:.1e}, so the variants do not do the same work")
     most = {name: np.max(found, axis=1) for name, found in measured.items()}  # over ranks, [iterations, 3]
-    busiest = {name: found[:, 1] / size.num_layers for name, found in most.items()}
+    passes = size.num_layers * micro_batches
+    busiest = {name: found[:, 1] / passes for name, found in most.items()}
     return {
         "size": asdict(size),
         "matrix_flops_per_s": cluster.expert_flops_per_s,
@@ -264,7 +273,7 @@ def measure_size(
             name: {
                 "busiest_s": quartiles(busiest[name]),
                 "none_over_this": quartiles(busiest["none"] / busiest[name]),
-                "kernels": int(most[name][-1, 0]) // size.num_layers,
+                "kernels": int(most[name][-1, 0]) // passes,
                 "replicas": sum(stacks[name].num_replicas.values()) / size.num_layers,
                 "peak_bytes_above_weights": int(most[name][-1, 2]),
             }

@@ -26,12 +26,8 @@ def write_result(
 ) -> None:
     """Write a JSON file with one row on each line.
 
-    Args:
-        path: File to write, named ``<date>-<benchmark>-<what>.json``.
-        question: What the run answers, in one line.
-        columns: Name of each column, with its unit.
-        rows: Numbers and names. Each row has one cell for each column.
-        answer: The conclusion in one sentence. People write it when they have read the rows.
+    Its name is ``<date>-<benchmark>-<what>.json``. Names of columns have units; a row has a cell for each.
+    The answer is the conclusion in one sentence, which people write when they have read the rows.
     """
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Checks this node with GPUs from start to end: doctor, GPU tests, losses of all strategies on all GPUs, benchmarks
 # with traces. Writes one page and one zip to attach to a bug report. Exit code 1 if a step failed.
-# usage: bash scripts/gpu_check.sh [--virtual] [--out DIR] [--python PYTHON] [--bundle DIR]
+# usage: bash scripts/gpu_check.sh [--virtual] [--step NAME]... [--out DIR] [--python PYTHON] [--bundle DIR]
 #   --virtual        uses CPU processes that pose as CUDA devices, instead of GPUs
+#   --step NAME      runs only this step, such as gpu_kernels
 #   --out DIR        output folder (default: runs/gpu_check)
 #   --python PYTHON  uses an interpreter that has torch, Megatron, pytest and the other packages of pyproject.toml,
 #                    for example that of a container; without it, the script makes .venv and installs everything

@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _virtual_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """With --virtual-gpu: run a GPU test on a virtual device, which must find no race and no other fault."""
-    if not request.config.option.virtual_gpu or "gpu" not in request.keywords:
+    if not request.config.option.virtual_gpu or request.node.get_closest_marker("gpu") is None:
         yield
         return
     from tests.support.virtual_cuda import virtual_cuda
@@ -67,7 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(_SEARCH_TIMEOUT_S))
             if _selects_slow_tests(config):
                 item.add_marker("slow")
-    gpu_items = [item for item in items if "gpu" in item.keywords]
+    # Keywords also have the names of folders, for example that of the checkout.
+    gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
     if config.option.virtual_gpu:
         for item in gpu_items:
             # Virtual devices have no times, and processes that a test starts are not on one.

@@ -108,13 +108,8 @@ def of_models(
 ) -> list[float]:
     """Return each model's speed-up of the MoE layers over FastMoE, or over a stage of ZeRO.
 
-    Args:
-        sigma: Spread of the loads.
-        part: Part of the system, see :func:`system_of`.
-        models: Keys of ``MODELS``.
-        latency: Formula that selects shadows.
-        tokens: Factor on the tokens of a GPU.
-        over: Stage of ZeRO, or None for FastMoE.
+    ``sigma`` is the spread of the loads, and ``part`` that of :func:`system_of`, ``latency`` selects shadows,
+    and ``tokens`` is a factor on a GPU's tokens. It is compared with a stage of ZeRO (``over``) or FastMoE.
     """
     found = []
     for model in models:

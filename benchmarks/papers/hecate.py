@@ -170,14 +170,9 @@ def over_best_with(
 ) -> list[float]:
     """Return Hecate over the best baseline on 16 and 32 GPUs of cluster A, after a change.
 
-    Args:
-        sigma: Spread of the loads.
-        ours: Changed settings of Hecate.
-        baselines: Changed settings of baselines, by name.
-        without: Names of baselines that are left out.
-        stepped: Whether Hecate has FasterMoE's schedule.
-        spread: Another spread of the loads.
-        others: Changed attributes of the setting. A throughput named as a cluster is that of the experts.
+    ``ours`` and ``baselines`` change settings, ``without`` leaves baselines out. If ``stepped``, Hecate has
+    FasterMoE's schedule. ``spread`` replaces the spread ``sigma`` of the loads. ``others`` change the
+    setting; a throughput named as a cluster is that of the experts.
     """
     hecate = (replace(HECATE, strategy=STEPPED_HECATE) if stepped else HECATE).having(**(ours or {}))
     changed = {

@@ -11,6 +11,7 @@ rule by which transfers divide an expert.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import cycle, islice
 
 from megatron_fssdp.planning.replica_life import HeldReplicas, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import MessageRule
@@ -187,13 +188,16 @@ def held_replicas_bytes(
 ) -> int:
     """Bytes of a device's replicas of each layer at the peak of an iteration, without transfers' buffers."""
     most_first = sorted(replicas_L, reverse=True)
-    num_bytes = sum(most_first[: held.layers_with_weights]) * (dtype_bytes + held.copy_bytes)
-    return int(expert_elements * (num_bytes + sum(most_first[: held.layers_with_sums]) * FP32_BYTES))
+    num_bytes = sum(most_first[: held.layers_with_weights]) * dtype_bytes
+    num_bytes += sum(most_first[: held.layers_with_sums]) * FP32_BYTES
+    copies = sum(islice(cycle(most_first), held.layers_with_copies))  # of several micro-batches
+    return int(expert_elements * (num_bytes + copies * held.copy_bytes))
 
 
 def _weights_bytes(held: HeldReplicas, expert_elements: int, dtype_bytes: int) -> int:
     """Bytes of the weights that one replica of each layer has, with their quantized copies."""
-    return int(held.layers_with_weights * expert_elements * (dtype_bytes + held.copy_bytes))
+    copy_bytes = held.layers_with_copies * held.copy_bytes
+    return int(expert_elements * (held.layers_with_weights * dtype_bytes + copy_bytes))
 
 
 def _sums_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> int:

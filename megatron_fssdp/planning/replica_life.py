@@ -74,7 +74,7 @@ class HeldReplicas:
 
     Attributes:
         num_micro_batches: Number of micro-batches in an iteration, the largest that is still to come.
-        copy_bytes: Bytes of an element's quantized copies (fp8, fp4), which stay as long as the weights.
+        copy_bytes: Bytes of an element's quantized copies (fp8, fp4).
     """
 
     life: ReplicaLife
@@ -101,6 +101,16 @@ class HeldReplicas:
         if self.life in (ReplicaLife.MICRO_BATCH, ReplicaLife.SELECTED):
             return self.stage.layers_in_flight(self.num_micro_batches)
         return self.stage.num_layers
+
+    @property
+    def layers_with_copies(self) -> int:
+        """Most layers with quantized copies at once: those of their weights, or one for each pass in flight.
+
+        Transformer Engine saves copies for the backward pass, also if the weights are released in between.
+        """
+        if self.life is ReplicaLife.LAYER_PASS:
+            return self.stage.layers_in_flight(self.num_micro_batches)
+        return self.layers_with_weights
 
     @property
     def layers_with_sums(self) -> int:

@@ -1,6 +1,7 @@
 """Entry point of ``python -m scripts.gpu_check``, which ``scripts/gpu_check.sh`` starts."""
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu_parity import CASES
+from benchmarks.gpu_parity import ARGUMENTS, BASELINE, CASES
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files.written_files import refuse_non_folder
 from scripts.gpu_check.page import PAGE, write_results
@@ -38,6 +39,7 @@ def main() -> int:
     )
     parser.add_argument("--virtual", action="store_true", help="use CPU processes that pose as CUDA devices")
     parser.add_argument("--python", help="interpreter to use instead of .venv; the script reads this option")
+    parser.add_argument("--step", action="append", help="run only this step, such as gpu_kernels; repeatable")
     parser.add_argument("--out", type=Path, help="output folder (default: runs/gpu_check)")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -51,9 +53,15 @@ def main() -> int:
                 "devices: got no CUDA device that torch can use, wanted a node with GPUs; run megatron-fssdp "
                 "doctor there, or give --virtual to try the check itself without a GPU"
             )
-        empty(out)
         device = "virtual" if options.virtual else "one-card" if cards == 1 else "cuda"
-        return check(root, out, cards if cards > 1 else _FEWEST_RANKS, device)
+        ranks = cards if cards > 1 else _FEWEST_RANKS
+        steps = check_steps(root, out, ranks, device)
+        wanted = options.step or [one.name for one in steps]
+        if missing := set(wanted).difference(one.name for one in steps):
+            raise ConfigurationError(f"--step {min(missing)}: is no step, wanted one such as gpu_kernels")
+        steps = [one for one in steps if one.name in wanted]
+        empty(out)
+        return check(out, steps, ranks, device)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -62,14 +70,13 @@ def main() -> int:
         return EXIT_INTERRUPTED
 
 
-def check(root: Path, out: Path, ranks: int, device: str) -> int:
-    """Run all steps, and write the page after each, so that a check that is stopped leaves a useful page.
+def check(out: Path, steps: list[Step], ranks: int, device: str) -> int:
+    """Run the steps, and write the page after each, so that a check that is stopped leaves a useful page.
 
     The device is ``cuda``, ``one-card`` (several ranks share it) or ``virtual``.
     """
     for name in ("logs", "results", "work"):
         (out / name).mkdir(parents=True, exist_ok=True)
-    steps = check_steps(root, out, ranks, device)
     most = max(1, min(_MOST_AT_ONCE, (os.cpu_count() or 1) // ranks))
     running: dict[int, Running] = {}
     waiting = deque(range(len(steps)))
@@ -119,7 +126,12 @@ def check_steps(root: Path, out: Path, ranks: int, device: str) -> list[Step]:
     on_virtual = ("--virtual-gpu",) if is_virtual else ()
     words = (*pytest, "-c", root / "pyproject.toml", tests / "runtime", *on_virtual)
     gpu_tests = step("gpu_tests", 1200, *words)
-    cases = [*CASES]  # the baseline first
+    has_engine = importlib.util.find_spec("transformer_engine") is not None and not is_virtual
+    of_engine = ("fssdp-grouped-tensor", "fssdp-graphs")
+    plain = [case for case in CASES if case not in ARGUMENTS]
+    # Virtual devices train in bf16 only where other code runs than in fp32.
+    other = (*ARGUMENTS, BASELINE, "fssdp-rematerialized")
+    in_bf16 = [case for case in CASES if not is_virtual or case in other]
     beside = device != "cuda"  # NCCL waits on the GPU: several trainings would hold up each other.
     trainings = {
         precision: [
@@ -127,13 +139,13 @@ def check_steps(root: Path, out: Path, ranks: int, device: str) -> list[Step]:
                 *(f"parity_{precision}_{case}", 600, parity, "--case", case),
                 *("--precision", precision, "--ranks", ranks, "--work", out / "work"),
                 *("--out", results / "parity.jsonl", f"--device={device}"),
-                has_company=beside and case != cases[0],  # The others are compared with the first one.
+                # The others are compared with the baselines.
+                has_company=beside and not case.startswith(BASELINE),
+                skipped="needs Transformer Engine" if case in of_engine and not has_engine else "",
             )
             for case in cases
-            # Virtual devices train in bf16 only where other code runs than in fp32.
-            if not is_virtual or precision == "fp32" or case in ("none", "fssdp-rematerialized")
         ]
-        for precision in ("fp32", "bf16")
+        for precision, cases in (("fp32", plain), ("bf16", in_bf16))
     }
     sanitized = [
         step(
@@ -141,13 +153,14 @@ def check_steps(root: Path, out: Path, ranks: int, device: str) -> list[Step]:
             *("--ranks", ranks, "--work", out / "work", f"--device={device}"),
             has_company=beside,
         )
-        for case in (() if is_virtual else cases[1:])  # Virtual devices look for races themselves.
+        for case in (() if is_virtual else plain[1:])  # Virtual devices look for races themselves.
     ]
     virtual_overlap = ("--device=virtual", "--rounds=1", "--iterations=4")
     return [
         Step("doctor", (python, "-m", "megatron_fssdp", "doctor", "--issue"), 300),
         replace(gpu_tests, environment={}) if is_virtual else gpu_tests,
         *trainings["fp32"],
+        benchmark("gpu_kernels", 180, *(("--device=virtual",) if is_virtual else ())),
         benchmark("gpu_layer", 900, skipped="needs a GPU" if is_virtual else ""),
         *trainings["bf16"],
         *sanitized,
@@ -186,7 +199,7 @@ def empty(out: Path) -> None:
     """
     if not out.is_dir() or not any(out.iterdir()):
         return
-    if not (out / "logs" / "doctor.txt").exists():
+    if not ((out / "logs" / "doctor.txt").exists() or (out / PAGE).exists()):
         raise ConfigurationError(
             f"--out {out}: has other files, wanted an empty folder or one of an earlier check; give another "
             f"one"

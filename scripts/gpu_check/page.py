@@ -79,6 +79,7 @@ def page_html(out: Path, verdict: str, steps: Sequence[Step], ranks: int, device
         "<main>",
         _losses(_parity(out)),
         _layer_times(out, is_virtual=device == "virtual"),
+        _kernel_times(out),
         f"<section><h2>Machine</h2><pre>{escape(doctor)}</pre></section>",
         "</main>",
         *(
@@ -154,6 +155,20 @@ def _layer_times(out: Path, *, is_virtual: bool) -> str:
         "memory above weights",
     )
     return _table("Kernels of one MoE layer under uneven loads, forward and backward", header, cells)
+
+
+def _kernel_times(out: Path) -> str:
+    """Return the table of single kernels, one row for each size with all of its cases."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads((out / "results" / "gpu_kernels.json").read_text(encoding="utf-8"))
+        for part, size, case, device_us, host_us, speed in found["rows"]:
+            times = [f"{one:,.0f}" for one in (device_us, host_us) if one is not None]
+            shown = " / ".join(times) + (f" ({speed:,.0f} GB/s)" if speed is not None else "")
+            cases.setdefault((part, size), []).append(f"{case}: {shown or 'ran'}")
+    rows = [(*key, "; ".join(shown)) for key, shown in cases.items()]
+    title = "Single kernels, device us / us in which the host issues them"
+    return _table(title, ("part", "size", "cases"), rows)
 
 
 def _ms(quartiles_s: Sequence[float]) -> str:

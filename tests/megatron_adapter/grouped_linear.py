@@ -6,7 +6,8 @@ Its passes keep the contract of Transformer Engine's ``GroupedLinear`` as publis
 an empty tensor; with ``fuse_wgrad_accumulation`` the weights' gradients are added to ``main_grad`` of the
 tensors that the module had in its forward pass, which must still be alive, or overwrite it in the first
 micro-batch; autograd then gets no gradient, or a tensor without meaning if the weight has
-``grad_added_to_main_grad``.
+``grad_added_to_main_grad``. Copies of weights stay in ``_fp8_workspaces`` unless ``is_first_microbatch`` is
+``None``.
 """
 
 import dataclasses
@@ -103,6 +104,7 @@ class GroupedLinear(torch.nn.Module):
         self.num_gemms, self.shard_axis, self.groups = num_gemms, shard_axis, pg_collection
         self.use_bias, self.te_return_bias = bias, skip_bias_add and bias
         self.is_first_microbatch = True
+        self._fp8_workspaces: dict[str, torch.Tensor] = {}
         self.wgrad_store = WeightGradStore(
             config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
         )
@@ -130,6 +132,8 @@ class GroupedLinear(torch.nn.Module):
         adds_bias = self.use_bias and not self.te_return_bias
         options = self.fuse_wgrad_accumulation, is_first, adds_bias, self.wgrad_store
         output = _GroupedMatmul.apply(x, m_splits, *options, *weights, *biases)
+        if is_first is not None:
+            self._fp8_workspaces |= {f"weight{i}": one.detach().clone() for i, one in enumerate(weights)}
         self.is_first_microbatch = False
         return output, biases if self.te_return_bias else None
 

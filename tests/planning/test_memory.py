@@ -170,7 +170,7 @@ def test_the_memory_capacity_fits_and_one_more_slot_would_not(
     assert slots == num_experts or replica_bytes(slots + 1) > usable_bytes
 
 
-def test_quantized_copies_of_replicas_count_as_long_as_their_weights():
+def test_quantized_copies_of_replicas_count_as_long_as_their_weights_or_passes():
     """3 layers of 4 replicas with 100 elements in bf16, each copied twice in fp8 with a scale for 32."""
     of = replace(held(), copy_bytes=2 * (1 + 1 / 32))
     assert expert_memory(**{**HALF, "held": of}).replica_parameters_bytes == 4 * (600 + 618)
@@ -178,6 +178,10 @@ def test_quantized_copies_of_replicas_count_as_long_as_their_weights():
     usable = 4 * (3 * 200 + 400 + 3 * 206.25)
     sizes = {"expert_elements": 100, "num_experts": 9}
     assert [capacity(int(usable) - lack, held=of, **sizes) for lack in (0, 5)] == [4, 3]
+    # Weights of one layer at a time; the copies are saved in every layer for the backward pass.
+    of = replace(held(ReplicaLife.LAYER_PASS, 2), copy_bytes=2 * (1 + 1 / 32))
+    assert expert_memory(**{**HALF, "held": of}).replica_parameters_bytes == 4 * (200 + 618)
+    assert held_replicas_bytes((1, 3, 2), of, expert_elements=32, dtype_bytes=2) == 3 * 64 + 6 * 66
 
 
 def test_replicas_of_measured_iterations_take_what_they_were_given_room_for():

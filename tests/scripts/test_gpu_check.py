@@ -99,7 +99,12 @@ def test_every_strategy_is_trained_after_its_baseline() -> None:
 def test_benchmarks_know_the_options_that_they_get(device: str, tmp_path: Path) -> None:
     steps = gpu_check.check_steps(ROOT, tmp_path, 4, device)
     of_benchmarks = [one.command for one in steps if one.command[1].startswith(str(ROOT / "benchmarks"))]
-    assert {Path(words[1]).stem for words in of_benchmarks} == {"gpu_parity", "gpu_layer", "overlap"}
+    assert {Path(words[1]).stem for words in of_benchmarks} == {
+        "gpu_parity",
+        "gpu_kernels",
+        "gpu_layer",
+        "overlap",
+    }
     for words in of_benchmarks:
         script = Path(words[1]).read_text(encoding="utf-8")
         options = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
@@ -119,9 +124,11 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     row |= {"predicted": "…, replicas at most 1.4 <GiB> (…)"}
     fssdp: dict[str, Any] = {"busiest_s": [1e-3, 2e-3, 3e-3], "none_over_this": [1.0, 1.25, 1.5]}
     fssdp |= {"replicas": 2.5, "kernels": 77, "peak_bytes_above_weights": 3 << 29}
+    kernels = [["remap", "T 4", "even", 12.4, 60.6, None], ["attention", "long", "alone", 901.0, None, 80.0]]
     layer = {"sizes": {"coarse": {"layer": {"fssdp": fssdp}}}}
     rows = [row, {**row, "case": "none", "peak_gib": 1.0}]
     written(tmp_path, {"gpu_layer.json": layer, "overlap.json": {"damaged": []}})
+    written(tmp_path, {"gpu_kernels.json": {"rows": kernels}})
     (tmp_path / "results" / "parity.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "logs" / "doctor.txt").write_text(
         "```\nok      GPUs: 8 × NVIDIA <H100>\n```\n<details>" + 9999 * "…"
@@ -131,6 +138,7 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     for part in (
         *("FAILED: 2 steps", "8 GPUs", "8 × NVIDIA &lt;H100&gt;", "&lt;a reason&gt;", "4.500000", "2.0e-07"),
         *("1.50 GiB", "512 MiB", "1.4 &lt;GiB&gt;", "2.00 (1.00 to 3.00)", "1.25", "<td>77</td>"),
+        *("even: 12 / 61", "alone: 901 (80 GB/s)"),
     ):
         assert part in html
     assert "No GPU was used" not in html
@@ -140,9 +148,9 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     assert "nothing about speed" in virtual
 
 
-def check(monkeypatch: pytest.MonkeyPatch, out: Path, gpus: int = 2) -> int:
+def check(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, gpus: int = 2) -> int:
     monkeypatch.setattr(gpu_check, "num_gpus", lambda: gpus)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.sh", "--root", str(ROOT), "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["gpu_check.sh", "--root", str(ROOT), "--out", str(out), *words])
     return gpu_check.main()
 
 
@@ -151,8 +159,8 @@ def test_ranks_share_a_single_card(
     gpus: int, device: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = []
-    monkeypatch.setattr(gpu_check, "check", lambda root, out, *rest: seen.append(rest) or 0)
-    assert check(monkeypatch, tmp_path, gpus) == 0
+    monkeypatch.setattr(gpu_check, "check", lambda out, steps, *rest: seen.append(rest) or 0)
+    assert check(monkeypatch, tmp_path, gpus=gpus) == 0
     assert seen == [(ranks, device)]
 
 
@@ -209,6 +217,31 @@ def test_bad_input_is_one_line(
     assert check(monkeypatch, tmp_path) == 2
     assert "has other files" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").exists()
+
+
+def test_single_steps_run_without_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    steps = [step("doctor", "raise SystemExit(1)"), step("first", ""), step("last", "")]
+    monkeypatch.setattr(gpu_check, "check_steps", lambda *_, **__: list(steps))
+    for _ in range(2):  # The folder of an earlier check is used again.
+        assert check(monkeypatch, tmp_path / "out", "--step=first", "--step=last") == 0
+    assert "2 steps, 2 passed" in capsys.readouterr().out
+    assert check(monkeypatch, tmp_path / "out", "--step=frist") == 2
+    assert "--step frist: is no step" in capsys.readouterr().err
+
+
+def test_refused_trainings_must_be_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = {"output": "", "code": 1}
+    done = lambda command, **_: subprocess.CompletedProcess(command, said["code"], said["output"])  # noqa: E731
+    monkeypatch.setattr(gpu_parity.subprocess, "run", done)
+    words = ["--case", "refused-graphs", "--precision", "bf16", "--work", str(tmp_path)]
+    assert gpu_parity.main(words) == 1
+    said["output"] = "--cuda-graph-modules moe_preprocess with plans after the gate"
+    assert gpu_parity.main(words) == 0
+    said["code"] = 0
+    assert gpu_parity.main(words) == 1
+    assert set(gpu_parity.REFUSED) < set(gpu_parity.ARGUMENTS) < set(gpu_parity.CASES)
 
 
 @pytest.mark.slow

@@ -5,13 +5,13 @@ of other layers after a re-shard, and replicas. :class:`SlotExperts` therefore c
 shallow copy of Megatron's module with its config, groups, hooks and kernels, but bound to the Parameters of
 slots. Sequential experts are modules of their own, so the body consists of Megatron's modules for owned slots
 and of copies for replicas, and empty slots cost nothing. A grouped linear layer has the weights of all U
-slots, so empty ones are bound to one expert of zeros that all layers share; they get no tokens.
+slots, so empty ones are bound to experts of zeros that all layers share; they get no tokens.
 
 Shape letters: R rows that a rank receives, M model dimension, U slots of a device, E experts, D devices.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, count, repeat
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertPar
 _LINEARS = ("linear_fc1", "linear_fc2")
 _QUANTIZED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-_blanks: dict[tuple[object, ...], ExpertParameters] = {}
+_blanks: dict[tuple[object, ...], list[ExpertParameters]] = {}
 
 
 def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
@@ -104,9 +104,13 @@ class SlotExperts:
         if num_slots not in self._bodies:
             self._bodies[num_slots] = _grouped_body(self.module, num_slots)
         self._body = self._bodies[num_slots]
-        blank = _blank(next((one for one in parameters_U if one is not None), self.parameters[0]))
+        # Only slots of an iteration have quantized copies that outlive a pass, and they end with their body.
+        for linear in chain.from_iterable(map(_linears, self._bodies.values())):
+            if not for_iteration or linear not in _linears(self._body):
+                getattr(linear, "_fp8_workspaces", {}).clear()
+        blanks = _blanks_like(next((one for one in parameters_U if one is not None), self.parameters[0]))
         for index, one in enumerate(parameters_U):
-            _bind(_linears(self._body), one or blank, str(index))
+            _bind(_linears(self._body), one or next(blanks), str(index))
         for linear, stock in zip(_linears(self._body), _linears(self.module), strict=True):
             # In its first pass of an iteration, a layer quantizes its weights and keeps the result. It then
             # also replaces gradients instead of adding to them, so Megatron says so under these recipes only.
@@ -214,22 +218,30 @@ def _bind(linears: Sequence[Any], parameters: ExpertParameters, index: str) -> N
             linear._parameters[f"bias{index}"] = bias
 
 
-def _blank(like: ExpertParameters) -> ExpertParameters:
-    """The expert of zeros for empty slots, with one place for gradients that nobody reads."""
+def _blanks_like(like: ExpertParameters) -> Iterator[ExpertParameters]:
+    """Experts of zeros for empty slots, which share their memory and places for gradients that nobody reads.
+
+    Each slot has other Parameters, because autograd adds the gradients of one that is bound several times.
+    They require gradients as the others do: Transformer Engine asks the first slot's, or refuses a mixture.
+    """
     sums = tuple(getattr(one, "main_grad", one).dtype for one in like)
     key = (ExpertLayout.of(like), like[0].device, tuple(one.requires_grad for one in like), sums)
-    if key not in _blanks:
-        made = []
-        for one in like:
-            parameter: Any = torch.nn.Parameter(torch.zeros_like(one), requires_grad=one.requires_grad)
-            gradient = getattr(one, "main_grad", None)
-            parameter.main_grad = torch.zeros_like(one if gradient is None else gradient)
-            parameter.allreduce, parameter.grad_added_to_main_grad = False, False
-            if one.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_forget_gradient)
-            made.append(parameter)
-        _blanks[key] = tuple(made)
-    return _blanks[key]
+    known = _blanks.setdefault(key, [])
+    for number in count():
+        if number == len(known):
+            known.append(tuple(map(_blank, known[0] if known else like, repeat(bool(known)))))
+        yield known[number]
+
+
+def _blank(like: Any, shares: bool) -> torch.nn.Parameter:
+    zeros, gradient = like.detach(), getattr(like, "main_grad", like.detach())
+    if not shares:
+        zeros, gradient = torch.zeros_like(zeros), torch.zeros_like(gradient)
+    parameter: Any = torch.nn.Parameter(zeros, requires_grad=like.requires_grad)
+    parameter.main_grad, parameter.allreduce, parameter.grad_added_to_main_grad = gradient, False, False
+    if like.requires_grad:
+        parameter.register_post_accumulate_grad_hook(_forget_gradient)
+    return parameter
 
 
 def _forget_gradient(parameter: torch.Tensor) -> None:

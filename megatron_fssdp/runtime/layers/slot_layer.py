@@ -71,6 +71,7 @@ class SlotLayer(PlannedLayer):
         self._in_use: Any = None  # The SlotPass of the running forward pass, which prepare() provides.
         self._is_counted = self._is_final = self._asks_after_gate = False
         self._is_alone = context.num_devices == 1
+        self._warm = set[bool]()  # forms of a captured pass, counted or not, whose kernels are loaded
 
     def renumber(self, layer: int) -> None:
         """Set the layer number, which the model assigns after it has built its layers."""
@@ -169,13 +170,24 @@ class SlotLayer(PlannedLayer):
             one.transfers.await_weights()
 
     def prepare_capture(self, *, training: bool) -> None:
-        """Provide the slots for a CUDA graph that is captured: its tensors keep their addresses."""
+        """Provide the slots for a CUDA graph that is captured: its tensors keep their addresses.
+
+        Raises:
+            RuntimeError: No pass before the capture has compiled and loaded the kernels that it launches.
+        """
         if self.together is not None and self.lacks_plan:
             # No message can be captured. Any plan has the same tensors.
             self._ready = self.context.owners_only
         self.plan_iteration()
         self._use(self.shared)
         self._is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self._warm.add(self._is_counted)
+        elif self._is_counted not in self._warm:
+            raise RuntimeError(
+                f"{self.experts.what}: got the capture of a CUDA graph without a pass before it, in which "
+                "kernels are loaded; give make_graphed_callables() at least one warm-up iteration"
+            )
         if self._is_counted:
             self.counts.open(self._in_use, self.experts.device, in_graph=True)
 

@@ -13,6 +13,9 @@ The Parameters are made once, so the experts' module can be bound to them once. 
 back and taken again. A tensor that autograd saved stays valid in this way, because it is the Parameter
 itself. Layers take and give back blocks of equal sizes on one stream, so torch's allocator lends the same
 memory to all layers whose replicas live for a pass.
+
+On CUDA, autograd adds to the sums on the stream of the experts' forward pass. Megatron's DDP keeps autograd's
+nodes of owned experts, and with them their stream, from one graph to the next; nothing keeps these.
 """
 
 from collections.abc import Iterable, Sequence

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.activation_logging import ActivationLogger
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.experts.slot_experts import _blank
+from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts, _blanks_like
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
+from ..grouped_linear import grouped_experts
 from ..layer.small_config import build_layer, moe_config, session_of
 
 TOKENS, HIDDEN, EXPERTS = 24, 8, 4
@@ -21,7 +24,66 @@ def test_empty_slots_sum_in_the_data_type_of_their_neighbours(dtype: torch.dtype
     weights = [torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)) for _ in range(2)]
     for one in weights:
         one.main_grad = torch.zeros_like(one, dtype=dtype)
-    assert [one.main_grad.dtype for one in _blank(tuple(weights))] == [dtype, dtype]
+    assert [one.main_grad.dtype for one in next(_blanks_like(tuple(weights)))] == [dtype, dtype]
+
+
+class Additions(TorchDispatchMode):
+    """Counts additions of tensors with two axes, in autograd too."""
+
+    num = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_addition = operator.name().startswith(("aten::add.Tensor", "aten::add_.Tensor"))
+        self.num += is_addition and args[0].dim() == 2
+        return operator(*args, **(kwargs or {}))
+
+
+def test_empty_slots_have_no_gradients_to_add_and_share_their_memory() -> None:
+    assert run_megatron_ranks(_with_empty_slots, 1) == [2 * 6]
+
+
+def _with_empty_slots(rank: int, world_size: int) -> int:
+    """Additions with two experts and four empty slots: the grouped layers add to each ``main_grad`` once."""
+    config = moe_config(world_size, HIDDEN, 2, moe_grouped_gemm=True)
+    config.gradient_accumulation_fusion = True
+    module = grouped_experts(fuses=True)(
+        2, config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
+    )
+    experts = SlotExperts(module, 2)
+    for one in module.parameters():
+        one.main_grad, one.grad_added_to_main_grad = torch.zeros_like(one), False
+    experts.bind([None, experts.parameters[0], None, None, experts.parameters[1], None], for_iteration=True)
+    body = experts._body
+    blanks = [body.linear_fc1._parameters[f"weight{index}"] for index in (0, 2, 3, 5)]
+    assert len({id(one) for one in blanks}) == 4
+    assert len({one.data_ptr() for one in blanks}) == len({one.main_grad.data_ptr() for one in blanks}) == 1
+    assert {one.requires_grad for one in body.parameters()} == {True}
+    rows = torch.randn(6, HIDDEN, requires_grad=True)
+    output, _ = experts.compute(rows, torch.tensor([0, 4, 0, 0, 2, 0]), torch.ones(6))
+    with Additions() as additions:
+        output.sum().backward()
+    assert all(one.grad is None for one in blanks)
+    assert all(one.main_grad.count_nonzero() for one in module.parameters())
+    return additions.num
+
+
+def test_quantized_copies_end_with_the_weights_of_an_iteration() -> None:
+    assert run_megatron_ranks(_kept_copies, 1) == [[[2, 0], [0, 3], [0, 0], [2, 0]]]
+
+
+def _kept_copies(rank: int, world_size: int) -> list[list[int]]:
+    """Copies that stay for two and for three slots: two iterations, a pass of its own, an iteration."""
+    config = moe_config(world_size, HIDDEN, 2, moe_grouped_gemm=True)
+    module = grouped_experts()(
+        2, config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
+    )
+    experts, found = SlotExperts(module, 2), []
+    for slots, for_iteration in ((2, True), (3, True), (2, False), (2, True)):
+        experts.bind([*experts.parameters, None][:slots], for_iteration=for_iteration)
+        experts.compute(torch.ones(4, HIDDEN), torch.tensor([2, 2, 0][:slots]), torch.ones(4))
+        bodies = [experts._bodies.get(number) for number in (2, 3)]
+        found.append([len(one.linear_fc2._fp8_workspaces) if one else 0 for one in bodies])
+    return found
 
 
 def build(world_size: int, *, grouped: bool) -> Any:

@@ -66,7 +66,17 @@ def share_by_turns(rank: int, world_size: int) -> None:
     assert sorted(run.strategy.asked) == list(range(1 + rank, 6, world_size))
     run.runtime.drop_plans()
     if not rank:  # A capture sends no messages, so one rank alone can make it.
-        run.layers[1].slots.prepare_capture(training=True)
+        captured = mock.Mock(return_value=True)
+        slots = run.layers[1].slots
+        with mock.patch.multiple(torch.cuda, is_available=captured, is_current_stream_capturing=captured):
+            with pytest.raises(RuntimeError, match="at least one warm-up"):
+                slots.prepare_capture(training=True)
+            captured.return_value = False
+            slots.prepare_capture(training=True)
+            captured.return_value = True
+            slots.prepare_capture(training=True)
+            with pytest.raises(RuntimeError, match="at least one warm-up"):
+                slots.prepare_capture(training=False)
         assert run.layers[1].slots.plan == run.layers[1].slots.context.owners_only
     run.strategy.fails_at = 2
     with pytest.raises(ValueError, match="no plan for this layer"):

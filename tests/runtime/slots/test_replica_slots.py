@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
@@ -33,3 +34,26 @@ def test_gradients_are_added_to_the_sums(dtype):
     slots.close_sums()
     slots.open_sums()
     assert slots.sums()[7].eq(0).all(), "reopened sums begin with zeros"
+
+
+def test_autograd_adds_gradients_where_the_forward_pass_ran():
+    """On CUDA, an AccumulateGrad node keeps the stream on which it was made.
+
+    Those of replicas are made by a forward pass and end with its graph, so they have the stream of the
+    experts, and not that on which the slots were made: sums are complete where the experts' backward pass is.
+    """
+    slots = ReplicaSlots(ExpertLayout(SHAPES, torch.float32), torch.device("cpu"))
+    slots.hold((4,))
+    slots.open_weights()
+    slots.open_sums()
+    first, second = slots.parameters(4)
+    for _ in range(2):
+        total = first.sum() + second.sum()
+        nodes = [get_gradient_edge(one).node for one in (first, second)]
+        assert [node.metadata for node in nodes] == [{}, {}], "nodes of an earlier pass are still there"
+        for node in nodes:
+            node.metadata["pass"] = "this one"
+        del nodes, node
+        assert get_gradient_edge(first).node.metadata, "the graph keeps the nodes"
+        total.backward()
+        del total

@@ -8,7 +8,7 @@ Shape letters: T tokens, E experts, D devices, J rows of a share table, W slots 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class ShareTable:
         expert_W, table_EJ = self.numbers[: self.num_slots], self.numbers[self.num_slots :]
         table_EJ = table_EJ.view(self.num_experts, -1)
         if (kernels := _kernels_for(routing_map.device)) is not None:
-            return kernels.remap_by_table(routing_map, probs, table_EJ, expert_W, counts_W)
+            return kernels.remap(routing_map, probs, expert_W, table_EJ, counts_W)
         return _counted(remap_by_table(routing_map, probs, table_EJ, self.num_slots), counts_W)
 
 
@@ -76,8 +76,8 @@ class ExactShares:
         # The kernel goes along the devices of one node after another.
         if device is None or _kernels_for(device) is None or (np.diff(node_D) < 0).any():
             return cls(slots.num_slots, source, Holders.of(slots.slot_ED, node_D, source, device))
-        per_node = max(map(len, topology.devices_by_node))
-        device_NG = np.full((topology.num_nodes, per_node), -1)
+        sizes = topology.num_nodes, max(map(len, topology.devices_by_node))
+        device_NG = np.full([1 << (size - 1).bit_length() for size in sizes], -1)
         for node, devices in enumerate(topology.devices_by_node):
             device_NG[node, : len(devices)] = devices
         arrays = slots.expert_DU.reshape(-1), slots.slot_ED.T, device_NG
@@ -94,17 +94,20 @@ class ExactShares:
             remapped = remap_exactly(routing_map, probs, counts_DE, self.holders, self.num_slots)
             return _counted(remapped, counts_W)
         kernels = _kernels_for(routing_map.device)
-        return kernels.remap_exactly(routing_map, probs, gather, *self.lines, self.source, counts_W)
+        known = lambda counts_E: self._intervals_W2(gather(counts_E))  # noqa: E731
+        return kernels.remap(routing_map, probs, self.lines[0], known, counts_W)
 
     def seconds(self, counts_DE: Tensor) -> float:
         """Seconds in which the device computes the shares of counts, int64 ``[D, E]``."""
+        holders = self.holders
+        compute = self._intervals_W2 if holders is None else partial(exact_ends_ED, holders=holders)
+        with torch.cuda.device_of(counts_DE):
+            return min(elapsed_s(lambda: compute(counts_DE), counts_DE.device) for _ in range(_RUNS))
 
-        def compute() -> object:
-            if self.holders is not None:
-                return exact_ends_ED(counts_DE, self.holders)
-            return _kernels_for(counts_DE.device).intervals_2W(counts_DE, *self.lines, self.source)
+    def _intervals_W2(self, counts_DE: Tensor) -> Tensor:
+        from megatron_fssdp.runtime.slots.remap.interval_kernel import intervals_W2
 
-        return min(elapsed_s(compute, counts_DE.device) for _ in range(_RUNS))
+        return intervals_W2(counts_DE, self.source, *self.lines)
 
 
 def seconds_of_shares(num_experts: int, topology: Topology, device: torch.device | None = None) -> float:
@@ -131,7 +134,7 @@ def _kernels() -> Any:
 
         # Triton compiles what launches a kernel, for which it needs a C compiler.
         numbers = torch.zeros(2, 16, dtype=torch.int64, device="cuda")
-        kernels.remap_by_table(numbers.bool(), numbers.float(), numbers[:1].t(), numbers[0], None)
+        kernels.remap(numbers.bool(), numbers.float(), numbers[0], numbers[:1].t(), None)
     except Exception as error:
         logger.warning(
             f"[fssdp] remap: got no kernels of Triton ({type(error).__name__}: {str(error)[:80]!r}), wanted "

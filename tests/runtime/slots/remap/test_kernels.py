@@ -1,5 +1,7 @@
 """The remap in Triton has the bits of the remap in torch. Without a GPU, Triton interprets its kernels."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.support.python_process import python_output
 from .test_reference import drawn_routing
 
 kernels = pytest.importorskip("megatron_fssdp.runtime.slots.remap.kernels")
+interval_kernel = pytest.importorskip("megatron_fssdp.runtime.slots.remap.interval_kernel")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -50,8 +53,15 @@ def both(make, routing_map, probs, counts_DE, upstream):
 
 
 @examples(20)
-@given(cases(), st.sampled_from([0, 1, 63, 64, 65, 200]), st.booleans(), st.sampled_from([3, 300]))
-def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is_counted, scale):
+@given(
+    cases(),
+    st.sampled_from([0, 1, 63, 64, 65, 200]),
+    st.booleans(),
+    st.sampled_from([3, 300]),
+    st.sampled_from([1024, 32]),
+)
+def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is_counted, scale, elements):
+    """Few elements of a matrix mean several blocks of experts, each with a program of its own."""
     topology, placement, rng = case
     slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()), multiple=2)
     source = int(rng.integers(topology.num_devices))
@@ -68,10 +78,12 @@ def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is
         numbers = ShareTable.packed(even_table(slots, placement, topology, source), slots)
         return ShareTable(numbers.to(DEVICE), slots.num_slots, placement.num_experts)
 
-    for make in (table, lambda: ExactShares.of(slots, topology, source, DEVICE)):
-        for in_torch, in_triton in both(make, *here):
-            assert in_torch.dtype == in_triton.dtype
-            assert torch.equal(in_torch, in_triton)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interval_kernel, "_ELEMENTS", elements)
+        for make in (table, lambda: ExactShares.of(slots, topology, source, DEVICE)):
+            for in_torch, in_triton in both(make, *here):
+                assert in_torch.dtype == in_triton.dtype
+                assert torch.equal(in_torch, in_triton)
 
 
 def test_nodes_whose_devices_are_not_in_line_use_torch(monkeypatch):
@@ -79,6 +91,20 @@ def test_nodes_whose_devices_are_not_in_line_use_torch(monkeypatch):
     slots = SlotTable(np.tile(np.arange(2), (4, 1)))
     assert ExactShares.of(slots, Topology((0, 0, 1, 1)), 0, DEVICE).holders is None
     assert ExactShares.of(slots, Topology((0, 1, 0, 1)), 0, DEVICE).holders is not None
+
+
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current device, whatever tensors it gets."""
+    devices = []
+    begin = lambda tensor: nullcontext(devices.append(tensor.device))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device_of", begin)
+    monkeypatch.setattr(shares, "_kernels_for", lambda device: kernels)
+    slots = SlotTable(np.tile(np.arange(2), (2, 1)))
+    exact = ExactShares.of(slots, Topology((0, 0)), 0, DEVICE)
+    counts_DE = torch.ones(2, 2, dtype=torch.int64, device=DEVICE)
+    exact.remap(counts_DE.bool(), counts_DE.float(), lambda counts_E: counts_DE)
+    exact.seconds(counts_DE)
+    assert devices == [counts_DE.device] * 2
 
 
 def test_without_a_compiler_torch_computes_and_one_line_says_so(monkeypatch, caplog):
@@ -101,32 +127,38 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from megatron_fssdp.runtime.slots.remap import interval_kernel, kernels
 
-def compile(kernel, arch, constants, **pointers):
+def compile(kernel, arch, num_warps, constants, **pointers):
     types = {name: "*i64" if name.split("_")[-1].isupper() else "i32" for name in kernel.arg_names}
     types |= {name: kind for name, kind in pointers.items() if name in types}
     types |= dict.fromkeys(constants, "constexpr")
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, types, constexprs=places)
-    options = {"enable_fp_fusion": False, "num_warps": 8 if kernel is interval_kernel._find_intervals else 4}
+    # Triton tells the compiler that 16 divides most addresses, and 128 or 256 experts.
+    is_whole = [types[name][0] == "*" or name == "num_experts" for name in kernel.arg_names]
+    attributes = {(at,): [["tt.divisibility", 16]] for at, whole in enumerate(is_whole) if whole}
+    source = ASTSource(kernel, types, constexprs=places, attrs=attributes)
+    options = {"enable_fp_fusion": False, "num_warps": num_warps}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     print(kernel.__name__, arch, len(compiled.asm["cubin"]) > 0)
 
-TILES = {"TILE": 64, "WIDTH": 32}
 BYTES = {"map_TE": "*u8", "out_map_TW": "*u8", "out_slot_TE": "*i32", "slot_TE": "*i32"}
 BYTES["out_counts_W"] = "*i32"
 for arch in (80, 90, 100):
-    compile(kernels._count_tokens, arch, TILES, **BYTES)
-    for probs, rows, known in (("*fp32", 64, "*i64"), ("*bf16", 0, "*i32")):
+    compile(kernels._count_tokens, arch, 4, {}, **BYTES)
+    for probs, known, constants in (
+        ("*fp32", "*i64", {"num_rows": 64}),
+        ("*bf16", "*i32", {"num_rows": 0, "out_counts_W": None}),
+    ):
         types = {"probs_TE": probs, "out_probs_TW": probs, "known": known}
-        compile(kernels._route, arch, {**TILES, "num_rows": rows, "COUNTS": rows > 0}, **BYTES, **types)
-    compile(kernels._return_entries, arch, TILES, **BYTES, of_TW="*fp32", out_of_TE="*fp32")
-    for nodes, per_node, block in ((1, 8, 128), (8, 8, 16)):
-        sizes = {"NODES": nodes, "PER_NODE": per_node, "BLOCK": block, "LEVEL_BLOCK": 4 * block}
-        kept = {"out_kept_DE": "*fp64", "out_interval_2W": "*i32"}
-        compile(interval_kernel._find_intervals, arch, sizes, **kept)
+        compile(kernels._route, arch, 4, constants, **BYTES, **types)
+    compile(kernels._return_entries, arch, 4, {}, **BYTES, of_TW="*fp32", out_of_TE="*fp32")
+    for places, per_node, block in ((8, 8, 128), (64, 8, 16), (256, 8, 4)):
+        sizes = {"PLACES": places, "PER_NODE": per_node, "BLOCK": block}
+        types = {"out_kept": "*fp64", "kept": "*fp64", "device_NG": "*i64", "out_interval_W2": "*i32"}
+        compile(interval_kernel._find_priors, arch, 8, sizes, **types)
+        compile(interval_kernel._find_intervals, arch, 8, {**sizes, "ROUND_BLOCK": 4 * block}, **types)
 """
 
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus_that_are_not_here():
-    assert python_output("-c", COMPILE, TRITON_INTERPRET="0").count("True") == 3 * 6
+    assert python_output("-c", COMPILE, TRITON_INTERPRET="0").count("True") == 3 * 10

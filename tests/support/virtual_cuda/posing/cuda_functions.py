@@ -93,6 +93,7 @@ def _device_members(books: VirtualDevice) -> dict[str, Any]:
         "current_device": lambda: books.index,
         "set_device": set_device,
         "device": device_context,
+        "device_of": lambda tensor: device_context(tensor.device),
         "get_device_name": lambda device=None: name,
         "get_device_capability": lambda device=None: books.capability,
         "get_device_properties": properties,

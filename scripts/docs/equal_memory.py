@@ -1,17 +1,19 @@
 """Compares ``fssdp`` with the best other strategy in simulation: clusters × models × workloads, equal memory.
 
-Run: ``python -m benchmarks.equal_memory``. Every shipped cluster runs every shipped model on all its devices,
-or on as many as its experts can be divided by, under every generated workload. Models whose layers have the
-same sizes are one case. One layer is simulated. Equal memory means equal slots: every strategy that places
-replicas may hold ``--slots`` replicas of a layer on a device, and nothing else differs. Resident replicas
-(``flexmoe``) need more memory than that, because they have optimizer states. The host's time of planning is
-left out unless ``--host`` is given.
+usage: python scripts/docs/equal_memory.py --result FILE.json       (a result of benchmarks/results)
+
+Every shipped cluster runs every shipped model on all its devices, or on as many as its experts can be divided
+by, under every generated workload. Models whose layers have the same sizes are one case. One layer is
+simulated. Equal memory means equal slots: every strategy that places replicas may hold ``--slots`` replicas
+of a layer on a device, and nothing else differs. Resident replicas (``flexmoe``) need more memory than that,
+because they have optimizer states. The host's time of planning is left out unless ``--host`` is given.
 
 It prints how many cases have ``fssdp`` at least ``--least`` times as fast as the best other strategy, and the
 other cases, the worst first. Shape letters: I iterations.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,6 +23,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.progress import track
+
+# Another checkout may be installed, but the numbers must be those of this one.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.result_file import write_result
 from megatron_fssdp.config.cluster_description import load_cluster

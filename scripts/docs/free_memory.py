@@ -1,11 +1,14 @@
 """Simulates ``fssdp`` with little free memory: replicas that fit, their life, and speed over ``ep``.
 
-Run: ``python -m benchmarks.free_memory``. A device has room for a model's training with even loads, and a few
+usage: python scripts/docs/free_memory.py --result FILE.json        (a result of benchmarks/results)
+
+A device has room for a model's training with even loads, and a few
 GiB more. All layers of the model are on every device, without pipelines, in four micro-batches of one
 sequence. Shape letters: I iterations.
 """
 
 import argparse
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -14,7 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.equal_memory import PAST, run_of
+# Another checkout may be installed, but the numbers must be those of this one.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from benchmarks.result_file import write_result
 from megatron_fssdp.config.cluster_description import load_cluster
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
@@ -22,6 +27,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.moe_job import job_of_run
 from megatron_fssdp.simulation.simulator import device_memory, simulate
 from megatron_fssdp.simulation.workloads import generated_loads
+from scripts.docs.equal_memory import PAST, run_of
 
 MODELS = {
     "deepseek-v3": 32,
