@@ -128,13 +128,12 @@ def expert_memory(
         # A device sends no experts if there are no replicas.
         sent = owned_per_layer if number else 0
         received = MAX_CHILDREN * (sent + number) if most_received is None else most_received
-        each_bytes, total_bytes = _received_bytes(one, expert_bytes, sum_bytes, messages)
-        received_bytes = received * each_bytes + min(received, sent + number) * total_bytes
+        received_bytes = _buffers_bytes(one, received, sent + number, expert_bytes, sum_bytes, messages)
         if life is ReplicaLife.RESIDENT:
             # One layer's holders send gradients to the owners while another layer's owners send sums back.
             received_bytes += 2 * (sent + number) * sum_bytes
         elif not one.sends_fp32 and one.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED):
-            received_bytes += number * messages.buffered_bytes(expert_bytes)  # rounded to travel
+            received_bytes += messages.buffered_bytes(expert_bytes, number)  # rounded to travel
         buffers_bytes = max(buffers_bytes, received_bytes)
     return ExpertMemory(
         slot_parameters_bytes=slots_per_device * expert_bytes,
@@ -172,10 +171,15 @@ def memory_capacity(
     def fitting(one: HeldReplicas) -> int:
         slot_bytes = _weights_bytes(one, expert_elements, dtype_bytes)
         slot_bytes += _sums_bytes(one, expert_bytes, sum_bytes)
-        if messages is not None:
-            each_bytes, total_bytes = _received_bytes(one, expert_bytes, sum_bytes, messages)
-            slot_bytes += MAX_CHILDREN * each_bytes + total_bytes
-        return usable_bytes // slot_bytes
+        if messages is None:
+            return usable_bytes // slot_bytes
+
+        def buffers_bytes(slots: int) -> int:
+            return _buffers_bytes(one, MAX_CHILDREN * slots, slots, expert_bytes, sum_bytes, messages)
+
+        # Buffers grow with the slots up to a bound.
+        most_bytes = buffers_bytes(num_experts)
+        return max(usable_bytes // (slot_bytes + buffers_bytes(1)), (usable_bytes - most_bytes) // slot_bytes)
 
     kept, in_pass = fitting(held), fitting(replace(held, life=ReplicaLife.LAYER_PASS))
     # Of several replicas in each layer, passes get the memory of one. Of a single one, they get all of it.
@@ -211,17 +215,17 @@ def _sums_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> int:
     return min(held.stage.num_layers, 1) * (sum_bytes if may_sum else expert_bytes)
 
 
-def _received_bytes(
-    held: HeldReplicas, expert_bytes: int, sum_bytes: int, messages: MessageRule
-) -> tuple[int, int]:
-    """Bytes of the gradients of a replica that a device can have received at a time, and of an expert's sum.
+def _buffers_bytes(
+    held: HeldReplicas, received: int, experts: int, expert_bytes: int, sum_bytes: int, messages: MessageRule
+) -> int:
+    """Bytes of received gradients of replicas, and of the fp32 sums of the experts to which they belong.
 
-    Such a sum is formed in fp32, in the memory of the first message if that is in fp32.
+    The sums are in the memory of the gradients if those are in fp32.
     """
     if held.sends_fp32:
-        return messages.buffered_bytes(sum_bytes), 0
-    received_bytes = messages.buffered_bytes(expert_bytes)
-    return received_bytes, received_bytes * sum_bytes // expert_bytes
+        return messages.buffered_bytes(sum_bytes, received)
+    wide_bytes = messages.buffered_bytes(expert_bytes, min(received, experts)) * sum_bytes // expert_bytes
+    return messages.buffered_bytes(expert_bytes, received) + wide_bytes
 
 
 def _readable(num_bytes: int) -> str:

@@ -204,7 +204,7 @@ class LayerPrices:
             gathered_between_nodes=gather.num_between_nodes + addition.num_between_nodes,
             replicas=placement.num_replicas,
             most_replicas=int(placement.replicas_per_device_D.max()) if placement.num_replicas else 0,
-            most_received=int(np.bincount(plan.transfer.table[:, 1], minlength=1).max()),
+            most_received=plan.transfer.most_sent,
             most_owned=int(placement.owned_per_device_D.max()),
             deduplicated=sent is not None,
             life=life,

@@ -144,7 +144,7 @@ class SparseTransfer:
         that of the experts.
         """
         dtype = dtype or self.dtype
-        chunk_elements = self._chunk_elements(dtype)
+        chunk_elements = self._chunk_elements(dtype, self.plan.most_sent)
         words: dict[str, Any] = {"sizes": self.sizes, "dtype": dtype, "device": self.device}
         cargo = ReductionCargo(partial, totals, self.elements, chunk_elements, **words)
         touched = [one for parts in (*partial.values(), *totals.values()) for one in parts if not one.is_meta]
@@ -221,6 +221,7 @@ class SparseTransfer:
             for works, _ in open_sends:
                 wait_for(works)
 
-    def _chunk_elements(self, dtype: torch.dtype) -> int:
+    def _chunk_elements(self, dtype: torch.dtype, num_received: int = 0) -> int:
         num_bytes, hops = len(self.elements) * dtype.itemsize, self.plan.max_depth + 1
-        return max(1, self._messages.message_bytes(num_bytes, hops, is_far=self._is_far) // dtype.itemsize)
+        how: Any = {"is_far": self._is_far, "num_received": num_received}
+        return max(1, self._messages.message_bytes(num_bytes, hops, **how) // dtype.itemsize)

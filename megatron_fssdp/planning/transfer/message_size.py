@@ -32,13 +32,13 @@ class FixedMessages:
     batch_host_s: float = 0.0
     step_host_s: float = 0.0
 
-    def message_bytes(self, expert_bytes: int, num_hops: int, *, is_far: bool) -> int:
+    def message_bytes(self, expert_bytes: int, num_hops: int, *, is_far: bool, num_received: int = 0) -> int:
         """Bytes of a message of an expert or of its gradient: the fixed size, or all if they are fewer."""
         return min(expert_bytes, self.num_bytes)
 
-    def buffered_bytes(self, gradient_bytes: int) -> int:
-        """Most bytes that a device keeps for the messages of one sender in SparseReduceScatter."""
-        return min(gradient_bytes, self.num_open * self.num_bytes)
+    def buffered_bytes(self, gradient_bytes: int, num_received: int) -> int:
+        """Most bytes that a device keeps of so many gradients that it receives in SparseReduceScatter."""
+        return num_received * min(gradient_bytes, self.num_open * self.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,21 @@ class PipelinedMessages:
     """The fewest messages with which the pipeline of hops is nearly as short as with any number.
 
     ``near_bytes`` and ``far_bytes`` travel in the time of a start-up, over the slowest link of a plan inside
-    a node and of a plan between nodes. A message has at most ``most_bytes``, so that the memory for received
-    ones is bounded.
+    a node and of a plan between nodes. The messages that a device receives together into buffers have at
+    most ``most_bytes``.
     """
 
     near_bytes: float
     far_bytes: float
-    most_bytes: int = 32 << 20
-    num_open: int = 1
+    most_bytes: int = 48 << 20
     batch_host_s: float = 0.0
     step_host_s: float = 0.0
 
-    def message_bytes(self, expert_bytes: int, num_hops: int, *, is_far: bool) -> int:
+    def message_bytes(self, expert_bytes: int, num_hops: int, *, is_far: bool, num_received: int = 0) -> int:
         """Bytes of a message of an expert, or of its gradient, in a transfer over so many hops.
 
-        ``is_far`` says whether any of the plan's hops is between nodes.
+        ``is_far`` says whether any of the plan's hops is between nodes, and ``num_received`` how many
+        gradients the device that receives the most has to buffer.
         """
         more = max(num_hops - 1, 0)
         starts = expert_bytes / (self.far_bytes if is_far else self.near_bytes)
@@ -69,13 +69,13 @@ class PipelinedMessages:
         # The smaller n that solves (n + more)(1 + starts / n) = NEARLY · shortest.
         half = (NEARLY * shortest - starts - more) / 2
         fewest = math.ceil(half - math.sqrt(max(half * half - more * starts, 0.0)))
-        each = -(-expert_bytes // max(1, fewest, -(-expert_bytes // self.most_bytes)))
+        fewest = max(1, fewest, -(-num_received * expert_bytes // self.most_bytes))
+        each = -(-expert_bytes // fewest)
         return min(expert_bytes, -(-each // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
-    def buffered_bytes(self, gradient_bytes: int) -> int:
-        """Most bytes that a device keeps for the messages of one sender in SparseReduceScatter."""
-        # The largest messages are those of one hop.
-        return min(gradient_bytes, self.num_open * self.message_bytes(gradient_bytes, 1, is_far=False))
+    def buffered_bytes(self, gradient_bytes: int, num_received: int) -> int:
+        """Most bytes that a device keeps of so many gradients that it receives in SparseReduceScatter."""
+        return min(num_received * gradient_bytes, self.most_bytes + num_received * ALIGNMENT_BYTES)
 
 
 MessageRule = FixedMessages | PipelinedMessages

@@ -77,6 +77,11 @@ class TransferPlan:
         node_D = topology.node_of_device_D
         return bool((node_D[self.table[:, 1]] != node_D[self.table[:, 2]]).any())
 
+    @cached_property
+    def most_sent(self) -> int:
+        """Replicas that the device which sends the most has to send; of so many it receives gradients."""
+        return int(np.bincount(self.table[:, 1], minlength=1).max())
+
     def edges_of(self, device: int) -> tuple[tuple[TransferEdge, ...], tuple[TransferEdge, ...]]:
         """Edges that bring experts to a device, and edges by which it sends experts, in the plan's order."""
         incoming, outgoing = (self.table[self.table[:, column] == device].tolist() for column in (2, 1))

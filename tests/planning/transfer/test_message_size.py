@@ -15,13 +15,20 @@ MIB = 2**20
 SIZES = st.integers(1, 10**10)
 
 
-@given(SIZES, st.booleans())
-def test_over_one_hop_only_the_largest_experts_are_divided(expert_bytes: int, is_far: bool) -> None:
-    message = CUDA_MESSAGES.message_bytes(expert_bytes, 1, is_far=is_far)
-    assert num_batches(expert_bytes, message, 1) == -(-expert_bytes // (32 * MIB))
+@given(SIZES, st.booleans(), st.integers(0, 99))
+def test_over_one_hop_messages_end_only_where_buffers_are_full(
+    expert_bytes: int, is_far: bool, num_received: int
+) -> None:
+    message = CUDA_MESSAGES.message_bytes(expert_bytes, 1, is_far=is_far, num_received=num_received)
+    at_once = num_received * (message - ALIGNMENT_BYTES)
+    assert at_once <= 48 * MIB
+    if num_received * expert_bytes <= 48 * MIB:
+        assert message == expert_bytes
+    else:
+        assert num_batches(expert_bytes, message, 1) <= -(-num_received * expert_bytes // (48 * MIB))
 
 
-@given(st.integers(1, 32 * MIB), st.integers(1, 12), st.floats(1e3, 1e9))
+@given(SIZES, st.integers(1, 12), st.floats(1e3, 1e9))
 def test_there_are_as_few_messages_as_nearly_take_the_shortest_time(
     expert_bytes: int, hops: int, start_bytes: float
 ) -> None:
@@ -50,11 +57,14 @@ def test_numbers_of_messages_between_devices_that_are_not_measured(mib, hops, is
     assert num_batches(mib * MIB, message, 1) == wanted
 
 
-@given(SIZES, st.integers(1, 6), st.booleans())
-def test_the_buffers_of_a_sender_hold_its_open_messages(
-    gradient_bytes: int, num_hops: int, is_far: bool
+@given(SIZES, st.integers(1, 6), st.booleans(), st.integers(1, 99))
+def test_buffers_hold_the_open_messages_of_all_senders(
+    gradient_bytes: int, num_hops: int, is_far: bool, num_received: int
 ) -> None:
-    for rule in (HOST_MESSAGES, CUDA_MESSAGES):
-        message = rule.message_bytes(gradient_bytes, num_hops, is_far=is_far)
-        wanted = min(gradient_bytes, rule.num_open * message)
-        assert wanted <= rule.buffered_bytes(gradient_bytes) <= min(gradient_bytes, 32 * MIB)
+    how = {"is_far": is_far, "num_received": num_received}
+    for rule, num_open in ((HOST_MESSAGES, HOST_MESSAGES.num_open), (CUDA_MESSAGES, 1)):
+        message = rule.message_bytes(gradient_bytes, num_hops, **how)
+        wanted = num_received * min(gradient_bytes, num_open * message)
+        assert rule.buffered_bytes(gradient_bytes, num_received) >= wanted
+    most = min(num_received * gradient_bytes, 48 * MIB + num_received * ALIGNMENT_BYTES)
+    assert CUDA_MESSAGES.buffered_bytes(gradient_bytes, num_received) == most

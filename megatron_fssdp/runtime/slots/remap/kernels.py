@@ -27,7 +27,8 @@ def remap(
     """Turn the map, bool, and the probabilities of experts ``[T, E]`` into those of slots ``[T, W]``.
 
     ``expert_W``, int64, has the expert of each slot, -1 without one. ``known`` is a share table ``[E, J]``,
-    or turns this source's counts ``[E]`` into ``intervals_W2``; all int64. Tokens are added to ``counts_W``, int32.
+    or turns this source's counts ``[E]`` into ``intervals_W2``; all int64. Tokens are added to ``counts_W``,
+    int32.
     """
     with torch.cuda.device_of(routing_map):
         routing_map, grid = routing_map.contiguous(), _grid(*routing_map.shape)
