@@ -56,12 +56,16 @@ class TransferTimer:
     # With one connection, the wait issues the end, so a transfer seems to last at least until the wait.
     ends_at_wait: bool = False
 
-    def seconds(self) -> tuple[float, float]:
-        """Seconds on the lane, and those for which callers had to stop; on CUDA, the host waits for them."""
+    def seconds(self, beside_s: float = 0.0) -> tuple[float, float]:
+        """Seconds on the lane, and those that are exposed; on CUDA, the host waits for them.
+
+        These are the seconds for which callers had to stop, and ``beside_s`` more.
+        """
         if self.begin is None or self.end is None:
             return 0.0, 0.0
         busy_s = seconds_between(self.begin, self.end)
-        return busy_s, min(busy_s, sum(max(0.0, seconds_between(*wait)) for wait in self.waits))
+        exposed_s = beside_s + sum(max(0.0, seconds_between(*wait)) for wait in self.waits)
+        return busy_s, min(busy_s, exposed_s)
 
     def beside_s(self, begin: Moment, end: Moment) -> float:
         """Seconds of the transfer between two moments; 0 if its end is not known."""

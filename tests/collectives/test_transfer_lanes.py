@@ -33,7 +33,9 @@ def test_exposed_time_never_exceeds_the_transfers_time() -> None:
         ([(5.0, 12.0)], 2.0),  # waited for while other transfers of its lane ran
         ([(12.5, 12.0)], 0.0),  # on a stream that asked later than the end
     ):
-        assert TransferTimer(True, 0, 10.0, 12.0, waits).seconds() == (2.0, exposed_s)
+        timer = TransferTimer(True, 0, 10.0, 12.0, waits)
+        assert timer.seconds() == (2.0, exposed_s)
+        assert timer.seconds(1.75) == (2.0, min(2.0, exposed_s + 1.75))
 
 
 def test_an_exception_of_a_transfer_is_raised_by_its_wait_and_the_lane_goes_on() -> None:

@@ -60,9 +60,9 @@ class LayerLoad:
         owner_D = np.bincount(plain_owner_E, weights=counts_DE.sum(axis=0), minlength=len(self.owner_D))
         self.owner_D += owner_D.astype(np.int64)
 
-    def add(self, timer: TransferTimer) -> None:
-        """Add bytes and times of a transfer; its ``wait`` must have returned."""
-        busy_s, exposed_s = timer.seconds()
+    def add(self, timer: TransferTimer, beside_s: float = 0.0) -> None:
+        """Add a transfer whose ``wait`` has returned, ``beside_s`` of it beside dispatches."""
+        busy_s, exposed_s = timer.seconds(beside_s)
         if timer.is_gather:
             self.spag_bytes += timer.num_bytes
             self.spag_s += busy_s

@@ -374,10 +374,8 @@ class SlotLayer(PlannedLayer):
         # In steps, a dispatch contains the experts.
         in_steps = self.shared is not None and self.shared.plan.in_steps
         for timer in self.journal:
-            load.add(timer)
-            if timer.is_gather and not in_steps:
-                for seconds in (load.forward, load.backward):
-                    load.spag_exposed_s += self.timer.take_from_dispatch(seconds, timer)
+            dispatches = (load.forward, load.backward) if timer.is_gather and not in_steps else ()
+            load.add(timer, sum(self.timer.take_from_dispatch(one, timer) for one in dispatches))
         self.journal.clear()
         if self.stopwatch is not None:
             self.stopwatch.iteration_ends()
