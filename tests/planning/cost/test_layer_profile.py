@@ -1,8 +1,9 @@
 import pytest
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile, measured_messages
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import HOST_MESSAGES, PipelinedMessages
 
 
 def profile(intra_beta: float, inter_beta: float, non_moe_s: float = 0.5) -> LayerProfile:
@@ -27,3 +28,15 @@ def test_the_slowest_link_in_use_sets_the_bandwidth(
 ) -> None:
     topology = Topology.uniform(4, num_nodes)
     assert profile(intra_beta, inter_beta).overlap_degree(topology) == wanted
+
+
+def test_messages_follow_the_slowest_link_of_a_plan_and_the_host() -> None:
+    near, far = LinkCost(1e-6, 1 / 200e9), LinkCost(90e-6, 1 / 50e9)
+    rule = measured_messages(ClusterCost(near, far, 1.0), on_cuda=True)
+    assert isinstance(rule, PipelinedMessages)
+    # The host starts a batch in 30 µs at best, and the link between nodes in 90 µs.
+    assert (rule.near_bytes, rule.far_bytes) == pytest.approx((30e-6 * 200e9, 90e-6 * 50e9))
+    slow_near = measured_messages(ClusterCost(far, near, 1.0), on_cuda=True)
+    assert isinstance(slow_near, PipelinedMessages)
+    assert slow_near.near_bytes == slow_near.far_bytes == rule.far_bytes
+    assert measured_messages(ClusterCost(near, far, 1.0), on_cuda=False) is HOST_MESSAGES
