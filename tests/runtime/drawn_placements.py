@@ -67,7 +67,8 @@ class DrawnPlacements(Strategy[EpSettings]):
             placement,
             plain_transfer(placement) if is_plain else two_level_transfer(placement, context.topology),
             gather_ahead=self.overlaps,
-            rematerialize=self.case.life is ReplicaLife.LAYER_PASS,
+            rematerialize=self.case.life is ReplicaLife.LAYER_PASS
+            or (self.case.mixes and rng.random() < 0.5),
             dispatch_policy=str(rng.choice(POLICIES)),  # type: ignore[arg-type]
             early=self.case.early,
         )

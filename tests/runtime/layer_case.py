@@ -39,6 +39,7 @@ class LayerCase:
     recompute: str | None = None
     overlaps: bool = True  # Transfers have a group of their own and may begin before the layer.
     early: float = 0.0  # share of the weights that travels beside the experts of the layer before
+    mixes: bool = False  # In some plans, replicas live for a pass.
     corrects: bool = False  # Replicas change when the counts of the first micro-batch are known.
     driven: bool = True  # A loop marks iterations.
     announced: int = 0  # micro-batches that the loop announces; 0: as many as come

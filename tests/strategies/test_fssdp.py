@@ -11,6 +11,7 @@ from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
 from megatron_fssdp.planning.loads import LoadHistory, max_over_mean
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp import RENEWAL, FssdpStrategy
@@ -116,6 +117,50 @@ def test_an_iteration_that_is_planned_again_has_the_same_placement() -> None:
     for _ in range(3):
         iterations.number -= 1
         assert not iterations.searches(hot_counts_DE(3))
+
+
+# --- every layer has the life that costs less, within the replicas that fit
+
+
+def life_of(
+    counts_DE: np.ndarray, mixed: tuple[int, int] | None, **settings: object
+) -> tuple[ReplicaLife, int]:
+    """Life and most replicas on a device of the plan for loads, and that the plan keeps to its limit."""
+    profile = dataclasses.replace(PROFILE, memory_capacity=3, mixed_capacity=mixed, num_micro_batches=4)
+    context = dataclasses.replace(CONTEXT, profile=dataclasses.replace(profile, flops_per_token=4e8))
+    strategy = FssdpStrategy(FssdpSettings(**settings))  # type: ignore[arg-type]
+    plan = strategy.before_gate(context, history_of(counts_DE))
+    most = int(plan.placement.replicas_per_device_D.max())
+    assert most <= strategy.slots_by_life(context)[plan.life] <= strategy.slots(context)
+    assert plan.early == 0 or plan.life is ReplicaLife.ITERATION
+    return plan.life, most
+
+
+def test_replicas_for_a_pass_are_used_where_too_few_can_stay() -> None:
+    one, several = hot_counts_DE(3), hot_counts_DE(0, 1, 2, 3, 4, 5)
+    keeps, in_pass = ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS
+    assert life_of(one, (1, 8))[0] is keeps, "one replica on each device is enough"
+    life, most = life_of(several, (1, 8))
+    assert life is in_pass
+    assert most > 1
+    assert life_of(several, (8, 8))[0] is keeps, "all can stay"
+    # The measured iterations ran with as many replicas for a pass as a device owns.
+    assert life_of(several, (0, 0)) == (in_pass, 2)
+    assert life_of(several, None)[0] is keeps
+    assert life_of(several, (1, 8), rematerialize=False) == (keeps, 3)
+    assert life_of(one, (8, 8), rematerialize=True)[0] is in_pass
+    assert life_of(several, (1, 8), slots=2) == (keeps, 2)
+
+
+def test_a_layer_changes_the_life_of_its_replicas_with_its_loads() -> None:
+    profile = dataclasses.replace(PROFILE, mixed_capacity=(1, 8), flops_per_token=4e8)
+    context, strategy = dataclasses.replace(CONTEXT, profile=profile), FssdpStrategy(FssdpSettings())
+    history, lives = history_of(), []
+    for hot in ((3,), *[(0, 1, 2, 3, 4, 5)] * 2, *[(3,)] * (RENEWAL + 1)):
+        history.append(hot_counts_DE(*hot, pairs=9_000))
+        lives.append(strategy.before_gate(context, history).life.name)
+    assert lives[:3] == ["ITERATION", "LAYER_PASS", "LAYER_PASS"]
+    assert lives[-1] == "ITERATION"
 
 
 # --- tokens are shared out by exact counts where this takes no more modelled seconds

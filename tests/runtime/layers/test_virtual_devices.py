@@ -37,7 +37,14 @@ QUEUED = tuple(
     for case in CASES
     if case.name.endswith(("-everywhere", "-owns-nothing")) or case.name in ("split", "corrected")
 )
-SHORT = ("LAYER_PASS-reentrant", "MICRO_BATCH-late", "RESIDENT-late", "split-recomputed", "corrected")
+SHORT = (
+    "LAYER_PASS-reentrant",
+    "MICRO_BATCH-late",
+    "RESIDENT-late",
+    "split-recomputed",
+    "corrected",
+    "mixed-bf16",
+)
 DEFAULT = (
     *(replace(case, num_iterations=1) for case in CASES if case.name in SHORT),
     *(case for case in CASES if case.name in ("ITERATION-moving", "RESIDENT-repeated")),
