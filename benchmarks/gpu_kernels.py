@@ -35,7 +35,6 @@ from megatron_fssdp.planning.slot_tables import SlotTable, even_table
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.slots.remap import shares
 from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
-from megatron_fssdp.runtime.slots.replica_transfers import add_to
 from tests.support.virtual_cuda import virtual_cuda
 
 TOP_K, REPLICAS, DEVICES_PER_NODE, PARTS = 8, 2, 8, 13
@@ -127,13 +126,14 @@ def expert_rows(sizes: Any, ffn: int, hidden: int) -> Iterator[Row]:
     weights = [torch.rand(shape, device="cuda").bfloat16() for shape in ((ffn, hidden), (hidden, ffn))]
     layout, size = ExpertLayout.of(weights), f"expert of 2 × {ffn} × {hidden}"
     flat = torch.empty(layout.numel, dtype=layout.dtype, device="cuda")
-    yield row_of(sizes, "packing", size, "a copy of both tensors", lambda: layout.pack(weights, out=flat))
+    pack = partial(torch.cat, [weight.view(-1) for weight in weights], out=flat)
+    yield row_of(sizes, "packing", size, "a copy of both tensors", pack)
     yield row_of(sizes, "packing", size, "direct", lambda: None)
     total, added = (torch.zeros(layout.numel, device="cuda") for _ in range(2))
-    for parts in (1, PARTS):
-        pairs = [([one], [other]) for one, other in zip(total.chunk(parts), added.chunk(parts), strict=True)]
-        add = lambda pairs=pairs: [*starmap(add_to, pairs)]  # noqa: E731
-        yield row_of(sizes, "addition", size, f"in {parts} parts, fp32", add)
+    for number in (1, PARTS):
+        pairs = [*zip(total.chunk(number), added.chunk(number), strict=True)]
+        add = lambda pairs=pairs: [one.add_(other) for one, other in pairs]  # noqa: E731
+        yield row_of(sizes, "addition", size, f"in {number} parts, fp32", add)
 
 
 def attention_rows(sizes: Any, heads: int, tokens: int, width: int) -> Iterator[Row]:

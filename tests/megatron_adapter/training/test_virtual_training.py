@@ -176,10 +176,11 @@ def test_megatron_trains_on_virtual_devices_like_on_cpu_ranks(text_data: Path) -
         assert run.counts["P2P batch"] > 0
         assert run.counts["stream made"] > 1
         # Where Megatron itself does not wait, the plugin's loop waits once in each of 2 iterations for the
-        # counts, when the optimizer has stepped, and once for plans, before the passes of the second one.
+        # counts, when the optimizer has stepped, once more in the first one, in which no rank knows yet how
+        # many counts the others have, and once for plans, before the passes of the second one.
         ours = {place for place in run.host_syncs if "runtime/" in place and "[megatron/" not in place}
         waits = Counter({place: run.host_syncs[place] for place in ours})
-        assert sorted(waits.values()) == [1, 2], waits
+        assert sorted(waits.values()) == [1, 1, 2], waits
         assert all("moe_runtime.py" in place or "shared_plans.py" in place for place in waits), waits
         # Megatron's dispatcher waits once for each of 2 layers in each of 2 iterations.
         waits = Counter({place: n for place, n in run.host_syncs.items() if "token_dispatcher.py" in place})
