@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, product, starmap
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
