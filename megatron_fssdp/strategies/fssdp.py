@@ -187,10 +187,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         """Whether the device shares tokens out evenly or by exact counts (ours), once for each placement.
 
         Exact dispatch makes device loads even in every micro-batch, but takes another gather of counts and
-        the time to compute shares. What ranks wait for each other at this gather, they do not wait at the
-        dispatch after it. So it is used wherever it costs no more, in the mean of single micro-batches of
-        the last iteration, whose sum hides how loads drift. It comes and goes with placements only, which
-        change all tables anyway.
+        the time to compute shares. The price underestimates that all ranks wait for each other once more, so
+        exact dispatch must save :data:`LEAST_SAVING` of the modelled seconds. What counts is the mean of
+        single micro-batches of the last iteration, because their sum hides how loads drift.
         """
         # Tokens that are sent once are priced as if they were divided evenly.
         if context.shares_evenly or context.costs.sent_choices is not None or history.is_empty:
@@ -202,7 +201,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
                 sum(plan_price(way, counts_DE, context).seconds for counts_DE in counts)
                 for way in (plan, exact)
             )
-            policy: DispatchPolicy = "exact" if exact_s <= even_s else "even"
+            policy: DispatchPolicy = "exact" if exact_s < (1 - LEAST_SAVING) * even_s else "even"
             known = self._policies[context.layer] = plan.placement, policy
         return known[1]
 
