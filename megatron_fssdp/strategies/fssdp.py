@@ -105,6 +105,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         kept, in_pass = profile.mixed_capacity
         if not kept:
             in_pass = max(in_pass, super().slots(replace(context, profile=None)))
+        if in_pass <= kept:
+            return {self.replica_life: given}
         return {ReplicaLife.ITERATION: kept, ReplicaLife.LAYER_PASS: in_pass}
 
     def slots(self, context: LayerContext) -> int:

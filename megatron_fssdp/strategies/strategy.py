@@ -198,9 +198,11 @@ class MeasuredReplicas[Settings: SlotKeys](Strategy[Settings]):
         return -(-context.num_experts // context.num_devices)
 
     def limits(self, context: LayerContext) -> str:
-        """The largest number of replicas on a device and its origin, for the log."""
+        """The largest numbers of replicas on a device and their origin, for the log."""
         origin = "given" if self.settings.slots is not None else "measured"
-        return f"slots m = {self.slots(context)} ({origin})"
+        by_life = self.slots_by_life(context)
+        in_pass = f", or {by_life[ReplicaLife.LAYER_PASS]} for a pass" if len(by_life) > 1 else ""
+        return f"slots m = {by_life[self.replica_life]}{in_pass} ({origin})"
 
     def plan_of(self, placement: ExpertPlacement, context: LayerContext, **more: Any) -> LayerPlan:
         """The plan with this placement, a two-level transfer, and more fields of :class:`LayerPlan`."""

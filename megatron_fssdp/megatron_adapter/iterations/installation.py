@@ -36,7 +36,7 @@ def report_installation(model: "ModelIterations") -> None:
         measured = session.strategy.profile_iterations
         limits = f"{session.strategy.limits(context)}; "
         if measured:
-            limits = f"costs are measured in the first {measured} iterations, which have no replicas; "
+            limits = f"costs are measured in the first {measured} iterations; "
         if model.name == "parm" and model.host.tensor_model_parallel_size == 1:
             limits = f"without tensor parallelism, {model.name} is the same as ep; "
     settings = model.settings.model_dump(exclude_defaults=True, mode="json")
