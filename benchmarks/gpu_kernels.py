@@ -125,8 +125,7 @@ def expert_rows(sizes: Any, ffn: int, hidden: int) -> Iterator[Row]:
     """Packing an expert against sending its tensors as they are, and adding sums in one or many parts."""
     weights = [torch.rand(shape, device="cuda").bfloat16() for shape in ((ffn, hidden), (hidden, ffn))]
     layout, size = ExpertLayout.of(weights), f"expert of 2 × {ffn} × {hidden}"
-    flat = torch.empty(layout.numel, dtype=layout.dtype, device="cuda")
-    pack = partial(torch.cat, [weight.view(-1) for weight in weights], out=flat)
+    pack = partial(torch.cat, [weight.view(-1) for weight in weights])
     yield row_of(sizes, "packing", size, "a copy of both tensors", pack)
     yield row_of(sizes, "packing", size, "direct", lambda: None)
     total, added = (torch.zeros(layout.numel, device="cuda") for _ in range(2))
