@@ -154,12 +154,12 @@ def memory_capacity(
     dtype_bytes: int,
     num_experts: int,
     messages: MessageRule | None,
-) -> tuple[int, tuple[int, int]]:
+) -> tuple[int, tuple[int, int, int]]:
     """Number of replicas that a device can hold for one layer, m (Hecate, §4.2), from 0 to ``num_experts``.
 
     The second result is for strategies that decide about the life of each layer's replicas (ours): how many
-    a layer can keep for the iteration, and how many it can hold for a pass. Both fit together, whatever the
-    layers decide: all passes share one part of the memory.
+    a layer can keep for the iteration, hold for a pass, and hold for each micro-batch in flight. All fit
+    together, whatever the layers decide: all passes share one part of the memory.
 
     This is not for resident replicas. All ranks must plan with the lowest numbers of any. ``free_bytes`` are
     free at the peak of an iteration without replicas. Without ``messages``, no buffers are counted for the
@@ -184,7 +184,11 @@ def memory_capacity(
     kept, in_pass = fitting(held), fitting(replace(held, life=ReplicaLife.LAYER_PASS))
     # Of several replicas in each layer, passes get the memory of one. Of a single one, they get all of it.
     mixed = (kept - 1, in_pass // kept) if kept > 1 else (0, in_pass)
-    return min(num_experts, kept), (min(num_experts, mixed[0]), min(num_experts, mixed[1]))
+    # A layer with replicas of micro-batches has no sums, which need no less than the weights.
+    in_flight = held.stage.layers_in_flight(held.num_micro_batches)
+    each = mixed[0] * held.stage.num_layers // max(in_flight, held.stage.num_layers)
+    most, *of_lives = (min(num_experts, number) for number in (kept, *mixed, each))
+    return most, (of_lives[0], of_lives[1], of_lives[2])
 
 
 def held_replicas_bytes(

@@ -127,12 +127,12 @@ def layer_search(
     topology: Topology,
     profile: LayerProfile,
     *,
-    rematerialize: bool,
+    life: ReplicaLife,
     hides: bool,
 ) -> LayerSearch:
-    """One layer with measured costs; loads are those of an iteration, ``[D, E]``.
+    """One layer with measured costs and the life of replicas; loads are those of an iteration, ``[D, E]``.
 
-    ``rematerialize``: replicas come and go with every micro-batch. ``hides``: transfers run beside compute.
+    ``hides``: transfers run beside compute.
     """
     num_experts, choices, units = len(owner_E), profile.sent_choices, (1.0, 1.0, 1.0)
     if choices is not None:
@@ -140,7 +140,7 @@ def layer_search(
         units = (*tokens_per_pair(topology, num_experts, choices), 0.0)
     costs = price_arguments(
         profile,
-        ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION,
+        life,
         gather_counts_s(profile.links, topology, num_experts),
         _most_hops(topology),
         num_micro_batches=profile.num_micro_batches,

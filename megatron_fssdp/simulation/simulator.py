@@ -229,7 +229,7 @@ def layer_profile(
     which memory is measured; by default those of even loads.
     """
     held = job.held_replicas(life)
-    capacity, mixed_capacity = job.num_experts, (job.num_experts, 0)
+    capacity, mixed_capacity = job.num_experts, (job.num_experts, 0, job.num_experts)
     if cluster.memory_bytes is not None:
         without = device_memory(job, cluster, pairs=pairs)
         capacity, mixed_capacity = memory_capacity(

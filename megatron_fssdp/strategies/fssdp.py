@@ -5,11 +5,12 @@ Shape letters: D devices, E experts, L MoE layers.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
+from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings, PlanSource
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads import LoadHistory
@@ -23,6 +24,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search, plan_materialization
+from megatron_fssdp.strategies.exact_plans import corrected, of_micro_batch
 from megatron_fssdp.strategies.layer_plan import (
     LayerContext,
     LayerPlan,
@@ -31,6 +33,7 @@ from megatron_fssdp.strategies.layer_plan import (
     fastest,
     plan_price,
 )
+from megatron_fssdp.strategies.plan_source import MOST_PRICED, SourceChoice
 from megatron_fssdp.strategies.strategy import MeasuredReplicas, MovesOwners
 
 WINDOW = 5
@@ -41,9 +44,6 @@ RENEWAL = 16
 
 Slow changes of the loads can make a much better placement possible without making the present one worse.
 """
-
-MOST_PRICED = 4
-"""Micro-batches with which a placement is priced; each takes about 4 ms with 256 experts on 64 devices."""
 
 
 class _Kept(NamedTuple):
@@ -72,8 +72,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         self._is_hecate = settings.planner == "hecate"
         self._kept: dict[int, _Kept] = {}
         self._policies: dict[int, tuple[ExpertPlacement, DispatchPolicy]] = {}
-        self._without_loads: set[int] = set()
-        """Layers that before the gate had no load history by which replicas could be planned."""
+        self._sources: dict[int, SourceChoice] = {}
         self._clock = ReshardClock(WINDOW, settings.reshard_interval)
         self._goes_by_seconds = settings.overlap_degree is None and not self._is_hecate
         """Whether modelled seconds decide about replicas and owners once costs are measured."""
@@ -82,6 +81,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             self.profile_iterations = 0
         if settings.rematerialize:
             self.replica_life = ReplicaLife.LAYER_PASS
+        elif settings.planned_from == "each":
+            self.replica_life = ReplicaLife.MICRO_BATCH
         self.splits = self._goes_by_seconds and settings.overlap
         self.moves_owners = settings.reshard_interval > 0
 
@@ -102,7 +103,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         is_told = settings.slots is not None or settings.rematerialize is not None
         if profile is None or profile.mixed_capacity is None or is_told or not self._goes_by_seconds:
             return {self.replica_life: given}
-        kept, in_pass = profile.mixed_capacity
+        kept, in_pass, _ = profile.mixed_capacity
         if not kept:
             in_pass = max(in_pass, super().slots(replace(context, profile=None)))
         if in_pass <= kept:
@@ -126,14 +127,23 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         If costs are measured and ``overlap_degree`` is not set, our search minimizes modelled seconds;
         otherwise the highest device load. Without a load history, every expert stays with its owner at first.
         """
-        self._without_loads.discard(context.layer)
-        is_possible = self._is_unmeasured(context) or bool(self.settings.slots)
-        if history.is_empty and is_possible and not (self._is_hecate or context.shares_evenly):
-            self._without_loads.add(context.layer)
         if not (self._goes_by_seconds and context.profile is not None):
             # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the mean of the window.
             load_DE = history.mean_DE() if self._is_hecate else history.forecast_DE()
-            return self._plan_of(self._limited(context, load_DE), context)
+            plan = self._plan_of(self._limited(context, load_DE), context)
+            is_possible = self._is_unmeasured(context) or bool(self.settings.slots)
+            is_first = history.is_empty and is_possible and not (self._is_hecate or context.shares_evenly)
+            return replace(plan, corrects=is_first)
+        plan, source = self._by_past(context, history), self.settings.planned_from
+        if source == "by_price" and not context.shares_evenly:
+            choice = self._sources.setdefault(context.layer, SourceChoice())
+            source = choice.of(context, history, plan, partial(self._slots_of, context, plan))
+        if source == "each":
+            return replace(context.owners_only, each_micro_batch=True, gather_ahead=self.settings.overlap)
+        return replace(plan, corrects=True) if source == "first" else plan
+
+    def _by_past(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """The plan with the fewest modelled seconds under the predicted loads; costs are measured."""
         found = self._found(context, history.forecast_DE(), history.num_seen)
         in_pass = found.life is ReplicaLife.LAYER_PASS
         plan = self.plan_of(found.placement, context, rematerialize=in_pass)
@@ -145,27 +155,40 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
-        """Whether plans are calibrated (planner ``hecate``), or the layer had no loads to plan by."""
-        return self._is_hecate or layer in self._without_loads
+        """Whether all plans are calibrated (planner ``hecate``) or corrected."""
+        return self._is_hecate or self.settings.planned_from == "first"
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """Calibrate the plan (Hecate §4.2), or plan by the exact counts where no loads were known (ours).
+        """Plan by the exact counts (ours), or calibrate the plan (Hecate §4.2).
 
         The first iteration of a run is planned whatever the price says: with all of the imbalance, the most
         loaded device needs the most memory. Candidates of a calibration are priced as if all micro-batches
         had these counts, and pay for the gather of their additions.
         """
-        if context.layer in self._without_loads:
-            self._without_loads.discard(context.layer)  # Another rank may make the layer's next plans.
-            return self._plan_of(self._limited(context, counts_DE), context)
-        if context.profile is None or not self._is_hecate:
+        times = num_micro_batches
+        if plan.each_micro_batch:
+            return of_micro_batch(plan, counts_DE, context, slots=self._slots_of(context, plan, "each"))
+        if not self._is_hecate:
+            if not (self._goes_by_seconds and context.profile is not None):
+                return self._plan_of(self._limited(context, counts_DE), context)
+            slots = self._slots_of(context, plan, "first")
+            return corrected(plan, counts_DE, context, slots=slots, times=times)
+        if context.profile is None:
             return plan
         found = calibration_candidates(plan.placement, counts_DE, context.topology, **self._limits(context))
         plans = [plan, *(self._plan_of(placement, context) for placement in found)]
-        times = num_micro_batches
         return fastest(plans, times * counts_DE, context, times, planned=plan)
+
+    def _slots_of(self, context: LayerContext, plan: LayerPlan, source: PlanSource) -> int:
+        """Most replicas on a device in a plan from exact counts, in place of ``plan``; 0 if impossible."""
+        if source != "each":
+            return self.slots_by_life(context).get(plan.life, self.slots(context))
+        if context.delays_gradients or self.settings.rematerialize:
+            return 0
+        mixed, given = context.costs.mixed_capacity, self.settings.slots
+        return self.slots(context) if given is not None or mixed is None else mixed[2]
 
     def _limits(self, context: LayerContext) -> dict[str, int]:
         return {"overlap_degree": self.overlap_degree(context), "slots": self.slots(context)}
@@ -211,7 +234,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         """The search for replicas of a life under loads ``[D, E]``; costs are measured."""
         return layer_search(
             *(context.owner_E, load_DE, context.topology, context.costs),
-            rematerialize=life is ReplicaLife.LAYER_PASS,
+            life=life,
             hides=self.settings.overlap,
         )
 

@@ -40,7 +40,10 @@ class LayerContext:
         resident: Placement of owners and resident replicas; ``None`` if there are no resident replicas.
         num_since_jump: Iterations since the layer's loads jumped, the fewest of all copies of the experts;
             ``None`` if they did not jump lately, and outside :meth:`Strategy.reshard`.
-        shares_evenly: Whether a CUDA graph contains the remap, so that holders must get equal parts.
+        shares_evenly: Whether a CUDA graph contains the remap, so that holders must get equal parts, and
+            nothing can be planned after the gate.
+        delays_gradients: Whether weight gradients are computed after the experts' backward pass, so that
+            slots must keep their experts.
     """
 
     layer: int
@@ -50,6 +53,7 @@ class LayerContext:
     resident: ExpertPlacement | None = None
     num_since_jump: int | None = None
     shares_evenly: bool = False
+    delays_gradients: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -99,6 +103,7 @@ class LayerPlan:
         dispatch_policy: How each micro-batch's tokens are split among the holders of their experts.
         each_micro_batch: Whether :meth:`Strategy.after_gate` is asked in every micro-batch. Replicas of its
             answer live for that micro-batch; the plan of the iteration has none.
+        corrects: Whether :meth:`Strategy.after_gate` is asked once, with the counts of the first micro-batch.
         early: Share of every expert's weights, from 0 to 1, that travels beside the experts of the layer
             before. It applies to weights that stay for an iteration, and not under the smart schedule.
         tokens_ED: Pairs of each expert that each device computes in this micro-batch, int64 ``[E, D]``, in
@@ -116,6 +121,7 @@ class LayerPlan:
     rematerialize: bool = False
     dispatch_policy: DispatchPolicy = "even"
     each_micro_batch: bool = False
+    corrects: bool = False
     early: float = 0.0
     tokens_ED: np.ndarray | None = None
     resident: bool = False
@@ -163,7 +169,7 @@ class LayerPlan:
         digest.update(self.transfer.table.tobytes())
         digest.update(b"" if self.tokens_ED is None else self.tokens_ED.astype("<i8").tobytes())
         ways = (self.gather_ahead, self.rematerialize, self.dispatch_policy, self.each_micro_batch)
-        more = (float(self.early), self.resident, self.in_steps, self.deduplicated)
+        more = (float(self.early), self.resident, self.in_steps, self.deduplicated, self.corrects)
         digest.update(repr((*ways, *more)).encode())
         return digest.digest()
 

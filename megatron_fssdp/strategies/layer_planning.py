@@ -28,7 +28,8 @@ The price knows neither the host's work for the second hop nor the copies of row
 """
 
 _LIVES = {
-    ReplicaLife.ITERATION: (ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS),
+    ReplicaLife.MICRO_BATCH: (ReplicaLife.MICRO_BATCH, ReplicaLife.LAYER_PASS),
+    ReplicaLife.ITERATION: tuple(life for life in ReplicaLife if life is not ReplicaLife.RESIDENT),
     ReplicaLife.SELECTED: tuple(life for life in ReplicaLife if life is not ReplicaLife.RESIDENT),
 }
 """Lives of plans that a declared life allows; others allow only themselves. A pass needs the least memory."""
@@ -43,6 +44,8 @@ def plan_before_gate(strategy: Strategy, context: LayerContext, history: LoadHis
     with mistakes_named(strategy, f"before_gate for layer {context.layer}"):
         plan = strategy.before_gate(context, history)
     _check(strategy, context, plan)
+    if strategy.asks_after_gate(context.layer) and not (plan.each_micro_batch or plan.corrects):
+        plan = replace(plan, corrects=True)
     deduplicated = strategy.travel.exchange == "deduplicated"
     if strategy.travel.exchange == "by_price":
         deduplicated = _deduplicates(context, history, plan)
@@ -53,6 +56,8 @@ def plan_after_gate(
     strategy: Strategy, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
 ) -> LayerPlan:
     """The plan for exact counts (:meth:`Strategy.after_gate`). How its tokens travel does not change."""
+    if not (plan.each_micro_batch or plan.corrects):
+        return plan
     context = context.with_exchange(plan.deduplicated)
     with mistakes_named(strategy, f"after_gate for layer {context.layer}"):
         new = strategy.after_gate(context, counts_DE, plan, num_micro_batches)

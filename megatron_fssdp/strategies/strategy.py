@@ -44,7 +44,7 @@ class Strategy[Settings: PlacementSettings](ABC):
         window: Number of iterations of load history that the strategy uses; at least 1.
         profile_iterations: Iterations to measure before layers get a profile; 0 if no costs are needed.
         replica_life: Ability: how long the replicas of plans live; estimates of memory use it. Where they
-            may live for an iteration, they may live for a layer's pass.
+            may live for an iteration, they may live for a micro-batch or for a layer's pass.
         overlaps: Ability: transfers may run beside compute and the dispatch, as ``gather_ahead`` asks for.
         splits: Ability: a part of the weights may travel beside the experts of another layer (``early``).
         moves_owners: Ability: experts may change owners; see :class:`MovesOwners`.
@@ -119,17 +119,14 @@ class Strategy[Settings: PlacementSettings](ABC):
     ) -> LayerPlan:
         """Correct the plan with the counts of a micro-batch, int64 ``[D, E]``.
 
-        The answer serves ``num_micro_batches``. It is ``plan`` itself, or a plan with other replicas and the
+        Plans that correct, or with ``each_micro_batch``, are asked. The answer serves ``num_micro_batches``. It is ``plan`` itself, or a plan with other replicas and the
         same life. Replicas that it lacks are freed once they have arrived; those that it adds are gathered
         while the layer waits.
         """
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
-        """Whether :meth:`after_gate` may change the layer's last plan, so that the host waits for counts.
-
-        Plans with ``each_micro_batch`` ask in any case.
-        """
+        """Whether all plans of the layer correct, so that the host waits for counts in each iteration."""
         return type(self).after_gate is not Strategy.after_gate
 
 

@@ -92,6 +92,7 @@ def placement_price(
 ) -> LayerPrice:
     """The price of a placement under even dispatch, with as many micro-batches as the profile's."""
     ways = {"rematerialize": life is ReplicaLife.LAYER_PASS, "resident": life is ReplicaLife.RESIDENT}
+    ways["each_micro_batch"] = life is ReplicaLife.MICRO_BATCH
     plan = LayerPlan(placement, two_level_transfer(placement, topology), **ways)
     context = LayerContext(1, placement.owner_E, topology, profile)
     return plan_price(plan, counts_DE, context, num_micro_batches=profile.num_micro_batches)

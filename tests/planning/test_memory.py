@@ -208,7 +208,7 @@ def test_whatever_life_the_layers_have_their_replicas_fit(
 ):
     of = held(num_micro_batches=num_micro_batches, layers=(num_layers,))
     sizes = {"expert_elements": 10, "dtype_bytes": 2, "num_experts": 10**6, "messages": None}
-    most, (kept, in_pass) = memory_capacity(free_bytes, of, **sizes)
+    most, (kept, in_pass, each) = memory_capacity(free_bytes, of, **sizes)
     assert kept in (0, most - 1)
     kept_layers = min(kept_layers, num_layers)
     # Weights and sums of layers that keep them, sums of one layer in one micro-batch; one of the others.
@@ -217,5 +217,8 @@ def test_whatever_life_the_layers_have_their_replicas_fit(
     assert of_kept + (kept * made if kept_layers else 0) + in_pass * 10 * (2 + 2) <= free_bytes
     if most > 1:
         assert in_pass > 0
+        # One micro-batch is in flight: weights of all layers, and sums of one layer's pass.
+        assert num_layers * each * 10 * 2 + each * 10 * 4 <= free_bytes
+        assert each == kept
     elif free_bytes * 0.8 >= 40:
         assert in_pass == (free_bytes - int(free_bytes * 0.2)) // 40

@@ -37,10 +37,17 @@ PROFILE = LayerProfile(
 PLAIN = ExpertPlacement.owners_only(OWNERS, 4)
 
 
+LIVES = st.sampled_from([ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH])
+
+
 def search_of(
-    owner_E: np.ndarray, load_DE: np.ndarray, topology: Topology, profile: LayerProfile, rematerialize=False
+    owner_E: np.ndarray,
+    load_DE: np.ndarray,
+    topology: Topology,
+    profile: LayerProfile,
+    life: ReplicaLife = ReplicaLife.ITERATION,
 ) -> LayerSearch:
-    return layer_search(owner_E, load_DE, topology, profile, rematerialize=rematerialize, hides=True)
+    return layer_search(owner_E, load_DE, topology, profile, life=life, hides=True)
 
 
 def max_load(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> float:
@@ -72,9 +79,9 @@ def profiles(draw: st.DrawFn) -> LayerProfile:
 
 
 @examples(100)
-@given(seed=SEEDS, profile=profiles(), num_nodes=st.sampled_from([1, 2, 4]), rematerialize=st.booleans())
+@given(seed=SEEDS, profile=profiles(), num_nodes=st.sampled_from([1, 2, 4]), life=LIVES)
 def test_the_price_equals_that_of_exact_dispatch_and_transfer(
-    seed: int, profile: LayerProfile, num_nodes: int, rematerialize: bool
+    seed: int, profile: LayerProfile, num_nodes: int, life: ReplicaLife
 ) -> None:
     """Counts are split without remainder."""
     rng = np.random.default_rng(seed)
@@ -83,9 +90,8 @@ def test_the_price_equals_that_of_exact_dispatch_and_transfer(
     placement = with_replicas(
         PLAIN, [(e, d) for e in range(8) for d in range(4) if OWNERS[e] != d and rng.random() < 0.3]
     )
-    life = ReplicaLife.LAYER_PASS if rematerialize else ReplicaLife.ITERATION
     exact_s = placement_price(counts_DE, placement, topology, profile, life).moe_s
-    search = search_of(OWNERS, counts_DE, topology, profile, rematerialize)
+    search = search_of(OWNERS, counts_DE, topology, profile, life)
     assert search.seconds(placement) == pytest.approx(exact_s, rel=1e-9)
 
 
@@ -106,14 +112,14 @@ def shadowed(
 
 
 @examples(150)
-@given(owned_layers(), SEEDS, profiles(), st.integers(0, 3), st.booleans())
+@given(owned_layers(), SEEDS, profiles(), st.integers(0, 3), LIVES)
 def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
-    case: tuple[Topology, np.ndarray], seed: int, profile: LayerProfile, slots: int, rematerialize: bool
+    case: tuple[Topology, np.ndarray], seed: int, profile: LayerProfile, slots: int, life: ReplicaLife
 ) -> None:
     """Owners only, and FasterMoE's placement. Less than LEAST_SAVING counts as no saving."""
     topology, owner_E = case
     counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
-    search = search_of(owner_E, counts_DE, topology, profile, rematerialize)
+    search = search_of(owner_E, counts_DE, topology, profile, life)
     found, _ = search.best_placement(slots=slots, most_replicated=owner_E.size)
     assert found.replicas_per_device_D.max() <= slots
     plain = ExpertPlacement.owners_only(owner_E, topology.num_devices)

@@ -103,7 +103,7 @@ def test_a_kept_placement_costs_at_most_a_little_more_than_a_new_search() -> Non
         load_DE = np.tile(np.exp(log_E) * 4_000 / np.exp(log_E).sum(), (DEVICES, 1))
         iterations.searches(load_DE)
         search = layer_search(
-            CONTEXT.owner_E, load_DE, CONTEXT.topology, PROFILE, rematerialize=False, hides=True
+            CONTEXT.owner_E, load_DE, CONTEXT.topology, PROFILE, life=ReplicaLife.ITERATION, hides=True
         )
         _, least_s = search.best_placement(slots=1, most_replicated=EXPERTS)
         assert iterations.last is not None
@@ -123,7 +123,7 @@ def test_an_iteration_that_is_planned_again_has_the_same_placement() -> None:
 
 
 def life_of(
-    counts_DE: np.ndarray, mixed: tuple[int, int] | None, **settings: object
+    counts_DE: np.ndarray, mixed: tuple[int, int, int] | None, **settings: object
 ) -> tuple[ReplicaLife, int]:
     """Life and most replicas on a device of the plan for loads, and that the plan keeps to its limit."""
     profile = dataclasses.replace(PROFILE, memory_capacity=3, mixed_capacity=mixed, num_micro_batches=4)
@@ -139,21 +139,21 @@ def life_of(
 def test_replicas_for_a_pass_are_used_where_too_few_can_stay() -> None:
     one, several = hot_counts_DE(3), hot_counts_DE(0, 1, 2, 3, 4, 5)
     keeps, in_pass = ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS
-    assert life_of(one, (1, 8))[0] is keeps, "one replica on each device is enough"
-    life, most = life_of(several, (1, 8))
+    assert life_of(one, (1, 8, 1))[0] is keeps, "one replica on each device is enough"
+    life, most = life_of(several, (1, 8, 1))
     assert life is in_pass
     assert most > 1
-    assert life_of(several, (8, 8))[0] is keeps, "all can stay"
+    assert life_of(several, (8, 8, 1))[0] is keeps, "all can stay"
     # The measured iterations ran with as many replicas for a pass as a device owns.
-    assert life_of(several, (0, 0)) == (in_pass, 2)
+    assert life_of(several, (0, 0, 1)) == (in_pass, 2)
     assert life_of(several, None)[0] is keeps
-    assert life_of(several, (1, 8), rematerialize=False) == (keeps, 3)
-    assert life_of(one, (8, 8), rematerialize=True)[0] is in_pass
-    assert life_of(several, (1, 8), slots=2) == (keeps, 2)
+    assert life_of(several, (1, 8, 1), rematerialize=False) == (keeps, 3)
+    assert life_of(one, (8, 8, 1), rematerialize=True)[0] is in_pass
+    assert life_of(several, (1, 8, 1), slots=2) == (keeps, 2)
 
 
 def test_a_layer_changes_the_life_of_its_replicas_with_its_loads() -> None:
-    profile = dataclasses.replace(PROFILE, mixed_capacity=(1, 8), flops_per_token=4e8)
+    profile = dataclasses.replace(PROFILE, mixed_capacity=(1, 8, 1), flops_per_token=4e8)
     context, strategy = dataclasses.replace(CONTEXT, profile=profile), FssdpStrategy(FssdpSettings())
     history, lives = history_of(), []
     for hot in ((3,), *[(0, 1, 2, 3, 4, 5)] * 2, *[(3,)] * (RENEWAL + 1)):

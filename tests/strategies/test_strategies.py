@@ -17,6 +17,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_planning import plan_after_gate
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 from tests.drawn_examples import examples
@@ -202,8 +203,8 @@ def test_an_iteration_without_loads_is_planned_by_its_counts(
     context, history = dataclasses.replace(CONTEXT, shares_evenly=is_graph), LoadHistory(5, 4, 8)
     plan, counts_DE = strategy.before_gate(context, history), hot_counts_DE(hot=5)
     assert plan.placement.num_replicas == 0
-    assert strategy.asks_after_gate(1) == asks
-    after = strategy.after_gate(context, counts_DE, plan, 4)
+    assert plan.corrects == asks
+    after = plan_after_gate(strategy, context, counts_DE, plan, 4)
     assert bool(after.placement.num_replicas) == asks
     if asks:
         assert len(after.placement.holders(5)) > 1
@@ -214,7 +215,7 @@ def test_an_iteration_without_loads_is_planned_by_its_counts(
     history.append(counts_DE)
     later = strategy.before_gate(context, history)
     assert later.placement.num_replicas, "later iterations have loads"
-    assert not strategy.asks_after_gate(1)
+    assert not later.corrects
 
 
 def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:

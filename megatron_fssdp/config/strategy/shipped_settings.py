@@ -19,6 +19,9 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     TokenTravel,
 )
 
+PlanSource = Literal["past", "first", "each"]
+"""From which counts ``fssdp`` plans replicas (``strategies/plan_source.py``)."""
+
 NO_SLOTS = {"slots": (0,)}
 NO_REPLICAS = {"slots": (0,), "overlap_degree": (0,)}
 
@@ -89,6 +92,15 @@ class FssdpSettings(SlotKeys):
         "micro-batch. Default: in the layers in which it saves modelled seconds, because too few replicas "
         "fit otherwise; nowhere with 'slots', 'overlap_degree' or planner 'hecate'.",
         no_effect_if=NO_REPLICAS,
+    )
+    planned_from: Literal["by_price"] | PlanSource = setting(
+        "by_price",
+        "Counts from which replicas are planned, with planner 'balanced' and without overlap_degree. 'past': "
+        "those of earlier iterations. 'first': the plan is corrected by the exact counts of an iteration's "
+        "first micro-batch. 'each': every micro-batch is planned by its own exact counts, and its replicas "
+        "live as long as it does. The host waits for exact counts. 'by_price': what would have saved "
+        "modelled seconds in the last iterations, for each layer.",
+        no_effect_if={**NO_REPLICAS, "planner": ("hecate",)},
     )
     reshard_interval: int = setting(
         100,

@@ -61,8 +61,14 @@ class StrategyMoELayer(MoELayer):
         local = self._slot_experts.parameters
         groups = session.expert_groups(self.ep_group, pg_collection.expt_tp, pg_collection.tp_ep)
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
-        shares_evenly = Facts(config)["captures_preprocess"]
-        context = LayerContext(self._global_number(), owner_E, groups.topology, shares_evenly=shares_evenly)
+        facts = Facts(config)
+        context = LayerContext(
+            self._global_number(),
+            owner_E,
+            groups.topology,
+            shares_evenly=facts["captures_preprocess"],
+            delays_gradients=bool(facts["delays"]),
+        )
         self.slot_layer = session.runtime.add_layer(
             context,
             groups,
@@ -72,9 +78,7 @@ class StrategyMoELayer(MoELayer):
             least_slots=session.least_slots(config),
             slot_multiple=slot_multiple(config, groups.num_devices),
         )
-        self.slot_layer.gradients.delays_weight_gradients = bool(
-            config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
-        )
+        self.slot_layer.gradients.delays_weight_gradients = context.delays_gradients
         self.slot_layer.on_pass = self._bind
         gradient_sync.take_over(chain.from_iterable(local), self.slot_layer, session.runtime.finish_gradients)
         settings = session.settings

@@ -34,8 +34,8 @@ class LayerProfile:
         token_bytes: Bytes of one token's hidden state.
         flops_per_token: Floating-point operations of one expert's forward pass for one token.
         memory_capacity: Number of replicas that a device can hold for one layer (Hecate §4.2, m), and
-            ``mixed_capacity`` those that a layer can keep for the iteration or hold for a pass, if each layer
-            decides (``planning/memory.py``).
+            ``mixed_capacity`` those that a layer can keep for the iteration, hold for a pass, or for each
+            micro-batch in flight, if each layer decides (``planning/memory.py``).
         gradient_bytes: Bytes of one expert's gradient as it is sent; ``None`` means ``expert_bytes``.
         owned_bytes: Bytes of an expert with its master weights and optimizer states; ``None`` if unknown.
         messages: How a transfer divides an expert into messages.
@@ -51,7 +51,7 @@ class LayerProfile:
     token_bytes: int
     flops_per_token: float
     memory_capacity: int
-    mixed_capacity: tuple[int, int] | None = None
+    mixed_capacity: tuple[int, int, int] | None = None
     gradient_bytes: int | None = None
     num_micro_batches: int = 1
     owned_bytes: int | None = None

@@ -189,7 +189,7 @@ class PlannedLayer:
         is_new = self.shared is not before
         if is_gathered and is_new and not plan.rematerialize and self.shared.transfers is not None:
             placements = before.plan.placement, plan.placement
-            self.shared.transfers.complete(additional_transfer(*placements, self.context.topology))
+            self.shared.transfers.add(additional_transfer(*placements, self.context.topology))
 
     def _host_counts(self, routing_map: torch.Tensor) -> np.ndarray:
         """Counts of this micro-batch on all devices, int64 ``[D, E]``; the host waits for them."""

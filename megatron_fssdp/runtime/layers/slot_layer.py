@@ -69,7 +69,7 @@ class SlotLayer(PlannedLayer):
         self.gradients.on_complete = self._prefetch_before
         self._outside: tuple[LayerContext, SlotPass] | None = None  # of passes outside of iterations
         self._in_use: Any = None  # The SlotPass of the running forward pass, which prepare() provides.
-        self._is_counted = self._is_final = self._asks_after_gate = False
+        self._is_counted = self._is_final = False
         self._is_alone = context.num_devices == 1
         self._warm = set[bool]()  # forms of a captured pass, counted or not, whose kernels are loaded
 
@@ -94,7 +94,6 @@ class SlotLayer(PlannedLayer):
         """
         if self.shared is None:
             self.shared = self._make(self._next_plan())
-            self._asks_after_gate = self.strategy.asks_after_gate(self.context.layer)
             self._use(self.shared)
         return self.shared.plan
 
@@ -111,7 +110,7 @@ class SlotLayer(PlannedLayer):
             return self._outside[1]
         plan = self.plan_iteration()
         if not plan.each_micro_batch or routing_map is None or self._is_alone:
-            if routing_map is not None and self._asks_after_gate and not self._is_final:
+            if routing_map is not None and plan.corrects and not self._is_final:
                 self._is_final = True
                 self._correct(routing_map)
             assert self.shared is not None

@@ -56,6 +56,7 @@ class ReplicaTransfers:
         self._gathering: list[PendingTransfer] = []
         self._reducing: PendingTransfer | None = None
         self._totals: list[GradientTotals] = []
+        self._addition: TransferPlan | None = None
 
     # Weights.
 
@@ -107,10 +108,9 @@ class ReplicaTransfers:
         self._num_gathered = 0
         self.slots.close_weights()
 
-    def complete(self, addition: TransferPlan) -> None:
-        """Gather the replicas that a corrected plan adds, and wait; those that are here may be sources."""
-        self._gather(self.slots.layout.numel, addition)
-        self.settle_gathers()
+    def add(self, addition: TransferPlan) -> None:
+        """Let the next gather bring only what a corrected plan adds; replicas that are here may be sources."""
+        self._addition = addition
 
     def _transfer(self, sizes: Sequence[int], elements: range) -> SparseTransfer:
         """The plan's transfer of some elements of each expert, which consists of tensors of these sizes."""
@@ -122,15 +122,15 @@ class ReplicaTransfers:
 
     @traced("gather weights")
     @torch.inference_mode(False)  # The lane's thread writes into the memory that is taken here.
-    def _gather(self, num_elements: int, plan: TransferPlan | None = None) -> None:
+    def _gather(self, num_elements: int) -> None:
         self._experts.await_parameters()  # Usually, the layer has done it before.
         layout, owned = self.slots.layout, self._experts.parameters
         begin, self._num_gathered = self._num_gathered, self._num_gathered + num_elements
         elements = range(begin, self._num_gathered)
-        if plan is None:
+        if self._addition is None:
             transfer = self._transfer(layout.sizes, elements)
         else:
-            transfer = self._bind(plan, layout.sizes, layout.dtype, elements)
+            transfer = self._bind(self._addition, layout.sizes, layout.dtype, elements)
         self.slots.open_weights()
         held = self.slots.weights()
         # Owners send from their Parameters. Every rank waits for gathers before the optimizer writes to them:

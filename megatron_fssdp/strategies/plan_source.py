@@ -1,0 +1,123 @@
+"""From which counts a layer's replicas are planned: whatever would have been faster lately (ours).
+
+* ``past``: the counts of earlier iterations. Gathers hide beside attention. Plans are wrong where loads jump.
+* ``first``: the same plan, corrected by the exact counts of the iteration's first micro-batch.
+* ``each``: the exact counts of every micro-batch. Nothing hides the gathers of its replicas.
+
+Only the rank that plans a layer decides, with all counts of the iteration before, so all ranks follow it.
+
+Shape letters: D devices, E experts, S sources.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_fssdp.config.strategy.shipped_settings import PlanSource
+from megatron_fssdp.planning.loads import LoadHistory, load_similarity
+from megatron_fssdp.strategies.exact_plans import corrected, counting_s, even_s, of_micro_batch, search_s
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+
+SOURCES: tuple[PlanSource, ...] = ("past", "first", "each")
+
+WINDOW = 5
+"""Iterations whose seconds are compared: as many as loads are looked at (Hecate §4.2, w)."""
+
+LEAST_GAIN = 0.02
+"""Part of the seconds that another source must save: the price knows little of waits between ranks."""
+
+ALIKE = 0.9
+"""Similarity of counts to the forecast from which on no source can save much."""
+
+MOST_PRICED = 4
+"""Micro-batches with which plans are priced; each takes about 4 ms with 256 experts on 64 devices."""
+
+MOST_COMPARED = 0.05
+"""Host's seconds of comparisons over the layer's seconds. Larger layers are compared more rarely."""
+
+
+class _Planned(NamedTuple):
+    """What the past planned for the iteration after the first ``number`` ones."""
+
+    number: int
+    plan: LayerPlan
+    forecast_E: np.ndarray
+
+
+class SourceChoice:
+    """Chooses the source of one layer's plans, after each iteration."""
+
+    def __init__(self) -> None:
+        self._planned: _Planned | None = None
+        self._seconds: deque[np.ndarray] = deque(maxlen=WINDOW)
+        self._chosen = 0
+
+    def of(
+        self,
+        context: LayerContext,
+        history: LoadHistory,
+        past: LayerPlan,
+        slots: Callable[[PlanSource], int],
+    ) -> PlanSource:
+        """The source for the coming iteration, for which ``past`` is the plan of earlier loads.
+
+        ``slots`` are the most replicas on a device with plans of a source, 0 if it is impossible.
+        """
+        known, number = self._planned, history.num_seen
+        self._planned = _Planned(number, past, history.forecast_DE().sum(axis=0))
+        if known is None or known.number != number - 1 or not _same_owners(known.plan, context):
+            return SOURCES[self._chosen]
+        counts = history.iterations_like(MOST_PRICED)
+        alike = (load_similarity(one.sum(axis=0), known.forecast_E) for one in counts)
+        if all(one is None or one >= ALIKE for one in alike):
+            self._seconds.append(np.zeros(len(SOURCES)))
+        else:
+            past_s = _mean_s([known.plan] * len(counts), counts, context)
+            compared_s = (1 + len(counts)) * search_s(context)
+            if (number + context.layer) % max(1, round(compared_s / (MOST_COMPARED * past_s))):
+                return SOURCES[self._chosen]
+            self._seconds.append(_saved_s(known.plan, counts, past_s, context, slots))
+        saved_S = np.sum(self._seconds, axis=0)
+        best = int(np.argmax(saved_S))
+        if saved_S[best] > saved_S[self._chosen] + LEAST_GAIN * len(self._seconds):
+            self._chosen = best
+        return SOURCES[self._chosen]
+
+
+def _same_owners(plan: LayerPlan, context: LayerContext) -> bool:
+    return np.array_equal(plan.placement.owner_E, context.owner_E)
+
+
+def _mean_s(
+    plans: Sequence[LayerPlan], counts: Sequence[np.ndarray], context: LayerContext, planned: LayerPlan | None = None
+) -> float:
+    """Mean seconds of iterations ``[D, E]``, each under its plan."""
+    prices = (plan_price(*one, context, planned=planned) for one in zip(plans, counts, strict=True))
+    return sum(price.seconds for price in prices) / len(counts)
+
+
+def _saved_s(
+    past: LayerPlan,
+    counts: Sequence[np.ndarray],
+    past_s: float,
+    context: LayerContext,
+    slots: Callable[[PlanSource], int],
+) -> np.ndarray:
+    """Which part of the seconds of ``past`` each source would have saved, ``[S]``."""
+    times = context.costs.num_micro_batches
+    if np.mean([even_s(context, one) for one in counts]) > (1 - LEAST_GAIN) * past_s:
+        return np.zeros(len(SOURCES))
+    wait_s = counting_s(context) + search_s(context)
+    saved_S = [0.0, -np.inf, -np.inf]
+    if num := slots("first"):
+        first = corrected(past, counts[0] // times, context, slots=num, times=times)
+        first_s = _mean_s([first] * len(counts), counts, context, planned=past)
+        saved_S[1] = past_s - first_s - wait_s
+    if num := slots("each"):
+        plain = replace(context.owners_only, each_micro_batch=True, gather_ahead=past.gather_ahead)
+        plans = [of_micro_batch(plain, one // times, context, slots=num) for one in counts]
+        saved_S[2] = past_s - _mean_s(plans, counts, context) - times * wait_s
+    return np.array(saved_S) / past_s
