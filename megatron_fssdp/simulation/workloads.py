@@ -126,7 +126,7 @@ class Workload:
         elif self.name == "jump-micro":
             # Every step leads to any other device.
             steps = rng.integers(1, max(owners, 2), size=shape.num_iterations * shape.num_micro_batches)
-            popularity = [hot_device(device) for device in np.cumsum(steps) % owners]
+            popularity = [hot_device(device) for device in (np.cumsum(steps) % owners).tolist()]
             return np.reshape(popularity, (*micro_batches, experts))
         elif self.name == "W7":
             hot_of_burst = rng.integers(experts, size=-(-shape.num_iterations // BURST_PERIOD)).tolist()
