@@ -37,7 +37,7 @@ if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.result_file import quartiles
-from benchmarks.testbed.stack_inputs import IterationInput, StackSize, third_of_balanced_iteration_s
+from benchmarks.testbed.stack_inputs import MicroBatchInput, StackSize, third_of_balanced_iteration_s
 from benchmarks.testbed.testbed_loads import device_max_over_mean
 from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
@@ -245,7 +245,8 @@ def measure_size(
     measured: dict[str, list[np.ndarray]] = {name: [] for name in stacks}  # [D, 3] of each iteration
     difference = 0.0
     for iteration, counts_DE in enumerate(counts_IDE):
-        drawn = IterationInput.draw(np.stack([counts_DE[rank]] * size.num_layers), size, (iteration, rank))
+        rng = np.random.default_rng((iteration, rank))
+        drawn = MicroBatchInput.draw(np.stack([counts_DE[rank]] * size.num_layers), size, rng)
         hidden, upstream = (one.unsqueeze(1).to(device, dtype) for one in (drawn.hidden, drawn.gradient))
         routing = [(one.probs.to(device), one.routing_map.to(device)) for one in drawn.layers]
         outputs = {}

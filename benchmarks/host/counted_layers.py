@@ -13,7 +13,7 @@ from benchmarks.host.counted_passes import EXPERTS, PLANNED_AFTER_GATE, PLANNED_
 from benchmarks.testbed.layer_stack import LayerStack, make_parameters
 from benchmarks.testbed.measurement import make_groups
 from benchmarks.testbed.slot_stack import SlotStack
-from benchmarks.testbed.stack_inputs import IterationInput, LayerInput, StackSize
+from benchmarks.testbed.stack_inputs import IterationInput, LayerInput, MicroBatchInput, StackSize
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.placement.placement import even_owners
@@ -129,8 +129,9 @@ def _count_case(
 
     stack = Counted(SIZE, groups, parameters, None, **arguments)
     for iteration, counts_E in enumerate(counts_IE):
-        drawn = IterationInput.draw([counts_E] * SIZE.num_layers, SIZE, (iteration, groups.device))
-        inputs = IterationInput(
+        rng = np.random.default_rng((iteration, groups.device))
+        drawn = MicroBatchInput.draw([counts_E] * SIZE.num_layers, SIZE, rng)
+        inputs = MicroBatchInput(
             drawn.hidden.cuda(),
             tuple(LayerInput(one.routing_map.cuda(), one.probs.cuda()) for one in drawn.layers),
             drawn.gradient.cuda(),
@@ -138,7 +139,7 @@ def _count_case(
         if iteration == 1:  # In the first iteration, ranks connect to each other, for which the host waits.
             stack.passes = CountedPasses()
         stack.recomputes = iteration == NUM_ITERATIONS - 1
-        stack.run(inputs)
+        stack.run(IterationInput((inputs,)))
     return stack.passes
 
 

@@ -15,7 +15,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-LOADS = Path(__file__).parent / "recorded_loads" / "gpt_moe_tiny_16_experts_loads.npz"
+_RECORDED = Path(__file__).parent / "recorded_loads"
+LOADS = {
+    "replay": _RECORDED / "gpt_moe_tiny_16_experts_loads.npz",
+    "replay-micro": _RECORDED / "gpt_moe_tiny_16_experts_micro_batches.npz",
+}
+"""Default records."""
+MICRO_BATCHES = dict.fromkeys(("drift", "jump-micro", "replay-micro"), 4)
+"""Default number of micro-batches of workloads whose micro-batches differ; of others it is 1."""
 FSSDP_DEFAULTS = {"slots": 2, "reshard_interval": 0}
 CONTROL = "none again"
 
@@ -48,7 +55,17 @@ def parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, default=4)
     add("--ranks-per-node", type=int, default=2)
     add("--rate", default="400mbit", help="rate of every node's link, in each direction")
-    add("--workloads", default="W0,W1,W3", help="W0 to W7, lognormal-weak/-medium/-strong, replay")
+    add(
+        "--workloads",
+        default="W0,W1,W3",
+        help="W0 to W7, lognormal-weak/-medium/-strong, replay, drift, jump-micro, replay-micro",
+    )
+    add(
+        "--micro-batches",
+        type=int,
+        help="of an iteration, among which its tokens are divided; default: 4 for drift, jump-micro and "
+        "replay-micro, 1 for others",
+    )
     add("--strategies", default="none,ep,fssdp", help="NAME or NAME:key=value;key=value")
     add("--repetitions", type=int, default=10)
     add(
@@ -58,14 +75,18 @@ def parser() -> argparse.ArgumentParser:
         help="unmeasured iterations of every workload and variant, which fill the history",
     )
     add("--out", type=Path, required=True, help="folder to write the results to")
-    add("--loads", type=Path, default=LOADS, help="run, or file with counts_ILDE, that `replay` reads")
+    add(
+        "--loads",
+        type=Path,
+        help="run, or file with counts_ILDE, that `replay` reads; file with counts_IZLDE for `replay-micro`",
+    )
     add("--replay-from", type=int, default=400, help="first iteration of the record to replay")
     add("--layers", type=int, default=4)
     add("--experts", type=int, default=16)
     add("--top-k", type=int, default=2)
     add("--hidden", type=int, default=256)
     add("--ffn", type=int, default=1024)
-    add("--tokens", type=int, default=1024, help="tokens of each rank")
+    add("--tokens", type=int, default=1024, help="tokens of each rank in an iteration")
     add("--gflops", type=float, default=200, help="throughput of each rank on experts, in GFLOP/s")
     add(
         "--attention-ms",
@@ -194,16 +215,17 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     # The balanced workload is always included, because it gives the ceiling.
     names = list(dict.fromkeys(["W0", *options.workloads.split(",")]))
     counts = {name: counts_of(options, name, size, world_size, iterations) for name in names}
-    heats = {name: report.heat(counts_LIDE) for name, counts_LIDE in counts.items()}
+    heats = {name: report.heat(counts_LIZDE) for name, counts_LIZDE in counts.items()}
     for name, of in heats.items():
         print(
-            f"[testbed] {name}: expert max/mean {of['expert_max_over_mean']:.2f}, "
+            f"[testbed] {name}: micro-batches {counts[name].shape[2]}, "
+            f"expert max/mean {of['expert_max_over_mean']:.2f}, "
             f"device max/mean {of['device_max_over_mean']:.2f}"
         )
     print(f"[testbed] attention: {1e3 * attention_s:.1f} ms forward, twice as long backward", flush=True)
     where = {"namespaces": not options.loopback}
 
-    small = StackSize(2, options.experts, options.top_k, 16, 32, 64)
+    small = StackSize(2, options.experts, options.top_k, 16, 32, 64 * (options.micro_batches or 1))
     small_counts = {name: counts_of(options, name, small, world_size, iterations) for name in names}
     differences = run_on_nodes(
         correctness.compare,
@@ -292,26 +314,43 @@ def _shares_s(size: Any, topology: Any) -> float:
 
 
 def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int, iterations: int) -> Any:
-    """Return the assignments of a workload, int64 ``[L, I, D, E]``. Layers differ only in a replay."""
+    """Return the assignments of a workload, int64 ``[L, I, Z, D, E]``. Layers differ only in a replay."""
     import numpy as np
 
     from benchmarks.testbed.testbed_loads import replay
     from megatron_fssdp.config.errors import ConfigurationError
     from megatron_fssdp.records.loads import read_loads
-    from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
-
-    shape = WorkloadShape(world_size, size.num_experts, size.tokens_per_rank, size.top_k, iterations)
-    if name == "replay":
-        path = options.loads  # of a run, or a file that can have any name
-        recorded = read_loads(path).counts_ILDE if path.is_dir() else np.load(path)["counts_ILDE"]
-        layers = [number % recorded.shape[1] for number in range(size.num_layers)]
-        return np.stack([replay(recorded[:, layer], shape, options.replay_from) for layer in layers])
-    if name not in WORKLOADS:
-        raise ConfigurationError(f"workload: got {name!r}, wanted one of {', '.join(WORKLOADS)}, replay")
-    return np.broadcast_to(
-        WORKLOADS[name].counts(shape, options.seed),
-        (size.num_layers, iterations, world_size, size.num_experts),
+    from megatron_fssdp.simulation.workloads import (
+        MICRO_BATCH_COUNTS,
+        WORKLOADS,
+        WorkloadShape,
+        joined_micro_batches,
     )
+
+    number = options.micro_batches or MICRO_BATCHES.get(name, 1)
+    shape = WorkloadShape(world_size, size.num_experts, size.tokens_per_rank, size.top_k, iterations, number)
+    one = replace(shape, tokens_per_device=size.tokens_per_rank // number, num_micro_batches=1)
+    wanted = (size.num_layers, iterations, number, world_size, size.num_experts)
+    if name in WORKLOADS:
+        of = shape if name in MICRO_BATCHES else one
+        return np.broadcast_to(WORKLOADS[name].micro_batches(of, options.seed), wanted)
+    if name not in LOADS:
+        raise ConfigurationError(
+            f"workload: got {name!r}, wanted one of {', '.join(WORKLOADS)}, {', '.join(LOADS)}"
+        )
+    path, first = options.loads or LOADS[name], options.replay_from
+    if not path.exists():
+        raise ConfigurationError(f"workload {name}: got no file {path}; give the record by --loads")
+    if name == "replay":  # a run, or a file that can have any name
+        recorded_ILDE = read_loads(path).counts_ILDE if path.is_dir() else np.load(path)["counts_ILDE"]
+    else:
+        recorded_IZLDE = joined_micro_batches(np.load(path)[MICRO_BATCH_COUNTS], number)
+        # One micro-batch after the other.
+        recorded_ILDE = recorded_IZLDE.reshape(-1, *recorded_IZLDE.shape[2:])
+        one, first = replace(one, num_iterations=number * iterations), number * first
+    of_layers = [recorded_ILDE[:, layer % recorded_ILDE.shape[1]] for layer in range(size.num_layers)]
+    counts = np.stack([replay(recorded_IDE, one, first) for recorded_IDE in of_layers])
+    return np.broadcast_to(counts.reshape(size.num_layers, iterations, -1, *wanted[3:]), wanted)
 
 
 def _write(options: argparse.Namespace, record: dict[str, Any], table: str) -> None:

@@ -1,4 +1,7 @@
-"""Compares the results of every variant with plain expert parallelism, with real compute."""
+"""Compares the results of every variant with plain expert parallelism, with real compute.
+
+Shape letters: L layers, I iterations, Z micro-batches, D devices, E experts.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.testbed.layer_stack import make_parameters
-from benchmarks.testbed.measurement import Variant, make_groups, make_stack
+from benchmarks.testbed.measurement import Variant, make_groups, make_stack, micro_batch_profile
 from benchmarks.testbed.stack_inputs import IterationInput, StackSize
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
@@ -36,7 +39,7 @@ def compare(
         size: Small sizes of the stack.
         num_nodes: Number of nodes of the ranks.
         variants: Variants to compare.
-        counts: Assignments of every workload, int64 ``[L, I, D, E]``, with at least 3 iterations.
+        counts: Assignments of every workload, int64 ``[L, I, Z, D, E]``, with at least 3 iterations.
         profile: Costs that strategies know. The compute before a layer is replaced.
         seed: Seed of the tokens.
     """
@@ -52,12 +55,13 @@ def compare(
     plain = Variant("plain expert parallelism", "ep", EpSettings())
     for variant in (plain, *variants):
         error = 0.0
-        for number, (workload, counts_LIDE) in enumerate(counts.items()):
+        for number, (workload, counts_LIZDE) in enumerate(counts.items()):
             parameters = make_parameters(size, owned)
-            stack = make_stack(variant, size, groups, parameters, None, profile)
+            known = micro_batch_profile(profile, counts_LIZDE.shape[2])
+            stack = make_stack(variant, size, groups, parameters, None, known)
             for iteration in range(_ITERATIONS):
-                counts_LE = counts_LIDE[:, iteration, rank]
-                result = stack.run(IterationInput.draw(counts_LE, size, (seed, number, iteration, rank)))
+                counts_ZLE = counts_LIZDE[:, iteration, :, rank].swapaxes(0, 1)
+                result = stack.run(IterationInput.draw(counts_ZLE, size, (seed, number, iteration, rank)))
                 found = [result.output, result.hidden_gradient, *stack.gradients()]
                 if variant is plain:
                     reference[workload, iteration] = found

@@ -2,8 +2,8 @@
 
 The stack under a strategy is :class:`~benchmarks.testbed.slot_stack.SlotStack`.
 
-Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devices, L layers, P slots of a
-device, W slots of all devices, R rows that a rank receives.
+Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devices, L layers, Z micro-batches,
+P slots of a device, W slots of all devices, R rows that a rank receives.
 """
 
 import time
@@ -29,13 +29,14 @@ class IterationResult:
     """Result of an iteration on this rank.
 
     Attributes:
-        output: Output of the stack, ``[T, M]``.
+        output: Output of the stack for the tokens of all micro-batches in turn, ``[T, M]``.
         hidden_gradient: Gradient of the input, ``[T, M]``.
-        seconds: Seconds from the start of the forward pass to the arrival of the last gradient at its owner.
+        seconds: Seconds from the start of the first forward pass to the arrival of the last gradient at its
+            owner.
         cpu_s: Seconds of a core that the thread of the passes used in this time. The backward pass of tensors
             on CPUs runs in the same thread.
-        pairs_LDD: Pairs of a token and an expert that each device sent to each device in the forward pass,
-            int64 ``[L, D, D]``.
+        pairs_ZLDD: Pairs of a token and an expert that each device sent to each device in the forward pass of
+            each micro-batch, int64 ``[Z, L, D, D]``.
         loads: Loads of every layer, with bytes and times of transfers. Empty under Megatron's dispatcher.
         spag_inter_node_bytes: Bytes of SparseAllGather between nodes, over all layers.
         replica_bytes: Largest memory of replicas on this rank: the parameters of all layers and the gradients
@@ -46,7 +47,7 @@ class IterationResult:
     hidden_gradient: torch.Tensor
     seconds: float
     cpu_s: float
-    pairs_LDD: torch.Tensor
+    pairs_ZLDD: torch.Tensor
     loads: list[LayerLoad] = field(default_factory=list)
     spag_inter_node_bytes: int = 0
     replica_bytes: int = 0
@@ -96,29 +97,33 @@ class LayerStack:
         self._pairs: list[torch.Tensor] = []
 
     def run(self, inputs: IterationInput) -> IterationResult:
-        """Run one iteration: forward pass, backward pass, and gradients at their owners."""
-        probs = [layer.probs.clone().requires_grad_() for layer in inputs.layers]
-        leaf = inputs.hidden.clone().requires_grad_()
+        """Run one iteration: both passes of every micro-batch in turn, and gradients at their owners."""
+        micro_batches = inputs.micro_batches
+        leaves = [one.hidden.clone().requires_grad_() for one in micro_batches]
+        probs = [[layer.probs.clone().requires_grad_() for layer in one.layers] for one in micro_batches]
+        outputs, replica_bytes = [], 0
         self._pairs.clear()
         dist.barrier()
         begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
-        self._begin()
+        self._begin(len(leaves))
         for of_layer in self.parameters:
             for parameter in (tensor for tensors in of_layer.values() for tensor in tensors):
                 parameter.grad = None
-        hidden = self._enter(leaf)
-        for number, layer in enumerate(inputs.layers):
-            attended = self._attention(hidden)
-            hidden = hidden + self._moe(number, attended, layer.routing_map, probs[number])
-        replica_bytes = self._replica_bytes()
-        hidden.backward(inputs.gradient)
+        for one, leaf, probs_L in zip(micro_batches, leaves, probs, strict=True):
+            hidden = self._enter(leaf)
+            for number, layer in enumerate(one.layers):
+                attended = self._attention(hidden)
+                hidden = hidden + self._moe(number, attended, layer.routing_map, probs_L[number])
+            replica_bytes = max(replica_bytes, self._replica_bytes())
+            hidden.backward(one.gradient)
+            outputs.append(hidden.detach())
         self._finish()
         end_s, cpu_s = time.perf_counter(), time.thread_time() - begin_cpu_s
-        assert leaf.grad is not None
         num_devices = self.groups.num_devices
         gathered = gather_counts(torch.cat(self._pairs), self.groups.expert_parallel)
-        pairs_LDD = gathered.view(num_devices, -1, num_devices).transpose(0, 1)
-        result = IterationResult(hidden.detach(), leaf.grad, end_s - begin_s, cpu_s, pairs_LDD)
+        pairs_ZLDD = gathered.view(num_devices, len(leaves), -1, num_devices).permute(1, 2, 0, 3)
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        result = IterationResult(torch.cat(outputs), torch.cat(gradients), end_s - begin_s, cpu_s, pairs_ZLDD)
         result.replica_bytes = replica_bytes
         self._report(result)
         return result
@@ -216,18 +221,18 @@ class LayerStack:
         """Return the parameters of the experts that this rank owns, for each layer."""
         return self.parameters
 
-    def _begin(self) -> None:
+    def _begin(self, num_micro_batches: int) -> None:
         """Mark the start of an iteration."""
 
     def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Mark the start of the forward pass."""
+        """Mark the start of a forward pass."""
         return hidden
 
     def _replica_bytes(self) -> int:
         return 0
 
     def _finish(self) -> None:
-        """Finish the transfers of an iteration. The stack calls this after the backward pass."""
+        """Finish the transfers of an iteration. The stack calls this after the last backward pass."""
 
     def _report(self, result: IterationResult) -> None:
         """Add what the strategy did to the result of an iteration."""

@@ -1,10 +1,10 @@
 """Runs variants and workloads in random turns on the ranks, and measures each iteration.
 
-Shape letters: L layers, I iterations, D devices, E experts.
+Shape letters: L layers, I iterations, Z micro-batches, D devices, E experts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings, measure_cluster
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -52,6 +53,7 @@ class Sample:
     """Most bytes that one node's interface sent or received, headers included. 0 without namespaces."""
     replica_bytes: int
     """Largest memory of replicas on a rank: parameters of all layers and gradients of one layer."""
+    loads: tuple[float, ...]  # max/mean device load of every micro-batch and layer
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ class Plan:
 
     size: StackSize
     pace: Pace
-    profile: LayerProfile  # costs that strategies know
+    profile: LayerProfile  # costs that strategies know, for an iteration of one micro-batch
     num_nodes: int  # equal nodes of the ranks
     variants: tuple[Variant, ...]  # in the order of reports
-    counts: Mapping[str, np.ndarray]  # assignments of every workload, int64 [L, I, D, E]
+    counts: Mapping[str, np.ndarray]  # assignments of every workload, int64 [L, I, Z, D, E]
     repetitions: int  # measured iterations of every pair of workload and variant
     warm_up: int  # unmeasured iterations before them, which fill the load history
     seed: int  # of the turns and of the tokens
@@ -75,7 +77,7 @@ class Cell:
     """One workload under one variant on this rank."""
 
     stack: LayerStack
-    counts_LIDE: np.ndarray
+    counts_LIZDE: np.ndarray
     num_done: int = 0
 
 
@@ -92,9 +94,13 @@ def measure(plan: Plan) -> list[Sample]:
     samples: list[Sample] = []
     cells = {
         (workload, variant.name): Cell(
-            make_stack(variant, plan.size, groups, parameters, plan.pace, plan.profile), counts_LIDE
+            make_stack(
+                *(variant, plan.size, groups, parameters, plan.pace),
+                micro_batch_profile(plan.profile, counts_LIZDE.shape[2]),
+            ),
+            counts_LIZDE,
         )
-        for workload, counts_LIDE in plan.counts.items()
+        for workload, counts_LIZDE in plan.counts.items()
         for variant in plan.variants
     }
     order = np.random.default_rng(plan.seed)  # the same on all ranks
@@ -103,10 +109,10 @@ def measure(plan: Plan) -> list[Sample]:
         for choice in order.permutation(len(names)):
             name = names[choice]
             cell = cells[name]
-            counts_LDE = cell.counts_LIDE[:, cell.num_done]
+            counts_LZE = cell.counts_LIZDE[:, cell.num_done, :, rank]
             # All variants of a workload get the same tokens.
             seed = (plan.seed, list(plan.counts).index(name[0]), cell.num_done, rank)
-            inputs = IterationInput.draw(counts_LDE[:, rank], plan.size, seed)
+            inputs = IterationInput.draw(counts_LZE.swapaxes(0, 1), plan.size, seed)
             dist.barrier()
             before = sent_and_received_bytes(INTERFACE) if plan.namespaces else (0, 0)
             result = cell.stack.run(inputs)
@@ -128,6 +134,12 @@ def make_groups(num_nodes: int) -> ExpertGroups:
     ranks = list(range(dist.get_world_size()))
     topology = Topology.uniform(len(ranks), num_nodes)
     return ExpertGroups(dist.new_group(ranks), topology, transfers=dist.new_group(ranks))
+
+
+def micro_batch_profile(profile: LayerProfile, num_micro_batches: int) -> LayerProfile:
+    """The costs if the tokens of an iteration are divided among so many micro-batches."""
+    before_s = profile.non_moe_s / num_micro_batches
+    return replace(profile, non_moe_s=before_s, num_micro_batches=num_micro_batches)
 
 
 def make_stack(
@@ -166,7 +178,8 @@ def _sample(
     node_D = topology.node_of_device_D
     crosses_DD = node_D[:, None] != node_D[None, :]
     inside_DD = ~crosses_DD & ~np.eye(len(node_D), dtype=bool)
-    pairs_DD = result.pairs_LDD.sum(0).numpy()
+    pairs_DD = result.pairs_ZLDD.sum((0, 1)).numpy()
+    loads_D = result.pairs_ZLDD.sum(2).flatten(0, 1).numpy()
     per_pair = 4 * plan.size.token_bytes
     spag, sprs, spag_exposed, sprs_exposed, cpu_s = summed.tolist()
     # spAG and spRS are transposes of each other, and both use the data type of the experts.
@@ -185,6 +198,7 @@ def _sample(
         (between, all_transferred - between),
         int(most[1]),
         int(most[2]),
+        tuple(round(max_over_mean(load_D), 3) for load_D in loads_D),
     )
 
 

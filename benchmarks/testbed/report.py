@@ -22,6 +22,8 @@ def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
     A speed-up compares a pair: the reference's seconds divided by the variant's in the same repetition, which
     had the same tokens. The ceiling is the median of the fastest variant under balanced routing.
+    ``load_max_over_mean`` has the median and the 99th percentile of device loads, of all layers in all
+    micro-batches.
     """
     by_cell: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
@@ -51,6 +53,7 @@ def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
                 "transfer_bytes_inside_nodes": _median(one.transfer_bytes[1] for one in cell),
                 "busiest_node_bytes": _median(one.node_bytes for one in cell),
                 "replica_bytes": max(one.replica_bytes for one in cell),
+                "load_max_over_mean": np.percentile([one.loads for one in cell], (50, 99)).tolist(),
             }
         )
     return found
@@ -111,13 +114,13 @@ def against_best(samples: Sequence[Sample], chooser: str, without: Sequence[str]
     return found
 
 
-def heat(counts_LIDE: np.ndarray) -> dict[str, float]:
-    """Return the mean max/mean load of experts and of devices under plain placement.
+def heat(counts_LIZDE: np.ndarray) -> dict[str, float]:
+    """Return the mean max/mean load of experts and of devices in a micro-batch under plain placement.
 
     Args:
-        counts_LIDE: int64 ``[L, I, D, E]``. Assignments of every source device to every expert.
+        counts_LIZDE: int64 ``[L, I, Z, D, E]``. Assignments of every source device to every expert.
     """
-    flat = counts_LIDE.reshape(-1, *counts_LIDE.shape[2:])
+    flat = counts_LIZDE.reshape(-1, *counts_LIZDE.shape[3:])
     return {
         "expert_max_over_mean": float(np.mean([expert_max_over_mean(counts_DE) for counts_DE in flat])),
         "device_max_over_mean": float(np.mean([device_max_over_mean(counts_DE) for counts_DE in flat])),
@@ -128,20 +131,22 @@ def table(found: Sequence[Mapping[str, Any]], heats: Mapping[str, Mapping[str, f
     """Return a Markdown table of medians, with quartiles in brackets."""
     lines = [
         "| workload | expert / device max/mean | variant | seconds | speed-up | % of ceiling "
-        "| hidden spAG / spRS | MiB between / inside nodes | most for replicas MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| hidden spAG / spRS | MiB between / inside nodes | most for replicas MiB "
+        "| device max/mean in micro-batches, median / 99 % |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
         of = heats[one["workload"]]
         between = one["dispatch_bytes_between_nodes"] + one["transfer_bytes_between_nodes"]
         inside = one["dispatch_bytes_inside_nodes"] + one["transfer_bytes_inside_nodes"]
-        ceiling = one["percent_of_ceiling"]
+        ceiling, (median, high) = one["percent_of_ceiling"], one["load_max_over_mean"]
         lines.append(
             f"| {one['workload']} | {of['expert_max_over_mean']:.2f} / {of['device_max_over_mean']:.2f} "
             f"| {one['variant']} | {_spread(one['seconds'])} | {_spread(one['speed_up'])} "
             f"| {'–' if ceiling is None else f'{ceiling:.0f}'} "
             f"| {_share(one['spag_hidden_share'])} / {_share(one['sprs_hidden_share'])} "
-            f"| {between / 2**20:.1f} / {inside / 2**20:.1f} | {one['replica_bytes'] / 2**20:.1f} |"
+            f"| {between / 2**20:.1f} / {inside / 2**20:.1f} | {one['replica_bytes'] / 2**20:.1f} "
+            f"| {median:.2f} / {high:.2f} |"
         )
     return "\n".join(lines)
 

@@ -17,12 +17,13 @@ from benchmarks.testbed.stack_inputs import Pace, StackSize
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import transfer_traffic
 from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
-from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
 
@@ -45,6 +46,7 @@ class SlotStack(LayerStack):
         self.runtime = MoERuntime(strategy)
         self._dispatchers: dict[tuple[str, int], Any] = {}
         self._passes: dict[int, SlotPass] = {}
+        self._ran: list[list[LayerPlan]] = [[] for _ in parameters]  # by each layer's forward passes
         for number, of_layer in enumerate(parameters):
             context = LayerContext(number + 1, owner_E, groups.topology, profile)
             layer = self.runtime.add_layer(context, groups, of_layer)
@@ -59,7 +61,7 @@ class SlotStack(LayerStack):
     def _owned(self) -> Sequence[ParametersByExpert]:
         return [layer.experts.parameters for layer in self.runtime.layers]
 
-    def _begin(self) -> None:
+    def _begin(self, num_micro_batches: int) -> None:
         if self._selector is not None:
             report = self._selector.select(self.runtime.layers, self._num_done)
             if report is not None and report.changes and dist.get_rank() == 0:
@@ -68,7 +70,8 @@ class SlotStack(LayerStack):
                 )
         self.parameters = self._moves.before(self._num_done)
         self._num_done += 1
-        self.runtime.begin_iteration(num_micro_batches=1)
+        self._ran = [[] for _ in self._ran]
+        self.runtime.begin_iteration(num_micro_batches)
 
     def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
         self.runtime.layers[0].launch(hidden)
@@ -80,6 +83,7 @@ class SlotStack(LayerStack):
         layer = self.runtime.layers[number]
         layer.prepare(routing_map, training=True)
         one = self._passes[number]
+        self._ran[number].append(one.plan)
         dispatcher = self._dispatcher_of(one)
         slot_map, probs = layer.remap(routing_map, probs)
         self._count(slot_map)
@@ -138,9 +142,12 @@ class SlotStack(LayerStack):
 
     def _report(self, result: IterationResult) -> None:
         topology = self.groups.topology
-        for number in range(len(self.runtime.layers)):
-            traffic = transfer_traffic(self._passes[number].plan.transfer, topology)
-            result.spag_inter_node_bytes += traffic.num_between_nodes * self.size.expert_bytes
+        for plans in self._ran:
+            is_of_passes = plans[-1].life in (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH)
+            gathered = plans if is_of_passes else plans[-1:]
+            for plan in gathered:
+                num_between_nodes = transfer_traffic(plan.transfer, topology).num_between_nodes
+                result.spag_inter_node_bytes += num_between_nodes * self.size.expert_bytes
         result.loads = self.runtime.end_iteration()
         if self._selector is not None:
             self._selector.note(result.seconds)

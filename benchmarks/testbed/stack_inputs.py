@@ -1,7 +1,7 @@
 """Sizes, pace and forced routing of a stack of MoE layers.
 
 Shape letters: T tokens of this rank, M model dim, F ffn dim, E experts, D devices, K experts of a token,
-L layers, A assignments of tokens to experts.
+L layers, Z micro-batches, A assignments of tokens to experts.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class StackSize:
     top_k: int
     hidden_size: int  # M
     ffn_size: int  # F
-    tokens_per_rank: int  # T, or the mean if ranks have different numbers
+    tokens_per_rank: int  # T of an iteration, or the mean if ranks have different numbers
     element_bytes: int = 4  # of parameters and hidden states
 
     @property
@@ -132,8 +132,8 @@ def _exchange_choices(routing_TE: np.ndarray, rng: np.random.Generator) -> None:
 
 
 @dataclass(frozen=True)
-class IterationInput:
-    """Input of this rank in an iteration.
+class MicroBatchInput:
+    """Input of this rank in a micro-batch.
 
     Attributes:
         hidden: Hidden states of the tokens, ``[T, M]``.
@@ -146,15 +146,14 @@ class IterationInput:
     gradient: torch.Tensor
 
     @classmethod
-    def draw(cls, counts_LE: np.ndarray, size: StackSize, seed: Sequence[int]) -> "IterationInput":
+    def draw(cls, counts_LE: np.ndarray, size: StackSize, rng: np.random.Generator) -> "MicroBatchInput":
         """Draw random tokens of this rank, with the routing that the counts give.
 
         Args:
             counts_LE: int64 ``[L, E]``. Assignments of this rank to every expert.
             size: Sizes of the layer stack.
-            seed: Seed of the tokens and the routing.
+            rng: Source of the tokens and the routing.
         """
-        rng = np.random.default_rng(seed)
         num_tokens = int(counts_LE[0].sum()) // size.top_k
         hidden, gradient = (
             torch.from_numpy(rng.standard_normal((num_tokens, size.hidden_size), np.float32))
@@ -163,6 +162,19 @@ class IterationInput:
         return cls(
             hidden, tuple(LayerInput.draw(counts_E, num_tokens, rng) for counts_E in counts_LE), gradient
         )
+
+
+@dataclass(frozen=True)
+class IterationInput:
+    """Input of this rank in an iteration, by its micro-batches."""
+
+    micro_batches: tuple[MicroBatchInput, ...]
+
+    @classmethod
+    def draw(cls, counts_ZLE: np.ndarray, size: StackSize, seed: Sequence[int]) -> "IterationInput":
+        """Draw all micro-batches from assignments of this rank, int64 ``[Z, L, E]``."""
+        rng = np.random.default_rng(seed)
+        return cls(tuple(MicroBatchInput.draw(counts_LE, size, rng) for counts_LE in counts_ZLE))
 
 
 def nominal_cluster(payload_bytes_per_s: float, expert_flops_per_s: float) -> ClusterCost:

@@ -65,11 +65,12 @@ class Lanes:
         self._wait("re-sharding", self._transfer("re-sharding", 0.0, record.moving_s))
         self._run("host", "plans", record.plans_s)
         num, done = record.num_micro_batches, 0
+        alike = num // len(record.micro_batches)
         while done < num:
-            before_s = dict(self.parts_s)
-            self._run_micro_batch(record, is_first=done == 0, is_last=done == num - 1)
+            before_s, layers = dict(self.parts_s), record.micro_batches[done // alike]
+            self._run_micro_batch(layers, record.behind_s, is_first=done == 0, is_last=done == num - 1)
             done += 1
-            if self._on_span is None and done == 2 and num > 3:
+            if self._on_span is None and done == 2 and alike == num > 3:
                 # All micro-batches between the first and the last take the same time.
                 for part, seconds in self.parts_s.items():
                     more_s = (num - 3) * (seconds - before_s[part])
@@ -78,21 +79,23 @@ class Lanes:
                 self._lane_s = max(self._lane_s, self.now_s)
                 done = num - 1
         self._run("gradient sync", "gradient sync", record.gradient_sync_s)
-        self._wait("host", sum(layer.host_s for layer in record.layers))
+        self._wait("host", sum(layer.host_s for layers in record.micro_batches for layer in layers))
         return self
 
-    def _run_micro_batch(self, record: IterationRecord, *, is_first: bool, is_last: bool) -> None:
+    def _run_micro_batch(
+        self, layers: list[LayerRecord], behind_s: float, *, is_first: bool, is_last: bool
+    ) -> None:
         """Add both passes of one micro-batch.
 
         Unless replicas live for less, their weights are gathered only in the first micro-batch of an
         iteration, and their gradients are sent to the owners only in the last one.
         """
-        around = (None, *record.layers, None)
-        numbered = list(enumerate(record.layers, start=1))
+        around = (None, *layers, None)
+        numbered = list(enumerate(layers, start=1))
         for number, layer in numbered:
             self._forward(f"layer {number}", layer, is_first, above=around[number + 1])
-        self._run("other compute", "behind the layers", record.behind_s)
-        self._run("other compute", "behind the layers'", BACKWARD_PER_FORWARD * record.behind_s)
+        self._run("other compute", "behind the layers", behind_s)
+        self._run("other compute", "behind the layers'", BACKWARD_PER_FORWARD * behind_s)
         for number, layer in reversed(numbered):
             self._backward(f"layer {number}", layer, is_last, below=around[number - 1])
 

@@ -37,10 +37,12 @@ UNUSED = LinkTimes()
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class LayerRecord:
-    """What a layer's plan does in an iteration. Seconds are those of a micro-batch's forward pass.
+    """What a layer's plan does in a micro-batch, or in all of an iteration that are equal.
+
+    Seconds are those of one micro-batch's forward pass.
 
     Attributes:
-        tokens_D: (token, k) pairs that each device computes in the iteration, int32 ``[D]``.
+        tokens_D: (token, k) pairs that each device computes in these micro-batches, int32 ``[D]``.
         cross_node: Pairs that are sent to another node.
         gathered: Experts whose weights travel to replicas; ``gathered_between_nodes`` of them change nodes.
         replicas: Replicas on all devices together, and ``most_replicas`` on the device that has the most.
@@ -58,7 +60,7 @@ class LayerRecord:
         regather: Seconds of the spAG of all replicas before the backward pass.
         plan_s: Seconds in which the device waits for the host between the counts and the dispatch, and
             ``first_plan_s`` more of them in an iteration's first micro-batch.
-        host_s: Seconds in which the host plans and posts messages in the whole iteration.
+        host_s: Seconds in which the host plans and posts messages in these micro-batches.
     """
 
     tokens_D: np.ndarray
@@ -113,6 +115,7 @@ class IterationRecord:
     """What a strategy does in one iteration.
 
     Attributes:
+        micro_batches: Records of each micro-batch's layers. If there is one entry, all are like it.
         num_moved: Experts that move before the iteration, to a new owner or for a new resident replica.
         moving_s: Seconds of these moves, while everything else waits.
         plans_s: Seconds in which a rank plans its part of the layers before the first pass.
@@ -120,7 +123,7 @@ class IterationRecord:
         gradient_sync_s: Seconds of reducing dense gradients after the last backward pass.
     """
 
-    layers: list[LayerRecord]
+    micro_batches: list[list[LayerRecord]]
     num_micro_batches: int = 1
     num_moved: int = 0
     moving_s: float = 0.0
@@ -148,8 +151,12 @@ class LayerPrices:
     def iteration(self, decided: ReplayedIteration) -> IterationRecord:
         """The record of one iteration."""
         moved = moves_traffic(decided.source_P, decided.device_P, self.topology)
+        times = self.job.num_micro_batches // len(decided.micro_batches)
         return IterationRecord(
-            layers=[self._layer(index, decision) for index, decision in enumerate(decided.layers)],
+            micro_batches=[
+                [self._layer(index, one, times, is_first=not number) for index, one in enumerate(layers)]
+                for number, layers in enumerate(decided.micro_batches)
+            ],
             num_micro_batches=self.job.num_micro_batches,
             num_moved=len(decided.source_P),
             moving_s=self.links.transfer.times(moved, self.job.owned_bytes).seconds,
@@ -158,10 +165,13 @@ class LayerPrices:
             gradient_sync_s=self._gradient_sync_s,
         )
 
-    def _layer(self, layer: int, decision: LayerDecision) -> LayerRecord:
-        """The record of the layer with this index among the MoE layers."""
+    def _layer(self, layer: int, decision: LayerDecision, times: int, *, is_first: bool) -> LayerRecord:
+        """The record of the layer with this index among the MoE layers, in ``times`` equal micro-batches.
+
+        The host's work for the whole iteration belongs to its first micro-batch.
+        """
         planned, plan, counts_DE = decision
-        job, topology, times, life = self.job, self.topology, self.job.num_micro_batches, plan.life
+        job, topology, life, once = self.job, self.topology, plan.life, int(is_first)
         placement, tokens = plan.placement, plan.dispatch(counts_DE, topology, times)
         choices = job.choices or TokenChoices(job.top_k)
         sent = choices if plan.deduplicated or choices.is_fused else None
@@ -184,17 +194,18 @@ class LayerPrices:
         addition_times, num_additions = self._transfer(addition)
         regather, num_regathers = self._transfer(replicas)
         reduce_times, num_reductions = self._transfer(replicas, reduced_bytes)
-        # How often an iteration gathers again before a backward pass, and how often it plans.
+        # How often weights are gathered again before a backward pass, and how often a layer is planned.
         again = times if life is ReplicaLife.LAYER_PASS else 0
-        each = times if life is ReplicaLife.MICRO_BATCH else 1
-        posted = (again or 1) * num_gathers + again * num_regathers + each * num_additions
+        each = times if life is ReplicaLife.MICRO_BATCH else once
+        posted = (again or once) * num_gathers + again * num_regathers + each * num_additions
         posted += (again or each) * reductions * num_reductions
         each_plan_s, first_plan_s = self.host.dispatch_s, self.host.after_gate_s
         if life is ReplicaLife.MICRO_BATCH:
             each_plan_s, first_plan_s = each_plan_s + first_plan_s, 0.0
-        host_s = self.host.before_gate_s + times * each_plan_s + first_plan_s
+        host_s = once * self.host.before_gate_s + times * each_plan_s + once * first_plan_s
         # The source with the most tokens sets the time. It also computes tokens that are dropped later.
-        slowest = max(int(counts_DE.sum(axis=1).max()) / job.pairs_per_device, 1.0)
+        pairs_per_device = job.tokens_per_micro_batch * times * job.top_k
+        slowest = max(int(counts_DE.sum(axis=1).max()) / pairs_per_device, 1.0)
         s_per_flop = slowest / self.cluster.non_expert_flops_per_s
         s_per_token = job.expert_flops_per_token / self.cluster.expert_flops_per_s / times
         return LayerRecord(

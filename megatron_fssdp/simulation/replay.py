@@ -1,10 +1,12 @@
 """Replays recorded loads through a strategy, with the same calls in the same order as the runtime.
 
-Shape letters: I iterations, L MoE layers, D devices, E experts, P pairs of expert and device.
+Shape letters: I iterations, Z micro-batches, L MoE layers, D devices, E experts, P pairs of expert and
+device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +25,10 @@ OnPlan = Callable[[int, int, LayerPlan], None]
 
 
 class LayerDecision(NamedTuple):
-    """A layer's plan before the gate, the plan that is executed, and the counts, int64 ``[D, E]``."""
+    """A layer's plan before the gate, the plan that is executed, and the counts, int64 ``[D, E]``.
+
+    These are of one micro-batch, or of all micro-batches of an iteration together, if they are equal.
+    """
 
     planned: LayerPlan
     plan: LayerPlan
@@ -31,15 +36,30 @@ class LayerDecision(NamedTuple):
 
 
 class ReplayedIteration(NamedTuple):
-    """What a strategy decides for one iteration.
+    """What a strategy decides for one iteration, for the layers of its ``micro_batches``.
 
-    Experts move before it from the devices ``source_P`` to ``device_P``, int64 ``[P]``, to a new owner or for
-    a new resident replica.
+    A single entry is for all micro-batches. Experts move before the iteration from the devices ``source_P``
+    to ``device_P``, int64 ``[P]``, to a new owner or for a new resident replica.
     """
 
-    layers: list[LayerDecision]
+    micro_batches: list[list[LayerDecision]]
     source_P: np.ndarray
     device_P: np.ndarray
+
+
+def by_micro_batch(counts_ILDE: np.ndarray, num_micro_batches: int) -> np.ndarray:
+    """Counts ``[I, Z, L, D, E]`` from those with or without the second axis, of which Z is then 1.
+
+    Raises:
+        ValueError: There is such an axis, but it is not that of ``num_micro_batches``.
+    """
+    counts_IZLDE = counts_ILDE[:, None] if counts_ILDE.ndim == 4 else counts_ILDE
+    if counts_IZLDE.ndim != 5 or counts_IZLDE.shape[1] not in (1, num_micro_batches):
+        raise ValueError(
+            f"counts have shape {counts_ILDE.shape}, wanted (iterations, layers, devices, experts), or "
+            f"(iterations, micro-batches, layers, devices, experts) with {num_micro_batches} micro-batches"
+        )
+    return counts_IZLDE
 
 
 def replay_strategy(
@@ -58,13 +78,19 @@ def replay_strategy(
     The order is that of the runtime. A strategy that wants a profile gets ``profile``, as measuring would
     have found it, after its ``profile_iterations``. Owners are reconsidered before an iteration. The gate's
     counts, (token, k) pairs in integers, are known after the plan, and become history when the iteration
-    ends. Every micro-batch has an equal share of an iteration's counts.
+    ends. ``counts_ILDE`` may have an axis of micro-batches behind that of iterations, ``[I, Z, L, D, E]``.
+    Otherwise, every micro-batch has an equal share of its iteration's counts.
 
     Iterations before the first one, ``past_ILDE``, only fill the history. ``layer_numbers`` are Megatron's,
-    by default 1 to L. ``on_plan`` is called with the iteration, the layer's index and the plan that is
+    by default 1 to L. ``on_plan`` is called with the iteration, the layer's index and each plan that is
     executed.
+
+    Raises:
+        ValueError: There are other micro-batches than ``num_micro_batches``.
     """
-    _, num_layers, num_devices, num_experts = counts_ILDE.shape
+    counts_IZLDE = by_micro_batch(counts_ILDE, num_micro_batches)
+    _, num_counted, num_layers, num_devices, num_experts = counts_IZLDE.shape
+    times = num_micro_batches // num_counted
     owners = OwnerMap.even(num_layers, num_experts, num_devices)
     numbers = layer_numbers or range(1, num_layers + 1)
     contexts = [
@@ -72,13 +98,13 @@ def replay_strategy(
         for number, owner_E in zip(numbers, owners.device_LE, strict=True)
     ]
     histories = [LoadHistory(strategy.window, num_devices, num_experts) for _ in contexts]
-    for past_LDE in () if past_ILDE is None else past_ILDE[-strategy.window :]:
-        for history, counts_DE in zip(histories, past_LDE, strict=True):
-            if counts_DE.any():
-                history.append(counts_DE)
+    if past_ILDE is not None:
+        for past_ZLDE in by_micro_batch(past_ILDE[-strategy.window :], num_micro_batches):
+            for history, past_ZDE in zip(histories, past_ZLDE.swapaxes(0, 1), strict=True):
+                _remember(history, past_ZDE.astype(np.int64))
     # If there are earlier iterations, they have already been measured.
     profiled_at = strategy.profile_iterations if past_ILDE is None else 0
-    for iteration, counts_LDE in enumerate(counts_ILDE):
+    for iteration, counts_ZLDE in enumerate(counts_IZLDE):
         if strategy.profile_iterations and iteration == profiled_at:
             contexts = [replace(context, profile=profile) for context in contexts]
         if isinstance(strategy, AutoStrategy):
@@ -108,18 +134,27 @@ def replay_strategy(
         ]
         source_P = np.concatenate([owner_E[expert_P] for owner_E, expert_P, _ in moves])
         device_P = np.concatenate([device_P for *_, device_P in moves])
-        layers = []
+        micro_batches: list[list[LayerDecision]] = [[] for _ in counts_ZLDE]
         for layer, (context, history) in enumerate(zip(contexts, histories, strict=True)):
-            counts_DE = frozen_array(counts_LDE[layer], np.int64)
-            planned = plan_before_gate(strategy, context, history)
-            first_DE = counts_DE // num_micro_batches
-            plan = plan_after_gate(strategy, context, first_DE, planned, num_micro_batches)
-            if on_plan is not None:
-                on_plan(iteration, layer, plan)
-            layers.append(LayerDecision(planned, plan, counts_DE))
-            if counts_DE.any():
-                history.append(counts_DE)
-        yield ReplayedIteration(layers, source_P, device_P)
+            plan = planned = plan_before_gate(strategy, context, history)
+            for number, layers in enumerate(micro_batches):
+                counts_DE = frozen_array(counts_ZLDE[number, layer], np.int64)
+                # The first micro-batch corrects a plan for the iteration.
+                if planned.each_micro_batch or number == 0:
+                    served = times if planned.each_micro_batch else num_micro_batches
+                    plan = plan_after_gate(strategy, context, counts_DE // times, planned, served)
+                    if on_plan is not None:
+                        on_plan(iteration, layer, plan)
+                layers.append(LayerDecision(planned, plan, counts_DE))
+            _remember(history, [layers[-1].counts_DE for layers in micro_batches])
+        yield ReplayedIteration(micro_batches, source_P, device_P)
+
+
+def _remember(history: LoadHistory, micro_batches: Sequence[np.ndarray] | np.ndarray) -> None:
+    """Add an iteration of micro-batches with these counts, int64 ``[D, E]`` each, as the runtime does."""
+    counts_DE = np.sum(micro_batches, axis=0)
+    if counts_DE.any():
+        history.append(counts_DE, [partial(np.asarray, one_DE) for one_DE in micro_batches])
 
 
 def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:

@@ -1,6 +1,6 @@
 """Simulates a strategy on a described cluster: its decisions, and their cost in seconds and bytes.
 
-Shape letters: I iterations, L MoE layers, D devices, E experts.
+Shape letters: I iterations, Z micro-batches, L MoE layers, D devices, E experts.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.lanes import PARTS, Lanes
 from megatron_fssdp.simulation.layer_record import IterationRecord, LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import OnPlan, replay_strategy, warm_up_iterations
+from megatron_fssdp.simulation.replay import OnPlan, by_micro_batch, replay_strategy, warm_up_iterations
 from megatron_fssdp.simulation.workloads import counts_of_shares
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
@@ -54,6 +54,10 @@ class DeviceMemory:
     def runs_out(self) -> bool:
         """Whether the device needs more memory than it has."""
         return self.capacity_bytes is not None and self.total_bytes > self.capacity_bytes
+
+
+_SUMS = ("tokens_D", "cross_node", "host_s")
+"""What a record has for all its micro-batches together; the rest is of one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,14 +93,15 @@ class StrategyOutcome:
 
     @cached_property
     def tokens_ILD(self) -> np.ndarray:
-        """(token, k) pairs that each device computes, int32 ``[I, L, D]``."""
+        """(token, k) pairs that each device computes, integers ``[I, L, D]``."""
         return self.of_layers("tokens_D")
 
     @property
     def load_max_over_mean_IL(self) -> np.ndarray:
-        """Max/mean device load in (token, k) pairs, float64 ``[I, L]``."""
-        mean_IL = self.tokens_ILD.mean(axis=2)
-        return self.tokens_ILD.max(axis=2) / np.maximum(mean_IL, 1e-12)
+        """Max/mean device load of a micro-batch in (token, k) pairs, the mean of all: float64 ``[I, L]``."""
+        tokens_IZLD = self._of_micro_batches("tokens_D")
+        mean_IZL = np.maximum(tokens_IZLD.mean(axis=3), 1e-12)
+        return np.asarray((tokens_IZLD.max(axis=3) / mean_IZL).mean(axis=1))
 
     @property
     def moved_I(self) -> np.ndarray:
@@ -104,8 +109,20 @@ class StrategyOutcome:
         return np.array([iteration.num_moved for iteration in self.iterations])
 
     def of_layers(self, name: str) -> np.ndarray:
-        """The named attribute of every layer's record, ``[I, L]``, or ``[I, L, D]`` for tokens."""
-        return np.array([[getattr(layer, name) for layer in one.layers] for one in self.iterations])
+        """The named attribute of every layer's record, ``[I, L]``, or ``[I, L, D]`` for tokens.
+
+        It is the sum over the micro-batches for what is counted in all of them, or the mean.
+        """
+        of_all = self._of_micro_batches(name)
+        return of_all.sum(axis=1) if name in _SUMS else of_all.mean(axis=1)
+
+    def _of_micro_batches(self, name: str) -> np.ndarray:
+        return np.array(
+            [
+                [[getattr(layer, name) for layer in layers] for layers in one.micro_batches]
+                for one in self.iterations
+            ]
+        )
 
     def spans(self, iteration: int) -> list[tuple[str, str, float, float]]:
         """The spans of one iteration as (lane, name, begin, end), with times in seconds."""
@@ -128,14 +145,15 @@ def simulate(
 ) -> StrategyOutcome:
     """Simulate a strategy on loads: its seconds, decisions, traffic and memory.
 
-    ``none`` is simulated as ``ep``, because tokens travel in the same way. Loads and the optional arguments
-    are those of :func:`replay_strategy`.
+    ``none`` is simulated as ``ep``, because tokens travel in the same way. Loads, with or without an axis of
+    micro-batches, and the optional arguments are those of :func:`replay_strategy`.
 
     Raises:
         ValueError: The loads do not have the job's sizes, or the job does not fit cluster or strategy.
     """
     wanted = (job.num_layers, job.num_devices, job.num_experts)
-    if counts_ILDE.ndim != 4 or counts_ILDE.shape[1:] != wanted or not len(counts_ILDE):
+    counts_IZLDE = by_micro_batch(counts_ILDE, job.num_micro_batches)
+    if counts_IZLDE.shape[2:] != wanted or not len(counts_IZLDE):
         raise ValueError(
             f"counts_ILDE has shape {counts_ILDE.shape}, wanted (iterations, layers, devices, experts), "
             f"where the last three are {wanted} as in the job"
@@ -195,8 +213,10 @@ def checked_strategy(
 def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
     """One iteration in which every source sends equally many pairs to each expert, int64 ``[1, L, D, E]``.
 
-    Each source has its mean number of pairs of ``counts_ILDE``.
+    Each source has its mean number of pairs of ``counts_ILDE``, which may be of micro-batches.
     """
+    if counts_ILDE.ndim == 5:
+        counts_ILDE = counts_ILDE.sum(axis=1)
     pairs_LD = np.rint(counts_ILDE.sum(axis=3).mean(axis=0)).astype(np.int64)
     even_IDE = np.ones((1, *counts_ILDE.shape[2:]))
     return np.stack([counts_of_shares(even_IDE, pairs_D, top_k=1) for pairs_D in pairs_LD], axis=1)
@@ -210,14 +230,17 @@ def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob)
 def _pairs_at_peak(strategy: Strategy, counts_ILDE: np.ndarray, topology: Topology, job: MoeJob) -> float:
     """(token, k) pairs of the busiest device in the first iteration, in which a run measures its memory.
 
-    The strategy is a new one.
+    All micro-batches count as the one with the busiest device. The strategy is a new one.
     """
     replayed = next(
         replay_strategy(strategy, counts_ILDE, topology, None, num_micro_batches=job.num_micro_batches)
     )
-    times = job.num_micro_batches
-    of_layers = [plan.dispatch(counts_DE, topology, times) for _, plan, counts_DE in replayed.layers]
-    return float(np.sum([one.device_tokens_D for one in of_layers], axis=0).max())
+    number = len(replayed.micro_batches)
+    times, most = job.num_micro_batches // number, 0.0
+    for layers in replayed.micro_batches:
+        of_layers = [plan.dispatch(counts_DE, topology, times) for _, plan, counts_DE in layers]
+        most = max(most, float(np.sum([one.device_tokens_D for one in of_layers], axis=0).max()))
+    return number * most
 
 
 def layer_profile(
@@ -270,9 +293,14 @@ def device_memory(
     """
     pairs = job.pairs_per_device * job.num_layers if pairs is None else pairs
     owned = max(job.num_experts // job.num_devices, 1)
-    layers = [layer for iteration in iterations for layer in iteration.layers]
+    layers = [layer for iteration in iterations for one in iteration.micro_batches for layer in one]
     if layers:
-        pairs = max(np.sum([layer.tokens_D for layer in one.layers], axis=0).max() for one in iterations)
+        # Activations are those of the micro-batch with the busiest device.
+        pairs = max(
+            len(iteration.micro_batches) * np.sum([layer.tokens_D for layer in one], axis=0).max()
+            for iteration in iterations
+            for one in iteration.micro_batches
+        )
         owned = max(layer.most_owned for layer in layers)
     most = {
         life: max((one.most_replicas for one in layers if one.life is life), default=0)

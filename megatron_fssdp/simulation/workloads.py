@@ -5,9 +5,10 @@ and simulated figures have the same loads. Experts are placed as by Megatron: de
 experts from ``d·E/D`` on. With fewer experts than devices, E devices own one expert each, and where a
 workload names a device, it means one of these.
 
-Shape letters: I iterations, L MoE layers, D devices, E experts.
+Shape letters: I iterations, Z micro-batches, L MoE layers, D devices, E experts.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,13 +29,17 @@ BURST_PERIOD, BURST_ITERATIONS = 5, 2
 """W7: length of a period in iterations, and the number of iterations at its end that are a burst."""
 LOG_NORMAL_SIGMAS = {"weak": 0.5, "medium": 1.0, "strong": 1.5}
 """Standard deviations of the logarithm of experts' popularity."""
+DRIFT_SIGMA = 0.3
+"""Standard deviation of the logarithm of what an expert's load is multiplied by in a micro-batch of drift."""
+MICRO_BATCH_COUNTS = "counts_IZLDE"
+"""Name of recorded counts of single micro-batches in an ``.npz`` file."""
 
 
 @dataclass(frozen=True)
 class WorkloadShape:
     """Sizes of a workload: the experts are a multiple of the devices, or fewer.
 
-    ``tokens_per_device`` is a mean if the devices have different numbers.
+    ``tokens_per_device`` are those of an iteration, and a mean if the devices have different numbers.
 
     Raises:
         ValueError: The sizes do not fit each other.
@@ -45,14 +50,16 @@ class WorkloadShape:
     tokens_per_device: int
     top_k: int = 2
     num_iterations: int = 1
+    num_micro_batches: int = 1
 
     def __post_init__(self) -> None:
         sizes = (self.num_devices, self.tokens_per_device, self.top_k, self.num_iterations)
         is_uneven = self.num_experts > self.num_devices and self.num_experts % self.num_devices
-        if min(sizes) < 1 or self.num_experts < self.top_k or is_uneven:
+        is_cut = self.num_micro_batches < 1 or self.tokens_per_device % self.num_micro_batches
+        if min(sizes) < 1 or self.num_experts < self.top_k or is_uneven or is_cut:
             raise ValueError(
-                f"got {self}; wanted sizes of at least 1, at least top_k experts, and as many experts as a "
-                "multiple of the devices, or fewer than devices"
+                f"got {self}; wanted sizes of at least 1, at least top_k experts, as many experts as a "
+                "multiple of the devices, or fewer than devices, and tokens as a multiple of micro-batches"
             )
 
 
@@ -64,23 +71,30 @@ class Workload:
     description: str
 
     def counts(self, shape: WorkloadShape, seed: int = 0) -> Counts:
-        """The assignments (token, k) of every source device to every expert: int64 ``[I, D, E]``.
+        """The assignments (token, k) of every source device to every expert: int64 ``[I, D, E]``."""
+        return self.micro_batches(shape, seed).sum(axis=1)
 
-        A source sends an expert at most as many as it has tokens, so each token can have ``top_k`` different
-        experts. The seed is that of random workloads.
+    def micro_batches(self, shape: WorkloadShape, seed: int = 0) -> Counts:
+        """The assignments of every micro-batch, int64 ``[I, Z, D, E]``; if all are equal, Z is 1.
+
+        This one entry then has all assignments of an iteration. A source sends an expert at most as many as
+        it has tokens, so each token can have ``top_k`` different experts. The seed is that of random
+        workloads.
         """
-        devices = shape.num_devices
-        tokens_D = np.full(devices, shape.tokens_per_device)
+        devices, popularity_IZE = shape.num_devices, self._popularity_IZE(shape, seed)
+        tokens_D = np.full(devices, shape.tokens_per_device // popularity_IZE.shape[1])
         if self.name == "W4":
             ends = np.cumsum(np.arange(1, devices + 1)) * (shape.tokens_per_device * devices)
             tokens_D = np.diff(ends // (devices * (devices + 1) // 2), prepend=0)
-        share_IDE = np.repeat(self._popularity_IE(shape, seed)[:, None, :], devices, axis=1)
-        return counts_of_shares(share_IDE, tokens_D, shape.top_k)
+        share_IDE = np.repeat(popularity_IZE.reshape(-1, 1, shape.num_experts), devices, axis=1)
+        counts_IDE = counts_of_shares(share_IDE, tokens_D, shape.top_k)
+        return counts_IDE.reshape(*popularity_IZE.shape[:2], devices, -1)
 
-    def _popularity_IE(self, shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
-        """Each expert's share of all assignments on any positive scale, float64 ``[I, E]``."""
+    def _popularity_IZE(self, shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
+        """Each expert's share of all assignments on any positive scale, float64 ``[I, Z, E]``."""
         experts, owners = shape.num_experts, min(shape.num_devices, shape.num_experts)
         of_device, iterations = experts // owners, range(shape.num_iterations)
+        micro_batches = shape.num_iterations, shape.num_micro_batches
         rng, always_E = np.random.default_rng(seed), np.full(experts, 1 / experts)
 
         def hot(numbers: list[int], share: float) -> NDArray[np.float64]:
@@ -108,19 +122,27 @@ class Workload:
             if of_device > 1:
                 always_E[0 : experts - of_device : 2 * of_device] = 0
         elif self.name == "W6":
-            return np.stack([hot_device(i // ROTATION_ITERATIONS % owners) for i in iterations])
+            return np.stack([[hot_device(i // ROTATION_ITERATIONS % owners)] for i in iterations])
+        elif self.name == "jump-micro":
+            # Every step leads to any other device.
+            steps = rng.integers(1, max(owners, 2), size=shape.num_iterations * shape.num_micro_batches)
+            popularity = [hot_device(device) for device in (np.cumsum(steps) % owners).tolist()]
+            return np.reshape(popularity, (*micro_batches, experts))
         elif self.name == "W7":
             hot_of_burst = rng.integers(experts, size=-(-shape.num_iterations // BURST_PERIOD)).tolist()
             bursts = [hot([expert], HOT_EXPERT_SHARE) for expert in hot_of_burst]
             quiet = BURST_PERIOD - BURST_ITERATIONS
             return np.stack(
-                [bursts[i // BURST_PERIOD] if i % BURST_PERIOD >= quiet else always_E for i in iterations]
+                [[bursts[i // BURST_PERIOD] if i % BURST_PERIOD >= quiet else always_E] for i in iterations]
             )
         elif self.name.startswith("lognormal-"):
             # All strengths use the same standard normal numbers, so the same experts are popular in all.
             sigma = LOG_NORMAL_SIGMAS[self.name.removeprefix("lognormal-")]
             always_E = np.exp(sigma * rng.normal(size=experts))
-        return np.tile(always_E, (shape.num_iterations, 1))
+        elif self.name == "drift":
+            always_E = np.exp(LOG_NORMAL_SIGMAS["medium"] * rng.normal(size=experts))
+            return always_E * np.exp(DRIFT_SIGMA * rng.normal(size=(*micro_batches, experts)))
+        return np.tile(always_E, (shape.num_iterations, 1, 1))
 
 
 def counts_of_shares(share_IDE: NDArray[np.float64], tokens_D: Counts, top_k: int) -> Counts:
@@ -183,6 +205,10 @@ _DESCRIPTIONS = {
     f"lognormal-{strength}": f"popularity of experts is log-normal with sigma {sigma}"
     for strength, sigma in LOG_NORMAL_SIGMAS.items()
 }
+_DESCRIPTIONS |= {
+    "drift": f"as lognormal-medium, with noise of sigma {DRIFT_SIGMA} in the loads of every micro-batch",
+    "jump-micro": "as W1, but each micro-batch overloads another, random device",
+}
 
 WORKLOADS = {name: Workload(name, description) for name, description in _DESCRIPTIONS.items()}
 """All generated workloads by name."""
@@ -191,30 +217,53 @@ WORKLOADS = {name: Workload(name, description) for name, description in _DESCRIP
 def generated_loads(name: str, job: MoeJob, num_iterations: int, seed: int = 0) -> np.ndarray:
     """A workload of ``WORKLOADS`` for every layer of a job: (token, k) pairs, int32 ``[I, L, D, E]``.
 
-    ``seed`` is that of the first layer; each next layer uses the next number.
+    If micro-batches differ, it is ``[I, Z, L, D, E]``. ``seed`` is that of the first layer; each next layer
+    uses the next number.
     """
     shape = WorkloadShape(
         num_devices=job.num_devices,
         num_experts=job.num_experts,
-        tokens_per_device=max(1, round(job.tokens_per_micro_batch * job.num_micro_batches)),
+        tokens_per_device=max(1, round(job.tokens_per_micro_batch)) * job.num_micro_batches,
         top_k=job.top_k,
         num_iterations=num_iterations,
+        num_micro_batches=job.num_micro_batches,
     )
-    layers = [WORKLOADS[name].counts(shape, seed + layer) for layer in range(job.num_layers)]
-    return np.stack(layers, axis=1).astype(np.int32)
+    layers = [WORKLOADS[name].micro_batches(shape, seed + layer) for layer in range(job.num_layers)]
+    counts_IZLDE = np.stack(layers, axis=2).astype(np.int32)
+    return counts_IZLDE if counts_IZLDE.shape[1] > 1 else counts_IZLDE[:, 0]
+
+
+def joined_micro_batches(counts_IZLDE: np.ndarray, num_micro_batches: int) -> np.ndarray:
+    """The counts of fewer, longer micro-batches, ``[I, num_micro_batches, L, D, E]``.
+
+    Raises:
+        ConfigurationError: Neighbours cannot be joined to so many.
+    """
+    recorded = counts_IZLDE.shape[1]
+    if recorded % num_micro_batches:
+        raise ConfigurationError(
+            f"--loads: got a record of {recorded} micro-batches for {num_micro_batches}; the latter must "
+            "divide the former, so change the batch size"
+        )
+    shape = (len(counts_IZLDE), num_micro_batches, -1, *counts_IZLDE.shape[2:])
+    return counts_IZLDE.reshape(shape).sum(axis=2)
 
 
 def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, float]:
     """Adapt recorded loads, integers ``[I, L, sources, E]``, to a job with other devices or tokens.
 
-    With fewer source devices than the job has, neighbouring devices get the same counts. With more, the
-    counts of neighbours are added. All counts are then scaled, so that the mean device has the job's number
-    of tokens. The result is int32 ``[I, L, D, E]``, and the factor of this scaling.
+    Those of micro-batches, ``[I, Z, L, sources, E]``, are joined to the job's number of them. With fewer
+    source devices than the job has, neighbouring devices get the same counts. With more, the counts of
+    neighbours are added. All counts are then scaled, so that the mean device has the job's number of tokens.
+    The result is int32 ``[I, L, D, E]`` or ``[I, Z, L, D, E]``, and the factor of this scaling.
 
     Raises:
-        ConfigurationError: The record has other layers or experts than the job, or no matching devices.
+        ConfigurationError: The record has other layers or experts than the job, or no matching devices or
+            micro-batches.
     """
-    num_iterations, num_layers, num_sources, num_experts = counts_ILDE.shape
+    if counts_ILDE.ndim == 5:
+        counts_ILDE = joined_micro_batches(counts_ILDE, job.num_micro_batches)
+    num_iterations, *micro_batches, num_layers, num_sources, num_experts = counts_ILDE.shape
     if (num_layers, num_experts) != (job.num_layers, job.num_experts) or not num_iterations:
         raise ConfigurationError(
             f"--loads: got {num_iterations} recorded iterations of {num_layers} MoE layers with "
@@ -228,10 +277,10 @@ def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, floa
             f"parallelism.expert_model_parallel_size {wanted}; one must divide the other, so change it"
         )
     if wanted < num_sources:
-        counts_ILDE = counts_ILDE.reshape(num_iterations, num_layers, wanted, -1, num_experts).sum(axis=3)
+        counts_ILDE = counts_ILDE.reshape(*counts_ILDE.shape[:-2], wanted, -1, num_experts).sum(axis=-2)
     elif wanted > num_sources:
-        counts_ILDE = np.repeat(counts_ILDE, wanted // num_sources, axis=2)
-    mean = float(counts_ILDE.sum(axis=3, dtype=np.int64).mean())
+        counts_ILDE = np.repeat(counts_ILDE, wanted // num_sources, axis=-2)
+    mean = float(counts_ILDE.sum(axis=-1, dtype=np.int64).mean()) * math.prod(micro_batches)
     if mean <= 0:
         raise ConfigurationError("--loads: the record has no tokens; record the run again")
     factor = job.pairs_per_device / mean

@@ -70,7 +70,8 @@ def rows(case: tuple[str, int, str], iterations: int) -> list[list[object]]:
     found: list[list[object]] = []
     for free_gib in FREE_GIB:
         limited, outcome = run("fssdp", free_gib)
-        layers = [one for iteration in outcome.iterations for one in iteration.layers if one.replicas]
+        records = [layer for one in outcome.iterations for layers in one.micro_batches for layer in layers]
+        layers = [layer for layer in records if layer.replicas]
         of_lives = [[one.most_replicas for one in layers if one.life is life] for life in LIVES]
         speed = ep.mean_s / outcome.mean_s
         assert limited.memory_bytes is not None

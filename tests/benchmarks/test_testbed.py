@@ -11,11 +11,12 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks.testbed.__main__ import counts_of, parser
 from benchmarks.testbed.measurement import Sample
 from benchmarks.testbed.nodes import processes
 from benchmarks.testbed.nodes.links import Nodes, parse_rate, payload_bytes_per_s
-from benchmarks.testbed.report import AgainstBest, against_best, control_difference, summaries
-from benchmarks.testbed.stack_inputs import LayerInput
+from benchmarks.testbed.report import AgainstBest, against_best, control_difference, heat, summaries, table
+from benchmarks.testbed.stack_inputs import LayerInput, StackSize
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +40,10 @@ def test_drawn_tokens_have_the_workloads_counts(name: str) -> None:
 
 
 def sample(workload: str, variant: str, repetition: int, seconds: float) -> Sample:
-    pair = (0, 0)
-    return Sample(workload, variant, repetition, 0, seconds, 0.0, (2.0, 0.0), (0.5, 0.0), pair, pair, 0, 0)
+    pair, loads = (0, 0), (1.0, 2.0 + repetition)
+    return Sample(
+        *(workload, variant, repetition, 0, seconds, 0.0, (2.0, 0.0), (0.5, 0.0), pair, pair, 0, 0), loads
+    )
 
 
 def test_speed_ups_are_paired_and_the_ceiling_is_the_best_balanced_median() -> None:
@@ -60,6 +63,8 @@ def test_speed_ups_are_paired_and_the_ceiling_is_the_best_balanced_median() -> N
     assert skewed["percent_of_ceiling"] == pytest.approx(80.0)
     assert skewed["spag_hidden_share"] == 0.75
     assert skewed["sprs_hidden_share"] is None
+    assert skewed["load_max_over_mean"] == pytest.approx([1.5, 3.95])  # of 1, 1, 1, 2, 3, 4
+    assert "| 1.50 / 3.95 |" in table(found, dict.fromkeys(("W0", "W1"), heat(np.ones((1, 1, 1, 2, 2)))))
     assert control_difference(found, "none again") == {"W1": pytest.approx(0.1)}
 
 
@@ -67,12 +72,37 @@ def test_auto_is_compared_with_the_fastest_strategy_of_all_iterations() -> None:
     """The best median would be the wrong reference: c is fast in most iterations and very slow in one."""
     seconds = {"none": [8, 8, 8], "a": [4, 4, 4], "c": [1, 1, 20], "auto": [5, 4, 4], "none again": [1, 1, 1]}
     samples = [
-        Sample("W1", variant, index, index, one, 0.0, (0, 0), (0, 0), (0, 0), (0, 0), 0, 0)
+        Sample("W1", variant, index, index, one, 0.0, (0, 0), (0, 0), (0, 0), (0, 0), 0, 0, (1.0,))
         for variant, of in seconds.items()
         for index, one in enumerate(of)
     ]
     assert against_best(samples, "auto", ["none again"]) == [AgainstBest("W1", "a", 13 / 12, 24 / 13)]
     assert against_best([one for one in samples if one.variant == "auto"], "auto") == []
+
+
+def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_path: Path) -> None:
+    recorded_IZLDE = np.random.default_rng(0).integers(1, 9, (3, 4, 1, 2, 8))
+    np.savez(tmp_path / "any.npz", counts_IZLDE=recorded_IZLDE)
+    size = StackSize(2, 8, 2, 16, 32, 64)
+
+    def counts(name: str, *options: str) -> np.ndarray:
+        given = parser().parse_args(["--out", "unused", "--replay-from=1", *options])
+        found: np.ndarray = counts_of(given, name, size, 4, 2)
+        assert np.all(found.sum(axis=(2, 4)) == 64 * 2)
+        return found
+
+    assert counts("W1").shape == (2, 2, 1, 4, 8)
+    equal = counts("W1", "--micro-batches=2")
+    assert np.array_equal(equal[:, :, 0], equal[:, :, 1])
+    for name in ("drift", "jump-micro"):
+        assert counts(name).shape == (2, 2, 4, 4, 8)
+        assert not np.array_equal(*counts(name, "--micro-batches=2").swapaxes(0, 2)[:2, 0])
+    replayed = counts("replay-micro", f"--loads={tmp_path / 'any.npz'}")
+    of_sources = recorded_IZLDE[1:, :, 0].repeat(2, axis=2)  # each stands for two devices
+    shares, wanted = (one / one.sum(axis=-1, keepdims=True) for one in (replayed[1], of_sources))
+    assert shares == pytest.approx(wanted, abs=2 / 32)
+    with pytest.raises(ValueError, match="tokens as a multiple of micro-batches"):
+        counts("drift", "--micro-batches=3")
 
 
 def test_link_rates_are_parsed() -> None:
@@ -100,17 +130,27 @@ def test_two_ranks_are_measured_over_loopback(tmp_path: Path) -> None:
         "smartmoe": "smartmoe:reshard_interval=1;window=1",
         "flexmoe": "flexmoe:placement_interval=1;window=1",
     }
-    strategies = ",".join(["none", "ep", "fssdp", *moving.values()])
-    options = ["--loopback", "--repetitions=2", *TOY, f"--strategies={strategies}"]
+    strategies = ",".join(["none", "ep", "fssdp", "quota", *moving.values()])
+    options = [
+        "--loopback",
+        "--repetitions=2",
+        *TOY,
+        f"--strategies={strategies}",
+        "--workloads=W3,jump-micro",
+    ]
     process = run_testbed(*options, "--out", str(tmp_path), "--result", str(tmp_path / "result.json"))
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
     record = json.loads((tmp_path / "testbed.json").read_text())
     names = {(one["workload"], one["variant"]) for one in record["summaries"]}
-    assert names == {(w, v) for w in ("W0", "W3") for v in (*strategies.split(","), "none again")}
+    assert names == {
+        (w, v) for w in ("W0", "W3", "jump-micro") for v in (*strategies.split(","), "none again")
+    }
     assert len(record["samples"]) == 2 * len(names)
     assert max(record["worst_difference_from_ep"].values()) <= 1e-5
     by_cell = {(one["workload"], one["variant"]): one for one in record["summaries"]}
+    num_loads = {one["workload"]: len(one["loads"]) for one in record["samples"]}
+    assert num_loads == {"W0": 2, "W3": 2, "jump-micro": 4 * 2}
     skewed = by_cell["W3", "fssdp"]
     assert skewed["replica_bytes"] >= 2 * 2 * 16 * 32 * 4  # at least one expert of each of the two layers
     assert skewed["transfer_bytes_between_nodes"] > 0

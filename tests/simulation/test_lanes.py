@@ -24,7 +24,7 @@ SPLIT = replace(LAYER, early=0.4)
 
 def run(*layers: LayerRecord) -> tuple[Lanes, list[tuple[str, str, float, float]]]:
     spans: list[tuple[str, str, float, float]] = []
-    record = IterationRecord(layers=list(layers))
+    record = IterationRecord(micro_batches=[list(layers)])
     return Lanes(lambda *span: spans.append(span)).run_iteration(record), spans
 
 

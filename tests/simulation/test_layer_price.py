@@ -64,7 +64,7 @@ class Case:
         prices = LayerPrices(self.cluster, cluster_links(self.cluster), job, topology)
         layers = [LayerDecision(self.planned, self.plan, self.counts_DE)] * num_layers
         nobody_P = np.zeros(0, np.int64)
-        record = prices.iteration(ReplayedIteration(layers, nobody_P, nobody_P))
+        record = prices.iteration(ReplayedIteration([layers], nobody_P, nobody_P))
         return Lanes().run_iteration(record).parts_s
 
 

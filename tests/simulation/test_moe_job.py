@@ -72,6 +72,27 @@ def test_generated_loads_have_the_jobs_size() -> None:
     assert not np.array_equal(counts[:, 0], counts[:, 1])
 
 
+@pytest.mark.parametrize("name", ["drift", "jump-micro"])
+def test_generated_loads_differ_between_micro_batches(name: str) -> None:
+    job = job_of(devices=4, experts=8, layers=3, num_micro_batches=2)
+    counts = generated_loads(name, job, 5)
+    assert counts.shape == (5, 2, 3, 4, 8)
+    assert (counts.sum(axis=4) == 8).all()
+    assert not np.array_equal(counts[:, 0], counts[:, 1])
+    assert generated_loads(name, job_of(devices=4, experts=8), 5).shape == (5, 1, 4, 8)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_records_of_micro_batches_fit_a_job_with_fewer(number: int) -> None:
+    counts = np.random.default_rng(0).integers(10, 60, (3, 4, 1, 2, 4))
+    job = job_of(devices=4, experts=4, tokens_per_micro_batch=100, num_micro_batches=number)
+    fitted, factor = fitted_loads(counts, job)
+    assert fitted.shape == (3, number, 1, 4, 4)
+    assert fitted.sum(axis=(1, 4)).mean() == pytest.approx(100 * number, rel=0.01)
+    joined = counts.reshape(3, number, -1, 1, 2, 4).sum(axis=2).repeat(2, axis=3)
+    assert fitted == pytest.approx(joined * factor, abs=0.5)
+
+
 @pytest.mark.parametrize("sources", [1, 2, 4, 8])
 def test_records_fit_other_numbers_of_devices(sources: int) -> None:
     counts = np.random.default_rng(0).integers(10, 60, (3, 1, sources, 4))

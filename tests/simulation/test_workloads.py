@@ -1,14 +1,25 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from benchmarks.testbed.testbed_loads import device_max_over_mean, expert_max_over_mean, replay
-from megatron_fssdp.simulation.workloads import LOG_NORMAL_SIGMAS, WORKLOADS, WorkloadShape, counts_of_shares
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.simulation.workloads import (
+    DRIFT_SIGMA,
+    LOG_NORMAL_SIGMAS,
+    WORKLOADS,
+    WorkloadShape,
+    counts_of_shares,
+    joined_micro_batches,
+)
 
 SHAPES = [
     WorkloadShape(8, 16, 1024, 2, 10),
     WorkloadShape(4, 8, 128, 2, 10),
     WorkloadShape(4, 4, 37, 1, 10),
     WorkloadShape(2, 8, 50, 3, 10),
+    WorkloadShape(4, 8, 128, 2, 10, 4),
 ]
 RECORD_SHAPE = SHAPES[0]
 
@@ -94,6 +105,38 @@ def test_log_normal_strengths_have_their_standard_deviation() -> None:
         previous_E = load_E
 
 
+def test_drift_is_noise_around_one_popularity() -> None:
+    shape = WorkloadShape(8, 1024, 1 << 22, 2, 3, 4)
+    load_IZE = WORKLOADS["drift"].micro_batches(shape).sum(axis=2)
+    assert load_IZE.shape == (3, 4, 1024)
+    assert np.all(load_IZE.sum(axis=2) == 8 * (1 << 20) * 2)
+    noise_IZE = np.log(load_IZE) - np.log(load_IZE).mean(axis=(0, 1))
+    assert noise_IZE.std(axis=2) == pytest.approx(DRIFT_SIGMA, rel=0.1)
+    assert not np.array_equal(load_IZE[0, 0], load_IZE[0, 1])
+    steady_E = np.log(WORKLOADS["lognormal-medium"].counts(shape)[0].sum(axis=0))
+    assert np.corrcoef(np.log(load_IZE).mean(axis=(0, 1)), steady_E)[0, 1] > 0.98
+
+
+def test_the_hot_device_jumps_with_every_micro_batch_in_no_order() -> None:
+    shape = WorkloadShape(8, 16, 1024, 2, 20, 4)
+    counts_IZDE = WORKLOADS["jump-micro"].micro_batches(shape)
+    assert {device_max_over_mean(counts_DE) for counts_DE in counts_IZDE.reshape(-1, 8, 16)} == {4.0}
+    hottest_IZ = counts_IZDE.sum(axis=2).reshape(20, 4, 8, 2).sum(axis=3).argmax(axis=2)
+    assert np.all(np.diff(hottest_IZ.reshape(-1)) != 0)
+    # Neither the first one nor what follows on a device is known from before.
+    assert len(set(hottest_IZ[:, 0].tolist())) > 4
+    assert len({(one, other) for order in hottest_IZ.tolist() for one, other in pairwise(order)}) > 30
+    assert not np.array_equal(counts_IZDE, WORKLOADS["jump-micro"].micro_batches(shape, seed=1))
+
+
+def test_recorded_micro_batches_are_joined_to_fewer() -> None:
+    counts_IZLDE = np.arange(12).reshape(1, 4, 1, 1, 3)
+    assert joined_micro_batches(counts_IZLDE, 4) is not None
+    assert joined_micro_batches(counts_IZLDE, 2)[0, :, 0, 0].tolist() == [[3, 5, 7], [15, 17, 19]]
+    with pytest.raises(ConfigurationError, match="4 micro-batches for 3"):
+        joined_micro_batches(counts_IZLDE, 3)
+
+
 def test_shares_above_one_choice_per_token_are_cut() -> None:
     counts = counts_of_shares(np.array([[[0.9, 0.06, 0.04, 0.0]]]), np.array([100]), 2)
     assert counts.tolist() == [[[100, 60, 40, 0]]]
@@ -110,7 +153,9 @@ def test_replay_keeps_the_shares_of_mapped_sources(num_sources: int, wanted: lis
     assert counts_IDE[0].tolist() == wanted
 
 
-@pytest.mark.parametrize("sizes", [(4, 10, 1), (4, 4, 1, 5), (4, 4, 0)])
+@pytest.mark.parametrize(
+    "sizes", [(4, 10, 1), (4, 4, 1, 5), (4, 4, 0), (4, 4, 7, 1, 1, 2), (4, 4, 7, 1, 1, 0)]
+)
 def test_invalid_sizes_are_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="wanted sizes of at least 1, at least top_k experts"):
         WorkloadShape(*sizes)

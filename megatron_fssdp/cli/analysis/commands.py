@@ -133,7 +133,10 @@ def _write_report(
 def simulate_command(
     loads: Annotated[
         str,
-        typer.Option(help="Folder of a recorded run, its loads.npy, or the name of a workload (W0 to W7)."),
+        typer.Option(
+            help="Folder of a recorded run, its loads.npy, an .npz file with counts of micro-batches, or the "
+            "name of a workload (W0 to W7, drift, jump-micro)."
+        ),
     ],
     cluster: Annotated[str, typer.Option(help=_CLUSTER, autocompletion=known_clusters)],
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],

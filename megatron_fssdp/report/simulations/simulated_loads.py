@@ -1,6 +1,6 @@
 """The loads of a simulation: from a run's record, or generated for the job.
 
-Shape letters: I iterations, L MoE layers, D devices, E experts, N nodes.
+Shape letters: I iterations, Z micro-batches, L MoE layers, D devices, E experts, N nodes.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.workloads import WORKLOADS, fitted_loads, generated_loads
+from megatron_fssdp.simulation.workloads import MICRO_BATCH_COUNTS, WORKLOADS, fitted_loads, generated_loads
 
 _GENERATED_ITERATIONS = 20
 
@@ -42,14 +42,26 @@ def loads_for_job(
     path = Path(source)
     if not path.exists():
         raise ConfigurationError(unknown_loads(source))
-    if path.is_file() and path.name != LOADS_FILE:
-        raise ConfigurationError(
-            f"--loads {source}: is a file of another name, wanted the folder of a run or its {LOADS_FILE}"
-        )
-    found = read_loads(path.parent if path.is_file() else path).of_iterations(chosen)
+    found = _read(path).of_iterations(chosen)
     counts, factor = fitted_loads(found.counts_ILDE, job)
     note = "" if factor == 1.0 else f"loads: tokens scaled by {factor:.4g} to the model's batch size"
     return replace(found, counts_ILDE=counts), note
+
+
+def _read(path: Path) -> RecordedLoads:
+    """The loads of a run; those of an ``.npz`` file have an axis of micro-batches behind the iterations."""
+    if path.is_dir() or path.name == LOADS_FILE:
+        return read_loads(path.parent if path.is_file() else path)
+    if path.suffix == ".npz":
+        with np.load(path) as file:
+            if MICRO_BATCH_COUNTS in file:
+                counts_IZLDE = file[MICRO_BATCH_COUNTS]
+                numbers = (np.arange(1, 1 + counts_IZLDE.shape[axis]) for axis in (0, 2))
+                return RecordedLoads(counts_IZLDE, *numbers)
+    raise ConfigurationError(
+        f"--loads {path}: is another file, wanted the folder of a run, its {LOADS_FILE}, or an .npz file "
+        f"with {MICRO_BATCH_COUNTS}"
+    )
 
 
 def unknown_loads(source: str) -> str:

@@ -91,6 +91,24 @@ def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "simulation.html").exists()
 
 
+def test_loads_that_change_between_micro_batches_are_simulated(tmp_path: Path) -> None:
+    more = ("--iterations", "5", "--no-plots", "--strategies", "ep,quota")
+    more = (*more, "--set", "training.micro_batch_size=4", "--set", "training.global_batch_size=64")
+    simulate(tmp_path / "jump", "jump-micro", *more)
+    rows = {
+        row["strategy"]: row for row in json.loads((tmp_path / "jump/ranking.json").read_text())["strategies"]
+    }
+    assert rows["ep"]["load_max_over_mean"] == pytest.approx(
+        2.0, rel=0.02
+    )  # of 4 devices; their sum is flatter
+    counts_IZLDE = np.random.default_rng(0).integers(1, 9, (5, 4, 4, 4, 8))
+    np.savez(tmp_path / "loads.npz", counts_IZLDE=counts_IZLDE)
+    assert "tokens scaled" in simulate(tmp_path / "out", str(tmp_path / "loads.npz"), *more)
+    np.savez(tmp_path / "loads.npz", counts_ILDE=counts_IZLDE[:, 0])
+    with pytest.raises(ConfigurationError, match=r"is another file, .* with counts_IZLDE"):
+        simulate(tmp_path / "out", str(tmp_path / "loads.npz"), *more)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

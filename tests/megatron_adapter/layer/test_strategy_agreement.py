@@ -102,7 +102,7 @@ def test_training_and_simulator_agree(
     notes = iter(run.notes[: NUM_ITERATIONS * 2])  # of rank 0
     found: list[tuple[bool, bool]] = []
     for iteration, record in enumerate(simulated):
-        for layer, (_, plan, counts_DE) in enumerate(record.layers):
+        for layer, (_, plan, counts_DE) in enumerate(record.micro_batches[0]):
             where = f"iteration {iteration}, layer {layer}"
             present_ED = placements.present_ILED[iteration, layer]
             np.testing.assert_array_equal(plan.placement.present_ED, present_ED, where)

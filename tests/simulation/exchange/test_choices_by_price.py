@@ -49,7 +49,13 @@ def outcomes_of(
 
 def is_used(key: str, outcome: StrategyOutcome) -> np.ndarray:
     """Whether each layer used the other exchange or order, bool ``[I, L]``."""
-    return outcome.of_layers("deduplicated" if key == "exchange" else "steps").astype(bool)
+    layers_IL = [one.micro_batches[0] for one in outcome.iterations]
+    return np.array(
+        [
+            [one.deduplicated if key == "exchange" else one.steps is not None for one in layers]
+            for layers in layers_IL
+        ]
+    )
 
 
 def drawn_loads(key: str, seed: int, iterations: int, layers: int) -> np.ndarray:

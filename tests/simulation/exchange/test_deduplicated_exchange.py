@@ -43,7 +43,7 @@ def test_the_fused_dispatcher_sends_tokens_and_its_hops_overlap(exchange: str) -
     counts = loads(np.full((DEVICES, EXPERTS), TOKENS * 4 // EXPERTS).tolist())
     outcome = simulate("ep", settings_of("ep", exchange=exchange), counts, cluster, job)
     to_node = TOKENS * (1 - comb(4, 4) / comb(8, 4))
-    layer = outcome.iterations[0].layers[0]
+    layer = outcome.iterations[0].micro_batches[0][0]
     assert layer.deduplicated
     assert layer.dispatch.seconds == pytest.approx(0.25 + 2 * to_node / 100 * (6 + 8 * 4))
     assert layer.combine.seconds == pytest.approx(0.25 + 2 * to_node / 100 * 6)

@@ -1,0 +1,110 @@
+"""Loads that change between the micro-batches of an iteration."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.simulation import replay
+from megatron_fssdp.simulation.simulator import StrategyOutcome, balanced_counts, simulate
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import Strategy
+from tests.drawn_examples import examples
+from tests.simulation.small_jobs import cluster_of, job_of, settings_of
+
+NAMES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
+HOT, COLD = [[6, 2], [6, 2]], [[2, 6], [2, 6]]
+
+
+def simulated(
+    name: str, counts: np.ndarray, micro_batches: int, past: np.ndarray | None = None, **keys: Any
+) -> StrategyOutcome:
+    devices, experts = counts.shape[-2:]
+    job = job_of(
+        devices=devices,
+        experts=experts,
+        layers=counts.shape[-3],
+        num_micro_batches=micro_batches,
+        activation_bytes_per_pair=1.0,
+    )
+    nodes = 1 if devices == 2 else 2
+    return simulate(name, settings_of(name, **keys), counts, cluster_of(nodes=nodes), job, past_ILDE=past)
+
+
+def test_the_busiest_device_of_each_micro_batch_sets_its_time() -> None:
+    changing_IZLDE = np.array([[HOT, COLD]])[:, :, None]
+    found = simulated("ep", changing_IZLDE, 2)
+    # In each micro-batch, one of the devices has 12 of 16 tokens, as in every one of two equal ones.
+    equal = simulated("ep", np.array([[HOT]]) * 2, 2)
+    assert found.parts_s["experts"] == pytest.approx(2 * 3 * 12 * 3 / 10)
+    assert found.iteration_s == pytest.approx(equal.iteration_s)
+    assert found.load_max_over_mean_IL.tolist() == [[1.5]]
+    assert found.tokens_ILD.tolist() == [[[16, 16]]]
+    assert found.memory.activation_bytes == equal.memory.activation_bytes == 12
+    # The sum alone looks balanced.
+    assert simulated("ep", changing_IZLDE.sum(axis=1), 2).load_max_over_mean_IL.tolist() == [[1.0]]
+    assert balanced_counts(changing_IZLDE).tolist() == [[[[8, 8], [8, 8]]]]
+
+
+@examples(20)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(NAMES), st.sampled_from([2, 3, 5]), st.booleans())
+def test_equal_micro_batches_are_as_one_for_all(seed: int, name: str, number: int, again: bool) -> None:
+    rng = np.random.default_rng(seed)
+    one_ILDE = rng.multinomial(16, rng.dirichlet(np.full(8, 0.4)), size=(5, 2, 4)).astype(np.int32)
+    keys = {"rematerialize": again} if name == "fssdp" else {}
+    each = simulated(name, np.repeat(one_ILDE[:, None], number, axis=1), number, **keys)
+    together = simulated(name, one_ILDE * number, number, **keys)
+    for part, seconds in together.parts_s.items():
+        np.testing.assert_allclose(each.parts_s[part], seconds, rtol=1e-4, atol=1e-9)
+    for what in ("host_s", "gathered", "replicas", "deduplicated"):
+        np.testing.assert_allclose(each.of_layers(what), together.of_layers(what), rtol=1e-9)
+    assert each.memory.experts == together.memory.experts
+    # Exact shares are parts of tokens, which every micro-batch rounds.
+    for what in ("tokens_D", "cross_node"):
+        np.testing.assert_allclose(each.of_layers(what), together.of_layers(what), atol=number)
+    assert each.memory.activation_bytes == pytest.approx(together.memory.activation_bytes, abs=2)
+
+
+@pytest.mark.parametrize("name", ["fssdp", "quota"])
+def test_strategies_are_asked_as_by_the_runtime(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once with the first micro-batch and the number of all, or for each one with its own counts."""
+    asked: list[tuple[list[int], int]] = []
+    known: list[list[list[int]]] = []
+    before_gate, after_gate = replay.plan_before_gate, replay.plan_after_gate
+
+    def before(strategy: Strategy, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        if not history.is_empty:
+            known.append([one.sum(axis=0).tolist() for one in history.iterations_like(9)])
+        return before_gate(strategy, context, history)
+
+    def after(
+        strategy: Strategy, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, number: int
+    ) -> LayerPlan:
+        asked.append((counts_DE.sum(axis=0).tolist(), number))
+        return after_gate(strategy, context, counts_DE, plan, number)
+
+    monkeypatch.setattr(replay, "plan_before_gate", before)
+    monkeypatch.setattr(replay, "plan_after_gate", after)
+    counts_IZLDE = np.array([[HOT, COLD], [COLD, HOT]])[:, :, None]
+    found = simulated(name, counts_IZLDE, 2, past=counts_IZLDE[:1], slots=1)
+    hot, cold = [12, 4], [4, 12]
+    assert known == [[[24, 8], [8, 24]]] * 2
+    if name == "fssdp":
+        assert asked == [(hot, 2), (cold, 2)]
+        return
+    assert asked == [(hot, 1), (cold, 1), (cold, 1), (hot, 1)]
+    # Every micro-batch has the replica that its own hot expert needs.
+    assert found.load_max_over_mean_IL.tolist() == [[1.0], [1.0]]
+    assert found.of_layers("replicas").tolist() == [[1], [1]]
+
+
+def test_other_numbers_of_micro_batches_are_refused() -> None:
+    counts = np.array([[HOT, COLD]])[:, :, None]
+    with pytest.raises(ValueError, match="with 3 micro-batches"):
+        simulated("ep", counts, 3)
+    with pytest.raises(ValueError, match="with 1 micro-batches"):
+        simulated("ep", counts.sum(axis=1), 1, past=counts)
