@@ -80,9 +80,12 @@ class SourceChoice:
             if (number + context.layer) % max(1, round(compared_s / (MOST_COMPARED * past_s))):
                 return SOURCES[self._chosen]
             self._seconds.append(_saved_s(known.plan, counts, past_s, context, slots))
-        saved_S = np.sum(self._seconds, axis=0)
+        saved_S = np.mean(self._seconds, axis=0)
+        # Half of the gain is enough to stay, so that layers do not change to and fro.
+        if saved_S[self._chosen] < LEAST_GAIN / 2:
+            self._chosen = 0
         best = int(np.argmax(saved_S))
-        if saved_S[best] > saved_S[self._chosen] + LEAST_GAIN * len(self._seconds):
+        if saved_S[best] > saved_S[self._chosen] + LEAST_GAIN:
             self._chosen = best
         return SOURCES[self._chosen]
 

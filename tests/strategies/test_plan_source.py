@@ -88,6 +88,6 @@ def test_large_layers_are_compared_rarely(monkeypatch: pytest.MonkeyPatch) -> No
     plans_of(jumping)
     often = len(compared)
     compared.clear()
-    monkeypatch.setattr(f"{module}.search_s", lambda context: 1.0)
+    monkeypatch.setattr(f"{module}.search_s", lambda context: 10.0)
     plans_of(jumping)
     assert 0 < len(compared) < often / 2
