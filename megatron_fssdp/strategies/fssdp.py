@@ -205,7 +205,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
 
     def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
         # Until free memory is measured, one layer at a time has replicas.
-        rematerialize = bool(self.settings.rematerialize) or self._is_unmeasured(context)
+        in_pass = self.settings.rematerialize or self.settings.planned_from == "each"
+        rematerialize = bool(in_pass) or self._is_unmeasured(context)
         return self.plan_of(placement, context, rematerialize=rematerialize)
 
     def _policy(self, plan: LayerPlan, context: LayerContext, history: LoadHistory) -> DispatchPolicy:

@@ -35,8 +35,8 @@ ALIKE = 0.9
 MOST_PRICED = 4
 """Micro-batches with which plans are priced; each takes about 4 ms with 256 experts on 64 devices."""
 
-MOST_COMPARED = 0.05
-"""Host's seconds of comparisons over the layer's seconds. Larger layers are compared more rarely."""
+MOST_COMPARED = 0.01
+"""Host's part of an iteration for comparisons, which the ranks divide. Larger layers are compared rarely."""
 
 
 class _Planned(NamedTuple):
@@ -52,7 +52,8 @@ class SourceChoice:
 
     def __init__(self) -> None:
         self._planned: _Planned | None = None
-        self._seconds: deque[np.ndarray] = deque(maxlen=WINDOW)
+        self._saved: deque[tuple[float, np.ndarray]] = deque(maxlen=WINDOW)
+        """Seconds of each iteration with plans of the past, and what the sources would have saved, ``[S]``."""
         self._chosen = 0
 
     def of(
@@ -68,59 +69,65 @@ class SourceChoice:
         """
         known, number = self._planned, history.num_seen
         self._planned = _Planned(number, past, history.forecast_DE().sum(axis=0))
-        if known is None or known.number != number - 1 or not _same_owners(known.plan, context):
-            return SOURCES[self._chosen]
-        counts = history.iterations_like(MOST_PRICED)
-        alike = (load_similarity(one.sum(axis=0), known.forecast_E) for one in counts)
-        if all(one is None or one >= ALIKE for one in alike):
-            self._seconds.append(np.zeros(len(SOURCES)))
-        else:
-            past_s = _mean_s([known.plan] * len(counts), counts, context)
-            compared_s = (1 + len(counts)) * search_s(context)
-            if (number + context.layer) % max(1, round(compared_s / (MOST_COMPARED * past_s))):
-                return SOURCES[self._chosen]
-            self._seconds.append(_saved_s(known.plan, counts, past_s, context, slots))
-        saved_S = np.mean(self._seconds, axis=0)
-        # Half of the gain is enough to stay, so that layers do not change to and fro.
-        if saved_S[self._chosen] < LEAST_GAIN / 2:
-            self._chosen = 0
-        best = int(np.argmax(saved_S))
-        if saved_S[best] > saved_S[self._chosen] + LEAST_GAIN:
-            self._chosen = best
+        if known is not None and known.number == number - 1 and _same_owners(known.plan, context):
+            if (row := _saved_s(known, history, context, slots)) is not None:
+                self._saved.append(row)
+                self._choose()
         return SOURCES[self._chosen]
+
+    def _choose(self) -> None:
+        saved_S = sum(saved_S for _, saved_S in self._saved) / sum(past_s for past_s, _ in self._saved)
+        # So layers do not change to and fro.
+        saved_S[self._chosen] += LEAST_GAIN / 2
+        best = 0
+        for source in range(1, len(SOURCES)):
+            if saved_S[source] > saved_S[best] + LEAST_GAIN:
+                best = source
+        self._chosen = best
 
 
 def _same_owners(plan: LayerPlan, context: LayerContext) -> bool:
     return np.array_equal(plan.placement.owner_E, context.owner_E)
 
 
+def _saved_s(
+    known: _Planned, history: LoadHistory, context: LayerContext, slots: Callable[[PlanSource], int]
+) -> tuple[float, np.ndarray] | None:
+    """Seconds of the last iteration with the plan of the past, and what each source would have saved, ``[S]``.
+
+    ``None`` if the layer is not compared after this iteration.
+    """
+    past, times = known.plan, context.costs.num_micro_batches
+    counts = history.iterations_like(MOST_PRICED)
+    wait_s = counting_s(context) + search_s(context)
+    saved_S = np.array([0.0, -wait_s, -times * wait_s])
+    alike = (load_similarity(one.sum(axis=0), known.forecast_E) for one in counts)
+    even = even_s(context, counts[0])
+    if all(one is None or one >= ALIKE for one in alike):
+        return even, saved_S
+    past_s = _mean_s([past] * len(counts), counts, context)
+    if even > (1 - LEAST_GAIN) * past_s:
+        return past_s, saved_S
+    compared_s = (1 + len(counts)) * search_s(context) / context.num_devices
+    if (history.num_seen + context.layer) % max(1, round(compared_s / (MOST_COMPARED * past_s))):
+        return None
+    gains_S = [0.0, -np.inf, -np.inf]
+    if num := slots("first"):
+        first = corrected(past, counts[0] // times, context, slots=num, times=times)
+        gains_S[1] = past_s - _mean_s([first] * len(counts), counts, context, planned=past)
+    if num := slots("each"):
+        plain = replace(context.owners_only, each_micro_batch=True, gather_ahead=past.gather_ahead)
+        plans = [of_micro_batch(plain, one // times, context, slots=num) for one in counts]
+        gains_S[2] = past_s - _mean_s(plans, counts, context)
+    return past_s, saved_S + gains_S
+
+
 def _mean_s(
-    plans: Sequence[LayerPlan], counts: Sequence[np.ndarray], context: LayerContext, planned: LayerPlan | None = None
+    plans: Sequence[LayerPlan],
+    counts: Sequence[np.ndarray],
+    context: LayerContext,
+    planned: LayerPlan | None = None,
 ) -> float:
     """Mean seconds of iterations ``[D, E]``, each under its plan."""
     prices = (plan_price(*one, context, planned=planned) for one in zip(plans, counts, strict=True))
     return sum(price.seconds for price in prices) / len(counts)
-
-
-def _saved_s(
-    past: LayerPlan,
-    counts: Sequence[np.ndarray],
-    past_s: float,
-    context: LayerContext,
-    slots: Callable[[PlanSource], int],
-) -> np.ndarray:
-    """Which part of the seconds of ``past`` each source would have saved, ``[S]``."""
-    times = context.costs.num_micro_batches
-    if np.mean([even_s(context, one) for one in counts]) > (1 - LEAST_GAIN) * past_s:
-        return np.zeros(len(SOURCES))
-    wait_s = counting_s(context) + search_s(context)
-    saved_S = [0.0, -np.inf, -np.inf]
-    if num := slots("first"):
-        first = corrected(past, counts[0] // times, context, slots=num, times=times)
-        first_s = _mean_s([first] * len(counts), counts, context, planned=past)
-        saved_S[1] = past_s - first_s - wait_s
-    if num := slots("each"):
-        plain = replace(context.owners_only, each_micro_batch=True, gather_ahead=past.gather_ahead)
-        plans = [of_micro_batch(plain, one // times, context, slots=num) for one in counts]
-        saved_S[2] = past_s - _mean_s(plans, counts, context) - times * wait_s
-    return np.array(saved_S) / past_s
