@@ -61,9 +61,7 @@ def corrected(
     return fastest(plans, counts_DE, context, times, planned=plan)
 
 
-def of_micro_batch(
-    plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, *, slots: int
-) -> LayerPlan:
+def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, *, slots: int) -> LayerPlan:
     """A plan for this micro-batch alone, or ``plan``, which has no replicas; counts are int64 ``[D, E]``.
 
     Candidates are quotas with the lowest possible highest load, and the placement of a search for the fewest

@@ -53,7 +53,7 @@ class SourceChoice:
     def __init__(self) -> None:
         self._planned: _Planned | None = None
         self._saved: deque[tuple[float, np.ndarray]] = deque(maxlen=WINDOW)
-        """Seconds of each iteration with plans of the past, and what the sources would have saved, ``[S]``."""
+        """Seconds of iterations with plans of the past, and what sources would have saved, ``[S]``."""
         self._chosen = 0
 
     def of(
@@ -69,14 +69,16 @@ class SourceChoice:
         """
         known, number = self._planned, history.num_seen
         self._planned = _Planned(number, past, history.forecast_DE().sum(axis=0))
+        row = None
         if known is not None and known.number == number - 1 and _same_owners(known.plan, context):
-            if (row := _saved_s(known, history, context, slots)) is not None:
-                self._saved.append(row)
-                self._choose()
+            row = _saved_s(known, history, context, slots)
+        if row is not None:
+            self._saved.append(row)
+            self._choose()
         return SOURCES[self._chosen]
 
     def _choose(self) -> None:
-        saved_S = sum(saved_S for _, saved_S in self._saved) / sum(past_s for past_s, _ in self._saved)
+        saved_S = np.sum([one_S for _, one_S in self._saved], axis=0) / sum(one_s for one_s, _ in self._saved)
         # So layers do not change to and fro.
         saved_S[self._chosen] += LEAST_GAIN / 2
         best = 0
@@ -93,7 +95,7 @@ def _same_owners(plan: LayerPlan, context: LayerContext) -> bool:
 def _saved_s(
     known: _Planned, history: LoadHistory, context: LayerContext, slots: Callable[[PlanSource], int]
 ) -> tuple[float, np.ndarray] | None:
-    """Seconds of the last iteration with the plan of the past, and what each source would have saved, ``[S]``.
+    """Seconds of the last iteration with plans of the past, and what each source would have saved, ``[S]``.
 
     ``None`` if the layer is not compared after this iteration.
     """

@@ -119,9 +119,9 @@ class Strategy[Settings: PlacementSettings](ABC):
     ) -> LayerPlan:
         """Correct the plan with the counts of a micro-batch, int64 ``[D, E]``.
 
-        Plans that correct, or with ``each_micro_batch``, are asked. The answer serves ``num_micro_batches``. It is ``plan`` itself, or a plan with other replicas and the
-        same life. Replicas that it lacks are freed once they have arrived; those that it adds are gathered
-        while the layer waits.
+        Plans that correct, or with ``each_micro_batch``, are asked. The answer serves ``num_micro_batches``.
+        It is ``plan`` itself, or a plan with other replicas and the same life. Replicas that it lacks are
+        freed once they have arrived; those that it adds are gathered beside the dispatch.
         """
         return plan
 

@@ -45,7 +45,9 @@ def plans(form: ModuleType, topology: Topology, owner_E: np.ndarray, counts_DE: 
     with pytest.MonkeyPatch.context() as patch:
         for user in USERS:
             patch.setattr(user, "kernels", lambda: form)
-        layer = search.layer_search(owner_E, counts_DE, topology, PROFILE, life=ReplicaLife.LAYER_PASS, hides=True)
+        layer = search.layer_search(
+            owner_E, counts_DE, topology, PROFILE, life=ReplicaLife.LAYER_PASS, hides=True
+        )
         placement, seconds = layer.best_placement(slots=2, most_replicated=owner_E.size)
         by_load = search.plan_materialization(owner_E, counts_DE, topology, overlap_degree=3, slots=2)
         price = placement_price(counts_DE, placement, topology, PROFILE, ReplicaLife.LAYER_PASS)

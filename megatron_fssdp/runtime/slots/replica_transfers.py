@@ -109,7 +109,7 @@ class ReplicaTransfers:
         self.slots.close_weights()
 
     def add(self, addition: TransferPlan) -> None:
-        """Let the next gather bring only what a corrected plan adds; replicas that are here may be sources."""
+        """Let the next gather bring only what a corrected plan adds; replicas here may be sources."""
         self._addition = addition
 
     def _transfer(self, sizes: Sequence[int], elements: range) -> SparseTransfer:
