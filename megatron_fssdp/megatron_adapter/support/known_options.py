@@ -1,8 +1,8 @@
 """Refuses options of Megatron that this version of the plugin does not know.
 
 ``known_options.txt`` names all fields of Megatron's configs and all its arguments that were looked at. Others
-may change what layers of experts do, so they may only have their defaults. A Megatron without an option
-that is read (:mod:`.megatron_settings`) is refused too: it may have it under another name.
+may change what layers of experts do, so they may only have their defaults. A Megatron that lacks what
+:mod:`.megatron_settings` reads is refused too, because it may have it under another name.
 """
 
 import copy
@@ -49,10 +49,8 @@ def check_known(who: str, settings: Any, defaults: Mapping[str, Any] | None = No
 
     The settings are Megatron's arguments with their ``defaults``, or a config, whose classes have them.
     """
-    kinds = {"Namespace"}
-    if defaults is None:
-        core = (kind for kind in type(settings).__mro__ if kind.__module__.startswith("megatron.core."))
-        kinds, defaults = {kind.__name__ for kind in core}, field_defaults(settings)
+    defaults = field_defaults(settings) if defaults is None else defaults
+    kinds = {kind.__name__ for kind in type(settings).__mro__} if defaults else set()
     for name, classes in attributes().items():
         if kinds & classes and OPTIONAL not in classes and name not in defaults:
             raise ConfigurationError(
