@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import batched
+from itertools import batched, chain
 from typing import Any, Self
 
 # Names of classes: parsed arguments, and configs of megatron-core.
@@ -39,8 +39,7 @@ def _captured(modules: Any, scope: Any, implementation: str | None, *old_flags: 
     modules = modules or scope or ()
     if isinstance(modules, str) or hasattr(modules, "name"):
         modules = (modules,)
-    names = {str(getattr(module, "name", module)) for module in modules}
-    return frozenset(names - {"full"} or {"full"})
+    return frozenset(str(getattr(one, "name", one)) for one in modules) - {"full"} or frozenset({"full"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,6 @@ class MegatronSettings:
         _B, "tensor_model_parallel_size sequence_parallel")
     context_ranks: int = _size(_B, "context_parallel_size")
     seq_length: int = _number(_A, "seq_length")
-
     moe_router_topk: int = _number(_B, "moe_router_topk")
     moe_router_group_topk: int = _number(_B, "moe_router_group_topk")
     moe_router_load_balancing_type: Sequence[str] | None = _value(_B, "moe_router_load_balancing_type")
@@ -74,7 +72,6 @@ class MegatronSettings:
     flex: str | None = _read(  # the back end of this dispatcher
         lambda kind, back_end, old: ("deepep" if old else back_end or "deepep") if kind == "flex" else None,
         _B, "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep")
-
     add_bias_linear: bool = _flag(_B, "add_bias_linear")
     fp16: bool = _flag(_B | _O, "fp16")
     fp8: str | None = _value(_B, "fp8")
@@ -106,7 +103,6 @@ class MegatronSettings:
     captured: frozenset[str] = _read(  # modules; none without graphs, and "full" for whole layers
         _captured, _B, "cuda_graph_modules", _A, "cuda_graph_scope_deprecated",
         _B, "cuda_graph_impl enable_cuda_graph external_cuda_graph")
-
     other_ddp: bool = _flag(_A | _D, "use_megatron_fsdp", _D, "use_custom_fsdp", _A, "use_torch_fsdp2",
         _B, "init_model_with_meta_device")
     use_mup: bool = _flag(_B, "use_mup")
@@ -144,5 +140,5 @@ class MegatronSettings:
 
 def attributes() -> dict[str, frozenset[str]]:
     """All attributes that are read, and the classes of Megatron that have them."""
-    read = (one.metadata.get("names", {}) for one in fields(MegatronSettings))
-    return {name: of for names in read for name, of in names.items()}
+    names = (one.metadata.get("names", {}).items() for one in fields(MegatronSettings))
+    return dict(chain.from_iterable(names))
