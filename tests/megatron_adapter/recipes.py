@@ -220,7 +220,8 @@ def _refusal(recipe: Recipe) -> str | None:
     from megatron_fssdp.config.errors import ConfigurationError
     from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
     from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
-    from megatron_fssdp.megatron_adapter.support.limits import EVERY, Facts, check_limits, is_met
+    from megatron_fssdp.megatron_adapter.support.limits import EVERY, check_limits
+    from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
     from megatron_fssdp.strategies.registry import build_strategy
 
     parser = add_strategy_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
@@ -229,10 +230,11 @@ def _refusal(recipe: Recipe) -> str | None:
     args, _ = parser.parse_known_args([*words_of(recipe.flags), *chosen])
     name = args.moe_strategy
     settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
+    strategy, asked = build_strategy(name, settings), MegatronSettings.of(args)
     try:
-        check_limits(name, build_strategy(name, settings), args)
+        check_limits(name, strategy, asked)
     except ConfigurationError as error:  # The first refusal would hide the others.
-        reasons = [limit.what for limit in EVERY if is_met(limit.condition, Facts(args))]
+        reasons = [limit.what for limit in EVERY if limit.is_met(asked, strategy)]
         return "; ".join(reasons) or str(error)
     return None
 

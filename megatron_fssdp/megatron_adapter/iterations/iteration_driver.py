@@ -26,7 +26,8 @@ from megatron_fssdp.megatron_adapter.iterations.memory_report import (
     report_memory,
     reports_for_stage,
 )
-from megatron_fssdp.megatron_adapter.support.limits import Facts
+from megatron_fssdp.megatron_adapter.support.limits import keeps_flex
+from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory import held_replicas_bytes
 from megatron_fssdp.planning.placement.topology import Topology
@@ -199,7 +200,7 @@ class IterationDriver:
         layers = self.runtime.layers
         layout = layers[0].experts.layout()
         copies, optimizer = parallel_state.get_expert_data_parallel_group(), expert_optimizer(self._host)
-        is_fused = Facts(self._host, self._session.strategy)["keeps_flex"]
+        is_fused = keeps_flex(MegatronSettings.of(*self._host.sources), self._session.strategy)
         profile_layers(
             layers,
             self._groups_of_owners,

@@ -25,7 +25,7 @@ from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import TopologyAwareTopK, install_gate
-from megatron_fssdp.megatron_adapter.support.limits import Facts, slot_multiple
+from megatron_fssdp.megatron_adapter.support.limits import slot_multiple
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
@@ -55,19 +55,18 @@ class StrategyMoELayer(MoELayer):
 
     def _join(self, session: StrategySession, later_layers_before: int | None) -> None:
         config, pg_collection = self.config, _groups_of(self)
-        session.check_model(config)
+        settings = session.check_model(config)
         self._later_layers_before = later_layers_before
         self._slot_experts = SlotExperts(self.experts, self.num_local_experts)
         local = self._slot_experts.parameters
         groups = session.expert_groups(self.ep_group, pg_collection.expt_tp, pg_collection.tp_ep)
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
-        facts = Facts(config)
         context = LayerContext(
             self._global_number(),
             owner_E,
             groups.topology,
-            shares_evenly=facts["captures_preprocess"],
-            delays_gradients=bool(facts["delays"]),
+            shares_evenly=settings.captures_preprocess,
+            delays_gradients=settings.delays,
         )
         self.slot_layer = session.runtime.add_layer(
             context,
@@ -75,22 +74,22 @@ class StrategyMoELayer(MoELayer):
             dict(zip(self.local_expert_indices, local, strict=True)),
             await_parameters=self._await_parameters,
             await_gradients=gradient_sync.await_gradients,
-            least_slots=session.least_slots(config),
-            slot_multiple=slot_multiple(config, groups.num_devices),
+            least_slots=session.least_slots(settings),
+            slot_multiple=slot_multiple(settings, groups.num_devices),
         )
-        self.slot_layer.gradients.delays_weight_gradients = context.delays_gradients
+        self.slot_layer.gradients.delays_weight_gradients = settings.delays
         self.slot_layer.on_pass = self._bind
         gradient_sync.take_over(chain.from_iterable(local), self.slot_layer, session.runtime.finish_gradients)
-        settings = session.settings
-        if isinstance(settings, FasterMoEKeys) and settings.leaving_share is not None:
-            gate = TopologyAwareTopK(owner_E, groups.device, groups.topology, settings.leaving_share)
+        keys = session.settings
+        if isinstance(keys, FasterMoEKeys) and keys.leaving_share is not None:
+            gate = TopologyAwareTopK(owner_E, groups.device, groups.topology, keys.leaving_share)
             install_gate(self.router, gate)
         self._session = session
         self._checked_in: int | None = None  # The iteration in which the experts' module was last looked at.
         # Megatron calls the module; its hooks run as ever, and the slots' experts compute.
         self.experts.forward = self._compute
         self.experts.backward_dw = self._backward_dw
-        self._dispatchers = SlotDispatchers(self, session, groups, pg_collection)
+        self._dispatchers = SlotDispatchers(self, session, settings, groups, pg_collection)
         # Layers of multi-token prediction keep their owners, because their checkpoint keys have another form.
         self._index: int | None = None
         if self._later_layers_before is None:

@@ -13,7 +13,8 @@ from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
-from megatron_fssdp.megatron_adapter.support.limits import Facts, check_slots
+from megatron_fssdp.megatron_adapter.support.limits import check_slots, keeps_flex
+from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 
@@ -28,11 +29,12 @@ class SlotDispatchers:
         self,
         layer: Any,
         session: StrategySession,
+        settings: MegatronSettings,
         groups: ExpertGroups,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        self._layer, self._session, self._groups = layer, session, groups
-        self._pg_collection = pg_collection
+        self._layer, self._session, self._settings = layer, session, settings
+        self._groups, self._pg_collection = groups, pg_collection
         self._stock = type(layer.token_dispatcher)
         self._made: dict[tuple[str, int], Any] = {}
         self._begun: Any = None
@@ -50,9 +52,8 @@ class SlotDispatchers:
         """The selector of the layer's schedule; layers of the same groups share one."""
         session, config = self._session, self._layer.config
         travel = session.strategy.travel
-        if not parm.are_equal and (
-            travel.schedule == "megatron" or Facts(config, session.strategy)["keeps_flex"]
-        ):
+        is_stock = travel.schedule == "megatron" or keeps_flex(self._settings, session.strategy)
+        if is_stock and not parm.are_equal:
             return None
         name = parm.devices.group_name
         if name not in session.selectors:
@@ -101,7 +102,7 @@ class SlotDispatchers:
 
     def _make(self, kind: str, num_slots: int) -> Any:
         layer, groups, built = self._layer, self._groups, self._session.numbers_of_slots
-        check_slots(layer.config, num_slots, groups.num_devices, built)
+        check_slots(self._settings, num_slots, groups.num_devices, built)
         built.add(num_slots)
         config = copy.copy(layer.config)
         config.num_moe_experts = num_slots * groups.num_devices

@@ -16,7 +16,8 @@ from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, 
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.support.known_options import check_known
-from megatron_fssdp.megatron_adapter.support.limits import Facts, check_limits
+from megatron_fssdp.megatron_adapter.support.limits import check_limits
+from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
@@ -87,15 +88,18 @@ class StrategySession:
         )
         return groups
 
-    def least_slots(self, config: Any) -> int:
+    def least_slots(self, settings: MegatronSettings) -> int:
         """Replica slots that a layer has from the start: all that were given if their number is fixed."""
-        return (getattr(self.settings, "slots", None) or 0) if Facts(config)["needs_fixed_slots"] else 0
+        is_fixed = settings.captures_preprocess or settings.flex == "ncclep"
+        return (getattr(self.settings, "slots", None) or 0) if is_fixed else 0
 
-    def check_model(self, *settings: Any, defaults: Mapping[str, Any] | None = None) -> None:
-        """Refuse, by a ConfigurationError, a model of arguments with defaults, or of configs."""
+    def check_model(self, *sources: Any, defaults: Mapping[str, Any] | None = None) -> MegatronSettings:
+        """Read settings of arguments with defaults, or of configs; a ConfigurationError refuses them."""
+        settings = MegatronSettings.of(*sources)
         check_limits(self.strategy_name, self.strategy, settings)
-        for one in settings:
+        for one in sources:
             check_known(f"--moe-strategy {self.strategy_name}", one, defaults)
+        return settings
 
 
 def nccl_options(args: Any) -> dict[str, Any]:

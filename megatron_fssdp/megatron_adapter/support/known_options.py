@@ -1,7 +1,8 @@
 """Refuses options of Megatron that this version of the plugin does not know.
 
 ``known_options.txt`` names all fields of Megatron's configs and all its arguments that were looked at. Others
-may change what layers of experts do, so they may only have their defaults.
+may change what layers of experts do, so they may only have their defaults. A Megatron that lacks what
+:mod:`.megatron_settings` reads is refused too, because it may have it under another name.
 """
 
 import copy
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.support.capabilities import pip_install
+from megatron_fssdp.megatron_adapter.support.megatron_settings import OPTIONAL, attributes
 
 ALLOWED = "MEGATRON_FSSDP_ALLOW"  # Names of unknown options that a user allows, separated by commas.
 
@@ -46,8 +49,16 @@ def check_known(who: str, settings: Any, defaults: Mapping[str, Any] | None = No
 
     The settings are Megatron's arguments with their ``defaults``, or a config, whose classes have them.
     """
+    defaults = field_defaults(settings) if defaults is None else defaults
+    kinds = {kind.__name__ for kind in type(settings).__mro__} if defaults else set()
+    for name, classes in attributes().items():
+        if kinds & classes and OPTIONAL not in classes and name not in defaults:
+            raise ConfigurationError(
+                f"{who}: got a Megatron whose {type(settings).__name__} has no {name}, on which refusals "
+                f"depend, wanted a tested version: {pip_install('megatron-core')}"
+            )
     allowed = os.environ.get(ALLOWED, "").replace(",", " ").split()
-    for name, default in (field_defaults(settings) if defaults is None else defaults).items():
+    for name, default in defaults.items():
         got, wanted = (" ".join(repr(one).split()) for one in (getattr(settings, name, default), default))
         is_known = name in known_options() or name in allowed or got == wanted
         if not is_known and not _is_derived(settings, name, default, got):

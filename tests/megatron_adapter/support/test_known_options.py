@@ -1,4 +1,4 @@
-import argparse
+import copy
 import os
 from dataclasses import field, make_dataclass
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.megatron_adapter.entry import argument_check
 from megatron_fssdp.megatron_adapter.support.known_options import ALLOWED, check_known, known_options
 from tests.support.python_process import ROOT, python_output
@@ -59,12 +60,25 @@ def test_a_field_that_the_config_derives_is_no_choice_of_the_user() -> None:
 
 def test_unknown_arguments_are_refused_but_not_those_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(argument_check, "_defaults", {})
-    parser = argparse.ArgumentParser()
+    parser = copy.deepcopy(megatron_options.megatron_parser())
     parser.add_argument("--moe-new-thing", type=float, default="1")
     argument_check.add_strategy_arguments(parser)
     parser.add_argument("--of-the-script")
-    parser.set_defaults(num_experts=2, distributed_timeout_minutes=1, nccl_communicator_config_path=None)
-    words = ["--moe-strategy", "fssdp", "--of-the-script", "x"]
+    words = ["--num-experts", "2", "--moe-strategy", "fssdp", "--of-the-script", "x"]
     argument_check.requested_by(parser.parse_args(words))
     with pytest.raises(ConfigurationError, match=r"moe_new_thing: got 2\.0"):
         argument_check.requested_by(parser.parse_args([*words, "--moe-new-thing", "2"]))
+
+
+def test_a_megatron_without_an_option_that_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed = make_dataclass("TransformerConfig", [("num_layers", int, 1)], module="megatron.core.made_up")
+    with pytest.raises(ConfigurationError, match="TransformerConfig has no num_moe_experts"):
+        check_known("--moe-strategy fssdp", renamed())
+    own = make_dataclass("TransformerConfig", [("num_layers", int, 1)], module="host")
+    check_known("--moe-strategy fssdp", own())
+    monkeypatch.setattr(argument_check, "_defaults", {})
+    parser = copy.deepcopy(megatron_options.megatron_parser())
+    argument_check.add_strategy_arguments(parser)
+    del argument_check._defaults["moe_paged_stash"]
+    with pytest.raises(ConfigurationError, match="Namespace has no moe_paged_stash"):
+        argument_check.requested_by(parser.parse_args(["--num-experts", "2", "--moe-strategy", "fssdp"]))

@@ -1,23 +1,24 @@
-from enum import Enum
-from types import SimpleNamespace
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.support import limits
 from megatron_fssdp.megatron_adapter.support.limits import (
     EVERY,
     SOME,
-    Facts,
     check_limits,
     check_slots,
-    is_met,
+    keeps_flex,
     slot_multiple,
 )
+from megatron_fssdp.megatron_adapter.support.megatron_settings import OPTIONAL, MegatronSettings, attributes
 from megatron_fssdp.strategies.registry import build_strategy
 
 NAMES = {
@@ -62,11 +63,13 @@ TABLE = """
     ep | mlp_chunks_for_training=2 | --mlp-chunks-for-training
     ep | moe_use_grouped_tensor=true | --moe-use-grouped-tensor
     ep | moe_use_grouped_tensor=true use_transformer_engine_op_fuser=true |
-    ep | moe_token_dispatcher_type=flex moe_flex_dispatcher_backend=deepep_v2 | alltoall
+    ep | {FLEX} moe_flex_dispatcher_backend=deepep_v2 num_moe_experts=8 | alltoall
+    ep | moe_token_dispatcher_type=new num_moe_experts=8 | alltoall
     ep | save_activations_interval=2 | --save-activations-interval
     ep | perform_rl_step=true | --perform-rl-step
     flexmoe | use_mup=true | --use-mup
     fssdp | NVTE_USE_CUTLASS_GROUPED_GEMM='1' grad_reduce_in_bf16=true | unset the variable
+    fssdp | NVTE_USE_CUTLASS_GROUPED_GEMM='0' grad_reduce_in_bf16=true |
     fssdp | NVTE_USE_CUTLASS_GROUPED_GEMM='1' |
     fssdp | moe_paged_stash=true | --moe-paged-stash
     fssdp | transformer_impl=inference_optimized | --transformer-impl local
@@ -111,7 +114,7 @@ TABLE = """
     ep {GATE} | moe_router_fusion=true | remove --moe-router-fusion
     ep {GATE} | moe_enable_routing_replay=true | --moe-enable-routing-replay
     ep {GATE} | moe_router_group_topk=1 | --moe-router-group-topk
-    ep {GATE} | moe_router_load_balancing_type=sinkhorn | sinkhorn
+    ep {GATE} | moe_router_load_balancing_type=sinkhorn num_moe_experts=8 | sinkhorn
     ep {GATE} | {GRAPHS}[attn,moe_router] | moe_router of --cuda-graph-modules
     fastermoe smart_schedule=true | {DIVIDED} | --expert-tensor-parallel-size 1
     flexmoe | fp16=true | use --bf16
@@ -133,11 +136,32 @@ def values(text: str) -> dict[str, Any]:
     return {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in text.split())}
 
 
-def case(strategy: str, more: str) -> tuple[str, Any, SimpleNamespace]:
+def config(**more: Any) -> TransformerConfig:
+    """Megatron's config of a model with 8 experts on 2 devices."""
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    experts = {"num_moe_experts": 8, "expert_model_parallel_size": 2, "add_bias_linear": False}
+    return TransformerConfig(**{**sizes, **experts, **more})
+
+
+def settings_of(given: dict[str, Any]) -> MegatronSettings:
+    """Settings of arguments that Megatron parsed; what has no argument comes from a config."""
+    if given.keys() - megatron_options.options().keys():
+        new = {name for name in given if not hasattr(TransformerConfig, name)}
+        assert all(OPTIONAL in attributes()[name] for name in new)
+        one = config(**{name: value for name, value in given.items() if name not in new})
+        vars(one).update({name: given[name] for name in new})  # of a later Megatron
+        return MegatronSettings.of(one)
+    experts = {"num_experts": 8, "expert_model_parallel_size": 2, "add_bias_linear": False}
+    words = megatron_options.words({**experts, **given})
+    return MegatronSettings.of(megatron_options.megatron_parser().parse_args(words))
+
+
+def case(strategy: str, more: str) -> tuple[str, Any, MegatronSettings]:
     name, _, keys = strategy.partition(" ")
     built = build_strategy(name, STRATEGIES[name].settings.model_validate(values(keys)))
-    settings = {"num_experts": 8, "expert_model_parallel_size": 2, **values(more)}
-    return name, built, SimpleNamespace(**settings)
+    given = values(more)
+    with mock.patch.dict(os.environ, {one: given.pop(one) for one in [*given] if one.isupper()}):
+        return name, built, settings_of(given)
 
 
 @pytest.mark.parametrize(("strategy", "more", "message"), ROWS)
@@ -154,26 +178,10 @@ def test_what_cannot_be_served_is_refused_in_one_line_with_the_next_step(
 
 
 def test_every_limit_has_a_row_and_a_next_step() -> None:
-    facts = [Facts(settings, built) for _, built, settings in (case(*row[:2]) for row in ROWS if row[2])]
+    cases = [case(*row[:2]) for row in ROWS if row[2]]
     for limit in (*EVERY, *SOME):
-        assert any(is_met(limit.condition, one) for one in facts), limit.what
+        assert any(limit.is_met(settings, strategy) for _, strategy, settings in cases), limit.what
         assert limit.advice
-
-
-def test_modules_of_graphs_may_be_members_of_an_enumeration() -> None:
-    module = Enum("module", "attn moe_router")
-    for given, wanted in (
-        (module.attn, {"attn"}),
-        ([module.attn, module.moe_router], {"attn", "moe_router"}),
-    ):
-        graphs = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_modules=given)
-        assert Facts(graphs)["captured"] == wanted
-
-
-def test_a_limit_of_the_config_of_ddp_or_optimizer_is_found() -> None:
-    name, strategy, config = case("fssdp", "use_megatron_fsdp=false")
-    with pytest.raises(ConfigurationError, match="remove"):
-        check_limits(name, strategy, (config, None, SimpleNamespace(use_megatron_fsdp=True)))
 
 
 @pytest.mark.parametrize(
@@ -193,10 +201,17 @@ def test_what_megatron_does_in_its_own_way_is_told_once(
 
 
 def test_auto_keeps_the_flex_dispatcher() -> None:
-    for more, wanted in ((NAMES["FLEX"], True), ("", False)):
-        _, strategy, settings = case("auto", more)
-        assert Facts(settings, strategy)["keeps_flex"] is wanted
-        assert Facts(HostSettings((settings,)), strategy)["keeps_flex"] is wanted, "as prices ask"
+    for strategy, more, wanted in (
+        ("auto", NAMES["FLEX"], True),
+        ("auto", "", False),
+        ("parm schedule=s1", NAMES["FLEX"], False),
+    ):
+        _, built, settings = case(strategy, more)
+        assert keeps_flex(settings, built) is wanted
+
+
+def of_flex(back_end: str) -> MegatronSettings:
+    return MegatronSettings.of(config(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=back_end))
 
 
 @pytest.mark.parametrize(
@@ -210,11 +225,11 @@ def test_auto_keeps_the_flex_dispatcher() -> None:
 def test_back_ends_of_the_flex_dispatcher_limit_the_slots(
     back_end: str, most: int, num_devices: int, wanted: str
 ) -> None:
-    config = SimpleNamespace(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=back_end)
-    check_slots(config, most, num_devices, {3})
+    settings = of_flex(back_end)
+    check_slots(settings, most, num_devices, {3})
     with pytest.raises(ConfigurationError, match=f"slots: got {most + 1} .*{wanted}"):
-        check_slots(config, most + 1, num_devices, {3})
-    check_slots(SimpleNamespace(moe_token_dispatcher_type="alltoall"), 999, num_devices)
+        check_slots(settings, most + 1, num_devices, {3})
+    check_slots(MegatronSettings.of(config(moe_token_dispatcher_type="alltoall")), 999, num_devices)
 
 
 @pytest.mark.parametrize(
@@ -232,5 +247,4 @@ def test_hybridep_gets_slots_in_multiples(
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", domain or "0")
-    config = SimpleNamespace(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=back_end)
-    assert slot_multiple(config, num_devices) == wanted
+    assert slot_multiple(of_flex(back_end), num_devices) == wanted

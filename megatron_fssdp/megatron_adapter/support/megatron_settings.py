@@ -1,0 +1,144 @@
+"""What is read of Megatron's settings, typed, and what of Megatron has it."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import batched, chain
+from typing import Any, Self
+
+# Names of classes: parsed arguments, and configs of megatron-core.
+OPTIONAL = "optional"  # marks what Megatron 0.19, or Megatron without another package, lacks
+_A, _M = frozenset({"Namespace"}), frozenset({"TransformerConfig"})
+_D, _O = frozenset({"DistributedDataParallelConfig"}), frozenset({"OptimizerConfig"})
+_B, _NEW = _A | _M, _A | _M | {OPTIONAL}
+
+
+def _read(convert: Callable[..., Any], *declared: frozenset[str] | str) -> Any:
+    """A field that ``convert`` makes of attributes' values; their names follow the classes that have them."""
+    names = {name: of for of, text in batched(declared, 2) for name in str(text).split()}
+    return field(metadata={"convert": convert, "names": names})
+
+
+_value = partial(_read, lambda value: value)
+_flag = partial(_read, lambda *values: any(values))
+_given = partial(_read, lambda *values: any(value is not None for value in values))
+_number = partial(_read, lambda *values: next(filter(None, values), 0))
+_size = partial(_read, lambda *values: next(filter(None, values), 1))
+
+
+def _weight_shards(tensor: Any, parts: Any, dense: Any, experts: Any, *sizes: Any) -> int:
+    tensor = tensor or 1
+    parts = parts or tensor
+    return max(*(size or 1 for size in sizes), (experts or parts) // parts, (dense or tensor) // tensor)
+
+
+def _captured(modules: Any, scope: Any, implementation: str | None, *old_flags: Any) -> frozenset[str]:
+    if (implementation or "none") == "none" and not any(old_flags):
+        return frozenset()
+    modules = modules or scope or ()
+    if isinstance(modules, str) or hasattr(modules, "name"):
+        modules = (modules,)
+    return frozenset(str(getattr(one, "name", one)) for one in modules) - {"full"} or frozenset({"full"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSettings:
+    """Settings of a model and its training, from attributes that each field declares."""
+
+    # fmt: off
+    experts: int = _number(_M, "num_moe_experts", _A, "num_experts")
+    devices: int = _size(_B, "expert_model_parallel_size")
+    tensor_ranks: int = _size(_B, "tensor_model_parallel_size")
+    # By default, the tensor-parallel ranks share an expert. GTP divides its weights further.
+    parts: int = _size(_B, "expert_tensor_parallel_size tensor_model_parallel_size")
+    weight_shards: int = _read(_weight_shards, _B, "tensor_model_parallel_size expert_tensor_parallel_size",
+        _B, "tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards",
+        _M, "gtp_weight_remat_size expert_gtp_weight_remat_size")
+    equal_tokens: bool = _read(  # on all tensor-parallel ranks
+        lambda ranks, sequence_parallel: (ranks or 1) > 1 and not sequence_parallel,
+        _B, "tensor_model_parallel_size sequence_parallel")
+    context_ranks: int = _size(_B, "context_parallel_size")
+    seq_length: int = _number(_A, "seq_length")
+    moe_router_topk: int = _number(_B, "moe_router_topk")
+    moe_router_group_topk: int = _number(_B, "moe_router_group_topk")
+    moe_router_load_balancing_type: Sequence[str] | None = _value(_B, "moe_router_load_balancing_type")
+    moe_latent_size: int = _number(_B, "moe_latent_size")
+    moe_expert_capacity_factor: float | None = _value(_B, "moe_expert_capacity_factor")
+    moe_token_drop_policy: str | None = _value(_B, "moe_token_drop_policy")
+    changes_router: bool = _flag(_B, "moe_router_fusion moe_enable_routing_replay moe_router_group_topk")
+    pads_rows: bool = _flag(_B, "moe_router_padding_for_quantization moe_router_padding_for_fp8")
+    moe_token_dispatcher_type: str | None = _value(_B, "moe_token_dispatcher_type")
+    flex: str | None = _read(  # the back end of this dispatcher
+        lambda kind, back_end, old: ("deepep" if old else back_end or "deepep") if kind == "flex" else None,
+        _B, "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep")
+    add_bias_linear: bool = _flag(_B, "add_bias_linear")
+    fp16: bool = _flag(_B | _O, "fp16")
+    fp8: str | None = _value(_B, "fp8")
+    fp8_recipe: str | None = _value(_B | _O, "fp8_recipe")
+    fp4: str | None = _value(_B, "fp4")
+    fp4_recipe: str | None = _value(_B, "fp4_recipe")
+    quantizes_parameters: bool = _flag(_A | _D, "fp8_param_gather fp4_param_gather",
+        _M, "fp8_param fp4_param", _A | _D | _O, "reuse_grad_buf_for_mxfp8_param_ag")
+    quantizes_modules: bool = _flag(_A, "te_precision_config_file", _M, "quant_recipe use_kitchen",
+        _A | {OPTIONAL}, "kitchen_config_file")
+    sends_mxfp8: bool = _read(
+        lambda *types: "mxfp8" in types, _NEW, "moe_dispatch_fwd_dtype moe_combine_bwd_dtype")
+    moe_grouped_gemm: bool = _flag(_B, "moe_grouped_gemm")
+    moe_use_grouped_tensor: bool = _flag(_NEW, "moe_use_grouped_tensor")
+    one_grouped_tensor: bool = _flag(_B, "moe_single_grouped_weight moe_single_grouped_bias")
+    use_transformer_engine_op_fuser: bool = _flag(_B, "use_transformer_engine_op_fuser")
+    grad_reduce_in_bf16: bool = _flag(_A, "grad_reduce_in_bf16")
+    uses_cutlass: bool = field(default_factory=lambda: os.environ.get("NVTE_USE_CUTLASS_GROUPED_GEMM") == "1")
+    transformer_impl: str | None = _value(_B, "transformer_impl")
+    delays: bool = _flag(  # weight gradients
+        _B | _D, "delay_wgrad_compute", _B, "overlap_dispatch_backward_with_experts_wgrad")
+    mlp_chunks_for_training: int = _size(_B, "mlp_chunks_for_training")
+    moe_paged_stash: bool = _flag(_B, "moe_paged_stash")
+    cpu_offloading_num_layers: int = _number(_B, "cpu_offloading_num_layers")
+    never_run: bool = _flag(
+        _NEW, "enable_mhc_connections", _B, "moe_ncclep_zero_copy", _M, "enable_autocast cpu_offloading")
+    cuda_graph_impl: str | None = _value(_B, "cuda_graph_impl")
+    enable_cuda_graph: bool = _flag(_B, "enable_cuda_graph")
+    captured: frozenset[str] = _read(  # modules; none without graphs, and "full" for whole layers
+        _captured, _B, "cuda_graph_modules", _A, "cuda_graph_scope_deprecated",
+        _B, "cuda_graph_impl enable_cuda_graph external_cuda_graph")
+    other_ddp: bool = _flag(_A | _D, "use_megatron_fsdp", _D, "use_custom_fsdp", _A, "use_torch_fsdp2",
+        _B, "init_model_with_meta_device")
+    use_mup: bool = _flag(_B, "use_mup")
+    other_states: bool = _flag(_A | _O, "use_precision_aware_optimizer optimizer_cuda_graph")
+    other_training: bool = _flag(_B, "hybrid_context_parallel",
+        _A, "moe_use_upcycling perform_rl_step freeze_all_layers inprocess_restart fake_process_group")
+    saves: bool = _given(_A, "save non_persistent_save_interval")
+    saves_slots: bool = _flag(
+        _A, "save_activations_interval save_dgrads_interval save_tokens_per_expert_interval")
+    saves_by_name: bool = _given(_A, "save_params_interval save_wgrads_interval")
+    ckpt_format: str | None = _value(_A, "ckpt_format")
+    ckpt_convert_format: str | None = _value(_A, "ckpt_convert_format")
+    non_persistent_ckpt_type: str | None = _value(_A, "non_persistent_ckpt_type")
+    # fmt: on
+
+    @classmethod
+    def of(cls, *sources: Any) -> Self:
+        """Read arguments or configs, of which the first value but ``None`` and ``False`` counts.
+
+        A host's may lack attributes. :func:`.known_options.check_known` looks at those of Megatron itself.
+        """
+
+        def value(name: str) -> Any:
+            values = (getattr(one, name, None) for one in sources)
+            return next((one for one in values if one is not None and one is not False), None)
+
+        read = {one.name: one.metadata for one in fields(cls) if one.metadata}
+        return cls(**{name: how["convert"](*map(value, how["names"])) for name, how in read.items()})
+
+    @property
+    def captures_preprocess(self) -> bool:
+        """Whether a graph contains the remap to slots in its one form, and the number of slots."""
+        return "moe_preprocess" in self.captured
+
+
+def attributes() -> dict[str, frozenset[str]]:
+    """All attributes that are read, and the classes of Megatron that have them."""
+    names = (one.metadata.get("names", {}).items() for one in fields(MegatronSettings))
+    return dict(chain.from_iterable(names))
