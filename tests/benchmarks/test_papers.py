@@ -70,6 +70,7 @@ def test_pro_prophets_equations_know_compute_but_not_which_link_tokens_take() ->
         assert ((modelled_s > simulated_s) == is_slower).all()
 
 
+@pytest.mark.timeout(3600)  # Hecate takes some minutes of a core
 @pytest.mark.parametrize(
     "paper", [paper if paper == "parm" else pytest.param(paper, marks=pytest.mark.slow) for paper in PAPERS]
 )
