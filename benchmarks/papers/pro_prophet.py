@@ -1,7 +1,11 @@
 """Quantities of Pro-Prophet's tables and text.
 
-Each device processes one sequence. FasterMoE is simulated without its smart schedule, because §VI-A calls it
-"coarse-grained and blocked", and with its own Eq. 8 (``latency=paper``).
+Each device processes one sequence. FasterMoE is simulated without its smart schedule, because §VI-A calls
+it "coarse-grained and blocked", and with its own Eq. 8 (``latency=paper``). DeepSpeed-MoE is ``ep``;
+padded, it drops no token, which is an assumption: the paper states no capacity factor. Fig. 11 has K = 1,
+and each layer is simulated on its own. In Fig. 14, "nothing" is ``ep``. In Fig. 15, the top experts are
+those of the iteration before. Beside a row, "even loads" is what perfectly even loads would give ``ep``,
+and "transfers for nothing" is the simulated system if nothing waited for experts and gradients.
 
 Shape letters: I iterations, L layers, D devices.
 """

@@ -19,6 +19,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from pydantic import BaseModel  # noqa: E402
 from settings_pages import kind_of_field, shown_default  # noqa: E402
 
+from benchmarks.papers import results as of_papers  # noqa: E402
+from benchmarks.papers.claims import NEAR, PAPERS, SKEWS  # noqa: E402
 from megatron_fssdp.cli.sweep_plan import SweepConfig  # noqa: E402
 from megatron_fssdp.config.cluster_description import ClusterDescription  # noqa: E402
 from megatron_fssdp.config.run.megatron_options import description  # noqa: E402
@@ -175,6 +177,33 @@ def seams(_: str) -> str:
     )
 
 
+def papers(which: str) -> str:
+    """Main claims of a paper; with no word, how many numbers of each paper come out."""
+    rows = of_papers.read()
+    if which:
+        main = [row for row in rows if row["paper"] == which and row["headline"]]
+        shown = (
+            (
+                row["headline"],
+                row["published"],
+                "; padded: ".join(filter(None, (row["simulated"], row["padded"]))) or "–",
+                row["holds"],
+                row["why"],
+            )
+            for row in main
+        )
+        return table(("main claim", "paper", "simulated", "holds", "if not, why"), shown)
+    counted = []
+    for paper, name in (*PAPERS.items(), ("", "all")):
+        own = [row for row in rows if paper in ("", row["paper"])]
+        loads = f"log-normal, sigma {SKEWS[paper]}" if paper in SKEWS else "even" if paper else ""
+        also = [row for row in own if row["padded"]]
+        numbers = (of_papers.count(own), of_papers.count(also), of_papers.count(also, "padded holds"))
+        counted.append((name, *(f"{near} of {total}" if total else "–" for near, total in numbers), loads))
+    within = f"within {NEAR:.0%}".replace("%", " %")
+    return table(("paper", f"numbers {within}", "those over EP", "… if EP is padded", "loads"), counted)
+
+
 def lines(_: str) -> str:
     """Lines of Python of each room."""
     tracked = subprocess.run(
@@ -195,7 +224,8 @@ def lines(_: str) -> str:
 
 
 GENERATORS: dict[str, Callable[[str], str]] = {
-    one.__name__: one for one in (settings, results, code, versions, refused, combinations, seams, lines)
+    one.__name__: one
+    for one in (settings, results, papers, code, versions, refused, combinations, seams, lines)
 }
 """What may stand after ``table:``, by its first word. The other words are the argument."""
 

@@ -1,11 +1,30 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks.result_file import KEYS, write_result
 
-FILES = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+ROOMS_OF_CODE = ("benchmarks", "scripts", "megatron_fssdp")
+TABLE = re.compile(r"<!-- table: results ([\w-]+)")
+
+
+@pytest.fixture(scope="module")
+def named() -> set[str]:
+    """Names of files in the pages and the code, and of the newest file of each table that pages show."""
+    pages = [*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
+    code = (path for room in ROOMS_OF_CODE for path in (ROOT / room).rglob("*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (*pages, *code))
+    shown = {max(path.name for path in FILES if path.stem[11:] == name) for name in TABLE.findall(text)}
+    return shown | {path.name for path in FILES if path.name in text}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_result_is_the_source_of_something(path: Path, named: set[str]) -> None:
+    assert path.name in named, "name it on the page that states its figures, or delete it"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
