@@ -22,8 +22,8 @@ from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 RANKING_FILE, ITERATIONS_FILE = "ranking.json", "iterations.csv"
 
-_FIRST = 7  # columns of the ranking fit into 80 characters
-_WHOLE = ("strategy", "warm-up")  # cells of these columns stay on one line
+_FIRST = 6  # columns of the ranking fit into 80 characters
+_WHOLE = ("strategy", "warm-up", "% of force-balanced")  # cells of these columns stay on one line
 
 # Columns of ``iterations.csv`` that are sums over the layers, and the simulator's names for them.
 _COUNTS = {

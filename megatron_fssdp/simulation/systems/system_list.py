@@ -28,9 +28,9 @@ class SimulatedSystem(NamedTuple):
 
 
 SYSTEMS = {
-    "eplb-like": SimulatedSystem(EplbSystem, EplbKeys, "#117733"),
+    "eplb-like": SimulatedSystem(EplbSystem, EplbKeys, "#66A61E"),
     # The longest `update_placement` in UltraEP's README, of 256 experts on 64 devices, taken for all sizes.
-    "ultraep-like": SimulatedSystem(UltraepSystem, UltraepKeys, "#88CCEE", 78e-6),
-    "moonep-like": SimulatedSystem(MoonepSystem, SlotKeys, "#DDCC77"),
-    "llep-like": SimulatedSystem(LlepSystem, SlotKeys, "#661100"),
+    "ultraep-like": SimulatedSystem(UltraepSystem, UltraepKeys, "#E7298A", 78e-6),
+    "moonep-like": SimulatedSystem(MoonepSystem, SlotKeys, "#A6761D"),
+    "llep-like": SimulatedSystem(LlepSystem, SlotKeys, "#7570B3"),
 }
