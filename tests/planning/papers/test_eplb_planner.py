@@ -22,6 +22,20 @@ def test_the_example_of_the_readme_of_eplb(load_E: list[int], wanted_P: list[int
     assert found_DU.ravel().tolist() == wanted_P
 
 
+@pytest.mark.parametrize(
+    ("load_E", "num_groups", "wanted_P"),
+    [
+        ([300, 41, 7, 25, 33, 12, 5, 18], 1, [0, 0, 6, 0, 1, 2, 0, 4, 5, 0, 3, 7]),
+        ([300, 41, 7, 25, 33, 12, 5, 18], 2, [0, 0, 2, 0, 1, 3, 4, 5, 6, 4, 7, 7]),
+        ([900, 11, 2, 3], 1, [0, 0, 0, 0, 0, 1, 0, 0, 3, 0, 0, 2]),  # a device has three copies
+    ],
+)
+def test_what_the_public_code_printed(load_E: list[int], num_groups: int, wanted_P: list[int]) -> None:
+    """``rebalance_experts`` of commit d52c72d, globally and hierarchically, on 2 nodes of 2 devices."""
+    found_DU = eplb_slots(np.array(load_E), 4, slots=3, num_nodes=2, num_groups=num_groups)
+    assert found_DU.ravel().tolist() == wanted_P
+
+
 @examples(50)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3))
 def test_every_expert_has_copies_and_groups_stay_in_a_node(

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -80,6 +82,6 @@ def test_sizes_that_eplb_cannot_place_are_refused() -> None:
 
 
 def test_overrides_reach_systems_that_have_the_key() -> None:
-    run = load_run([__import__("pathlib").Path("gpt_moe_tiny")], ())
+    run = load_run([Path("gpt_moe_tiny")], ())
     assert settings_of("ultraep-like", run, ("slots=3", "num_groups=2")).slots == 3  # type: ignore[attr-defined]
     assert settings_of("eplb-like", run, ("num_groups=2",)).num_groups == 2  # type: ignore[attr-defined]
