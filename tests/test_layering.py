@@ -78,6 +78,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "cost": {"", "placement", "transfer", "dispatch"},
         "papers": {"", "placement", "transfer", "dispatch", "cost"},
     },
+    "simulation": {"": {"systems"}, "systems": set()},
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}},
     "collectives": {"": set(), "sparse": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},

@@ -13,6 +13,9 @@ from megatron_fssdp.config.shipped_files import shipped_runs
 SHIPPED_NAMES = "none, ep, fssdp, fastermoe, prophet, quota, smartmoe, flexmoe, parm, auto"
 """Strategies that come with the package."""
 
+SYSTEM_NAMES = "eplb-like, ultraep-like, moonep-like, llep-like"
+"""Systems of others, which are only simulated."""
+
 Paths = list[Path] | None
 Texts = list[str] | None
 
@@ -23,6 +26,13 @@ def strategy_names(incomplete: str) -> list[tuple[str, str]]:
 
     before = incomplete[: incomplete.rfind(",") + 1]
     return [(before + name, entry.summary) for name, entry in STRATEGIES.items()]
+
+
+def simulated_names(incomplete: str) -> list[tuple[str, str]]:
+    """Return all strategies, and systems of others."""
+    before = incomplete[: incomplete.rfind(",") + 1]
+    systems = [(before + name, "a system of others") for name in SYSTEM_NAMES.split(", ")]
+    return strategy_names(incomplete) + systems
 
 
 def run_files(words: str, more: str = "", metavar: str = "RUN.yaml") -> Any:
@@ -37,6 +47,6 @@ def key_values(words: str, *names: str) -> Any:
 
 
 def strategy_list(verb: str, more: str = "") -> Any:
-    """Return an option for strategies to rank or simulate."""
-    words = f"Strategies to {verb}, separated by commas, of {SHIPPED_NAMES}.{more}"
-    return typer.Option(help=words, autocompletion=strategy_names)
+    """Return an option for strategies to rank or simulate, and for systems of others."""
+    words = f"Strategies to {verb}, separated by commas, of {SHIPPED_NAMES}, and systems of others: "
+    return typer.Option(help=f"{words}{SYSTEM_NAMES}.{more}", autocompletion=simulated_names)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.simulation.systems.system_list import SYSTEMS
 
 
 class TimePart(NamedTuple):
@@ -25,7 +26,7 @@ TIME_PARTS = {
     "waiting for spRS": TimePart("waiting for gradients (spRS)", "#E69F00"),
     "re-sharding": TimePart("experts move to new owners (re-sharding)", "#CC79A7"),
     "gradient sync": TimePart("reduction of dense gradients", "#999933"),
-    "host": TimePart("waiting for the host", "#882255"),
+    "host": TimePart("planning, and waiting for the host", "#882255"),
     "rest": TimePart("optimizer and everything else", "#A9B4C2"),
 }
 """Parts of an iteration's time: those that a run measures, and those of the simulator (keys in ``PARTS``)."""
@@ -39,6 +40,7 @@ def column_name(part: str) -> str:
 def distinct_colours(strategies: Sequence[str]) -> list[str]:
     """Return a different colour for each run: that of its strategy, or another one if it is already used."""
     known = {name: entry.colour for name, entry in STRATEGIES.items() if entry.colour is not None}
+    known |= {name: system.colour for name, system in SYSTEMS.items()}
     palette = list(known.values())
     reserved = {known[name] for name in strategies if name in known}
     colours: list[str] = []

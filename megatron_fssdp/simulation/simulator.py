@@ -28,6 +28,7 @@ from megatron_fssdp.simulation.lanes import PARTS, Lanes
 from megatron_fssdp.simulation.layer_record import IterationRecord, LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan, by_micro_batch, replay_strategy, warm_up_iterations
+from megatron_fssdp.simulation.systems.system_list import SYSTEMS
 from megatron_fssdp.simulation.workloads import counts_of_shares
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
@@ -174,6 +175,8 @@ def simulate(
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages(cluster).step_host_s)
     host = HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
+    if name in SYSTEMS:
+        host = HostWork(after_gate_s=SYSTEMS[name].plan_s)
     plans_s = 0.0
     if strategy.shares_plans and job.num_layers > 1:
         plans_s = -(-job.num_layers // job.num_devices) * host.before_gate_s
@@ -196,9 +199,12 @@ def simulate(
 def checked_strategy(
     name: str, settings: StrategySettings, cluster: ClusterDescription, job: MoeJob
 ) -> Strategy:
-    """A new strategy for a job, ``ep`` for ``none``; a ValueError if it cannot train the job."""
+    """A new strategy or system for a job, ``ep`` for ``none``; a ValueError if it does not fit the job."""
     topology = topology_of(cluster, job.num_devices)
-    strategy = build_strategy("ep", EpSettings()) if name == "none" else build_strategy(name, settings)
+    if name in SYSTEMS:
+        strategy = SYSTEMS[name].strategy(settings)
+    else:
+        strategy = build_strategy("ep", EpSettings()) if name == "none" else build_strategy(name, settings)
     try:
         strategy.check_sizes(job.num_experts, topology)
         is_ours = strategy.travel.exchange == "deduplicated" or strategy.travel.smart_schedule is True
@@ -222,9 +228,9 @@ def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
     return np.stack([counts_of_shares(even_IDE, pairs_D, top_k=1) for pairs_D in pairs_LD], axis=1)
 
 
-def ceiling_s(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> float:
-    """Seconds of an iteration of ``ep`` with the :func:`balanced_counts` of loads."""
-    return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job).mean_s
+def force_balanced(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> StrategyOutcome:
+    """The ideal that UltraEP compares itself with: ``ep`` with the :func:`balanced_counts` of loads."""
+    return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job)
 
 
 def _pairs_at_peak(strategy: Strategy, counts_ILDE: np.ndarray, topology: Topology, job: MoeJob) -> float:

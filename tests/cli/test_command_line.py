@@ -3,8 +3,9 @@ import sys
 import pytest
 
 from megatron_fssdp import __version__
-from megatron_fssdp.cli.shared_options import SHIPPED_NAMES
+from megatron_fssdp.cli.shared_options import SHIPPED_NAMES, SYSTEM_NAMES
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
+from megatron_fssdp.simulation.systems.system_list import SYSTEMS
 
 from ..support.python_process import python_output, run_python
 
@@ -24,6 +25,7 @@ def test_help_names_all_strategies():
     assert {name for name, entry in STRATEGIES.items() if entry.package == SHIPPED} == {
         *SHIPPED_NAMES.split(", ")
     }
+    assert list(SYSTEMS) == SYSTEM_NAMES.split(", ")
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,7 @@ def test_help_names_all_strategies():
         (["train", "models/mixtral-8x7"], ["models/mixtral-8x7b"]),
         (["train", "gpt_moe_tiny", "--moe-strategy", "fs"], ["fssdp"]),
         (["simulate", "--strategies", "ep,f"], ["ep,fssdp", "ep,fastermoe", "ep,flexmoe"]),
+        (["simulate", "--strategies", "ep,u"], ["ep,ultraep-like"]),
         (["report", "run", "--cluster", "hecate-"], ["hecate-a", "hecate-b"]),
         (["train", "my_own.y"], []),  # the shell completes files
     ],

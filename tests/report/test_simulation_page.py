@@ -48,9 +48,9 @@ def test_the_ranking_shows_every_cell() -> None:
     first, second = (shown(one) for one in report.terminal_tables())
     for cells in table.rows:
         texts = dict(zip(table.header, cells, strict=True))
-        for name in ("strategy", "ms of an iteration", "warm-up", "× ep", "peak memory"):
+        for name in ("strategy", "ms of an iteration", "warm-up", "× ep", "% of force-balanced"):
             assert texts[name] in first
-        for name in ("strategy", "host ms", "pays from", "pays up to"):
+        for name in ("strategy", "peak memory", "host ms", "pays from", "pays up to"):
             assert texts[name] in second
     assert "1,234,567 tokens" in second
 

@@ -10,7 +10,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.shipped_settings import EpSettings
-from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES, strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE, strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.run_settings import SETTINGS_FILE
@@ -19,7 +19,8 @@ from megatron_fssdp.report.simulations.simulation_report import RankedStrategy, 
 from megatron_fssdp.report.units import format_memory
 from megatron_fssdp.simulation.break_even import break_evens
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.simulator import ceiling_s, checked_strategy, simulate
+from megatron_fssdp.simulation.simulator import checked_strategy, force_balanced, simulate
+from megatron_fssdp.simulation.systems.system_list import SYSTEMS
 from megatron_fssdp.simulation.workloads import WORKLOADS
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -33,9 +34,9 @@ _COLUMNS = (
     "ms of an iteration: mean after the longest warm-up, of the same iterations for all strategies. warm-up: "
     "first iterations in which a strategy measures, has no past loads, or waits for its first turn, with "
     "their mean time (all: it never gets further). × ep: how many times as fast as plain expert parallelism. "
-    "% of even ep: the speed in percent of ep's with even loads; above 100 if replicas also save traffic. "
-    "host ms: in which a rank plans and posts messages. Not simulated: optimizer step, data, launches of "
-    "kernels."
+    "% of force-balanced: the speed in percent of ep's with even loads, which UltraEP reports; above 100 if "
+    "replicas also save traffic. host ms: in which a rank plans and posts messages. Not simulated: optimizer "
+    "step, data, launches of kernels."
 )
 _BREAK_EVEN = (
     "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this many "
@@ -66,12 +67,17 @@ def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDesc
 
 
 def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> StrategySettings:
-    """Return a strategy's settings: the run's if it uses this strategy, and the overrides that it knows."""
+    """Return a strategy's settings: the run's if it uses this strategy, and the overrides that it knows.
+
+    Systems of others have settings, too.
+    """
     data = dict(run.strategy.settings) if run.strategy.name == name else {}
     apply_overrides({}, overrides, "--moe-strategy-set")  # refuses texts that are no settings
-    known = set(type(strategy_settings(name, {}, "--strategies")).model_fields)
+    system, source = SYSTEMS.get(name), f"--strategies {name}"
+    known = (system.settings if system else type(strategy_settings(name, {}, "--strategies"))).model_fields
     known_overrides = [override for override in overrides if override.partition("=")[0].strip() in known]
-    return strategy_settings(name, apply_overrides(data, known_overrides), f"--strategies {name}")
+    data = apply_overrides(data, known_overrides)
+    return validate(system.settings, data, source) if system else strategy_settings(name, data, source)
 
 
 def ranked_strategies(
@@ -127,7 +133,7 @@ def ranked_strategies(
                     name, given, counts_ILDE, cluster, job, layer_numbers=numbers, on_plan=on_plan
                 )
                 tokens = bandwidth = None
-                if with_break_even and name != BASELINE and STRATEGIES[name].strategy is not None:
+                if with_break_even and name not in (BASELINE, "none"):
                     begin(f"searching where {name} pays")
                     sample, history = counts_ILDE[first:], past if len(past) else None
                     loads = (name, given, sample, cluster, job)
@@ -137,7 +143,7 @@ def ranked_strategies(
                 rows.append(RankedStrategy(name, outcome, tokens, bandwidth, words))
         known = (row.outcome for row in rows if row.label == BASELINE)
         plain = next(known, None) or simulate(BASELINE, EpSettings(), counts_ILDE, cluster, job)
-        balanced_s = ceiling_s(counts_ILDE, cluster, job)
+        ideal = force_balanced(counts_ILDE, cluster, job)
     except ValueError as error:
         raise ConfigurationError(f"simulate: {error}") from None
     other = "with settings that are not its defaults"
@@ -160,4 +166,4 @@ def ranked_strategies(
                 f"{row.label}: runs out of memory. It needs {format_memory(memory.total_bytes)}, and a "
                 f"device has {format_memory(memory.capacity_bytes)}"
             )
-    return SimulationReport(title, tuple(rows), plain, balanced_s, record.iterations, tuple(notes))
+    return SimulationReport(title, tuple(rows), plain, ideal, record.iterations, tuple(notes))

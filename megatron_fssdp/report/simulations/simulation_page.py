@@ -25,8 +25,8 @@ from megatron_fssdp.simulation.roofline import ideal_flops_per_s, roofline_point
 
 PAGE_FILE = "simulation.html"
 
-_EVEN_EP = "ep with perfectly even loads"
-_EVEN_LINE = {"line": {"color": GREY, "dash": "dash", "width": 1.5}, "name": _EVEN_EP, "showlegend": True}
+_IDEAL = "force-balanced"
+_IDEAL_LINE = {"line": {"color": GREY, "dash": "dash", "width": 1.5}, "name": _IDEAL, "showlegend": True}
 
 
 def simulation_page(
@@ -77,17 +77,19 @@ def simulation_headline(report: SimulationReport) -> str:
         ]
     if waiting := [row.label for row in report.rows if not report.is_settled(row)]:
         clauses.append(f"simulate more iterations to rank {', '.join(waiting)}, still in the warm-up")
-    clauses.append(f"{_EVEN_EP} would take {format_seconds(report.even_ep_s)}")
+    clauses.append(f"ep with even loads ({_IDEAL}) would take {format_seconds(report.ideal_s)}")
     return f"Simulated: {'; '.join(clauses)}."
 
 
 def ranking_section(report: SimulationReport, title: str = "Ranking", lead: str = "") -> Section:
     """Show the parts of an iteration's time under every strategy, and the ranking."""
     parts_s = {row.label: report.steady_parts_s(row.outcome) for row in report.ranked}
+    parts_s[_IDEAL] = {part: float(seconds_I.mean()) for part, seconds_I in report.ideal.parts_s.items()}
     figure = figures.time_bars("simulated time of an iteration", parts_s)
-    figure.add_vline(x=report.even_ep_s, **_EVEN_LINE)
+    figure.add_vline(x=report.ideal_s, **_IDEAL_LINE)
     sentence = (
         f"{lead}Mean time of an iteration after the warm-up, divided into parts, the fastest strategy first. "
+        f"Last is the ideal: {_IDEAL}, which is ep with even loads. "
         "It is simulated, not measured: every strategy decides from the loads as in a training, and the "
         "cluster's description gives the time of its decisions."
     )
@@ -109,7 +111,7 @@ def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
     loads = lines({name: one.load_max_over_mean_IL.mean(axis=1) for name, one in outcomes.items()})
     moved = {name: job.expert_bytes * one.of_layers("gathered").sum(axis=1) for name, one in outcomes.items()}
     times = figures.curves("Time", "simulated seconds", seconds, ".4s")
-    times.add_hline(y=report.even_ep_s, **_EVEN_LINE)
+    times.add_hline(y=report.ideal_s, **_IDEAL_LINE)
     parts = [times, figures.device_loads("Busiest device, mean of layers", loads)]
     if any(values.any() for values in moved.values()):
         title = "Weights that travel to replicas (spAG)"

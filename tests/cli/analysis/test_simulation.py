@@ -39,7 +39,7 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     assert rows["fssdp"]["speedup_over_ep"] > 1.1
     assert rows["fssdp"]["load_max_over_mean"] < rows["ep"]["load_max_over_mean"]
     assert rows["fssdp"]["memory"]["peak_bytes"] > rows["ep"]["memory"]["expert_bytes"]
-    assert 0 < rows["ep"]["percent_of_ep_with_even_loads"] <= 100
+    assert 0 < rows["ep"]["percent_of_force_balanced"] <= 100
     tokens = rows["fssdp"]["break_even_tokens_per_rank"]
     assert tokens["pays_now"]
     assert tokens["at"] is None or tokens["at"] < 64 * 128
@@ -60,7 +60,9 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     assert headline in page.summary
     traces = page.figures["ranking"][0]["data"]
     shown_s = sum(np.array(trace["x"]) for trace in traces)
-    np.testing.assert_allclose(shown_s, [rows[name]["iteration_s"] for name in ("fssdp", "ep")])
+    assert traces[0]["y"] == ["fssdp", "ep", "force-balanced"]
+    wanted_s = [rows[name]["iteration_s"] for name in ("fssdp", "ep")]
+    np.testing.assert_allclose(shown_s, [*wanted_s, ranking["force_balanced_s"]])
     assert {trace["marker"]["color"] for trace in traces} <= {part.colour for part in TIME_PARTS.values()}
     course, _, moved = page.figures["each-iteration"]
     times = {trace["name"]: unpacked(trace["y"]) for trace in course["data"]}

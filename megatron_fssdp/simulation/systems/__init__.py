@@ -1,0 +1,1 @@
+"""Systems of others, which are simulated beside the strategies and never train."""
