@@ -38,6 +38,11 @@ class RecordedLoads:
         known = {name: array for name, array in vars(self).items() if array is not None and name != "layers"}
         return replace(self, **{name: array[chosen] for name, array in known.items()})
 
+    def of_whole_iterations(self) -> "RecordedLoads":
+        """Return the loads without an axis of micro-batches, which counts of others may have."""
+        counts = self.counts_ILDE
+        return replace(self, counts_ILDE=counts.sum(axis=1, dtype=np.int32)) if counts.ndim == 5 else self
+
 
 class LoadsWriter(GrowingArrays):
     """Adds router counts to ``loads.npy`` of a run."""

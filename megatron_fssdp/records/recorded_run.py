@@ -95,7 +95,7 @@ class RecordedRun:
 
     @property
     def layers(self) -> list[int]:
-        """Megatron's numbers of the MoE layers; none under strategy ``none``."""
+        """Megatron's numbers of the MoE layers; empty without them."""
         return [layer.layer for layer in self.metrics[0].layers]
 
     @property

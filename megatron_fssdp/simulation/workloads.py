@@ -31,8 +31,6 @@ LOG_NORMAL_SIGMAS = {"weak": 0.5, "medium": 1.0, "strong": 1.5}
 """Standard deviations of the logarithm of experts' popularity."""
 DRIFT_SIGMA = 0.3
 """Standard deviation of the logarithm of what an expert's load is multiplied by in a micro-batch of drift."""
-MICRO_BATCH_COUNTS = "counts_IZLDE"
-"""Name of recorded counts of single micro-batches in an ``.npz`` file."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """``megatron-fssdp report``, ``compare`` and ``simulate``."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.shipped_files import known_clusters
 
 _CLUSTER = "YAML of a cluster, or a name that `megatron-fssdp configs` lists."
+_OTHER_LOADS = "other loads: Megatron's router traces or tokens per expert, or counts in a .npy or .csv file"
 
 RankingCluster = Annotated[
     str | None,
@@ -24,17 +26,80 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def report_command(
-    run: Annotated[Path, typer.Argument(help="Output folder of a run.", metavar="RUN_DIR")],
+    run: Annotated[
+        Path, typer.Argument(help=f"Output folder of a run, or {_OTHER_LOADS}.", metavar="RUN_DIR")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="HTML file to write. Default: report.html in the run's folder.")
     ] = None,
+    model: Annotated[
+        Paths, run_files("the run that was traced.", " Only for loads that are not of a run.")
+    ] = None,
+    settings: Annotated[Texts, key_values("Any setting of this run.", "--set")] = None,
     cluster: RankingCluster = None,
     strategies: RankedStrategies = "",
     as_json: AsJson = False,
 ) -> None:
-    """Write an HTML page with the losses, loads, times, placements and memory of a run."""
-    page = out or run / "report.html"
-    _write_report([run], page, cluster, strategies, as_json=as_json, loads_only=False)
+    """Write an HTML page with the losses, loads, times, placements and memory of a run, or with loads."""
+    from megatron_fssdp.records.load_sources import sources_in
+    from megatron_fssdp.records.metrics_file import METRICS_FILE
+
+    page = out or (run.parent if run.is_file() else run) / "report.html"
+    if run.name == METRICS_FILE or (run / METRICS_FILE).exists() or not sources_in(run):
+        if model or settings:
+            raise ConfigurationError(
+                f"--model: got {run}, which describes its model, wanted other loads; remove it"
+            )
+        _write_report([run], page, cluster, strategies, as_json=as_json, loads_only=False)
+    else:
+        _write_loads_report(str(run), page, model, settings or (), cluster, strategies, as_json=as_json)
+
+
+def _write_loads_report(
+    source: str,
+    page: Path,
+    model: Paths,
+    changes: Sequence[str],
+    cluster: str | None,
+    strategies: str,
+    *,
+    as_json: bool,
+) -> None:
+    """Write the page of loads that no run of this package recorded, and print their figures."""
+    from pydantic_core import to_json
+    from rich.console import Console
+
+    from megatron_fssdp.cli.analysis import strategy_ranking as ranking
+    from megatron_fssdp.cli.analysis.what_if import ranked_settings, ranking_of_loads
+    from megatron_fssdp.config.run.composition import load_run
+    from megatron_fssdp.files.written_files import refuse_special_file, refuse_unwritable
+    from megatron_fssdp.report.simulations.loads_page import loads_page
+    from megatron_fssdp.report.simulations.simulation_report import ranking_data
+    from megatron_fssdp.simulation.moe_job import job_of_run
+
+    refuse_special_file(page, "--out")
+    refuse_unwritable(page, "--out")
+    config = load_run(model or ranking.recorded_settings(source), changes)
+    console, name = Console(markup=False, stderr=as_json), Path(source).resolve().name
+    record, note = ranking.loads_with_progress(source, job_of_run(config), console)
+    simulated = None
+    if cluster is not None:
+        with console.status("simulating"):
+            chosen = ranked_settings(config, _names(strategies))
+            simulated = ranking_of_loads(record, note, name, "", cluster, config, chosen)
+    made = loads_page(name, record.of_whole_iterations(), note, simulated)
+    made.write(page)
+    if as_json:
+        data = {
+            "sentence": made.sentence,
+            "page": str(page),
+            "simulation": simulated and ranking_data(simulated),
+        }
+        print(to_json(data, indent=2, inf_nan_mode="null").decode())
+        return
+    words = f"wrote {page}; open it in a browser (it works without a network)"
+    for line in filter(None, (made.sentence, note, words)):
+        console.print(line, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def compare_command(
@@ -133,10 +198,7 @@ def _write_report(
 def simulate_command(
     loads: Annotated[
         str,
-        typer.Option(
-            help="Folder of a recorded run, its loads.npy, an .npz file with counts of micro-batches, or the "
-            "name of a workload (W0 to W7, drift, jump-micro)."
-        ),
+        typer.Option(help=f"Folder of a recorded run, a workload (W0 to W7, drift, jump-micro), or {_OTHER_LOADS}."),
     ],
     cluster: Annotated[str, typer.Option(help=_CLUSTER, autocompletion=known_clusters)],
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],
@@ -167,7 +229,6 @@ def simulate_command(
     from megatron_fssdp.config.run.composition import load_run
     from megatron_fssdp.files.written_files import refuse_foreign, refuse_unwritable, written_whole
     from megatron_fssdp.report.simulations import simulation_page as pages
-    from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
     from megatron_fssdp.report.simulations.simulation_report import write_report
     from megatron_fssdp.simulation.moe_job import job_of_run
 
@@ -180,10 +241,10 @@ def simulate_command(
     run = load_run(models, settings or ())
     job, described = job_of_run(run), ranking.described_cluster(cluster, cluster_set or ())
     chosen = {name: ranking.settings_of(name, run, moe_strategy_set or ()) for name in names}
-    record, note = loads_for_job(loads, job, slice(iterations), seed)
+    console = Console(markup=False)
+    record, note = ranking.loads_with_progress(loads, job, console, slice(iterations), seed)
     count = len(record.iterations)
     title = f"{loads} on {described.name}: {count} iterations, {' + '.join(path.name for path in models)}"
-    console = Console(markup=False)
     wraps = console.is_terminal  # a log keeps each sentence on one line, so that a search finds it
     header, file = "Written by megatron-fssdp simulate.", out / "cluster.yaml"
     if file.exists() and Path(cluster).exists() and file.samefile(cluster):

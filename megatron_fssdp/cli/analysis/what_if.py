@@ -9,6 +9,7 @@ from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES, strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
+from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.run_settings import run_config_of
 from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
@@ -40,11 +41,10 @@ def what_if(
         if one is None:
             raise ConfigurationError(
                 "--cluster: strategies are ranked on recorded loads, but no run has recorded loads; run one "
-                "again with --moe-strategy ep, or remove --cluster"
+                "again with experts and record_dir, or remove --cluster"
             )
         config = run_config_of(one.run.path)
-        names = strategies or [name for name, entry in STRATEGIES.items() if entry.is_ranked]
-        return _ranking(one, "", cluster, config, {name: settings_of(name, config) for name in names})
+        return _ranking(one, "", cluster, config, ranked_settings(config, strategies))
     if one is None or one.run.loads is None or not not_comparable(runs):
         return None
     _, num_layers, num_devices, num_experts = one.run.loads.counts_ILDE.shape
@@ -69,11 +69,34 @@ def what_if(
         return None
 
 
+def ranked_settings(config: RunConfig, strategies: Sequence[str]) -> dict[str, StrategySettings]:
+    """Return the settings of the named strategies, or of all that are ranked, in a run."""
+    names = strategies or [name for name, entry in STRATEGIES.items() if entry.is_ranked]
+    return {name: settings_of(name, config) for name in names}
+
+
 def _ranking(
     one: ShownRun, where: str, cluster_name: str, config: RunConfig, settings: Mapping[str, StrategySettings]
 ) -> SimulationReport:
-    job, cluster = job_of_run(config), described_cluster(cluster_name)
-    record, note = loads_for_job(str(one.run.path), job, _ITERATIONS)
-    numbers = f"iterations {record.iterations[0]} to {record.iterations[-1]}"
-    title = f"loads of {one.name}, {numbers},{where} on {job.num_devices} devices of {cluster.name}"
-    return ranked_strategies(title, record, cluster, job, settings, note=note)
+    record, note = loads_for_job(str(one.run.path), job_of_run(config), _ITERATIONS)
+    return ranking_of_loads(record, note, one.name, where, cluster_name, config, settings)
+
+
+def ranking_of_loads(
+    record: RecordedLoads,
+    note: str,
+    name: str,
+    where: str,
+    cluster_name: str,
+    config: RunConfig,
+    settings: Mapping[str, StrategySettings],
+) -> SimulationReport:
+    """Rank strategies on the last loads of a record that fits the run's model."""
+    job, cluster, last = (
+        job_of_run(config),
+        described_cluster(cluster_name),
+        record.of_iterations(_ITERATIONS),
+    )
+    numbers = f"iterations {last.iterations[0]} to {last.iterations[-1]}"
+    title = f"loads of {name}, {numbers},{where} on {job.num_devices} devices of {cluster.name}"
+    return ranked_strategies(title, last, cluster, job, settings, note=note)

@@ -103,6 +103,7 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "current_device": _returning(0),  # Megatron passes it on as a device argument
         "set_device": _returning(None),  # there is no device to set
         "synchronize": _returning(None),  # or to wait for
+        "is_current_stream_capturing": _returning(False),  # router traces ask in every pass
         "Stream": _always(replacements.FinishedStream),  # dispatcher and optimizer make side streams
         "Event": _always(replacements.HostEvent),  # timers and the ordering of streams use events
         "current_stream": _returning(replacements.FinishedStream()),  # streams wait for each other

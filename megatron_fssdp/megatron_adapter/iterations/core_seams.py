@@ -10,7 +10,8 @@ and functions that a module looks up when it calls them. So hosts that have impo
                                            replicas' gradients come home before
     step of optimizers                     the iteration ends
     states of optimizers by position       experts that have moved are refused
-    MoELayer.route                         a layer that trains without the strategy is refused
+    MoELayer.route                         counts under ``none``; layers that train without the strategy are
+                                           refused
 """
 
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.checkpoints.named_copies import refuse_moved
 from megatron_fssdp.megatron_adapter.iterations.attachment import current
 from megatron_fssdp.megatron_adapter.iterations.model_marks import mark, model_of, models_of, note_optimizer
+from megatron_fssdp.megatron_adapter.iterations.stock_loads import count
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
@@ -141,4 +143,6 @@ def _route(route: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
             "is not the strategy's, wanted layers that have joined; attach the strategy before Megatron's "
             "DistributedDataParallel wraps the model (no other wrapper is served), or use --moe-strategy none"
         )
-    return route(layer, *args, **kwargs)
+    result = route(layer, *args, **kwargs)
+    count(layer, result[1])
+    return result

@@ -25,6 +25,7 @@ from megatron_fssdp.megatron_adapter.iterations.iteration_driver import Iteratio
 from megatron_fssdp.megatron_adapter.iterations.model_marks import optimizer_of
 from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import IterationFacts, RunRecorder
+from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads
 from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.wrapping import wrap
@@ -49,6 +50,8 @@ class ModelIterations:
         self._num_done = 0
         self._facts = IterationFacts()
         self._began_s = 0.0
+        is_recorded = settings.record_dir is not None or host.has_boards
+        self._stock = StockLoads() if session is None and is_recorded else None
         if session is not None:
             session.slots.before_home, session.slots.on_move = self._leave, self._note_move
             session.runtime.measure |= host.has_boards  # Layers read this when they join.
@@ -62,6 +65,8 @@ class ModelIterations:
         self.chunks.append(ddp)
         if self.session is not None:
             install_beginnings([ddp])
+        if self._stock is not None:
+            self._stock.add(ddp)
         if (root := _root_of(ddp)) is not None:
             wrap(root, "forward", partial(self._run_root, root))
 
@@ -91,6 +96,8 @@ class ModelIterations:
                 runtime.expect(num_micro_batches)
             return
         self._is_open, self._began_s, self._facts = True, time.perf_counter(), IterationFacts()
+        if self._stock is not None:
+            self._stock.clear()
         if self.driver is not None:
             if not self._is_prepared:  # An iteration that was dropped is not prepared again.
                 self.driver.prepare(self.num_done, num_micro_batches)
@@ -172,11 +179,15 @@ class ModelIterations:
             )
         if self.driver is not None:
             self.driver.begin_step()
+        if self._stock is not None:
+            self._stock.share()
         yield results
         if self.driver is not None and results:
             self.driver.end_step(*results[0][:2])
         self._is_open = self._is_prepared = self._is_by_hand = self._is_zero = False
         loads = [] if self.driver is None else self.driver.end()
+        if self._stock is not None:
+            loads = self._stock.take()
         number = self.num_done + 1
         self._num_done += 1
         if self.recorder is not None and self.recorder.wants_iteration(number):

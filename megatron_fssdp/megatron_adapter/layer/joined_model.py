@@ -14,31 +14,35 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySessi
 
 
 def join(model: torch.nn.Module, session: StrategySession) -> list[StrategyMoELayer]:
-    """Let all MoE layers of a model chunk join a session, in their order. Collective over their groups.
-
-    If a model has two layers of the same number, as with a teacher inside, those whose experts are frozen
-    stay Megatron's own.
+    """Let the trained MoE layers of a model chunk join a session. Collective over their groups.
 
     Raises:
         ConfigurationError: A layer is of a class that is not known, or cannot be served.
     """
-    found = [layer for layer, _ in _layers(model)]
-    for layer in found:
+    for layer, _ in _layers(model):
         if type(layer) is not MoELayer:
             raise ConfigurationError(
                 f"--moe-strategy {session.strategy_name}: got an MoE layer of class {type(layer).__module__}."
                 f"{type(layer).__qualname__}, wanted {MoELayer.__module__}.MoELayer; build the model from "
                 "Megatron's MoE layer, attach one strategy before DDP wraps it, or use --moe-strategy none"
             )
+    return [StrategyMoELayer.of(layer, session, before) for layer, before in trained_layers(model)]
+
+
+def trained_layers(model: torch.nn.Module) -> list[tuple[Any, int | None]]:
+    """The MoE layers of a model chunk, each with how many come before its pattern of layers, if it is in one.
+
+    If a model has two layers of the same number, as with a teacher inside, those whose experts are frozen are
+    left out.
+    """
     before = dict(_predicted(model))
-    places = [(before.get(layer), layer.layer_number) for layer in found]
-    several = {place for place, number in Counter(places).items() if number > 1}
-    asked = [
-        layer
-        for layer, place in zip(found, places, strict=True)
-        if place not in several or any(one.requires_grad for one in layer.experts.parameters())
+    places = {layer: (before.get(layer), layer.layer_number) for layer, _ in _layers(model)}
+    numbers = Counter(places.values())
+    return [
+        (layer, place[0])
+        for layer, place in places.items()
+        if numbers[place] == 1 or any(one.requires_grad for one in layer.experts.parameters())
     ]
-    return [StrategyMoELayer.of(layer, session, before.get(layer)) for layer in asked]
 
 
 def numbers_of(model: torch.nn.Module) -> set[tuple[int | None, int]]:

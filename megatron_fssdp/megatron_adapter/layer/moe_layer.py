@@ -109,9 +109,7 @@ class StrategyMoELayer(MoELayer):
         self.slot_layer.renumber(self._global_number())
 
     def _global_number(self) -> int:
-        # Megatron numbers layers of multi-token prediction from 1 again. Here they come after the decoder's.
-        number, before = self.layer_number or 0, self._later_layers_before
-        return number if before is None else self.config.num_layers + before + number
+        return global_number(self, self._later_layers_before)
 
     def _await_parameters(self) -> None:
         if self._index is None:
@@ -183,6 +181,13 @@ class StrategyMoELayer(MoELayer):
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """End the pass; the next layer's SparseAllGather starts."""
         return self.slot_layer.finish(super().postprocess(output, shared_expert_output))
+
+
+def global_number(layer: MoELayer, before: int | None) -> int:
+    """The number of a layer in its model; one of multi-token prediction has layers ``before`` its pattern."""
+    # Megatron numbers layers of multi-token prediction from 1 again. Here they come after the decoder's.
+    number: int = layer.layer_number or 0
+    return number if before is None else layer.config.num_layers + before + number
 
 
 def _groups_of(layer: Any) -> ProcessGroupCollection:

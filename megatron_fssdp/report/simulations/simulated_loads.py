@@ -1,4 +1,4 @@
-"""The loads of a simulation: from a run's record, or generated for the job.
+"""The loads of a simulation: recorded, or generated for the job.
 
 Shape letters: I iterations, Z micro-batches, L MoE layers, D devices, E experts, N nodes.
 """
@@ -15,9 +15,11 @@ from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expe
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
+from megatron_fssdp.records.load_sources import read_any_loads
+from megatron_fssdp.records.loads import RecordedLoads
+from megatron_fssdp.records.rank_traces import OnProgress, RoutedModel
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.workloads import MICRO_BATCH_COUNTS, WORKLOADS, fitted_loads, generated_loads
+from megatron_fssdp.simulation.workloads import WORKLOADS, fitted_loads, generated_loads
 
 _GENERATED_ITERATIONS = 20
 
@@ -26,13 +28,17 @@ _COMPARED_ITERATIONS = 50
 
 
 def loads_for_job(
-    source: str, job: MoeJob, chosen: slice = slice(None), seed: int = 0
+    source: str,
+    job: MoeJob,
+    chosen: slice = slice(None),
+    seed: int = 0,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> tuple[RecordedLoads, str]:
-    """Read the loads of a run, or generate a workload, with the sizes of a job.
+    """Read loads of any kind, or generate a workload, with the sizes of a job.
 
     ``chosen`` are positions of the record's iterations; its end is the number to generate. Return also a note
-    on how the loads were generated or scaled, if they were. An unknown name and loads that do not fit the job
-    are a ConfigurationError.
+    on how the loads were generated, read or scaled, if they were. An unknown name and loads that do not fit
+    the job are a ConfigurationError.
     """
     if source in WORKLOADS:
         count = chosen.stop or _GENERATED_ITERATIONS
@@ -42,31 +48,19 @@ def loads_for_job(
     path = Path(source)
     if not path.exists():
         raise ConfigurationError(unknown_loads(source))
-    found = _read(path).of_iterations(chosen)
+    model = RoutedModel(job.num_layers, job.num_experts, job.top_k)
+    loads, how = read_any_loads(path, model, None if chosen.start else chosen.stop, on_progress)
+    found = loads.of_iterations(chosen)
     counts, factor = fitted_loads(found.counts_ILDE, job)
-    note = "" if factor == 1.0 else f"loads: tokens scaled by {factor:.4g} to the model's batch size"
-    return replace(found, counts_ILDE=counts), note
-
-
-def _read(path: Path) -> RecordedLoads:
-    """The loads of a run; those of an ``.npz`` file have an axis of micro-batches behind the iterations."""
-    if path.is_dir() or path.name == LOADS_FILE:
-        return read_loads(path.parent if path.is_file() else path)
-    if path.suffix == ".npz":
-        with np.load(path) as file:
-            if MICRO_BATCH_COUNTS in file:
-                counts_IZLDE = file[MICRO_BATCH_COUNTS]
-                numbers = (np.arange(1, 1 + counts_IZLDE.shape[axis]) for axis in (0, 2))
-                return RecordedLoads(counts_IZLDE, *numbers)
-    raise ConfigurationError(
-        f"--loads {path}: is another file, wanted the folder of a run, its {LOADS_FILE}, or an .npz file "
-        f"with {MICRO_BATCH_COUNTS}"
-    )
+    scaled = "" if factor == 1.0 else f"tokens scaled by {factor:.4g} to the model's batch size"
+    note = "; ".join(filter(None, (how, scaled)))
+    return replace(found, counts_ILDE=counts), note and f"loads: {note}"
 
 
 def unknown_loads(source: str) -> str:
     """Return the message for loads that are neither of a run nor a workload."""
-    return f"--loads: {unknown_name('workload or run', source, WORKLOADS)}; or give the folder of a run"
+    name = unknown_name("workload or run", source, WORKLOADS)
+    return f"--loads: {name}; or give the folder of a run or of traces, or a .npy or .csv file"
 
 
 def with_recorded_choices(

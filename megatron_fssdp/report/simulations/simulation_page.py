@@ -35,20 +35,25 @@ def simulation_page(
     """Return the page of a simulation."""
     labels = [row.label for row in report.ranked]
     colour_of = dict(zip(labels, distinct_colours(labels), strict=True))
-    expert_load = (
-        "Tokens that the router sends to each expert, divided by an even share: pale is even, orange more, "
-        "blue is less. All strategies get these."
-    )
     sections = [
         ranking_section(report),
         _course_section(report, job, colour_of),
-        Section("Expert load over iterations", expert_load, [figures.expert_loads("", loads)]),
+        expert_load_section(loads),
         *([_roofline_section(report, cluster, job, colour_of)] if job.num_devices > 1 else []),
         _memory_section(report),
         _assumptions_section(cluster),
     ]
     subjects = [(label, colour, "") for label, colour in colour_of.items()]
     return Page("simulation", report.title, simulation_headline(report), subjects, sections)
+
+
+def expert_load_section(loads: RecordedLoads) -> Section:
+    """Show the loads that all strategies get."""
+    sentence = (
+        "Tokens that the router sends to each expert, divided by an even share: pale is even, orange more, "
+        "blue is less. All strategies get these."
+    )
+    return Section("Expert load over iterations", sentence, [figures.expert_loads("", loads)])
 
 
 def simulation_headline(report: SimulationReport) -> str:

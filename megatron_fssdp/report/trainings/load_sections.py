@@ -16,8 +16,8 @@ from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.shown_run import ShownRun, counted
 
 _NO_LAYERS = (
-    "No loads of MoE layers were recorded, because Megatron's own layer (strategy none) does not report "
-    "them. To see the loads of plain expert parallelism, run again with --moe-strategy ep."
+    "No loads of MoE layers were recorded: the model has none, or Megatron's CUDA graphs dispatch its tokens "
+    "under strategy none."
 )
 # Runs are shown once if the mean difference of their relative expert loads is smaller: placement does not
 # change what routers do, so runs with the same seed have the same loads.

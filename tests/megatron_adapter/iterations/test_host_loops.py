@@ -1,9 +1,12 @@
 """Under the loops of all hosts, strategies have stock's losses and gradients, and plans from loads."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..training_run import slow
@@ -26,6 +29,20 @@ def test_a_loop_trains_as_stock_megatron(loop: str) -> None:
 )
 def test_a_loop_that_overlaps_trains_as_stock_megatron(loop: str) -> None:
     compare(loop, ALL if loop != "nemo" else [FSSDP, MOVING], **OVERLAPS)
+
+
+@pytest.mark.parametrize("loop", ["by_hand", *slow([loop for loop in LOOPS if loop != "by_hand"])])
+def test_none_records_the_loads_of_a_loop(loop: str, tmp_path: Path) -> None:
+    names = ("none", "ep")
+    strategies = [("none", {}), *((name, {"record_dir": str(tmp_path / name)}) for name in names)]
+    for stock, recorded, _ in run_megatron_ranks(train_under, 2, loop, strategies, {}, ep=2):
+        assert (recorded.losses, recorded.norms) == (stock.losses, stock.norms)
+        assert recorded.gradients == stock.gradients
+    found, wanted = (read_loads(tmp_path / name) for name in names)
+    assert found.iterations.tolist() == wanted.iterations.tolist()
+    np.testing.assert_array_equal(found.counts_ILDE[0], wanted.counts_ILDE[0])
+    tokens_IL = found.counts_ILDE.sum(axis=(2, 3))
+    np.testing.assert_array_equal(tokens_IL, wanted.counts_ILDE.sum(axis=(2, 3)))
 
 
 def compare(loop: str, strategies: list[tuple[str, dict[str, Any]]], **options: Any) -> None:

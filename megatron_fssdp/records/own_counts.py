@@ -1,0 +1,80 @@
+"""Reads counts that somebody else made: an array in a ``.npy`` file, or a table in a ``.csv`` file.
+
+Shape letters: I iterations, Z micro-batches, L MoE layers, D devices, E experts.
+"""
+
+import csv
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.records.loads import RecordedLoads
+
+_COLUMNS = ("iteration", "layer", "device", "expert", "tokens")
+_MOST = 2**31 - 1
+
+MICRO_BATCH_COUNTS = "counts_IZLDE"
+"""The counts of micro-batches in an ``.npz`` file, such as those of ``benchmarks/recordings``."""
+
+
+def read_npy_counts(path: Path) -> RecordedLoads:
+    """Read ``[I, L, E]``, ``[I, L, D, E]`` or ``[I, Z, L, D, E]``, or raise a ConfigurationError.
+
+    An ``.npz`` file has the last of them as :data:`MICRO_BATCH_COUNTS`. Micro-batches keep their axis.
+    """
+    try:
+        if path.suffix == ".npz":
+            with np.load(path) as file:
+                counts: NDArray[Any] = file[MICRO_BATCH_COUNTS]
+        else:
+            counts = npy_format.open_memmap(path, mode="r")
+        if counts.ndim not in (3, 4, 5) or counts.dtype.kind not in "iuf" or not counts.size:
+            found = f"{counts.dtype} {list(counts.shape)}"
+            raise ValueError(f"got {found}, wanted numbers [I, L, E], [I, L, D, E] or [I, Z, L, D, E]")
+        if not (counts.min() >= 0 and counts.max() <= _MOST and np.all(counts == counts.astype(np.int32))):
+            raise ValueError(f"got {counts.min()} to {counts.max()}, wanted whole numbers from 0 to {_MOST}")
+    except Exception as error:  # damaged files raise many kinds of errors in numpy
+        reason = shorten(str(error) or type(error).__name__, 150, placeholder=" …")
+        raise ConfigurationError(f"{path}: {reason}; correct the file") from None
+    counts_ILDE = np.asarray(counts[:, :, None] if counts.ndim == 3 else counts, np.int32)
+    return RecordedLoads(counts_ILDE, *(np.arange(1, counts.shape[axis] + 1) for axis in (0, 2 if counts.ndim == 5 else 1)))
+
+
+def read_csv_counts(path: Path, num_experts: int) -> RecordedLoads:
+    """Read rows of iteration, layer, expert and tokens, and of a device if there are several.
+
+    Experts and devices are counted from 0; what has no row has no tokens. A ConfigurationError names the line
+    that is wrong.
+    """
+    found: dict[tuple[int, int, int], NDArray[np.int32]] = {}
+    line, highest = 1, 0
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file, strict=True)
+            if missing := [name for name in _COLUMNS if name not in {"device", *(rows.fieldnames or ())}]:
+                raise ValueError(f"got no column {missing[0]}, wanted {', '.join(_COLUMNS)}")
+            for row in rows:
+                line, cells = rows.line_num, {"device": "0", **row}
+                iteration, layer, device, expert, tokens = (int(cells[name] or "") for name in _COLUMNS)
+                if min(iteration, layer, device, expert, tokens) < 0 or max(device, tokens) > _MOST:
+                    raise ValueError(f"got {list(row.values())}, wanted numbers from 0 to {_MOST}")
+                if expert >= num_experts:
+                    raise ValueError(f"got expert {expert}, wanted 0 to {num_experts - 1} as in the model")
+                empty_E = np.full(num_experts, -1, np.int32)
+                counts_E = found.setdefault((iteration, layer, device), empty_E)
+                if counts_E[expert] >= 0:
+                    raise ValueError(f"got expert {expert} of this iteration and layer again, wanted one row")
+                counts_E[expert], highest = tokens, max(highest, expert)
+            if not found or highest < num_experts - 1:
+                raise ValueError(f"got no expert after {highest}, wanted {num_experts} as in the model")
+    except (ValueError, csv.Error) as error:
+        raise ConfigurationError(f"{path}: line {line}: {error}; correct the file") from None
+    iterations, layers, devices = ([*dict.fromkeys(sorted(one))] for one in zip(*found, strict=True))
+    empty_E = np.zeros(num_experts, np.int32)
+    counts = [[[found.get((i, n, d), empty_E) for d in devices] for n in layers] for i in iterations]
+    return RecordedLoads(np.array(counts).clip(min=0), np.array(iterations), np.array(layers))

@@ -1,0 +1,100 @@
+"""Loads that no run of this package recorded: Megatron's traces, and counts of one's own."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megatron_fssdp.cli.app import app
+from megatron_fssdp.config.errors import ConfigurationError
+
+from ...records.made_traces import write_tokens_per_expert, write_traces
+from ...report.page_parts import PageParts
+
+ROOT = Path(__file__).parents[3]
+CLUSTER = ("--cluster", str(ROOT / "configs/clusters/hpwnv.yaml"))
+ONE_NODE = ("--cluster-set", "num_nodes=1", "--cluster-set", "devices_per_node=2")
+SIZES: tuple[str, ...] = (
+    "model.num_layers=2",
+    "model.num_experts=4",
+    "parallelism.expert_model_parallel_size=2",
+)
+SIZES += ("parallelism.nproc_per_node=2", "training.micro_batch_size=64")
+SIZES += ("training.global_batch_size=256",)
+MODEL = (
+    "--model",
+    str(ROOT / "examples/traced_loads/model.yaml"),
+    *(word for one in SIZES for word in ("--set", one)),
+)
+SIMULATE = (*CLUSTER, *ONE_NODE, *MODEL, "--no-break-even", "--no-plots")
+
+
+def command(*words: object) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def sources(folder: Path) -> list[Path]:
+    """The same loads of two layers and four experts in every form; the last ones lack source devices."""
+    counts_ILDE = write_traces(folder / "traces", [1, 1], 2, passes=(3, 3, 3))
+    np.save(folder / "counts.npy", counts_ILDE)
+    rows = [f"{i},{n},{d},{e},{tokens}" for (i, n, d, e), tokens in np.ndenumerate(counts_ILDE)]
+    (folder / "counts.csv").write_text("\n".join(["iteration,layer,device,expert,tokens", *rows]))
+    np.save(folder / "sums.npy", counts_ILDE.sum(axis=2))
+    return [folder / name for name in ("traces", "counts.npy", "counts.csv", "sums.npy")]
+
+
+def test_all_forms_of_the_same_loads_are_simulated_alike(tmp_path: Path) -> None:
+    results = []
+    for path in sources(tmp_path):
+        output = command("simulate", "--loads", path, *SIMULATE, "--out", tmp_path / "out")
+        ranking = json.loads((tmp_path / "out" / "ranking.json").read_text())
+        results.append({row["strategy"]: row["iteration_s"] for row in ranking["strategies"]})
+        assert ("of 4 ranks, pipeline stages: 2, devices of each: 2" in output) == path.is_dir()
+    assert results[0] == results[1] == results[2]
+    assert results[3]["ep"] == pytest.approx(results[0]["ep"], rel=0.2)
+
+
+def test_all_forms_have_a_page(tmp_path: Path) -> None:
+    for path in sources(tmp_path):
+        page = tmp_path / f"{path.name}.html"
+        output = command("report", path, *MODEL, "--out", page)
+        assert f"{path.name}: 3 iterations, 2 MoE layers, 4 experts; busiest of 2 devices 1." in output
+        shown = PageParts(page.read_text())
+        assert shown.anchors == ["device-load-under-plain-ep", "expert-load-over-iterations"]
+        assert len(shown.figures["device-load-under-plain-ep"]) == 2
+    write_tokens_per_expert(tmp_path / "save", [2], 2, 1)
+    more = ("--cluster", "h200", "--strategies", "ep,fssdp", "--json")
+    found = json.loads(command("report", tmp_path / "save", *MODEL, *more))
+    assert found["page"] == str(tmp_path / "save" / "report.html")
+    assert {row["strategy"] for row in found["simulation"]["strategies"]} == {"ep", "fssdp"}
+    assert "what-if" in PageParts((tmp_path / "save" / "report.html").read_text()).anchors
+
+
+@pytest.mark.parametrize("verb", ["simulate", "report"])
+def test_what_is_wrong_is_told_before_anything_is_written(verb: str, tmp_path: Path) -> None:
+    write_traces(tmp_path / "traces", [2], 2)
+    file = tmp_path / "traces" / "router_trace_rank1.jsonl"
+    file.write_bytes(file.read_bytes()[:-9])
+    (tmp_path / "x.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    for source, model, words in (
+        ("traces", MODEL, "rank1.jsonl: line 12: "),
+        ("traces", (), "--model: .*has no config.yaml"),
+        ("x.json", MODEL, "is another file, wanted .npy or .csv"),
+    ):
+        more = (*CLUSTER, *ONE_NODE, "--out", tmp_path / "out") if verb == "simulate" else ()
+        loads = ("--loads", tmp_path / source) if verb == "simulate" else (tmp_path / source,)
+        with pytest.raises(ConfigurationError, match=words) as caught:
+            command(verb, *loads, *model, *more)
+        assert len(str(caught.value).splitlines()) == 1
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_recorded_run_has_a_model_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigurationError, match=r"--model: .*describes its model"):
+        command("report", tmp_path, *MODEL)

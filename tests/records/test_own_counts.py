@@ -1,0 +1,105 @@
+import csv
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.records.load_sources import read_any_loads
+from megatron_fssdp.records.loads import RecordedLoads
+from megatron_fssdp.records.rank_traces import RoutedModel
+
+COUNTS = np.random.default_rng(0).integers(0, 50, (3, 2, 4, 5))  # [I, L, D, E]
+
+
+def read(path: Path) -> RecordedLoads:
+    loads, note = read_any_loads(path, RoutedModel(2, 5, 2))
+    assert not note
+    return loads
+
+
+@pytest.mark.parametrize(
+    ("array", "wanted"),
+    [
+        (COUNTS, COUNTS),
+        (COUNTS.astype(np.float32), COUNTS),
+        (COUNTS.sum(axis=2), COUNTS.sum(axis=2, keepdims=True)),
+        (np.stack([COUNTS, 2 * COUNTS], axis=1), 3 * COUNTS),
+    ],
+    ids=["ILDE", "whole floats", "ILE", "IZLDE"],
+)
+def test_arrays_are_read(array: np.ndarray, wanted: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", array)
+    loads = read(tmp_path / "x.npy")
+    np.testing.assert_array_equal(loads.counts_ILDE, wanted)
+    assert (loads.iterations.tolist(), loads.layers.tolist()) == ([1, 2, 3], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (COUNTS[0, 0], r"got int64 \[4, 5\]"),
+        (COUNTS[:0], r"got int64 \[0, 2, 4, 5\]"),
+        (COUNTS - 1, "wanted whole numbers"),
+        (COUNTS + 0.5, "wanted whole numbers"),
+        (COUNTS * np.nan, "wanted whole numbers"),
+        (COUNTS.astype(str), "got <U"),
+        (COUNTS + 2**40, "wanted whole numbers"),
+    ],
+)
+def test_other_arrays_are_refused(array: np.ndarray, words: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(ConfigurationError, match=rf"x\.npy: .*{words}"):
+        read(tmp_path / "x.npy")
+    (tmp_path / "x.npy").write_bytes(b"damaged")
+    with pytest.raises(ConfigurationError, match=r"x\.npy: "):
+        read(tmp_path / "x.npy")
+
+
+def write_table(path: Path, columns: str = "iteration,layer,device,expert,tokens") -> None:
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(columns.split(","))
+        for i, layer, d, e in itertools.product(*map(range, COUNTS.shape)):
+            cells = {
+                "iteration": 10 * i,
+                "layer": layer + 1,
+                "device": d,
+                "expert": e,
+                "tokens": COUNTS[i, layer, d, e],
+            }
+            if COUNTS[i, layer, d, e]:
+                table.writerow([cells[name] for name in columns.split(",")])
+
+
+def test_a_table_is_read_in_any_order_of_its_columns(tmp_path: Path) -> None:
+    for columns in ("iteration,layer,device,expert,tokens", "tokens,expert,layer,iteration,device"):
+        write_table(tmp_path / "x.csv", columns)
+        loads = read(tmp_path / "x.csv")
+        np.testing.assert_array_equal(loads.counts_ILDE, COUNTS)
+        assert (loads.iterations.tolist(), loads.layers.tolist()) == ([0, 10, 20], [1, 2])
+    (tmp_path / "x.csv").write_text("iteration,layer,expert,tokens\n1,1,4,7\n1,1,0,3\n")
+    assert read(tmp_path / "x.csv").counts_ILDE.tolist() == [[[[3, 0, 0, 0, 7]]]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("", "line 1: got no column iteration"),
+        ("iteration,layer,expert\n", "line 1: got no column tokens"),
+        ("iteration,layer,expert,tokens\n", "line 1: got no expert after 0"),
+        ("iteration,layer,expert,tokens\n1,1,4,1\n1,1,5,1\n", "line 3: got expert 5, wanted 0 to 4"),
+        ("iteration,layer,expert,tokens\n1,1,3,1\n", "line 2: got no expert after 3, wanted 5"),
+        ("iteration,layer,expert,tokens\n1,1,4,1\n1,1,4,1\n", "line 3: got expert 4 .*again"),
+        ("iteration,layer,expert,tokens\n1,1,4,-1\n", "line 2: .*wanted numbers from 0"),
+        ("iteration,layer,expert,tokens\n1,1,4,x\n", "line 2: invalid literal"),
+        ("iteration,layer,expert,tokens\n1,1,4\n", "line 2: invalid literal"),
+        ('iteration,layer,expert,tokens\n1,1,4,"1\n', "line 1: unexpected end of data"),
+    ],
+)
+def test_a_wrong_table_is_refused_with_its_line(rows: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(rows)
+    with pytest.raises(ConfigurationError, match=f"x.csv: {words}") as caught:
+        read(tmp_path / "x.csv")
+    assert len(str(caught.value).splitlines()) == 1
