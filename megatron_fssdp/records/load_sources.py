@@ -54,4 +54,6 @@ def read_any_loads(
         return read_npy_counts(path), ""
     if found == [".csv"]:
         return read_csv_counts(path, model.num_experts), ""
-    raise ConfigurationError(f"--loads {path}: is another file, wanted .npy, .npz or .csv, or the folder of traces")
+    raise ConfigurationError(
+        f"--loads {path}: is another file, wanted .npy, .npz or .csv, or the folder of traces"
+    )

@@ -42,7 +42,9 @@ def read_npy_counts(path: Path) -> RecordedLoads:
         reason = shorten(str(error) or type(error).__name__, 150, placeholder=" …")
         raise ConfigurationError(f"{path}: {reason}; correct the file") from None
     counts_ILDE = np.asarray(counts[:, :, None] if counts.ndim == 3 else counts, np.int32)
-    return RecordedLoads(counts_ILDE, *(np.arange(1, counts.shape[axis] + 1) for axis in (0, 2 if counts.ndim == 5 else 1)))
+    return RecordedLoads(
+        counts_ILDE, *(np.arange(1, counts.shape[axis] + 1) for axis in (0, 2 if counts.ndim == 5 else 1))
+    )
 
 
 def read_csv_counts(path: Path, num_experts: int) -> RecordedLoads:

@@ -198,7 +198,9 @@ def _write_report(
 def simulate_command(
     loads: Annotated[
         str,
-        typer.Option(help=f"Folder of a recorded run, a workload (W0 to W7, drift, jump-micro), or {_OTHER_LOADS}."),
+        typer.Option(
+            help=f"Folder of a recorded run, a workload (W0 to W7, drift, jump-micro), or {_OTHER_LOADS}."
+        ),
     ],
     cluster: Annotated[str, typer.Option(help=_CLUSTER, autocompletion=known_clusters)],
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],

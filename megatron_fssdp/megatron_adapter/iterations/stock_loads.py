@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_fssdp.collectives.gathered_counts import CountsOnTheWay, start_counts
 from megatron_fssdp.megatron_adapter.layer.joined_model import trained_layers
 from megatron_fssdp.megatron_adapter.layer.moe_layer import global_number
-from megatron_fssdp.megatron_adapter.support.limits import Facts
+from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
@@ -79,7 +79,7 @@ class StockLoads:
         Layers whose tokens a CUDA graph dispatches are left out: it gives Megatron no routing map.
         """
         layers = [one for one in trained_layers(chunk) if isinstance(one[0], MoELayer)]
-        layers = [one for one in layers if not Facts(one[0].config)["captures_preprocess"]]
+        layers = [one for one in layers if not MegatronSettings.of(one[0].config).captures_preprocess]
         if not layers:
             return
         topology = detect_topology(layers[0][0].ep_group, None)
