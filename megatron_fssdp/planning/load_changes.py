@@ -14,13 +14,12 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.search import plan_materialization
 
 LOAD_CHANGES = {
-    **dict.fromkeys(
-        ("max/mean of micro-batches: median", "99th percentile", "iterations: median", "run"), ".2f"
-    ),
-    **{"micro-batches: alike": ".2f", "jumps": ".1%", "iterations: alike": ".2f", "jumps ": ".1%"},
-    **dict.fromkeys(("removed by the iteration before", "micro-batch before", "exact counts"), ".0%"),
+    **dict.fromkeys(("max/mean: micro-batches", "99th percentile", "iterations", "run"), ".2f"),
+    **{"alike: micro-batches": ".2f", "jumps: micro-batches": ".1%"},
+    **{"alike: iterations": ".2f", "jumps: iterations": ".1%"},
+    **dict.fromkeys(("removed: iteration before", "micro-batch before", "exact counts"), ".0%"),
 }
-"""Headings and formats of :func:`load_changes`."""
+"""Headings and formats of :func:`load_changes`; medians where several numbers are meant."""
 
 _MOST_PAIRS = 1000
 
