@@ -26,7 +26,7 @@ _FIXED_KEYS = frozenset(f"training.{key}" for key in ("optimizer", "lr", "min_lr
 
 _FILES_OF_A_RUN = (
     *("config.yaml", "overrides.yaml", "metrics.jsonl", "evaluations.jsonl", "loads.npy", "placements.npy"),
-    *("log.txt", "checkpoints", "tensorboard", "torch_profile"),
+    *("micro_batch_loads.npy", "log.txt", "checkpoints", "tensorboard", "torch_profile"),
 )
 _OVERRIDES_HEADER = "# What options of `megatron-fssdp train` changed in the YAML files; --resume keeps it.\n"
 

@@ -47,6 +47,22 @@ class GrowingArrays:
                 raise ConfigurationError(f"{path}: has another header; choose another output folder")
             self._iterations, self._row_type = found.iterations.tolist(), rows.dtype
 
+    def drop_from(self, iteration: int) -> None:
+        """Drop the rows from an iteration on, or raise a ConfigurationError; no file is without rows."""
+        num_kept = bisect_left(self._iterations, iteration)
+        if num_kept == len(self._iterations) or self._row_type is None:
+            return
+        try:
+            if num_kept:  # the next row replaces the bytes behind those that the header counts
+                with self._path.open("r+b") as file:
+                    file.write(_header(self._row_type, num_kept))
+            else:
+                self._path.unlink()
+                self._row_type = None
+        except OSError as error:
+            raise cannot_write(self._path, "record_dir", error) from None
+        del self._iterations[num_kept:]
+
     def append_row(self, iteration: int, entry: Mapping[str, NDArray[Any]]) -> None:
         """Add arrays of one iteration, by name. Existing rows from this iteration on are dropped first.
 
@@ -88,12 +104,13 @@ def _header(row_type: np.dtype[Any], num_rows: int) -> bytes:
 
 
 def read_arrays(
-    path: Path, num_dimensions: Mapping[str, int], optional: Collection[str] = ()
+    path: Path, num_dimensions: Mapping[str, int], optional: Collection[str] = (), layer_axis: int = 1
 ) -> dict[str, NDArray[Any]]:
     """Read the named arrays of a file of rows, without pickle, also while the file grows.
 
-    They come with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``, both ascending. No number is
-    negative. A ConfigurationError says that the file is missing, damaged or something else.
+    They come with ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]``, both ascending. Axes 0
+    and ``layer_axis`` are I and L. No number is negative. A ConfigurationError says that the file is missing,
+    damaged or something else.
     """
     try:
         rows = npy_format.open_memmap(path, mode="r")
@@ -105,7 +122,8 @@ def read_arrays(
         found = {name: np.array(rows[name]) for name in wanted if name in rows.dtype.names}
         num_layers = found[_LAYERS].shape[-1]
         for name, array in found.items():
-            if array.ndim != wanted[name] or 0 in array.shape or array.shape[1:2] not in ((), (num_layers,)):
+            found_L = array.shape[1 if name == _LAYERS else layer_axis :][:1]
+            if array.ndim != wanted[name] or 0 in array.shape or found_L not in ((), (num_layers,)):
                 raise ValueError(
                     f"{name} has shape {array.shape}, wanted {wanted[name]} dimensions, none of them empty, "
                     f"and {num_layers} layers"

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml
-from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
+from megatron_fssdp.records.loads import (
+    LOADS_FILE,
+    MICRO_BATCH_LOADS_FILE,
+    MicroBatchLoads,
+    RecordedLoads,
+    read_loads,
+    read_micro_batch_loads,
+)
 from megatron_fssdp.records.metrics import Evaluation, IterationMetrics, LayerMetrics, PassMetrics, RunSession
 from megatron_fssdp.records.metrics_file import read_evaluations, read_metrics
 from megatron_fssdp.records.placements import PLACEMENTS_FILE, RecordedPlacements, read_placements
@@ -57,6 +64,7 @@ class RecordedRun:
     settings: dict[str, Any]  # content of ``config.yaml`` by dotted key; empty without this file
     loads: RecordedLoads | None  # None if they are not there, or damaged
     placements: RecordedPlacements | None
+    micro_batch_loads: MicroBatchLoads | None
     log: RunLog
     problems: tuple[str, ...]  # one line for each file that is there but cannot be read
 
@@ -67,7 +75,8 @@ class RecordedRun:
         ``iterations`` int64 ``[I]`` and ``layers`` int64 ``[L]`` number the entries. Fields of
         :class:`IterationMetrics` end in ``_I``, such as ``lm_loss_I``, and those of :class:`LayerMetrics` in
         ``_IL``, such as ``spag_exposed_s_IL`` and ``forward_experts_s_IL``. Files of arrays have their own
-        types, iterations and layers: ``loads.counts_ILDE``, ``loads.iterations``, ``placements.tokens_ILD``.
+        types, iterations and layers: ``loads.counts_ILDE``, ``loads.iterations``, ``placements.tokens_ILD``,
+        ``micro_batch_loads.counts_IZLDE``.
         """
         found: dict[str, NDArray[Any]] = {
             "iterations": np.array([record.iteration for record in self.metrics]),
@@ -83,7 +92,8 @@ class RecordedRun:
             for field in fields(PassMetrics):
                 seconds = [[getattr(one, field.name, None) for one in record] for record in parts]
                 found[f"{which}_{field.name}_IL"] = np.array(seconds, float)
-        for name, record in (("loads", self.loads), ("placements", self.placements)):
+        for name in ("loads", "placements", "micro_batch_loads"):
+            record = getattr(self, name)
             arrays = {} if record is None else vars(record)
             found |= {f"{name}.{array}": values for array, values in arrays.items() if values is not None}
         return found
@@ -146,6 +156,7 @@ def load(run: Path | str) -> RecordedRun:
         settings,
         _optional(path / LOADS_FILE, read_loads, problems),
         _optional(path / PLACEMENTS_FILE, read_placements, problems),
+        _optional(path / MICRO_BATCH_LOADS_FILE, read_micro_batch_loads, problems),
         _read_log(path / LOG_FILE),
         tuple(problems),
     )

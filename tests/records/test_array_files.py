@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.records.loads import LOADS_FILE, LoadsWriter, read_loads
+from megatron_fssdp.records import loads as loads_module
+from megatron_fssdp.records.loads import (
+    LOADS_FILE,
+    MICRO_BATCH_LOADS_FILE,
+    LoadsWriter,
+    MicroBatchLoadsWriter,
+    read_loads,
+    read_micro_batch_loads,
+)
 from megatron_fssdp.records.placements import PLACEMENTS_FILE, PlacementsWriter, read_placements
 
 LAYERS = [1, 3]
@@ -22,6 +30,19 @@ def write_loads(folder: Path) -> Path:
     for iteration in (1, 2):
         writer.append(iteration, counts(iteration), np.full((2, 2), 7), np.full((2, 3), 7))
     return folder / LOADS_FILE
+
+
+def single(*numbers: int, seed: int = 0) -> list[np.ndarray]:
+    """Counts of so many micro-batches, of each layer."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 1000, (num, NUM_DEVICES, NUM_EXPERTS)) for num in numbers]
+
+
+def write_micro_batches(folder: Path) -> Path:
+    writer = MicroBatchLoadsWriter(folder, LAYERS)
+    for iteration in (1, 2):
+        writer.append(iteration, single(3, 3, seed=iteration))
+    return folder / MICRO_BATCH_LOADS_FILE
 
 
 def placed(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -41,6 +62,7 @@ def write_placements(folder: Path) -> Path:
 # Each record: what writes it, what reads it, and what opens it again for a resumed run.
 RECORDS: dict[str, tuple[Callable, Callable, Callable]] = {
     "loads": (write_loads, read_loads, LoadsWriter),
+    "micro-batches": (write_micro_batches, read_micro_batch_loads, MicroBatchLoadsWriter),
     "placements": (write_placements, read_placements, PlacementsWriter),
 }
 
@@ -71,12 +93,59 @@ def test_iterations_are_sliced_in_every_array(tmp_path: Path) -> None:
         np.testing.assert_array_equal(part, whole if field.name == "layers" else whole[1:])
 
 
+def check_micro_batches(folder: Path, wanted: dict[int, list[np.ndarray]]) -> None:
+    found = read_micro_batch_loads(folder)
+    assert found.iterations.tolist() == list(wanted)
+    for counts_ZLDE, counts_LZDE in zip(found.counts_IZLDE, wanted.values(), strict=True):
+        for layer, counts_ZDE in enumerate(counts_LZDE):
+            np.testing.assert_array_equal(counts_ZLDE[: len(counts_ZDE), layer], counts_ZDE)
+            assert not counts_ZLDE[len(counts_ZDE) :, layer].any()
+
+
+def test_iterations_have_other_numbers_of_micro_batches_one_or_unknown_ones(tmp_path: Path) -> None:
+    writer, wanted = MicroBatchLoadsWriter(tmp_path, LAYERS), dict[int, list[np.ndarray]]()
+    for iteration, numbers in enumerate([(1, 1), (3, 3), (2, 0), (1, 1), (), (0, 3)], start=1):
+        counts_LZDE = single(*numbers, seed=iteration)
+        writer.append(iteration, counts_LZDE)
+        if max(numbers, default=0) > 1:
+            wanted[iteration] = counts_LZDE
+    check_micro_batches(tmp_path, wanted)
+    longer = single(5, 5)
+    writer.append(7, longer)  # does not fit into the rows
+    check_micro_batches(tmp_path, {7: longer})
+
+
+@pytest.mark.parametrize("numbers", [(1, 1), (), (2, 2)])
+def test_a_resumed_run_keeps_none_that_it_repeats(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+    write_micro_batches(tmp_path)
+    again = single(*numbers, seed=9)
+    MicroBatchLoadsWriter(tmp_path, LAYERS).append(2, again)
+    check_micro_batches(tmp_path, {1: single(3, 3, seed=1)} | ({2: again} if numbers == (2, 2) else {}))
+    MicroBatchLoadsWriter(tmp_path, LAYERS).append(1, [])
+    assert not (tmp_path / MICRO_BATCH_LOADS_FILE).exists()
+
+
+def test_large_files_have_fewer_and_fewer_stretches_of_iterations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts_LZDE = single(2, 2)
+    num_bytes = 4 * sum(one.size for one in counts_LZDE)
+    monkeypatch.setattr(loads_module, "MOST_BYTES", 24 * num_bytes)
+    writer = MicroBatchLoadsWriter(tmp_path, LAYERS)
+    for iteration in range(1, 401):
+        writer.append(iteration, counts_LZDE)
+    stretches = (read_micro_batch_loads(tmp_path).iterations - 1).reshape(-1, loads_module.STRETCH)
+    assert (np.diff(stretches, axis=1) == 1).all()
+    assert (stretches[:, 0] // loads_module.STRETCH).tolist() == [0, 1, 2, 4, 8, 16, 32]
+
+
 def change_counts(rows: dict[str, np.ndarray], change: Callable[[np.ndarray], np.ndarray]) -> None:
-    rows.update({name: change(rows[name]) for name in ("counts_ILDE", "tokens_ILD") if name in rows})
+    names = "counts_ILDE", "counts_IZLDE", "tokens_ILD"
+    rows.update({name: change(rows[name]) for name in names if name in rows})
 
 
 CHANGES: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
-    "counts_ILDE, tokens_ILD .* dimensions": lambda rows: change_counts(rows, lambda array: array[:, None]),
+    "counts .* dimensions": lambda rows: change_counts(rows, lambda array: array[:, None]),
     "data type float64": lambda rows: rows.update(iterations=rows["iterations"] * 1.0),
     "data type uint64": lambda rows: rows.update(iterations=rows["iterations"].astype(np.uint64)),
     "got no array layers": lambda rows: rows.pop("layers"),

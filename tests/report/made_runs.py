@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fssdp.records.loads import LoadsWriter
+from megatron_fssdp.records.loads import LoadsWriter, MicroBatchLoadsWriter
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
 from megatron_fssdp.records.metrics_file import MetricsWriter
 from megatron_fssdp.records.placements import PlacementsWriter
@@ -19,6 +19,7 @@ def write_made_run(
     num_layers: int = 2,
     num_experts: int = 8,
     num_devices: int = 4,
+    num_micro_batches: int = 1,
     seed: int = 0,
     has_parts: bool = True,
     has_histograms: bool = False,
@@ -36,7 +37,7 @@ def write_made_run(
     skew_LE = rng.dirichlet(np.full(num_experts, 0.4), num_layers)
     metrics = MetricsWriter(folder)
     loads = LoadsWriter(folder, layers)
-    placements = PlacementsWriter(folder, layers)
+    placements, micro_batches = PlacementsWriter(folder, layers), MicroBatchLoadsWriter(folder, layers)
     for iteration in range(1, num_iterations + 1):
         skew_LE = 0.9 * skew_LE + 0.1 * rng.dirichlet(np.full(num_experts, 0.4), num_layers)
         counts_LDE = np.stack([rng.multinomial(4096, skew_E, num_devices) for skew_E in skew_LE])
@@ -48,6 +49,11 @@ def write_made_run(
             present_LED[np.arange(num_layers), hot_L] = True
             mean_L1 = ep_LD.mean(axis=1, keepdims=True)
             tokens_LD = np.rint(mean_L1 + 0.25 * (ep_LD - mean_L1)).astype(np.int64)
+        single = (
+            rng.multinomial(counts_DE, np.full(num_micro_batches, 1 / num_micro_batches))
+            for counts_DE in counts_LDE
+        )
+        micro_batches.append(iteration, [np.moveaxis(counts_DEZ, 2, 0) for counts_DEZ in single])
         histogram_LD = np.full((num_layers, num_devices), 7)
         loads.append(iteration, counts_LDE, *([histogram_LD] * 2 if has_histograms else ()))
         owned_LED = np.repeat(owned_ED[None], num_layers, axis=0)

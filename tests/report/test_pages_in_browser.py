@@ -17,11 +17,12 @@ pytestmark = needs_browser
 
 def page_of_a_run(folder: Path) -> Page:
     sizes = {"num_iterations": 40, "num_layers": 6, "num_experts": 32, "num_devices": 16}
+    sizes |= {"num_micro_batches": 4}
     return run_page(shown_runs([write_made_run(folder / "hecate-gpt-moe-s", **sizes)]))
 
 
 def page_of_three_runs(folder: Path) -> Page:
-    sizes = {"num_iterations": 60, "num_layers": 4}
+    sizes = {"num_iterations": 60, "num_layers": 4, "num_micro_batches": 2}
     names = ("ep", "fssdp", "fastermoe")
     return run_page(shown_runs([write_made_run(folder / name, name, **sizes) for name in names]))
 

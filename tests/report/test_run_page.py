@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
 from megatron_fssdp.records.metrics import Evaluation, IterationMetrics, SeenGain, SelectionMetrics
 from megatron_fssdp.records.metrics_file import MetricsWriter, append_evaluation, read_metrics
 from megatron_fssdp.records.placements import read_placements
@@ -116,6 +116,20 @@ def test_validation_losses_stops_and_traces_are_shown(tmp_path: Path) -> None:
     assert "stopped after iteration 3: rank 1: killed by SIGKILL" in page.texts["parts-and-interruptions"]
     assert "rank-3.json.gz" in page.texts[TIME]
     assert "9.0000 (4)" in page.texts[FIGURES]
+
+
+def test_loads_between_micro_batches_are_shown(tmp_path: Path) -> None:
+    folder = write_made_run(tmp_path / "x", num_micro_batches=3)
+    page = page_of(folder, write_made_run(tmp_path / "y"))  # with one micro-batch, which has no file
+    assert page.anchors == [*SECTIONS[:3], "between-micro-batches", *SECTIONS[3:]]
+    loads = read_micro_batch_loads(folder)
+    device_IZLD = loads.counts_IZLDE.sum(axis=3).reshape(5, 3, 2, 4, 2).sum(axis=4)
+    plain_IZL = device_IZLD.max(axis=3) / device_IZLD.mean(axis=3)
+    worst, _ = (unpacked(trace["y"]) for trace in page.figures["between-micro-batches"][0]["data"])
+    np.testing.assert_allclose(worst, plain_IZL.max(axis=1).mean(axis=1), rtol=1e-6)
+    assert re.search(rf"layer 2\s*{np.median(plain_IZL[..., 1]):.2f}", page.texts["between-micro-batches"])
+    (folder / "micro_batch_loads.npy").write_bytes(b"damaged")
+    assert "micro_batch_loads.npy: damaged" in page_of(folder).texts["files-that-cannot-be-read"]
 
 
 def test_predicted_and_seen_gains_of_auto_are_shown(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class StrategySettings(Settings):
     model_config = ConfigDict(validate_default=True)
 
     record_dir: Path | None = setting(
-        None, "Folder for metrics.jsonl, loads.npy and placements.npy. Default: no records."
+        None, "Folder for metrics.jsonl, the counts of routers and placements.npy. Default: no records."
     )
 
     @model_validator(mode="after")

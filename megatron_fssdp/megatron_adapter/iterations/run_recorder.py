@@ -1,8 +1,9 @@
 """Collects loss, loads and times of an iteration from all ranks, for a run's files and for Megatron's boards.
 
-Shape letters: D devices, E experts, L layers, N nodes.
+Shape letters: D devices, E experts, L layers, N nodes, Z micro-batches.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.iterations.stage_records import RankRecord, by_stage, gathered
 from megatron_fssdp.planning.loads import load_similarity, max_over_mean
-from megatron_fssdp.records.loads import LoadsWriter
+from megatron_fssdp.records.loads import MICRO_BATCH_LOADS_FILE, LoadsWriter, MicroBatchLoadsWriter
 from megatron_fssdp.records.metrics import (
     IterationMetrics,
     LayerMetrics,
@@ -34,6 +35,11 @@ from megatron_fssdp.records.placements import PlacementsWriter
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.strategies.selection_report import SelectionReport
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 4 * 2**20
+"""Most bytes of single micro-batches that a rank sends in an iteration; rank 0 gets them from each."""
 
 _EQUAL_FIELDS = (
     *("layer", "num_replicas", "spag_bytes", "sprs_bytes", "cross_node_tokens", "schedule", "strategy"),
@@ -87,7 +93,7 @@ class RunRecorder:
         self._last_load_E: dict[int, np.ndarray] = {}
         # Global rank 0 writes files. Those of arrays are opened with the first iteration that has MoE layers.
         self._metrics: MetricsWriter | None = None
-        self._arrays: tuple[LoadsWriter, PlacementsWriter] | None = None
+        self._arrays: tuple[LoadsWriter, PlacementsWriter, MicroBatchLoadsWriter] | None = None
         if record_dir is not None and dist.get_rank() == 0:
             self._metrics = MetricsWriter(record_dir)
 
@@ -112,7 +118,15 @@ class RunRecorder:
         passes and the reduction of gradients.
         """
         is_logged = self._is_logged(iteration)
-        records = gathered(facts.loss, loads, reshard, selection)
+        single_bytes = sum(4 * len(load.micro_batches) * load.counts_DE.size for load in loads)
+        is_small = single_bytes <= MOST_BYTES
+        if self._metrics is not None and not (self._has_begun or is_small):
+            logger.info(
+                f"[fssdp] no {MICRO_BATCH_LOADS_FILE}: counts of single micro-batches have {single_bytes:,} "
+                f"bytes in an iteration, at most {MOST_BYTES:,} of a rank are recorded"
+            )
+        keeps = is_small and self.record_dir is not None
+        records = gathered(facts.loss, loads, reshard, selection, of_micro_batches=keeps)
         stages = by_stage(records)
         # Peaks are also recorded in the first and the last iteration, so that a short run has them.
         has_peaks = is_logged or iteration in (1, self._host.train_iters)
@@ -153,8 +167,10 @@ class RunRecorder:
             return
         if self._arrays is None:
             numbers = [load.layer for load in loads]
-            self._arrays = LoadsWriter(self.record_dir, numbers), PlacementsWriter(self.record_dir, numbers)
-        counts, placements = self._arrays
+            folder = self.record_dir
+            placed, single = PlacementsWriter(folder, numbers), MicroBatchLoadsWriter(folder, numbers)
+            self._arrays = LoadsWriter(folder, numbers), placed, single
+        counts, placements, micro_batches = self._arrays
         counts.append(
             metrics.iteration,
             np.stack([load.counts_DE for load in loads]),
@@ -168,6 +184,8 @@ class RunRecorder:
             ep_tokens_LD=np.stack([load.owner_D for load in loads]),
             tokens_LD=np.stack([load.device_D for load in loads]),
         )
+        known = [load.counts_ZDE for load in loads if load.counts_ZDE is not None]
+        micro_batches.append(metrics.iteration, known if len(known) == len(loads) else [])
 
 
 def _session(strategy: str, records: list[RankRecord], host_settings: HostSettings) -> RunSession | None:

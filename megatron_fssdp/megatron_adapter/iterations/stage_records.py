@@ -1,4 +1,7 @@
-"""Brings what the ranks know of an iteration to global rank 0, in one gather, and puts it together there."""
+"""Brings what the ranks know of an iteration to global rank 0, in one gather, and puts it together there.
+
+Shape letters: Z micro-batches, D devices, E experts.
+"""
 
 import resource
 import socket
@@ -53,10 +56,15 @@ def gathered(
     loads: list[LayerLoad],
     reshard: ReshardReport | None,
     selection: SelectionReport | None,
+    *,
+    of_micro_batches: bool,
 ) -> list[RankRecord]:
     """Return the records of all ranks on global rank 0, and an empty list elsewhere. Collective."""
     passes = [(load.forward, load.backward) for load in loads]
-    reported = [] if parallel_state.get_expert_model_parallel_rank() else loads
+    reported = [
+        replace(load, micro_batches=[], counts_ZDE=load.single_counts() if of_micro_batches else None)
+        for load in ([] if parallel_state.get_expert_model_parallel_rank() else loads)
+    ]
     own = RankRecord(loss, reported, passes, reshard or ReshardReport(0, 0, 0.0), selection)
     records: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, records)
@@ -105,7 +113,10 @@ def _layer(
 
     combined: dict[str, Any] = {"placements": sum(of(copies, "placements"), ())}
     combined |= {name: np.concatenate(of(copies, name)) for name in ("counts_DE", "owner_D", "device_D")}
-    combined |= {name: _summed(of(copies, name)) for name in ("by_nodes_N", "by_devices_D")}
+    combined |= {name: sum(_padded(of(copies, name))) for name in ("by_nodes_N", "by_devices_D")}
+    single = of(copies, "counts_ZDE")
+    known = all(one is not None for one in single)
+    combined["counts_ZDE"] = np.concatenate(_padded(single), axis=1) if known else None
     combined |= {name: sum(of(copies, name)) for name in ("num_replicas", "cross_node_tokens")}
     combined |= {name: sum(of(groups, name)) for name in ("spag_bytes", "sprs_bytes")}
     for name in ("spag_s", "spag_exposed_s", "sprs_s", "sprs_exposed_s"):
@@ -114,7 +125,8 @@ def _layer(
     return replace(copies[0], **combined, forward=forward, backward=backward)
 
 
-def _summed(histograms: list[np.ndarray]) -> np.ndarray:
-    """Sum histograms; the expert-parallel groups of a stage may be on different numbers of nodes."""
-    length = max(map(len, histograms))
-    return np.sum([np.pad(one, (0, length - len(one))) for one in histograms], axis=0)
+def _padded(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Make arrays of expert-parallel groups, which can be on different numbers of nodes, equally long."""
+    longest = max(map(len, arrays))
+    rests = (np.zeros((longest - len(one), *one.shape[1:]), one.dtype) for one in arrays)
+    return list(map(np.concatenate, zip(arrays, rests, strict=True)))

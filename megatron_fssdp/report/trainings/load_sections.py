@@ -1,6 +1,6 @@
-"""Sections of a page of runs: loads of devices, loads of experts, and replicas with what ``auto`` selected.
+"""Sections of runs' pages: loads of devices, micro-batches and experts, and replicas with ``auto``'s choices.
 
-Shape letters: I iterations, L MoE layers, D devices, E experts.
+Shape letters: I iterations, Z micro-batches, L MoE layers, D devices, E experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from megatron_fssdp.planning.load_changes import LOAD_CHANGES, evenly, load_changes, plain_load
 from megatron_fssdp.records.placements import RecordedPlacements
 from megatron_fssdp.report import figures
 from megatron_fssdp.report.page import Part, Section
@@ -24,6 +25,7 @@ _NO_LAYERS = (
 _SAME = 0.01
 _MOST_STEPS, _MOST_CELLS = 60, 150_000  # of a slider, and of all its heat maps together
 _MOST_DEVICES = 12  # that the words at a cell name
+_MOST_SEARCHED = 400  # micro-batches for which replicas are planned
 _SCALE = [[0.0, "rgba(138,143,152,0.16)"], [0.001, "#FBD5A8"], [0.5, "#F28E2B"], [1.0, "#7F2704"]]
 
 
@@ -53,6 +55,39 @@ def device_load_section(runs: Sequence[ShownRun]) -> Section:
         "long as its busiest device. Before: under plain expert parallelism. After: as it was computed."
     )
     return Section(title, sentence, [figure, *strips, *figures.bin_words(lines), *notes])
+
+
+def micro_batch_sections(runs: Sequence[ShownRun]) -> list[Section]:
+    """Show how loads differ between micro-batches, if runs have recorded them."""
+    lines: list[figures.Line] = []
+    rows: list[tuple[str, ...]] = []
+    for one in runs:
+        loads, placed = one.run.micro_batch_loads, one.run.placements
+        if loads is None or placed is None:
+            continue
+        owned, x = placed.owned_ILED, loads.iterations
+        counts_IZLDE = loads.counts_IZLDE[..., : owned[0, 0].size // owned[0, 0].sum(), :]
+        worst_I = plain_load(counts_IZLDE).max(axis=1).mean(axis=1)
+        load_I = plain_load(counts_IZLDE.sum(axis=1)).mean(axis=1)
+        lines.append(figures.Line(f"{one.name}, worst micro-batch", one.colour, x, worst_I, "dot"))
+        lines.append(figures.Line(f"{one.name}, iteration", one.colour, x, load_I))
+        slots = int((placed.present_ILED & ~owned).sum(axis=2).max()) or 2
+        most = min(50, -(-_MOST_SEARCHED // len(loads.layers)))
+        for i, layer in enumerate(loads.layers):
+            found = load_changes(counts_IZLDE[:, :, i], x, slots, most)
+            cells = zip(found, LOAD_CHANGES.values(), strict=True)
+            words = ("–" if np.isnan(number) else f"{number:{form}}" for number, form in cells)
+            rows.append((f"{one.name}, layer {layer}", *words))
+    if not rows:
+        return []
+    sentence = (
+        "Max/mean device load under plain expert parallelism; the picture has means of layers. Alike: share "
+        "of load on the same experts as one before. Jumps: more has moved than drift explains. Removed: part "
+        "of a micro-batch's max/mean - 1 without which it would be with replicas that these counts plan, in "
+        "as many slots as the run had, or 2."
+    )
+    parts = [figures.device_loads("", lines), Table(("", *LOAD_CHANGES), tuple(rows))]
+    return [Section("Between micro-batches", sentence, parts)]
 
 
 def expert_load_section(runs: Sequence[ShownRun]) -> Section:
@@ -122,7 +157,7 @@ def _replica_map(title: str, placements: RecordedPlacements, num_maps: int) -> g
     """Return a heat map of layers × experts, and a slider over iterations."""
     num_iterations, num_layers, num_experts, _ = placements.present_ILED.shape
     most = max(2, min(_MOST_STEPS, _MOST_CELLS // (num_layers * num_experts * num_maps)))
-    chosen = np.unique(np.linspace(0, num_iterations - 1, min(most, num_iterations)).round().astype(int))
+    chosen = evenly(np.arange(num_iterations), most)
     owned_ILED = placements.owned_ILED[chosen]
     replicas_ILED = placements.present_ILED[chosen] & ~owned_ILED
     counts_ILE = replicas_ILED.sum(axis=3).astype(np.uint16)

@@ -45,6 +45,7 @@ def run_page(
         *([_loss_section(runs)] if with_losses else []),
         _time_section(runs),
         load_sections.device_load_section(runs),
+        *load_sections.micro_batch_sections(runs),
         load_sections.expert_load_section(runs),
         load_sections.placement_section(runs),
         _memory_section(runs),

@@ -1,8 +1,9 @@
 """Loads, bytes and times of one layer in an iteration, for the load history and for reports.
 
-Shape letters: D devices, E experts, N nodes.
+Shape letters: D devices, E experts, N nodes, Z micro-batches.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +27,9 @@ class LayerLoad:
     device_D: np.ndarray  # pairs that each device computed under the placement in use
     by_nodes_N: np.ndarray  # tokens whose experts, under plain expert parallelism, are on 1, 2, … N nodes
     by_devices_D: np.ndarray  # likewise for devices
+    micro_batches: list[Callable[[], np.ndarray]] = field(default_factory=list)  # give counts, int64 [D, E]
+    are_sums: bool = False  # The last of them have the counts of several micro-batches each.
+    counts_ZDE: np.ndarray | None = None  # those of single micro-batches, int32, if they are recorded
     num_replicas: int = 0  # of the plan with most of them, as micro-batches may have plans of their own
     spag_bytes: int = 0  # that SparseAllGather moved between devices
     sprs_bytes: int = 0  # that SparseReduceScatter moved
@@ -40,6 +44,13 @@ class LayerLoad:
     strategy: str | None = None  # that ``auto`` selected
     forward: PassSeconds = field(default_factory=PassSeconds)  # on this rank
     backward: PassSeconds = field(default_factory=PassSeconds)
+
+    def single_counts(self) -> np.ndarray | None:
+        """Counts of single micro-batches, int32 ``[Z, D, E]``, or ``None`` if only sums are known."""
+        if self.are_sums:
+            return None
+        counts = [counts() for counts in self.micro_batches]
+        return np.array(counts, np.int32).reshape(-1, *self.counts_DE.shape)
 
     def add_tokens(self, placement: ExpertPlacement, device_D: np.ndarray, cross_node: int) -> None:
         """Add the pairs that devices computed, ``[D]``, and how many were dispatched to another node."""

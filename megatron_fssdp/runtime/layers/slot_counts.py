@@ -4,7 +4,6 @@ Shape letters: T tokens of this rank, D devices, E experts, N nodes or numbers, 
 I passes of an iteration, X expert-tensor-parallel peers, W slots of all devices.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -27,8 +26,7 @@ class SlotCounts:
     """The counts of one layer in an iteration.
 
     ``plain_owner_E``, int64 ``[E]``, are the owners under plain expert parallelism. With ``measures_spread``,
-    it also counts on how many nodes and devices the experts of a token are. ``micro_batches`` give the
-    counts of single passes, int64 ``[D, E]``, as far as the host has them. Few are asked for.
+    it also counts on how many nodes and devices the experts of a token are.
     """
 
     def __init__(self, topology: Topology, plain_owner_E: np.ndarray, measures_spread: bool) -> None:
@@ -38,7 +36,6 @@ class SlotCounts:
         self._num_slots, self._num_passes, self._most_rows, self._is_clear = -1, 0, MOST_ROWS, True
         self._spread: TokenSpread | None = None
         self.num_counting = 1  # Ranks that count each token: several if tensor-parallel ranks all route it.
-        self.micro_batches: list[Callable[[], np.ndarray]] = []
 
     def open(self, one: SlotPass, device: torch.device, *, in_graph: bool = False) -> torch.Tensor | None:
         """The row of a new pass, int32 ``[W]``, to which it adds its tokens by slot.
@@ -72,7 +69,7 @@ class SlotCounts:
         numbers = self._rows_W + ([] if self._spread is None else [self._spread.sums])
         if numbers and not self._is_clear:
             torch._foreach_zero_(numbers)
-        self.micro_batches, self._num_passes, self._is_clear = [], 0, True
+        self._num_passes, self._is_clear = 0, True
 
     def to_share(self, shared: SlotPass | None) -> torch.Tensor | None:
         """What other ranks need of this rank: tokens by slot, of single passes, and their spread; int32.
@@ -108,7 +105,8 @@ class SlotCounts:
             of_experts = partial(_by_expert, expert_W, counts_DE.shape[1], self.num_counting)
             sums_DXW, *rows_DXW = np.split(numbers_DXN[..., :end], end // shared.num_slots, axis=-1)
             counts_DE = of_experts(sums_DXW)
-            self.micro_batches += [partial(of_experts, row_DXW) for row_DXW in rows_DXW or [sums_DXW]]
+            load.micro_batches += [partial(of_experts, row_DXW) for row_DXW in rows_DXW or [sums_DXW]]
+            load.are_sums = self._num_passes > self._most_rows
             load.counts_DE += counts_DE
             if measure:
                 counts_DW = sums_DXW.sum(axis=1, dtype=np.int64) // self.num_counting
@@ -123,7 +121,7 @@ class SlotCounts:
     def count_on_host(self, counts_DE: np.ndarray, own: SlotPass, load: LayerLoad, measure: bool) -> None:
         """Add a micro-batch whose counts the host knows, int64 ``[D, E]``."""
         load.counts_DE += counts_DE
-        self.micro_batches.append(lambda: counts_DE)
+        load.micro_batches.append(lambda: counts_DE)
         if measure:
             dispatch = own.plan.dispatch(counts_DE, self._topology)
             crossing = round(dispatch.cross_node_tokens)

@@ -337,11 +337,11 @@ class SlotLayer(PlannedLayer):
                 f"{self.experts.what}: the iteration ended before all replicas' gradients reached their "
                 "owners; call MoERuntime.finish_gradients() before reading gradients"
             )
-        load, micro_batches = self._take_load(), self.counts.micro_batches
+        load = self._take_load()
         self.gradients.note_iteration()
         self._drop()
         if load.counts_DE.any():
-            self.history.append(load.counts_DE, micro_batches)
+            self.history.append(load.counts_DE, load.micro_batches)
         return load
 
     def reset(self) -> None:

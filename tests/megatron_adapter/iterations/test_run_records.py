@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
-from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
 from megatron_fssdp.records.metrics import IterationMetrics, RunSession
 from megatron_fssdp.records.metrics_file import read_evaluations, read_metrics
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.records.recorded_run import load
 from megatron_fssdp.records.run_settings import run_config_of
 
-from ..training_run import assert_close, assert_equal, note, relative_difference, train
+from ..training_run import assert_close, assert_equal, note, relative_difference, train, wrap
 
 STAGES, PEERS = "{PP2} {BATCH16}", "{TP2} {NO_BIAS}"
 
@@ -74,6 +74,36 @@ def test_all_devices_and_layers_are_recorded(
     assert min(metrics[0].rank_peak_bytes) > 2**20
     check_placements(tmp_path, metrics, num_sources)
     assert all(entry.resharded_experts == entry.reshard_bytes == entry.reshard_s == 0 for entry in metrics)
+
+
+def note_routing() -> None:
+    """Note the counts of each pass: layer, device and tokens by expert."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def routing(route: Any, router: Any, *args: Any, **kwargs: Any) -> Any:
+        probs, routing_map = route(router, *args, **kwargs)
+        device = parallel_state.get_expert_model_parallel_rank()
+        note((router.layer_number, device, routing_map.sum(dim=0).tolist()))
+        return probs, routing_map
+
+    wrap(TopKRouter, "routing", routing)
+
+
+@pytest.mark.parametrize("strategy", ["ep", "fssdp slots=2"])
+def test_single_micro_batches_are_recorded_as_they_were_routed(
+    strategy: str, text_data: Path, tmp_path: Path
+) -> None:
+    """In two pipeline stages, with four micro-batches for two devices."""
+    arguments, strategy = f"{{EP2}} {STAGES} --train-iters 3", f"{strategy} record_dir={tmp_path}"
+    run = train(4, arguments, text_data, strategy=strategy, before=note_routing)
+    found = read_micro_batch_loads(tmp_path)
+    assert (found.counts_IZLDE.shape, found.layers.tolist()) == ((3, 4, 2, 2, 8), [1, 2])
+    for layer in (1, 2):
+        for device in (0, 1):
+            routed = [counts for *of, counts in run.notes if of == [layer, device]]
+            assert found.counts_IZLDE[:, :, layer - 1, device].reshape(12, 8).tolist() == routed
+    np.testing.assert_array_equal(found.counts_IZLDE.sum(axis=1), read_loads(tmp_path).counts_ILDE)
 
 
 def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
