@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.messages import Posting, connect_pairs, post, wait_for
+from megatron_fssdp.collectives.sparse.peer_memory import WeightPuts
 from megatron_fssdp.collectives.sparse.transfer_cargo import (
     Arrivals,
     GatherCargo,
@@ -84,6 +85,7 @@ class SparseTransfer:
     same ``sizes``. The ``elements`` that travel are by default all. ``dtype`` is that of gathered experts;
     gradients can have another one. ``messages`` divides an expert, and a reduction needs
     ``messages.buffered_bytes`` for each child on a device. ``is_far`` says whether the plan crosses nodes.
+    Gathers to ``puts.peers`` are puts; the received experts are then in the slots that ``puts`` knows.
 
     If the device runs the kernels of all streams in the order of their issue (``one_queue``, equal on all
     ranks, unused on CPU), a transfer issues at each point of the program (``transfer_lanes.py``) as many
@@ -102,6 +104,7 @@ class SparseTransfer:
         device: torch.device | str = "cpu",
         messages: MessageRule,
         is_far: bool = False,
+        puts: WeightPuts | None = None,
         one_queue: bool = False,
         journal: list[TransferTimer] | None = None,
         what: str = "experts",
@@ -110,6 +113,7 @@ class SparseTransfer:
         self.sizes, self.elements = sizes, range(sum(sizes)) if elements is None else elements
         self.dtype, self.device = dtype, torch.device(device)
         self._messages, self._is_far, self._journal, self._what = messages, is_far, journal, what
+        self._puts = puts
         received, forwarded = ({edge.expert for edge in edges} for edges in plan.edges_of(self.rank))
         self.received_experts = tuple(sorted(received))  # that have a replica on this device
         self.shared_experts = tuple(sorted(forwarded - received))  # sent, but not received; usually owned
@@ -175,16 +179,22 @@ class SparseTransfer:
         passed_on = self._passed_on if cargo.is_gather else set(self.received_experts)
         with naming_failures(f"{operation} of {self._what}"):
             steps = steps_of(self.plan, self.rank, num_chunks, is_gather=cargo.is_gather)
+            puts = self._puts if cargo.is_gather else None
+            if puts is not None:
+                incoming, outgoing_edges = self.plan.edges_of(self.rank)
+                puts.open({one.source for one in incoming}, {one.destination for one in outgoing_edges})
+            # A put ends when the one before it has been noted.
+            in_turn = self._on_cuda or puts is not None
             # Steps by which a receive is posted early, and for which a send can stay open. Gloo's sender
             # waits for the receiver, so early receives hide a round trip for each message.
-            lookahead = 0 if self._on_cuda else 4
+            lookahead = 0 if in_turn else 4
             arriving: deque[list[Arrivals]] = deque()
             open_sends: deque[tuple[list[dist.Work], list[list[Tensor]]]] = deque()
             for t in range(-lookahead, len(steps) + 1):
                 receives = steps[t + lookahead].receives if t + lookahead < len(steps) else []
                 before = arriving.popleft() if len(arriving) > lookahead else []
                 # What is sent on comes first. On CUDA, the memory of all serves the next step.
-                first = before if self._on_cuda else before[:1]
+                first = before if in_turn else before[:1]
                 for arrived in first:
                     cargo.settle(arrived)
                 both = [
@@ -196,13 +206,23 @@ class SparseTransfer:
                 outgoing = cargo.outgoing(sends)
                 tag = not cargo.is_gather
                 postings, places = [], list[list[dist.Work]]()
+                near = {} if puts is None else {device: puts.end_of(device) for device in puts.peers}
                 for one in receives:
                     arrived = both[one.expert not in passed_on]
+                    if one.peer in near:
+                        arrived.works.append(near[one.peer])
+                        continue
                     for piece in arrived.pieces[one]:
                         postings.append(Posting(True, piece, one.peer, 2 * one.expert + tag))
                         places.append(arrived.works)
                 sent = list[dist.Work]()
+                copied: dict[int, list[tuple[Tensor, Tensor]]] = {}
                 for one, pieces in zip(sends, outgoing, strict=True):
+                    if puts is not None and one.peer in near:
+                        slot = puts.slot(one.peer, one.expert).split(list(self.sizes))
+                        pairs = copied.setdefault(one.peer, [])
+                        pairs += zip(cargo.cut(slot, one.chunk), pieces, strict=True)
+                        continue
                     for piece in pieces:
                         postings.append(Posting(False, piece, one.peer, 2 * one.expert + tag))
                         places.append(sent)
@@ -210,6 +230,8 @@ class SparseTransfer:
                     places, post(postings, self.group, in_batch=self._on_cuda), strict=True
                 ):
                     place.append(work)
+                if puts is not None:
+                    puts.put(copied)
                 open_sends.append((sent, outgoing))
                 if 0 <= t < len(steps):
                     yield

@@ -1,4 +1,4 @@
-"""Settings that strategies share, validated and immutable, and the variables for debugging."""
+"""Settings that strategies share, validated and immutable, and environment variables."""
 
 import os
 import re
@@ -12,6 +12,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import Settings, setting
 
 PROFILE_VARIABLE, CHECK_VARIABLE = "FSSDP_PROFILE_ITERATIONS", "FSSDP_CHECK_PLANS"
+PUTS_VARIABLE = "FSSDP_PEER_PUTS"
 
 
 def profile_iterations() -> int:
@@ -25,6 +26,11 @@ def profile_iterations() -> int:
 def checks_plans() -> bool:
     """Whether ranks compare a hash of every plan before use, for debugging: ``FSSDP_CHECK_PLANS=1``."""
     return _number_in(CHECK_VARIABLE, "0", "[01]", "0 or 1") == 1
+
+
+def puts_weights() -> bool:
+    """Whether weights for a pass are put into slots inside nodes, not sent: ``FSSDP_PEER_PUTS=1``."""
+    return _number_in(PUTS_VARIABLE, "0", "[01]", "0 or 1") == 1
 
 
 def _number_in(variable: str, default: str, pattern: str, wanted: str) -> int:

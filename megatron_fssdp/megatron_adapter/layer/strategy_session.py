@@ -1,7 +1,7 @@
 """The strategy of one model, and the runtime and process groups that its layers share."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,15 +11,23 @@ from megatron.core import parallel_state
 
 from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml
-from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, checks_plans
+from megatron_fssdp.config.strategy.strategy_settings import (
+    PUTS_VARIABLE,
+    PlacementSettings,
+    checks_plans,
+    puts_weights,
+)
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.support.known_options import check_known
 from megatron_fssdp.megatron_adapter.support.limits import Facts, check_limits
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 from megatron_fssdp.strategies.registry import build_strategy
 
 # Name of the group of transfers in Megatron's file of NCCL options (--nccl-communicator-config-path).
@@ -84,6 +92,9 @@ class StrategySession:
             peers,
             everyone if peers is not None else None,
             one_queue=has_one_queue(expert_parallel),
+            node=create_node_slots(expert_parallel, topology, self.timeout)
+            if transfers is not None and puts_weights()
+            else None,
         )
         return groups
 
@@ -107,29 +118,59 @@ def nccl_options(args: Any) -> dict[str, Any]:
 def create_transfer_group(
     expert_parallel: dist.ProcessGroup, timeout: timedelta | None, options: dict[str, Any]
 ) -> dist.ProcessGroup:
-    """Create a second process group of the expert-parallel ranks, and connect them; collective over them.
+    """Create a second process group of the expert-parallel ranks, and connect them; collective over them."""
+    on_nccl = dist.get_backend(expert_parallel) == "nccl"
+    nccl = parallel_state.get_nccl_options(SHORT_NAME, {SHORT_NAME: options}) if on_nccl else None
+    ranks = dist.get_process_group_ranks(expert_parallel)
+    group = _create_group(ranks, timeout, "FSSDP_TRANSFER_GROUP", nccl)
+    if on_nccl:
+        # NCCL would open each connection when the first message needs it, in the middle of the training.
+        connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))
+    return group
+
+
+def create_node_slots(
+    expert_parallel: dist.ProcessGroup, topology: Topology, timeout: timedelta | None
+) -> NodeSlots | None:
+    """Create the slots that the ranks of this node write to; collective. ``None`` if a rank is alone in it.
+
+    Raises:
+        ConfigurationError: No node has two ranks of the group, or one queue would hold up compute.
+    """
+    if topology.smallest_and_largest_node[1] == 1 or has_one_queue(expert_parallel):
+        raise ConfigurationError(
+            f"{PUTS_VARIABLE}: got nodes with one rank of an expert-parallel group, or "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1, wanted two ranks in a node and several connections; unset it"
+        )
+    devices = topology.devices_by_node[topology.node_of_device_D[expert_parallel.rank()]]
+    if len(devices) == 1:
+        return None
+    ranks = dist.get_process_group_ranks(expert_parallel)
+    group = _create_group([ranks[device] for device in devices], timeout, "FSSDP_NODE_GROUP")
+    return NodeSlots(group, devices, timeout or dist.default_pg_timeout)
+
+
+def _create_group(
+    ranks: Sequence[int], timeout: timedelta | None, name: str, nccl: Any = None
+) -> dist.ProcessGroup:
+    """Create a process group; only these ranks call it.
 
     Megatron's function creates it, because Megatron may change the time-outs of all groups that it has
     created. Where the default group is bound to a device, torch would split the default group's communicator,
     and all ranks of the training would have to take part. So it counts as unbound meanwhile.
     """
     everyone: Any = dist.group.WORLD
-    on_nccl = dist.get_backend(expert_parallel) == "nccl"
-    nccl = parallel_state.get_nccl_options(SHORT_NAME, {SHORT_NAME: options}) if on_nccl else None
     bound, everyone.bound_device_id = everyone.bound_device_id, None
     try:
         group: dist.ProcessGroup = parallel_state.create_group(
-            dist.get_process_group_ranks(expert_parallel),
+            list(ranks),
             timeout=timeout,
             pg_options=nccl,
             use_local_synchronization=True,
-            group_desc="FSSDP_TRANSFER_GROUP",
+            group_desc=name,
         )
     finally:
         everyone.bound_device_id = bound
-    if on_nccl:
-        # NCCL would open each connection when the first message needs it, in the middle of the training.
-        connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))
     return group
 
 

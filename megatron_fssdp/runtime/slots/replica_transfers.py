@@ -75,6 +75,8 @@ class ReplicaTransfers:
 
     def end_use(self) -> None:
         """End a use. Under re-materialization, the memory is given back after the last one."""
+        if self.slots.room is not None:
+            self.slots.room.note_reader()
         self._num_users -= 1
         if self._each_pass and not self._num_users:
             self.release()
@@ -107,6 +109,19 @@ class ReplicaTransfers:
         self._num_gathered = 0
         self.slots.close_weights()
 
+    def give_way(self) -> None:
+        """Release prefetched weights, which come again before their use, for another layer's.
+
+        Raises:
+            RuntimeError: They are in use.
+        """
+        if self._num_users > sum(self._prefetched.values()):
+            raise RuntimeError(
+                f"{self._experts.what}: got passes of two layers at the same time, wanted one after the "
+                "other for slots that layers share; unset FSSDP_PEER_PUTS"
+            )
+        self.release()
+
     def complete(self, addition: TransferPlan) -> None:
         """Gather the replicas that a corrected plan adds, and wait; those that are here may be sources."""
         self._gather(self.slots.layout.numel, addition)
@@ -131,6 +146,8 @@ class ReplicaTransfers:
             transfer = self._transfer(layout.sizes, elements)
         else:
             transfer = self._bind(plan, layout.sizes, layout.dtype, elements)
+        if self.slots.room is not None:
+            self.slots.room.take(self)
         self.slots.open_weights()
         held = self.slots.weights()
         # Owners send from their Parameters. Every rank waits for gathers before the optimizer writes to them:
