@@ -3,10 +3,10 @@
     python benchmarks/overlap.py [--size tiny] [--ranks 2] [--rounds 2] [--out o.json]
     python benchmarks/overlap.py --device cuda --size gpu --ranks 8       # one rank for each GPU, in bf16
 
-A setting is a number of micro-batches, with or without re-materialization; then by messages, or by puts in nodes
-(``FSSDP_PEER_PUTS``, not on virtual devices). In each round, every setting is
-trained twice from the same seed, with ``overlap`` on and off, in alternating order. The figures are those
-that every run records. Hidden share = 1 - exposed / busy, over the layers of an iteration. Busy is the time
+A setting is a number of micro-batches, with or without re-materialization, and then also with puts inside
+nodes (``FSSDP_PEER_PUTS``; not on virtual devices). In each round, every setting is trained twice from the
+same seed, with ``overlap`` on and off, in alternating order. The figures are those that every run records.
+Hidden share = 1 - exposed / busy, over the layers of an iteration. Busy is the time
 of the transfers, and exposed the part of it in which compute waits. If there are more ranks than cores, a
 hidden transfer takes cores from the compute that hides it. The ratio of iteration seconds says more then.
 

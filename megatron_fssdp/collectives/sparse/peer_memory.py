@@ -14,93 +14,82 @@ import tempfile
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol, override
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_ALLOWED, _ARRIVED = 0, 1  # Channels of flags: from the receiver of a put, and to it.
+_FREE, _ARRIVED = 0, 1  # Channels of flags: from the receiver of a put, and to it.
 
 
 class PeerMemory(Protocol):
-    """Memory of equal shapes on all ranks of a group, whose constructor is collective over them.
-
-    ``of_rank`` has that of each rank. Between two ranks, each channel has one flag in each direction.
-    """
+    """Memory of equal shapes, ``of_rank``, on all ranks of a group; its constructor is collective."""
 
     of_rank: Sequence[Tensor]
 
     def signal(self, peer: int, channel: int) -> None:
-        """Set the flag to a peer, once it has taken the last one."""
+        """Set the flag of a channel to a peer, once the peer has cleared it."""
 
     def await_signal(self, peer: int, channel: int) -> None:
         """Wait for the flag from a peer, and clear it."""
 
 
-class SymmetricMemory:
-    """Memory of CUDA devices that reach each other. What it does is in the order of the current stream."""
+class SymmetricMemory(PeerMemory):
+    """Memory of CUDA devices that access each other. What it does is in the order of the current stream."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        timeout: timedelta,
-        device: torch.device,
+        self, group: dist.ProcessGroup, shape: Sequence[int], timeout: timedelta, **kind: Any
     ) -> None:
-        from torch.distributed import _symmetric_memory as symmetric_memory  # It takes a moment.
+        from torch.distributed import _symmetric_memory as symmetric_memory  # The import takes a moment.
 
         try:
-            self._own = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+            self._own = symmetric_memory.empty(*shape, **kind)
             self._handle = symmetric_memory.rendezvous(self._own, group)
         except RuntimeError as error:
+            why = str(error).splitlines()[0]
             raise RuntimeError(
-                f"symmetric memory: got '{str(error).splitlines()[0]}', wanted GPUs of one node that can "
-                "access each other; unset FSSDP_PEER_PUTS"
+                f"FSSDP_PEER_PUTS: got '{why}', wanted GPUs that access each other; unset it"
             ) from error
-        offset = getattr(self._handle, "offset", 0) // dtype.itemsize  # Torch 2.6 has no offsets.
-        ranks = range(group.size())
-        self.of_rank: Sequence[Tensor] = [
-            self._handle.get_buffer(rank, tuple(shape), dtype, offset) for rank in ranks
-        ]
+        begin = getattr(self._handle, "offset", 0) // self._own.itemsize  # Torch 2.6 has no offsets.
+        of = self._own.shape, self._own.dtype, begin
+        self.of_rank = [self._handle.get_buffer(rank, *of) for rank in range(group.size())]
         self._timeout_ms = int(timeout.total_seconds() * 1e3)
 
+    @override
     def signal(self, peer: int, channel: int) -> None:
-        """Set the flag to a peer, once it has taken the last one."""
         self._handle.put_signal(peer, channel, self._timeout_ms)
 
+    @override
     def await_signal(self, peer: int, channel: int) -> None:
-        """Wait for the flag from a peer, and clear it."""
         self._handle.wait_signal(peer, channel, self._timeout_ms)
 
 
-class SharedMemory:
+class SharedMemory(PeerMemory):
     """The same between CPU processes of one machine, by a file that all of them map. The thread waits."""
 
     def __init__(
-        self, group: dist.ProcessGroup, shape: Sequence[int], dtype: torch.dtype, timeout: timedelta
+        self, group: dist.ProcessGroup, shape: Sequence[int], timeout: timedelta, *, dtype: torch.dtype
     ) -> None:
-        self._rank, size = group.rank(), group.size()
-        self._timeout_s = timeout.total_seconds()
-        flags, memory = (size, 2, size), (size, *shape)
-        border = 8 * 2 * size * size  # bytes of the flags
-        num_bytes = border + torch.Size(memory).numel() * dtype.itemsize
+        self._rank, size, self._timeout_s = group.rank(), group.size(), timeout.total_seconds()
+        flags, memory = torch.Size((size, 2, size)), torch.Size((size, *shape))
+        border = 8 * flags.numel()
+        num_bytes = border + memory.numel() * dtype.itemsize
         with tempfile.NamedTemporaryFile() as file:
-            names = [file.name]  # All take the file of the first rank, which is full of zeros.
+            names = [file.name]  # All map the first rank's, which is full of zeros.
             dist.broadcast_object_list(names, group=group, group_src=0)
             mapped = torch.from_file(names[0], shared=True, size=num_bytes, dtype=torch.uint8)
             dist.barrier(group)
         self._flags = mapped[:border].view(torch.int64).view(flags).numpy()
-        # A put into a peer's part is no change of this rank's part, as autograd would see it without .data.
-        self.of_rank: Sequence[Tensor] = [one.data for one in mapped[border:].view(dtype).view(memory)]
+        # Without .data, autograd would take a put into a peer's part for a change of this rank's.
+        self.of_rank = [one.data for one in mapped[border:].view(dtype).view(memory)]
 
+    @override
     def signal(self, peer: int, channel: int) -> None:
-        """Set the flag to a peer, once it has taken the last one."""
         self._turn((peer, channel, self._rank), 0)
 
+    @override
     def await_signal(self, peer: int, channel: int) -> None:
-        """Wait for the flag from a peer, and clear it."""
         self._turn((self._rank, channel, peer), 1)
 
     def _turn(self, place: tuple[int, int, int], before: int) -> None:
@@ -110,21 +99,6 @@ class SharedMemory:
                 raise RuntimeError(f"rank {self._rank}: got no flag {place} in {self._timeout_s:g} s")
             time.sleep(5e-5)
         self._flags[place] = 1 - before
-
-
-class _PutEnd(dist.Work):
-    """The end of a peer's put, which may bring several messages of a step."""
-
-    def __init__(self, memory: PeerMemory, peer: int) -> None:
-        super().__init__()
-        self._memory, self._peer, self._is_noted = memory, peer, False
-
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Wait, as other works do."""
-        if not self._is_noted:
-            self._is_noted = True
-            self._memory.await_signal(self._peer, _ARRIVED)
-        return True
 
 
 class WeightPuts:
@@ -145,20 +119,19 @@ class WeightPuts:
 
     def open(self, sources: Container[int], destinations: Container[int]) -> None:
         """Begin a transfer: sources may write from now on, and destinations have to allow it as well."""
-        for device, rank in self.peers.items():
-            if device in sources:
-                self._memory.signal(rank, _ALLOWED)
-        for device, rank in self.peers.items():
-            if device in destinations:
-                self._memory.await_signal(rank, _ALLOWED)
-
-    def end_of(self, device: int) -> dist.Work:
-        """What a peer puts in one step; it has to be awaited before the next step."""
-        return _PutEnd(self._memory, self.peers[device])
+        for rank in [rank for device, rank in self.peers.items() if device in sources]:
+            self._memory.signal(rank, _FREE)
+        for rank in [rank for device, rank in self.peers.items() if device in destinations]:
+            self._memory.await_signal(rank, _FREE)
 
     def put(self, copied: Mapping[int, Iterable[tuple[Tensor, Tensor]]]) -> None:
-        """Copy into slots of each of these peers: pairs of a part of a slot and what belongs there."""
+        """Copy into slots of each of these peers in one step: parts of slots, with what belongs there."""
         for device, pairs in copied.items():
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)  # Several at once would be a kernel.
             self._memory.signal(self.peers[device], _ARRIVED)
+
+    def await_step(self, devices: Iterable[int]) -> None:
+        """Wait for what these peers put in one step, before the next step."""
+        for device in devices:
+            self._memory.await_signal(self.peers[device], _ARRIVED)

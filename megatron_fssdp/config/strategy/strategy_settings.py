@@ -12,7 +12,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import Settings, setting
 
 PROFILE_VARIABLE, CHECK_VARIABLE = "FSSDP_PROFILE_ITERATIONS", "FSSDP_CHECK_PLANS"
-PUTS_VARIABLE = "FSSDP_PEER_PUTS"
 
 
 def profile_iterations() -> int:
@@ -30,7 +29,7 @@ def checks_plans() -> bool:
 
 def puts_weights() -> bool:
     """Whether weights for a pass are put into slots inside nodes, not sent: ``FSSDP_PEER_PUTS=1``."""
-    return _number_in(PUTS_VARIABLE, "0", "[01]", "0 or 1") == 1
+    return _number_in("FSSDP_PEER_PUTS", "0", "[01]", "0 or 1") == 1
 
 
 def _number_in(variable: str, default: str, pattern: str, wanted: str) -> int:

@@ -1,7 +1,7 @@
 """The strategy of one model, and the runtime and process groups that its layers share."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +13,7 @@ from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml
-from megatron_fssdp.config.strategy.strategy_settings import (
-    PUTS_VARIABLE,
-    PlacementSettings,
-    checks_plans,
-    puts_weights,
-)
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, checks_plans, puts_weights
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.support.known_options import check_known
@@ -81,6 +76,7 @@ class StrategySession:
         if has_transfers and expert_parallel.size() > 1:
             transfers = create_transfer_group(expert_parallel, self.timeout, self.nccl_options)
         topology = detect_topology(expert_parallel, self.settings.nodes)
+        puts = transfers is not None and puts_weights()
         peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
         if peers is not None:
             # Plans depend on the topology, and peers must have equal plans.
@@ -92,9 +88,7 @@ class StrategySession:
             peers,
             everyone if peers is not None else None,
             one_queue=has_one_queue(expert_parallel),
-            node=create_node_slots(expert_parallel, topology, self.timeout)
-            if transfers is not None and puts_weights()
-            else None,
+            node=create_node_slots(expert_parallel, topology, self.timeout) if puts else None,
         )
         return groups
 
@@ -118,11 +112,26 @@ def nccl_options(args: Any) -> dict[str, Any]:
 def create_transfer_group(
     expert_parallel: dist.ProcessGroup, timeout: timedelta | None, options: dict[str, Any]
 ) -> dist.ProcessGroup:
-    """Create a second process group of the expert-parallel ranks, and connect them; collective over them."""
+    """Create a second process group of the expert-parallel ranks, and connect them; collective over them.
+
+    Megatron's function creates it, because Megatron may change the time-outs of all groups that it has
+    created. Where the default group is bound to a device, torch would split the default group's communicator,
+    and all ranks of the training would have to take part. So it counts as unbound meanwhile.
+    """
+    everyone: Any = dist.group.WORLD
     on_nccl = dist.get_backend(expert_parallel) == "nccl"
     nccl = parallel_state.get_nccl_options(SHORT_NAME, {SHORT_NAME: options}) if on_nccl else None
-    ranks = dist.get_process_group_ranks(expert_parallel)
-    group = _create_group(ranks, timeout, "FSSDP_TRANSFER_GROUP", nccl)
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    try:
+        group: dist.ProcessGroup = parallel_state.create_group(
+            dist.get_process_group_ranks(expert_parallel),
+            timeout=timeout,
+            pg_options=nccl,
+            use_local_synchronization=True,
+            group_desc="FSSDP_TRANSFER_GROUP",
+        )
+    finally:
+        everyone.bound_device_id = bound
     if on_nccl:
         # NCCL would open each connection when the first message needs it, in the middle of the training.
         connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))
@@ -139,39 +148,16 @@ def create_node_slots(
     """
     if topology.smallest_and_largest_node[1] == 1 or has_one_queue(expert_parallel):
         raise ConfigurationError(
-            f"{PUTS_VARIABLE}: got nodes with one rank of an expert-parallel group, or "
+            "FSSDP_PEER_PUTS: got nodes with one rank of an expert-parallel group, or "
             "CUDA_DEVICE_MAX_CONNECTIONS=1, wanted two ranks in a node and several connections; unset it"
         )
     devices = topology.devices_by_node[topology.node_of_device_D[expert_parallel.rank()]]
+    ranks, timeout = dist.get_process_group_ranks(expert_parallel), timeout or dist.default_pg_timeout
     if len(devices) == 1:
         return None
-    ranks = dist.get_process_group_ranks(expert_parallel)
-    group = _create_group([ranks[device] for device in devices], timeout, "FSSDP_NODE_GROUP")
-    return NodeSlots(group, devices, timeout or dist.default_pg_timeout)
-
-
-def _create_group(
-    ranks: Sequence[int], timeout: timedelta | None, name: str, nccl: Any = None
-) -> dist.ProcessGroup:
-    """Create a process group; only these ranks call it.
-
-    Megatron's function creates it, because Megatron may change the time-outs of all groups that it has
-    created. Where the default group is bound to a device, torch would split the default group's communicator,
-    and all ranks of the training would have to take part. So it counts as unbound meanwhile.
-    """
-    everyone: Any = dist.group.WORLD
-    bound, everyone.bound_device_id = everyone.bound_device_id, None
-    try:
-        group: dist.ProcessGroup = parallel_state.create_group(
-            list(ranks),
-            timeout=timeout,
-            pg_options=nccl,
-            use_local_synchronization=True,
-            group_desc=name,
-        )
-    finally:
-        everyone.bound_device_id = bound
-    return group
+    # It is for the rendezvous alone. Under NCCL, torch could split it from the default group's communicator.
+    how = {"backend": "gloo", "timeout": timeout, "use_local_synchronization": True}
+    return NodeSlots(dist.new_group([ranks[device] for device in devices], **how), devices, timeout)
 
 
 def has_one_queue(group: dist.ProcessGroup) -> bool:

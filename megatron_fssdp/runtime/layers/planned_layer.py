@@ -5,14 +5,12 @@ Shape letters: T tokens, D devices, E experts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
 
 from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.plan_agreement import check_agreement
-from megatron_fssdp.collectives.sparse.peer_memory import WeightPuts
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
@@ -245,8 +243,9 @@ class PlannedLayer:
             replicas.hold(held, experts.layout().dtype if plan.sums_one_pass else None)
             found = {**{expert: replicas.parameters(expert) for expert in replicas.experts}, **found}
             splits = plan.is_split and not self.is_first
-            bind = partial(self.bind, puts=None if room is None else room.puts(plan.placement))
-            transfers = ReplicaTransfers(plan, replicas, experts, bind, splits=splits, waiting=self.waiting)
+            transfers = ReplicaTransfers(
+                plan, replicas, experts, self.bind, splits=splits, waiting=self.waiting
+            )
         topology = self.context.topology
         shares: ExactShares | ShareTable | None = None
         if plan.dispatch_policy == "exact" and plan.placement.num_replicas:
@@ -275,12 +274,7 @@ class PlannedLayer:
         return profile.messages if profile else message_rule(on_cuda=self.experts.device.type == "cuda")
 
     def bind(
-        self,
-        plan: TransferPlan,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        elements: range | None = None,
-        puts: WeightPuts | None = None,
+        self, plan: TransferPlan, sizes: Sequence[int], dtype: torch.dtype, elements: range | None = None
     ) -> SparseTransfer:
         """Bind a transfer plan, for experts of tensors of these sizes, to the layer's process group."""
         return SparseTransfer(
@@ -292,26 +286,24 @@ class PlannedLayer:
             device=self.experts.device,
             messages=self._messages,
             is_far=plan.crosses_nodes(self.context.topology),
-            puts=puts,
             one_queue=self.groups.one_queue,
             journal=self.journal if self.measure else None,
             what=self.experts.what,
         )
 
     def _room_for(self, plan: LayerPlan) -> SlotRoom | None:
-        """Slots of the node for a plan whose replicas live for a pass, so that only one layer needs them."""
-        node, has_transfers = self.groups.node, len(plan.transfer.table) and not plan.resident
-        if node is None or not (has_transfers and plan.rematerialize) or plan.is_split:
+        """Slots of the node for a plan whose replicas live for a pass, so that one layer needs them."""
+        node = self.groups.node
+        if node is None or plan.is_split or not (plan.rematerialize and len(plan.transfer.table)):
             return None
         return node.room(self.experts.layout(), self._num_replica_slots, self.experts.device)
 
     def _take_slots(self, is_shared: bool, room: SlotRoom | None) -> ReplicaSlots:
-        if not is_shared and self._spare_slots:
-            return self._spare_slots.pop()
-        known = self._shared_slots.get(room is not None) if is_shared else None
-        if known is not None and known.room is room:
-            return known
-        made = ReplicaSlots(self.experts.layout(), self.experts.device, room)
+        if not is_shared:
+            known = self._spare_slots.pop() if self._spare_slots else None
+        elif (known := self._shared_slots.get(room is not None)) is not None and known.room is not room:
+            known = None
+        made = known or ReplicaSlots(self.experts.layout(), self.experts.device, room)
         if is_shared:
             self._shared_slots[room is not None] = made
         return made

@@ -5,24 +5,21 @@ layers use the same slots, one layer after the other. Weights go straight into t
 a staging area would take multiprocessors again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.sparse.peer_memory import SharedMemory, SymmetricMemory, WeightPuts
+from megatron_fssdp.collectives.sparse.peer_memory import (
+    PeerMemory,
+    SharedMemory,
+    SymmetricMemory,
+    WeightPuts,
+)
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.message_size import ALIGNMENT_BYTES
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
-
-
-class RoomUser(Protocol):
-    """The transfers of one plan whose weights are in a room."""
-
-    def give_way(self) -> None:
-        """Give up the weights; they are gathered again before their use."""
 
 
 class SlotRoom:
@@ -31,31 +28,32 @@ class SlotRoom:
     def __init__(self, node: "NodeSlots", layout: ExpertLayout, num_slots: int, device: torch.device) -> None:
         self.num_slots, self._node, self._device = num_slots, node, device
         step = ALIGNMENT_BYTES // layout.dtype.itemsize
-        what = node.group, (num_slots, -(-layout.numel // step) * step), layout.dtype
+        what = node.group, (num_slots, -(-layout.numel // step) * step), node.timeout
+        self._memory: PeerMemory
         if device.type == "cuda":
-            self._memory: SymmetricMemory | SharedMemory = SymmetricMemory(*what, node.timeout, device)
+            self._memory = SymmetricMemory(*what, dtype=layout.dtype, device=device)
         else:
-            self._memory = SharedMemory(*what, node.timeout)
+            self._memory = SharedMemory(*what, dtype=layout.dtype)
         self._memory.of_rank = [slots[:, : layout.numel] for slots in self._memory.of_rank]
         self.slots = self._memory.of_rank[node.group.rank()]
-        self._user: RoomUser | None = None
+        self._give_way: Callable[[], None] | None = None
         self._readers = set[torch.cuda.Stream]()
 
     def puts(self, placement: ExpertPlacement) -> WeightPuts:
         """Puts of a placement's replicas. Those of a device are in its first slots, in ascending order."""
+        peers = {device: rank for rank, device in enumerate(self._node.devices)}
         slot_of: dict[tuple[int, int], int] = {}
-        for device in self._node.devices:
+        for device in peers:
             replicas = [one for one in placement.experts_on(device) if placement.owner_E[one] != device]
             slot_of |= {(device, expert): slot for slot, expert in enumerate(sorted(replicas))}
-        peers = {device: rank for rank, device in enumerate(self._node.devices)}
         del peers[self._node.devices[self._node.group.rank()]]
         return WeightPuts(self._memory, peers, slot_of)
 
-    def take(self, user: RoomUser) -> None:
-        """Give the slots to a user, after all that has been read from them."""
-        if self._user is not None and self._user is not user:
-            self._user.give_way()
-        self._user = user
+    def take(self, give_way: Callable[[], None]) -> None:
+        """Give the slots to a user, after all reads. ``give_way`` is called when another one takes them."""
+        if self._give_way not in (None, give_way):
+            self._give_way()
+        self._give_way = give_way
         for stream in self._readers:
             torch.cuda.current_stream(self._device).wait_stream(stream)
         self._readers.clear()

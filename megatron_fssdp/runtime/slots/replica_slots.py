@@ -83,8 +83,8 @@ class ReplicaSlots:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that weights and gradient sums occupy now, in bytes."""
-        return sum(one.flat.nbytes for one in (*self._weights, *self._sums) if one.is_open)
+        """Memory that weights and gradient sums occupy now, in bytes; in a room, that of all ranks and layers."""
+        return sum(one.storage.nbytes() for one in (*self._weights, *self._sums))
 
     def open_weights(self) -> None:
         """Take the memory of the weights of all held experts; those that have it keep their contents."""
@@ -147,22 +147,20 @@ class _Memory:
     """A flat tensor whose memory comes and goes; at first it has none. If it ``stays``, its user does."""
 
     def __init__(self, flat: torch.Tensor, *, stays: bool = False) -> None:
-        self.flat, self._storage, self._stays = flat, flat.untyped_storage(), stays
-        self.is_open = False
+        self.flat, self.storage, self._stays = flat, flat.untyped_storage(), stays
         self.give_back()
 
     def take(self) -> bool:
         """Take the memory, and return whether there was none."""
         # A resize to the same size would move the contents, which a transfer may be writing.
-        is_new, self.is_open = not self.is_open, True
-        if is_new and not self._stays:
-            self._storage.resize_(self.flat.nbytes)
+        is_new = not self.storage.nbytes()
+        if is_new:
+            self.storage.resize_(self.flat.nbytes)
         return is_new
 
     def give_back(self) -> None:
-        self.is_open = False
         if not self._stays:
-            self._storage.resize_(0)
+            self.storage.resize_(0)
 
 
 class _MadeGradients:

@@ -48,6 +48,7 @@ class ReplicaTransfers:
         self._experts, self._bind, self._splits, self._waiting = experts, bind, splits, waiting
         self._each_pass = plan.rematerialize
         self._bound: dict[object, SparseTransfer] = {}
+        self._puts = None if slots.room is None else slots.room.puts(plan.placement)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -147,7 +148,7 @@ class ReplicaTransfers:
         else:
             transfer = self._bind(plan, layout.sizes, layout.dtype, elements)
         if self.slots.room is not None:
-            self.slots.room.take(self)
+            self.slots.room.take(self.give_way)
         self.slots.open_weights()
         held = self.slots.weights()
         # Owners send from their Parameters. Every rank waits for gathers before the optimizer writes to them:
@@ -156,7 +157,7 @@ class ReplicaTransfers:
             e: [one.detach().contiguous() for one in owned[e]] if e in owned else held[e].split(layout.sizes)
             for e in (*transfer.shared_experts, *transfer.received_experts)
         }
-        self._gathering.append(transfer.start_all_gather(contents))
+        self._gathering.append(transfer.start_all_gather(contents, self._puts))
 
     def settle_gathers(self) -> None:
         """Wait for the weights that have been sent for."""

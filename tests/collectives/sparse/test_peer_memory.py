@@ -53,7 +53,7 @@ def gather_both_ways(rank: int, world_size: int, num_cases: int) -> tuple[int, i
         nodes = Topology.uniform(world_size, num_nodes).devices_by_node
         made = [dist.new_group(list(node)) for node in nodes]
         groups[num_nodes] = next(
-            (SharedMemory(group, (SLOTS, ELEMENTS), torch.float32, TIMEOUT), list(node))
+            (SharedMemory(group, (SLOTS, ELEMENTS), TIMEOUT, dtype=torch.float32), list(node))
             for group, node in zip(made, nodes, strict=True)
             if rank in node
         )
@@ -78,7 +78,7 @@ def gather_both_ways(rank: int, world_size: int, num_cases: int) -> tuple[int, i
         )
         found = []
         for puts in (None, puts_of(memory, devices, rank, placement, sum(sizes))):
-            transfer = SparseTransfer(dist.group.WORLD, plan, puts=puts, **words)
+            transfer = SparseTransfer(dist.group.WORLD, plan, **words)
             here = {}
             for e in transfer.received_experts:
                 slots = puts and memory.of_rank[devices.index(rank)][puts._slot_of[rank, e], : sum(sizes)]
@@ -86,7 +86,7 @@ def gather_both_ways(rank: int, world_size: int, num_cases: int) -> tuple[int, i
                 here[e].fill_(-1.0)
             owned = {e: [one.clone() for one in weights[e].split(sizes)] for e in transfer.shared_experts}
             received = {e: flat.split(sizes) for e, flat in here.items()}
-            transfer.start_all_gather({**owned, **received}).wait()
+            transfer.start_all_gather({**owned, **received}, puts).wait()
             found.append({e: flat.clone() for e, flat in here.items()})
         assert found[0].keys() == found[1].keys()
         assert all(torch.equal(one, found[1][e]) for e, one in found[0].items()), (case, plan.edges)
@@ -123,7 +123,7 @@ def puts_in_order(rank: int, world_size: int, careless: int | None) -> list[str]
     """
     store = dist.distributed_c10d._get_default_store()
     kind = SharedMemory if careless is None else Careless
-    memory = kind(dist.group.WORLD, (1, 1000), torch.float32, TIMEOUT)
+    memory = kind(dist.group.WORLD, (1, 1000), TIMEOUT, dtype=torch.float32)
     memory.channel = careless  # type: ignore[union-attr]
     puts, wrong = WeightPuts(memory, {1 - rank: 1 - rank}, {(0, 0): 0}), []
     for version in (1, 2, 3):
@@ -141,14 +141,14 @@ def puts_in_order(rank: int, world_size: int, careless: int | None) -> list[str]
 
             puts.put({0: halves()})
             continue
-        slot, end = memory.of_rank[0][0], puts.end_of(1)
+        slot = memory.of_rank[0][0]
         store.get(f"tries {version}")
         # The last reader still has the version before.
         if comes_soon(store, f"half {version}") or not slot.eq(version - 1).all():
             wrong.append("overwritten before its last reader")
         puts.open({1}, ())
         store.get(f"half {version}")
-        reader = Thread(target=end.wait)
+        reader = Thread(target=puts.await_step, args=([1],))
         reader.start()
         reader.join(0.1)
         if not reader.is_alive():
@@ -181,7 +181,7 @@ def test_no_slot_is_read_before_its_signal_or_overwritten_before_its_last_reader
 
 
 def wait_for_nobody(rank: int, world_size: int) -> str:
-    memory = SharedMemory(dist.group.WORLD, (1, 1), torch.float32, timedelta(seconds=0.05))
+    memory = SharedMemory(dist.group.WORLD, (1, 1), timedelta(seconds=0.05), dtype=torch.float32)
     if rank == 0:
         with pytest.raises(RuntimeError) as caught:
             memory.await_signal(1, 0)
@@ -197,7 +197,9 @@ def test_a_peer_that_is_gone_ends_the_wait() -> None:
 def put_on_one_card(rank: int, world_size: int) -> list[bool]:
     """Each rank puts rising versions into the slots of all others, and reads its own beside them."""
     device, sizes = torch.device("cuda", 0), 1 << 20
-    memory = SymmetricMemory(dist.group.WORLD, (world_size, sizes), torch.float32, TIMEOUT, device)
+    memory = SymmetricMemory(
+        dist.group.WORLD, (world_size, sizes), TIMEOUT, dtype=torch.float32, device=device
+    )
     others = {peer: peer for peer in range(world_size) if peer != rank}
     puts = WeightPuts(memory, others, {(d, e): e for d in range(world_size) for e in range(world_size)})
     side, sums = torch.cuda.Stream(device), []
@@ -207,8 +209,7 @@ def put_on_one_card(rank: int, world_size: int) -> list[bool]:
             value = torch.full((sizes,), float(version), device=device)
             puts.open(others, others)
             puts.put({peer: [(puts.slot(peer, rank), value)] for peer in others})
-            for peer in others:
-                puts.end_of(peer).wait()
+            puts.await_step(others)
             sums += [(memory.of_rank[rank][peer] == version).all() for peer in others]
     side.synchronize()
     return [bool(one) for one in sums]
