@@ -156,7 +156,7 @@ def create_node_slots(
     if len(devices) == 1:
         return None
     # It is for the rendezvous alone. Under NCCL, torch could split it from the default group's communicator.
-    how = {"backend": "gloo", "timeout": timeout, "use_local_synchronization": True}
+    how: dict[str, Any] = {"backend": "gloo", "timeout": timeout, "use_local_synchronization": True}
     return NodeSlots(dist.new_group([ranks[device] for device in devices], **how), devices, timeout)
 
 

@@ -83,7 +83,7 @@ class ReplicaSlots:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that weights and gradient sums occupy now, in bytes; in a room, that of all ranks and layers."""
+        """Memory that weights and gradient sums occupy now, in bytes; in a room, all of it."""
         return sum(one.storage.nbytes() for one in (*self._weights, *self._sums))
 
     def open_weights(self) -> None:
