@@ -156,8 +156,10 @@ def create_node_slots(
     if len(devices) == 1:
         return None
     # It is for the rendezvous alone. Under NCCL, torch could split it from the default group's communicator.
-    how: dict[str, Any] = {"backend": "gloo", "timeout": timeout, "use_local_synchronization": True}
-    return NodeSlots(dist.new_group([ranks[device] for device in devices], **how), devices, timeout)
+    group: Any = dist.new_group(
+        [ranks[device] for device in devices], timeout, "gloo", use_local_synchronization=True
+    )
+    return NodeSlots(group, devices, timeout)
 
 
 def has_one_queue(group: dist.ProcessGroup) -> bool:
