@@ -3,9 +3,10 @@
     python benchmarks/overlap.py [--size tiny] [--ranks 2] [--rounds 2] [--out o.json]
     python benchmarks/overlap.py --device cuda --size gpu --ranks 8       # one rank for each GPU, in bf16
 
-A setting is a number of micro-batches, with or without re-materialization. In each round, every setting is
-trained twice from the same seed, with ``overlap`` on and off, in alternating order. The figures are those
-that every run records. Hidden share = 1 - exposed / busy, over the layers of an iteration. Busy is the time
+A setting is a number of micro-batches, with or without re-materialization, and then also with puts inside
+nodes (``FSSDP_PEER_PUTS``; not on virtual devices). In each round, every setting is trained twice from the
+same seed, with ``overlap`` on and off, in alternating order. The figures are those that every run records.
+Hidden share = 1 - exposed / busy, over the layers of an iteration. Busy is the time
 of the transfers, and exposed the part of it in which compute waits. If there are more ranks than cores, a
 hidden transfer takes cores from the compute that hides it. The ratio of iteration seconds says more then.
 
@@ -59,12 +60,14 @@ def main() -> None:
     is_virtual, cores = options.device == "virtual", os.cpu_count()
     print(f"{options.ranks} ranks ({options.device}) on {cores} cores, {options.size} model", flush=True)
     summaries: list[dict[str, Any]] = []
-    for number, again in product((2,) if is_virtual else (1, 4), (False, True)):
+    ways = [(False, False), (True, False), *([] if is_virtual else [(True, True)])]
+    for number, (again, puts) in product((2,) if is_virtual else (1, 4), ways):
         runs: dict[bool, list[RecordedRun]] = {True: [], False: []}
         for turn in range(options.rounds):
             for overlap in (True, False) if turn % 2 == 0 else (False, True):
-                runs[overlap].append(train(options, number, rematerialize=again, overlap=overlap))
-        name = f"{number} micro-batches" + (", re-materialized" if again else "")
+                how = {"rematerialize": again, "overlap": overlap, "puts": puts}
+                runs[overlap].append(train(options, number, **how))
+        name = f"{number} micro-batches" + ", re-materialized" * again + ", by puts" * puts
         summaries.append({"setting": name, **({"virtual": "no times"} if is_virtual else summary(runs))})
         print(shown(summaries[-1]), flush=True)
     written = {key: str(value) for key, value in vars(options).items()}
@@ -74,7 +77,7 @@ def main() -> None:
 
 
 def train(
-    options: argparse.Namespace, num_micro_batches: int, *, rematerialize: bool, overlap: bool
+    options: argparse.Namespace, num_micro_batches: int, *, rematerialize: bool, overlap: bool, puts: bool
 ) -> RecordedRun:
     """Run one training and return its records.
 
@@ -100,6 +103,7 @@ def train(
         )
         kind = "cpu" if options.device == "cpu" else "cuda"
         environment = {**os.environ, "MEGATRON_FSSDP_DEVICE": kind, "OMP_NUM_THREADS": "1"}
+        environment["FSSDP_PEER_PUTS"] = str(int(puts))
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         done = subprocess.run(command, env=environment, timeout=TIMEOUT_S, **pipes)
         if done.returncode:

@@ -49,6 +49,7 @@ class LayerCase:
     frozen: tuple[int, ...] = ()  # tensors of an expert that are not trained
     late: bool = False  # Parameters hold NaN until the runtime has waited for them.
     one_queue: bool = False
+    puts: bool = False  # Weights for a pass are put into slots inside nodes.
     inputs: tuple[str, ...] = ("hidden", "probs")  # that require a gradient
     dtype: torch.dtype = torch.float64
     device: str = "cpu"

@@ -5,6 +5,7 @@ Shape letters: T tokens of this rank, M model dimension, E experts, D devices, P
 
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.testing import MEGATRON_PRELOAD, run_ranks
 from tests.support.measured_profile import CHEAP_TO_MOVE as PROFILE
@@ -35,7 +37,9 @@ def run_layer_ranks(function: Callable[..., Any], world_size: int, *arguments: A
 
 
 @cache
-def rank_groups(peers: int, overlaps: bool, one_queue: bool, num_nodes: int) -> tuple[ExpertGroups, Any]:
+def rank_groups(
+    peers: int, overlaps: bool, one_queue: bool, num_nodes: int, puts: bool = False
+) -> tuple[ExpertGroups, Any]:
     """This rank's groups, for the runtime and for Megatron; consecutive ranks share experts."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -46,14 +50,20 @@ def rank_groups(peers: int, overlaps: bool, one_queue: bool, num_nodes: int) -> 
 
     columns = [dist.new_group(list(range(d, d + peers))) for d in range(0, world_size, peers)]
     everyone, column, alone = dist.group.WORLD, columns[rank // peers], dist.new_subgroups(1)[0]
-    rows = row()
+    rows, topology, node = row(), Topology.uniform(world_size // peers, num_nodes), None
+    if puts:
+        members = [[d * peers + x for d in node] for node in topology.devices_by_node for x in range(peers)]
+        made = [dist.new_group(ranks) for ranks in members]
+        at = next(at for at, ranks in enumerate(members) if rank in ranks)
+        node = NodeSlots(made[at], [one // peers for one in members[at]], timedelta(seconds=60))
     groups = ExpertGroups(
         rows,
-        Topology.uniform(world_size // peers, num_nodes),
+        topology,
         row() if overlaps else None,
         column if peers > 1 else None,
         everyone,
         one_queue,
+        node,
     )
     megatron = ProcessGroupCollection()
     megatron.ep, megatron.tp_ep, megatron.tp, megatron.expt_tp = rows, everyone, alone, column
@@ -65,7 +75,8 @@ class RankLayer:
 
     def __init__(self, case: LayerCase, number: int, weights: list[list[Tensor]], runtime: MoERuntime):
         self.case, self.weights, self.used = case, weights, list[SlotPass]()
-        self.groups, self._megatron = rank_groups(case.peers, case.overlaps, case.one_queue, case.num_nodes)
+        how = case.peers, case.overlaps, case.one_queue, case.num_nodes, case.puts
+        self.groups, self._megatron = rank_groups(*how)
         num_devices = self.groups.num_devices
         owner_E = even_owners(case.num_experts, num_devices)
         profile = PROFILE if case.placement in STRATEGIES else None

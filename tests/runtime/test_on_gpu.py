@@ -122,17 +122,26 @@ CASES = tuple(
         ("bf16", ReplicaLife.ITERATION, {"dtype": torch.bfloat16}),
     )
 )
+PUTS = (LayerCase("puts", ReplicaLife.LAYER_PASS, schedule="FFBB", device="cuda", num_layers=3, puts=True),)
 
 
-def run_cases(rank: int, world_size: int) -> dict[str, float]:
+def run_cases(rank: int, world_size: int, cases: tuple[LayerCase, ...]) -> dict[str, float]:
     with Patches() as patches:
         CardGroups().install(patches)
-        return {case.name: max(CaseRun(case).run().errors.values()) for case in CASES}
+        return {case.name: max(CaseRun(case).run().errors.values()) for case in cases}
 
 
 @pytest.mark.gpu(real=True)
 def test_layers_of_ranks_on_one_card_equal_the_reference() -> None:
     # Megatron's import asks for the number of GPUs, after which CUDA refuses to start in a forked process.
-    for errors in run_ranks(run_cases, NUM_DEVICES, preload=()):
+    for errors in run_ranks(run_cases, NUM_DEVICES, CASES, preload=()):
         assert errors.pop("bf16") <= 5e-2
         assert max(errors.values()) <= 1e-10
+
+
+@pytest.mark.gpu(real=True)
+def test_weights_put_into_slots_on_one_card_equal_the_reference() -> None:
+    # torch refuses two ranks on one device otherwise.
+    env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    for errors in run_ranks(run_cases, NUM_DEVICES, PUTS, env=env, preload=()):
+        assert errors["puts"] <= 1e-10

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.messages import Posting, connect_pairs, post, wait_for
+from megatron_fssdp.collectives.sparse.peer_memory import WeightPuts
 from megatron_fssdp.collectives.sparse.transfer_cargo import (
     Arrivals,
     GatherCargo,
@@ -119,16 +120,19 @@ class SparseTransfer:
         if self._on_cuda:
             connect_pairs(group, self.device)
 
-    def start_all_gather(self, contents: Mapping[int, Parts]) -> PendingTransfer:
+    def start_all_gather(
+        self, contents: Mapping[int, Parts], puts: WeightPuts | None = None
+    ) -> PendingTransfer:
         """Start SparseAllGather from :attr:`shared_experts` into :attr:`received_experts`.
 
         ``contents`` has the contiguous tensors of these experts. Until the wait, the caller must not write to
-        what is sent, nor use what is received.
+        what is sent, nor use what is received. Hops to ``puts.peers`` are puts; what these receive must be in
+        the slots that ``puts`` knows.
         """
         chunk_elements = self._chunk_elements(self.dtype)
         cargo = GatherCargo(contents, self.elements, chunk_elements)
         touched = [tensor for parts in contents.values() for tensor in parts]
-        return self._start(cargo, chunk_elements, self.dtype, touched)
+        return self._start(cargo, chunk_elements, self.dtype, touched, puts)
 
     def start_reduce_scatter(
         self, partial: Mapping[int, Parts], totals: Mapping[int, Parts], *, dtype: torch.dtype | None = None
@@ -151,7 +155,12 @@ class SparseTransfer:
         return self._start(cargo, chunk_elements, dtype, touched)
 
     def _start(
-        self, cargo: GatherCargo, chunk_elements: int, dtype: torch.dtype, touched: Iterable[Tensor]
+        self,
+        cargo: GatherCargo,
+        chunk_elements: int,
+        dtype: torch.dtype,
+        touched: Iterable[Tensor],
+        puts: WeightPuts | None = None,
     ) -> PendingTransfer:
         num_chunks = -(-len(self.elements) // chunk_elements)
         is_idle = not num_chunks or not (self.received_experts or self.shared_experts)
@@ -161,30 +170,38 @@ class SparseTransfer:
         # With one queue, ranks without messages must issue the transfers of the lane in the same order.
         if not len(self.plan.table) or (is_idle and not self._one_queue):
             return PendingTransfer(timer)
-        steps = self._steps(cargo, num_chunks)
+        steps = self._steps(cargo, num_chunks, puts)
         if not self._on_cuda:
             return thread_lane(self.group).submit(steps, timer)
         at_once = self.plan.max_depth + 1 if self._one_queue else None
         lane = stream_lane(self.group, self.device)
         return lane.submit(steps, timer, num_steps(self.plan, num_chunks), at_once, touched)
 
-    def _steps(self, cargo: GatherCargo, num_chunks: int) -> Steps:
+    def _steps(self, cargo: GatherCargo, num_chunks: int, puts: WeightPuts | None) -> Steps:
         """Post the steps in order, and wait only for what the next messages to pass on need."""
         operation = "SparseAllGather" if cargo.is_gather else "SparseReduceScatter"
         # Experts whose messages a device has to receive before it sends its own.
         passed_on = self._passed_on if cargo.is_gather else set(self.received_experts)
         with naming_failures(f"{operation} of {self._what}"):
             steps = steps_of(self.plan, self.rank, num_chunks, is_gather=cargo.is_gather)
+            ended = dict[int, None]()
+            if puts is not None:
+                incoming, leaving = self.plan.edges_of(self.rank)
+                puts.open({edge.source for edge in incoming}, {edge.destination for edge in leaving})
+            in_turn = self._on_cuda or puts is not None
             # Steps by which a receive is posted early, and for which a send can stay open. Gloo's sender
             # waits for the receiver, so early receives hide a round trip for each message.
-            lookahead = 0 if self._on_cuda else 4
+            lookahead = 0 if in_turn else 4
             arriving: deque[list[Arrivals]] = deque()
             open_sends: deque[tuple[list[dist.Work], list[list[Tensor]]]] = deque()
             for t in range(-lookahead, len(steps) + 1):
                 receives = steps[t + lookahead].receives if t + lookahead < len(steps) else []
                 before = arriving.popleft() if len(arriving) > lookahead else []
                 # What is sent on comes first. On CUDA, the memory of all serves the next step.
-                first = before if self._on_cuda else before[:1]
+                first = before if in_turn else before[:1]
+                if puts is not None:
+                    puts.await_step(ended)
+                    ended = dict.fromkeys(one.peer for one in receives if one.peer in puts.peers)
                 for arrived in first:
                     cargo.settle(arrived)
                 both = [
@@ -198,11 +215,17 @@ class SparseTransfer:
                 postings, places = [], list[list[dist.Work]]()
                 for one in receives:
                     arrived = both[one.expert not in passed_on]
-                    for piece in arrived.pieces[one]:
+                    for piece in [] if one.peer in ended else arrived.pieces[one]:
                         postings.append(Posting(True, piece, one.peer, 2 * one.expert + tag))
                         places.append(arrived.works)
                 sent = list[dist.Work]()
+                copied: dict[int, list[tuple[Tensor, Tensor]]] = {}
                 for one, pieces in zip(sends, outgoing, strict=True):
+                    if puts is not None and one.peer in puts.peers:
+                        slot = puts.slot(one.peer, one.expert).split(list(self.sizes))
+                        pairs = copied.setdefault(one.peer, [])
+                        pairs += zip(cargo.cut(slot, one.chunk), pieces, strict=True)
+                        continue
                     for piece in pieces:
                         postings.append(Posting(False, piece, one.peer, 2 * one.expert + tag))
                         places.append(sent)
@@ -210,6 +233,8 @@ class SparseTransfer:
                     places, post(postings, self.group, in_batch=self._on_cuda), strict=True
                 ):
                     place.append(work)
+                if puts is not None:
+                    puts.put(copied)
                 open_sends.append((sent, outgoing))
                 if 0 <= t < len(steps):
                     yield

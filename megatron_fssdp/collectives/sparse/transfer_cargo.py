@@ -62,8 +62,12 @@ class GatherCargo:
     def _chunk(self, number: int) -> range:
         return self._elements[number * self._chunk_elements : (number + 1) * self._chunk_elements]
 
+    def cut(self, parts: Parts, chunk: int) -> list[Tensor]:
+        """The pieces of a chunk of an expert that consists of these parts."""
+        return _cut(parts, self._chunk(chunk))
+
     def _pieces(self, expert: int, chunk: int) -> list[Tensor]:
-        return _cut(self._contents[expert], self._chunk(chunk))
+        return self.cut(self._contents[expert], chunk)
 
 
 class ReductionCargo(GatherCargo):
@@ -138,7 +142,7 @@ class ReductionCargo(GatherCargo):
         for (expert, chunk), place in arrived.rows.items():
             one = total[place]
             if expert in self._totals:
-                into = _cut(self._totals[expert], self._chunk(chunk))
+                into = self.cut(self._totals[expert], chunk)
                 pieces = one.split([piece.numel() for piece in into])
                 pairs += [pair for pair in zip(into, pieces, strict=True) if not pair[0].is_meta]
             else:
@@ -165,7 +169,7 @@ class ReductionCargo(GatherCargo):
 
     def _split(self, flat: Tensor, chunk: int) -> list[Tensor]:
         """The pieces of a chunk that lies in one tensor."""
-        return list(flat.split([piece.numel() for piece in _cut(self._borders, self._chunk(chunk))]))
+        return list(flat.split([piece.numel() for piece in self.cut(self._borders, chunk)]))
 
     def _padded(self, num_elements: int) -> int:
         step = ALIGNMENT_BYTES // self._dtype.itemsize

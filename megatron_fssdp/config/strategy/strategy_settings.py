@@ -1,4 +1,4 @@
-"""Settings that strategies share, validated and immutable, and the variables for debugging."""
+"""Settings that strategies share, validated and immutable, and environment variables."""
 
 import os
 import re
@@ -25,6 +25,11 @@ def profile_iterations() -> int:
 def checks_plans() -> bool:
     """Whether ranks compare a hash of every plan before use, for debugging: ``FSSDP_CHECK_PLANS=1``."""
     return _number_in(CHECK_VARIABLE, "0", "[01]", "0 or 1") == 1
+
+
+def puts_weights() -> bool:
+    """Whether weights for a pass are put into slots inside nodes, not sent: ``FSSDP_PEER_PUTS=1``."""
+    return _number_in("FSSDP_PEER_PUTS", "0", "[01]", "0 or 1") == 1
 
 
 def _number_in(variable: str, default: str, pattern: str, wanted: str) -> int:

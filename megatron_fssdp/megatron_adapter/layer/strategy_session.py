@@ -11,16 +11,19 @@ from megatron.core import parallel_state
 
 from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml
-from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, checks_plans
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, checks_plans, puts_weights
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.support.known_options import check_known
 from megatron_fssdp.megatron_adapter.support.limits import check_limits
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
+from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 from megatron_fssdp.strategies.registry import build_strategy
 
 # Name of the group of transfers in Megatron's file of NCCL options (--nccl-communicator-config-path).
@@ -74,6 +77,7 @@ class StrategySession:
         if has_transfers and expert_parallel.size() > 1:
             transfers = create_transfer_group(expert_parallel, self.timeout, self.nccl_options)
         topology = detect_topology(expert_parallel, self.settings.nodes)
+        puts = transfers is not None and puts_weights()
         peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
         if peers is not None:
             # Plans depend on the topology, and peers must have equal plans.
@@ -85,6 +89,7 @@ class StrategySession:
             peers,
             everyone if peers is not None else None,
             one_queue=has_one_queue(expert_parallel),
+            node=create_node_slots(expert_parallel, topology, self.timeout) if puts else None,
         )
         return groups
 
@@ -135,6 +140,30 @@ def create_transfer_group(
         # NCCL would open each connection when the first message needs it, in the middle of the training.
         connect_pairs(group, torch.device("cuda", torch.cuda.current_device()))
     return group
+
+
+def create_node_slots(
+    expert_parallel: dist.ProcessGroup, topology: Topology, timeout: timedelta | None
+) -> NodeSlots | None:
+    """Create the slots that the ranks of this node write to; collective. ``None`` if a rank is alone in it.
+
+    Raises:
+        ConfigurationError: No node has two ranks of the group, or one queue would hold up compute.
+    """
+    if topology.smallest_and_largest_node[1] == 1 or has_one_queue(expert_parallel):
+        raise ConfigurationError(
+            "FSSDP_PEER_PUTS: got nodes with one rank of an expert-parallel group, or "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1, wanted two ranks in a node and several connections; unset it"
+        )
+    devices = topology.devices_by_node[topology.node_of_device_D[expert_parallel.rank()]]
+    ranks, timeout = dist.get_process_group_ranks(expert_parallel), timeout or dist.default_pg_timeout
+    if len(devices) == 1:
+        return None
+    # It is for the rendezvous alone. Under NCCL, torch could split it from the default group's communicator.
+    group: Any = dist.new_group(
+        [ranks[device] for device in devices], timeout, "gloo", use_local_synchronization=True
+    )
+    return NodeSlots(group, devices, timeout)
 
 
 def has_one_queue(group: dist.ProcessGroup) -> bool:

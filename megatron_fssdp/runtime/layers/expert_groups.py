@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class ExpertGroups:
     everyone: dist.ProcessGroup | None = None
     # CUDA devices run the kernels of all streams in the order of their issue (``transfer_lanes.py``).
     one_queue: bool = False
+    # Slots that devices of this node write to; None if weights travel in messages alone.
+    node: NodeSlots | None = None
 
     def __post_init__(self) -> None:
         if self.expert_parallel.size() != self.topology.num_devices:

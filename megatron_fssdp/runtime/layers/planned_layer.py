@@ -24,6 +24,7 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExpe
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.shared_plans import SharedPlans, unpacked
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
+from megatron_fssdp.runtime.slots.node_slots import SlotRoom
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
 from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
@@ -86,7 +87,7 @@ class PlannedLayer:
         self._ready: LayerPlan | None = None
         self._received: tuple[bytes, LayerContext, LayerPlan] | None = None
         self._last_made: tuple[object, SlotPass] | None = None
-        self._shared_slots: ReplicaSlots | None = None
+        self._shared_slots: dict[bool, ReplicaSlots] = {}  # in a room, or not
         self._spare_slots: list[ReplicaSlots] = []
         self._table: torch.Tensor | None = None
         strategy.check(context)
@@ -217,8 +218,16 @@ class PlannedLayer:
         """
         self._make_room(int(plan.placement.replicas_per_device_D.max()))
         # Plans often stay from one iteration to the next.
-        digest = plan.digest()
-        key = (digest, self._num_replica_slots, self.experts, self.groups, self.is_first, self._messages)
+        digest, room = plan.digest(), self._room_for(plan) if is_shared else None
+        key = (
+            digest,
+            self._num_replica_slots,
+            self.experts,
+            self.groups,
+            self.is_first,
+            self._messages,
+            room,
+        )
         if is_shared and not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
             return self._last_made[1]
         is_kept = is_shared and not is_outside
@@ -229,7 +238,7 @@ class PlannedLayer:
         expert_U, found = slots.expert_DU[here].tolist(), experts.all_parameters
         transfers = None
         if len(plan.transfer.table) and not plan.resident:
-            replicas = self._take_slots(is_shared)
+            replicas = self._take_slots(is_shared, room)
             held = [expert for expert in expert_U if expert >= 0 and expert not in experts.parameters]
             replicas.hold(held, experts.layout().dtype if plan.sums_one_pass else None)
             found = {**{expert: replicas.parameters(expert) for expert in replicas.experts}, **found}
@@ -282,14 +291,21 @@ class PlannedLayer:
             what=self.experts.what,
         )
 
-    def _take_slots(self, is_shared: bool) -> ReplicaSlots:
-        if not is_shared and self._spare_slots:
-            return self._spare_slots.pop()
-        if is_shared and self._shared_slots is not None:
-            return self._shared_slots
-        made = ReplicaSlots(self.experts.layout(), self.experts.device)
+    def _room_for(self, plan: LayerPlan) -> SlotRoom | None:
+        """Slots of the node for a plan whose replicas live for a pass, so that one layer needs them."""
+        node = self.groups.node
+        if node is None or plan.is_split or not (plan.rematerialize and len(plan.transfer.table)):
+            return None
+        return node.room(self.experts.layout(), self._num_replica_slots, self.experts.device)
+
+    def _take_slots(self, is_shared: bool, room: SlotRoom | None) -> ReplicaSlots:
+        if not is_shared:
+            known = self._spare_slots.pop() if self._spare_slots else None
+        elif (known := self._shared_slots.get(room is not None)) is not None and known.room is not room:
+            known = None
+        made = known or ReplicaSlots(self.experts.layout(), self.experts.device, room)
         if is_shared:
-            self._shared_slots = made
+            self._shared_slots[room is not None] = made
         return made
 
     def _make_room(self, num_replicas: int) -> None:

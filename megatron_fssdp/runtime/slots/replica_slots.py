@@ -26,16 +26,18 @@ import torch
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.planning.memory import ADDED_BYTES
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
+from megatron_fssdp.runtime.slots.node_slots import SlotRoom
 
 
 class ReplicaSlots:
     """Replica slots with the weights and the gradient sums of the experts that they hold.
 
     Replicas always have gradients: only its owner knows whether an expert is frozen, and it then drops them.
+    The weights can be in a ``room``, whose memory stays; their users take it.
     """
 
-    def __init__(self, layout: ExpertLayout, device: torch.device) -> None:
-        self.layout, self.device = layout, device
+    def __init__(self, layout: ExpertLayout, device: torch.device, room: SlotRoom | None = None) -> None:
+        self.layout, self.device, self.room = layout, device, room
         self._weights: list[_Memory] = []
         self._sums: list[_Memory] = []
         # The sums of each slot by data type, in one memory: flat, and in the shapes of the Parameters.
@@ -47,9 +49,12 @@ class ReplicaSlots:
     def hold(self, experts: Iterable[int], sums: torch.dtype | None = None) -> None:
         """Set which experts the slots hold, and the data type of their gradient sums, which must be closed.
 
-        An expert that stays keeps its slot and its weights. By default, sums are in fp32 or wider.
+        An expert that stays keeps its slot and its weights. In a room, slots follow from the experts instead.
+        By default, sums are in fp32 or wider.
         """
         wanted = sorted(experts)
+        if self.room is not None:
+            self._slot_of.clear()
         for expert in [expert for expert in self._slot_of if expert not in wanted]:
             self._weights[self._slot_of.pop(expert)].give_back()
         free = iter(slot for slot in range(len(wanted)) if slot not in self._slot_of.values())
@@ -78,7 +83,7 @@ class ReplicaSlots:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that weights and gradient sums occupy now, in bytes."""
+        """Memory that weights and gradient sums occupy now, in bytes; in a room, all of it."""
         return sum(one.storage.nbytes() for one in (*self._weights, *self._sums))
 
     def open_weights(self) -> None:
@@ -117,8 +122,11 @@ class ReplicaSlots:
             one.give_back()
 
     def _add_slot(self) -> None:
-        layout = self.layout
-        flat = torch.empty(layout.numel, dtype=layout.dtype, device=self.device)
+        layout, room = self.layout, self.room
+        if room is None:
+            flat = torch.empty(layout.numel, dtype=layout.dtype, device=self.device)
+        else:
+            flat = room.slots[len(self._weights)]
         wide = accumulation_dtype(layout.dtype)
         total = torch.empty(layout.numel, dtype=wide, device=self.device)
         flats = {dtype: total.view(dtype)[: layout.numel] for dtype in (layout.dtype, wide)}
@@ -130,16 +138,16 @@ class ReplicaSlots:
             parameter.register_post_accumulate_grad_hook(self._made.note)
             made.append(parameter)
         # .data has a version counter of its own, so autograd does not see a refilled weight as a change.
-        self._weights.append(_Memory(flat.data))
+        self._weights.append(_Memory(flat.data, stays=room is not None))
         self._sums.append(_Memory(total))
         self._parameters.append(tuple(made))
 
 
 class _Memory:
-    """A flat tensor whose memory comes and goes; at first it has none."""
+    """A flat tensor whose memory comes and goes; at first it has none. If it ``stays``, its user does."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.flat, self.storage = flat, flat.untyped_storage()
+    def __init__(self, flat: torch.Tensor, *, stays: bool = False) -> None:
+        self.flat, self.storage, self._stays = flat, flat.untyped_storage(), stays
         self.give_back()
 
     def take(self) -> bool:
@@ -151,7 +159,8 @@ class _Memory:
         return is_new
 
     def give_back(self) -> None:
-        self.storage.resize_(0)
+        if not self._stays:
+            self.storage.resize_(0)
 
 
 class _MadeGradients:

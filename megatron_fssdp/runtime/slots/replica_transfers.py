@@ -48,6 +48,7 @@ class ReplicaTransfers:
         self._experts, self._bind, self._splits, self._waiting = experts, bind, splits, waiting
         self._each_pass = plan.rematerialize
         self._bound: dict[object, SparseTransfer] = {}
+        self._puts = None if slots.room is None else slots.room.puts(plan.placement)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -76,6 +77,8 @@ class ReplicaTransfers:
 
     def end_use(self) -> None:
         """End a use. Under re-materialization, the memory is given back after the last one."""
+        if self.slots.room is not None:
+            self.slots.room.note_reader()
         self._num_users -= 1
         if self._each_pass and not self._num_users:
             self.release()
@@ -105,12 +108,25 @@ class ReplicaTransfers:
     def release(self) -> None:
         """Give back the memory of the weights, after a wait for the transfers that use it."""
         self.settle_gathers()
-        self._num_gathered = 0
+        self._num_gathered, self._addition = 0, None
         self.slots.close_weights()
 
     def add(self, addition: TransferPlan) -> None:
         """Let the next gather bring only what a corrected plan adds; replicas here may be sources."""
         self._addition = addition
+
+    def give_way(self) -> None:
+        """Release prefetched weights, which come again before their use, for another layer's.
+
+        Raises:
+            RuntimeError: They are in use.
+        """
+        if self._num_users > sum(self._prefetched.values()):
+            raise RuntimeError(
+                f"{self._experts.what}: got passes of two layers at the same time, wanted one after the "
+                "other for slots that layers share; unset FSSDP_PEER_PUTS"
+            )
+        self.release()
 
     def _transfer(self, sizes: Sequence[int], elements: range) -> SparseTransfer:
         """The plan's transfer of some elements of each expert, which consists of tensors of these sizes."""
@@ -131,6 +147,8 @@ class ReplicaTransfers:
             transfer = self._transfer(layout.sizes, elements)
         else:
             transfer = self._bind(self._addition, layout.sizes, layout.dtype, elements)
+        if self.slots.room is not None:
+            self.slots.room.take(self.give_way)
         self.slots.open_weights()
         held = self.slots.weights()
         # Owners send from their Parameters. Every rank waits for gathers before the optimizer writes to them:
@@ -139,7 +157,7 @@ class ReplicaTransfers:
             e: [one.detach().contiguous() for one in owned[e]] if e in owned else held[e].split(layout.sizes)
             for e in (*transfer.shared_experts, *transfer.received_experts)
         }
-        self._gathering.append(transfer.start_all_gather(contents))
+        self._gathering.append(transfer.start_all_gather(contents, self._puts))
 
     def settle_gathers(self) -> None:
         """Wait for the weights that have been sent for."""

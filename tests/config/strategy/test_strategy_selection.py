@@ -3,7 +3,7 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.shipped_settings import FssdpSettings
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
-from megatron_fssdp.config.strategy.strategy_settings import checks_plans, profile_iterations
+from megatron_fssdp.config.strategy.strategy_settings import checks_plans, profile_iterations, puts_weights
 
 
 def test_every_strategy_has_defaults_and_overrides_take_precedence_over_the_file(tmp_path):
@@ -55,11 +55,12 @@ def test_auto_selects_schedules_unless_tokens_travel_once():
 
 
 def test_variables_for_debugging_are_checked(monkeypatch):
-    assert (profile_iterations(), checks_plans()) == (3, False)
+    assert (profile_iterations(), checks_plans(), puts_weights()) == (3, False, False)
     for variable, value, read in (
         ("FSSDP_PROFILE_ITERATIONS", "0", profile_iterations),
         ("FSSDP_PROFILE_ITERATIONS", "two", profile_iterations),
         ("FSSDP_CHECK_PLANS", "true", checks_plans),
+        ("FSSDP_PEER_PUTS", "yes", puts_weights),
     ):
         monkeypatch.setenv(variable, value)
         with pytest.raises(ConfigurationError, match=f"{variable}: got '{value}', wanted"):

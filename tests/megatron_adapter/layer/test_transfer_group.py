@@ -9,15 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.layer.moe_layer import _install_beginning
 from megatron_fssdp.megatron_adapter.layer.strategy_session import (
     DEFAULT_OPTIONS,
+    create_node_slots,
     create_transfer_group,
     has_one_queue,
     nccl_options,
 )
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers import slot_layer
-from megatron_fssdp.testing import run_ranks
+from megatron_fssdp.testing import MEGATRON_PRELOAD, run_ranks
 
 from ..training_run import note, train_on_all_ranks, wrap
 
@@ -65,6 +68,23 @@ def test_process_groups_of_transfers_have_megatrons_timeout(text_data: Path) -> 
     arguments = "{EP2} --train-iters 2 --distributed-timeout-minutes 7"
     for run in train_on_all_ranks(2, arguments, text_data, strategy="fssdp", before=note_timeouts):
         assert run.notes == (420, 420, 420, 420)
+
+
+def node_devices(rank: int, world_size: int) -> list[object]:
+    """The devices and ranks of this rank's node, and what refuses nodes of one rank."""
+    topology = Topology((0, 0, 1))
+    made = create_node_slots(dist.group.WORLD, topology, None)
+    with pytest.raises(ConfigurationError) as caught:
+        create_node_slots(dist.group.WORLD, Topology((0, 1, 2)), None)
+    if made is None:
+        return [str(caught.value)]
+    return [made.devices, dist.get_process_group_ranks(made.group), made.timeout.total_seconds()]
+
+
+def test_ranks_of_a_node_share_slots_and_nodes_of_one_rank_are_refused() -> None:
+    first, second, (message,) = run_ranks(node_devices, 3, preload=MEGATRON_PRELOAD)
+    assert first == second == [(0, 1), [0, 1], dist.default_pg_timeout.total_seconds()]
+    assert message.startswith("FSSDP_PEER_PUTS: got nodes with one rank")
 
 
 def create_bound(rank: int, world_size: int) -> tuple[list[object], bool, list[int]]:

@@ -36,7 +36,7 @@ LAYOUTS = layouts(
     ep8_top1_dropping_hecate | 8 8 | {TOP1} {DROPPING} {BATCH16} {AUX_LOSS} | slots=1 overlap_degree=3 nodes=4
         planner=hecate
     ep4_of_8_overlaps_recomputed | 8 4 | {OVERLAPS} {RECOMPUTE} --global-batch-size 64 | slots=2
-        overlap_degree=3 nodes=2 rematerialize=true SHARES=exact
+        overlap_degree=3 nodes=2 rematerialize=true SHARES=exact FSSDP_PEER_PUTS=1
     ep1_overlaps | 2 1 | {OVERLAPS} {NO_BIAS} {BATCH16} | slots=2 | moves=0 replicates=0
     ep1_tp2_expert_tp1_overlaps_recomputed | 2 1 | {TP2} {WHOLE_EXPERTS} {OVERLAPS} {NO_BIAS} {RECOMPUTE_MOE}
         |  | moves=0 replicates=0

@@ -1,0 +1,223 @@
+"""Puts into the memory of peers bring what messages bring, and keep the order of readers and writers."""
+
+import copy
+from collections.abc import Iterator
+from datetime import timedelta
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fssdp.collectives.sparse.peer_memory import (
+    PeerMemory,
+    SharedMemory,
+    SymmetricMemory,
+    WeightPuts,
+)
+from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.transfer.message_size import FixedMessages
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.testing import run_ranks
+from tests.support.random_placement import plain_transfer, random_placement
+
+TIMEOUT = timedelta(seconds=60)
+SLOTS, ELEMENTS = 8, 120
+
+
+def puts_of(
+    memory: PeerMemory, devices: list[int], rank: int, placement: ExpertPlacement, num_elements: int
+) -> WeightPuts:
+    """Puts into the first elements of slots that all transfers of these tests use."""
+    narrow = copy.copy(memory)
+    narrow.of_rank = [slots[:, :num_elements] for slots in memory.of_rank]
+    slot_of = {
+        (device, expert): slot
+        for device in devices
+        for slot, expert in enumerate(
+            one for one in placement.experts_on(device) if placement.owner_E[one] != device
+        )
+    }
+    peers = {device: at for at, device in enumerate(devices) if device != rank}
+    return WeightPuts(narrow, peers, slot_of)
+
+
+def gather_both_ways(rank: int, world_size: int, num_cases: int) -> tuple[int, int]:
+    """Gather by messages alone, and with puts inside nodes; count cases with either kind of hops."""
+    groups = {}
+    for num_nodes in (1, 2):
+        nodes = Topology.uniform(world_size, num_nodes).devices_by_node
+        made = [dist.new_group(list(node)) for node in nodes]
+        groups[num_nodes] = next(
+            (SharedMemory(group, (SLOTS, ELEMENTS), TIMEOUT, dtype=torch.float32), list(node))
+            for group, node in zip(made, nodes, strict=True)
+            if rank in node
+        )
+    rng, num_put, num_sent = np.random.default_rng(world_size), 0, 0
+    for case in range(num_cases):
+        num_nodes = int(rng.integers(1, 3))
+        memory, devices = groups[num_nodes]
+        topology = Topology.uniform(world_size, num_nodes)
+        placement = random_placement(rng, int(rng.integers(1, SLOTS + 1)), world_size)
+        plan = two_level_transfer(placement, topology) if rng.random() < 0.7 else plain_transfer(placement)
+        sizes = [int(size) for size in rng.integers(0, 30, rng.integers(1, 5))]
+        begin, end = sorted(int(place) for place in rng.integers(0, sum(sizes) + 1, 2))
+        words = {
+            "sizes": sizes,
+            "elements": range(begin, end) if rng.random() < 0.3 else None,
+            "dtype": torch.float32,
+            "messages": FixedMessages(int(rng.choice([4, 16, 64, 10_000]))),
+            "is_far": plan.crosses_nodes(topology),
+        }
+        weights = torch.randn(
+            placement.num_experts, sum(sizes), generator=torch.Generator().manual_seed(case)
+        )
+        found = []
+        for puts in (None, puts_of(memory, devices, rank, placement, sum(sizes))):
+            transfer = SparseTransfer(dist.group.WORLD, plan, **words)
+            here = {}
+            for e in transfer.received_experts:
+                slots = puts and memory.of_rank[devices.index(rank)][puts._slot_of[rank, e], : sum(sizes)]
+                here[e] = torch.empty(sum(sizes)) if slots is None else slots
+                here[e].fill_(-1.0)
+            owned = {e: [one.clone() for one in weights[e].split(sizes)] for e in transfer.shared_experts}
+            received = {e: flat.split(sizes) for e, flat in here.items()}
+            transfer.start_all_gather({**owned, **received}, puts).wait()
+            found.append({e: flat.clone() for e, flat in here.items()})
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(one, found[1][e]) for e, one in found[0].items()), (case, plan.edges)
+        incoming, _ = plan.edges_of(rank)
+        num_put += any(edge.source in devices for edge in incoming)
+        num_sent += any(edge.source not in devices for edge in incoming)
+    return num_put, num_sent
+
+
+@pytest.mark.parametrize(("world_size", "num_cases"), [(2, 20), (4, 40)])
+def test_puts_bring_the_bits_of_messages(world_size: int, num_cases: int) -> None:
+    for num_put, num_sent in run_ranks(gather_both_ways, world_size, num_cases):
+        assert num_put > 1
+        assert num_sent > 1
+
+
+class Careless(SharedMemory):
+    """Does not wait for the flags of one channel."""
+
+    channel: int
+
+    def await_signal(self, peer: int, channel: int) -> None:
+        if channel == self.channel:
+            self._flags[self._rank, channel, peer] = 0
+        else:
+            super().await_signal(peer, channel)
+
+
+def puts_in_order(rank: int, world_size: int, careless: int | None) -> list[str]:
+    """Rank 1 puts versions 1, 2 and 3 into the slot of rank 0; both hold up the other at the worst moment.
+
+    The sender stops in the middle of each version until the receiver lets it go on. The receiver reads a
+    version until the sender has tried to write the next one. The result is what went wrong.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    kind = SharedMemory if careless is None else Careless
+    memory = kind(dist.group.WORLD, (1, 1000), TIMEOUT, dtype=torch.float32)
+    memory.channel = careless  # type: ignore[union-attr]
+    puts, wrong = WeightPuts(memory, {1 - rank: 1 - rank}, {(0, 0): 0}), []
+    for version in (1, 2, 3):
+        if rank == 1:
+            store.set(f"tries {version}", "")
+            puts.open((), {0})
+            value = torch.full((500,), float(version))
+
+            def halves(version: int = version, value: Tensor = value) -> Iterator[tuple[Tensor, Tensor]]:
+                first, second = puts.slot(0, 0).split(500)
+                yield first, value
+                store.set(f"half {version}", "")
+                store.get(f"go {version}")
+                yield second, value
+
+            puts.put({0: halves()})
+            continue
+        slot = memory.of_rank[0][0]
+        store.get(f"tries {version}")
+        # The last reader still has the version before.
+        if comes_soon(store, f"half {version}") or not slot.eq(version - 1).all():
+            wrong.append("overwritten before its last reader")
+        puts.open({1}, ())
+        store.get(f"half {version}")
+        reader = Thread(target=puts.await_step, args=([1],))
+        reader.start()
+        reader.join(0.1)
+        if not reader.is_alive():
+            wrong.append("read before its signal")
+        store.set(f"go {version}", "")
+        reader.join()
+        if not wrong and not slot.eq(version).all():
+            wrong.append("another version than the awaited one")
+    return wrong
+
+
+def comes_soon(store: dist.Store, key: str) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=0.1))
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("careless", "wanted"),
+    [(None, set()), (0, {"overwritten before its last reader"}), (1, {"read before its signal"})],
+)
+def test_no_slot_is_read_before_its_signal_or_overwritten_before_its_last_reader(
+    careless: int | None, wanted: set[str]
+) -> None:
+    """Without the flags of a channel, the test would notice."""
+    receiver, _ = run_ranks(puts_in_order, 2, careless)
+    assert set(receiver) == wanted
+
+
+def wait_for_nobody(rank: int, world_size: int) -> str:
+    memory = SharedMemory(dist.group.WORLD, (1, 1), timedelta(seconds=0.05), dtype=torch.float32)
+    if rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            memory.await_signal(1, 0)
+        return str(caught.value)
+    return ""
+
+
+def test_a_peer_that_is_gone_ends_the_wait() -> None:
+    message, _ = run_ranks(wait_for_nobody, 2)
+    assert "got no flag" in message
+
+
+def put_on_one_card(rank: int, world_size: int) -> list[bool]:
+    """Each rank puts rising versions into the slots of all others, and reads its own beside them."""
+    device, sizes = torch.device("cuda", 0), 1 << 20
+    memory = SymmetricMemory(
+        dist.group.WORLD, (world_size, sizes), TIMEOUT, dtype=torch.float32, device=device
+    )
+    others = {peer: peer for peer in range(world_size) if peer != rank}
+    puts = WeightPuts(memory, others, {(d, e): e for d in range(world_size) for e in range(world_size)})
+    side, sums = torch.cuda.Stream(device), []
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for version in range(1, 11):
+            value = torch.full((sizes,), float(version), device=device)
+            puts.open(others, others)
+            puts.put({peer: [(puts.slot(peer, rank), value)] for peer in others})
+            puts.await_step(others)
+            sums += [(memory.of_rank[rank][peer] == version).all() for peer in others]
+    side.synchronize()
+    return [bool(one) for one in sums]
+
+
+@pytest.mark.gpu(real=True)
+def test_symmetric_memory_on_one_card() -> None:
+    # torch refuses two ranks on one device otherwise.
+    env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    for found in run_ranks(put_on_one_card, 4, env=env, preload=()):
+        assert all(found)
