@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -93,8 +94,9 @@ class _Rank:
     counts_E: dict[tuple[int, int], _Counts] = field(default_factory=dict)
     passes: Counter[tuple[int, int]] = field(default_factory=Counter)
 
-    @property
+    @cached_property
     def layers(self) -> list[int]:
+        """The layers with counts, once all lines are read."""
         return sorted({layer for _, layer in self.passes})
 
 
