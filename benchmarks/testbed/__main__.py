@@ -18,7 +18,7 @@ from typing import Any
 _RECORDED = Path(__file__).parent / "recorded_loads"
 LOADS = {
     "replay": _RECORDED / "gpt_moe_tiny_16_experts_loads.npz",
-    "replay-micro": _RECORDED / "gpt_moe_tiny_16_experts_micro_batches.npz",
+    "replay-micro": Path(__file__).parents[1] / "recordings" / "sources-16-top-2-none.npz",
 }
 """Default records."""
 MICRO_BATCHES = dict.fromkeys(("drift", "jump-micro", "replay-micro"), 4)
