@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.host.host_table`` prints ``MEASURED`` of ``planning/cost/host_seconds.py``, with
 which the simulator counts host time; ``--write`` puts it there. Every strategy has its default settings and
-plans one iteration after another, for the loads and costs of ``drifting_jobs.py``. Times are medians of CPU
-milliseconds of one process.
+plans one iteration after another, for the loads and costs of ``drifting_jobs.py``. What ``fssdp`` takes after
+the gate is that of a plan for each micro-batch. Times are medians of CPU milliseconds of one process.
 
 Shape letters: E experts, D devices.
 """
@@ -41,14 +41,14 @@ NOTHING_MS = 0.02
 """Shorter times are those of calls that plan nothing."""
 
 
-def median_ms(name: str, job: MoeJob, iterations: int) -> list[float]:
+def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> list[float]:
     """CPU milliseconds of a layer: a plan before the gate, one after it, a rank's part of the dispatch.
 
     The last number is what it takes to send the first of them to other ranks and to get it from one.
     """
     num_experts, num_devices = job.num_experts, job.num_devices
     cluster = load_cluster("h200").model_copy(update={"num_nodes": max(1, num_devices // 8)})
-    strategy = build_strategy(name, STRATEGIES[name].settings.model_validate({}))
+    strategy = build_strategy(name, STRATEGIES[name].settings.model_validate(settings))
     profile = layer_profile(job, cluster, strategy.replica_life)
     topology = topology_of(cluster, num_devices)
     context = LayerContext(1, even_owners(num_experts, num_devices), topology, profile)
@@ -107,6 +107,8 @@ def main() -> None:
         name: np.array([median_ms(name, job_of(*size, 1), given.iterations) for size in SIZES]).T
         for name in names()
     }
+    each = [median_ms("fssdp", job_of(*size, 1), given.iterations, planned_from="each") for size in SIZES]
+    times["fssdp"][1:3] = np.array(each).T[1:3]
     print(table := source(times))
     if given.write:
         path = Path(host_seconds.__file__)

@@ -199,9 +199,11 @@ class LayerPrices:
         each = times if life is ReplicaLife.MICRO_BATCH else once
         posted = (again or once) * num_gathers + again * num_regathers + each * num_additions
         posted += (again or each) * reductions * num_reductions
-        each_plan_s, first_plan_s = self.host.dispatch_s, self.host.after_gate_s
-        if life is ReplicaLife.MICRO_BATCH:
-            each_plan_s, first_plan_s = each_plan_s + first_plan_s, 0.0
+        each_plan_s = first_plan_s = 0.0
+        if planned.each_micro_batch:
+            each_plan_s = self.host.dispatch_s + self.host.after_gate_s
+        elif planned.corrects:
+            first_plan_s = self.host.after_gate_s
         host_s = once * self.host.before_gate_s + times * each_plan_s + once * first_plan_s
         # The source with the most tokens sets the time. It also computes tokens that are dropped later.
         pairs_per_device = job.tokens_per_micro_batch * times * job.top_k

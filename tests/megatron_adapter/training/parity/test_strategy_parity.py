@@ -41,6 +41,8 @@ STRATEGIES = {
     "smartmoe": "reshard_interval=2 window=2",
     "flexmoe": "slots=2 placement_interval=2 window=2",
     "fssdp": "slots=2 overlap_degree=3 reshard_interval=2",
+    "fssdp-first": "slots=2 planned_from=first reshard_interval=2",
+    "fssdp-each": "slots=2 planned_from=each reshard_interval=2",
     "ep": "smart_schedule=true group_size=1",
     "auto": "choice_interval=1",
 }
@@ -127,7 +129,8 @@ def _check_use(layout: Layout, strategy: str, run: TrainingRun, folder: Path) ->
     drops = "--moe-expert-capacity-factor" in layout.arguments
     # With one expert on each device, two devices are hot, and one shadow alone saves nothing.
     shadows = strategy == "fastermoe" and "--num-experts 4" not in layout.arguments
-    if (shadows or strategy in ("prophet", "quota", "auto")) and layout.replicates and not drops:
+    after_gate = strategy in ("quota", "fssdp-first", "fssdp-each")
+    if (shadows or after_gate or strategy in ("prophet", "auto")) and layout.replicates and not drops:
         assert any(replicas_of(metrics)), strategy
     if strategy == "flexmoe" and layout is TWO_NODES:
         assert any("replicas: " in message for message in run.messages)
@@ -139,7 +142,7 @@ def _train(
     layout: Layout, strategy: str, settings: str, data: Path, folder: Path, model: Model
 ) -> TrainingRun:
     keys = [*settings.split(), *(key for key in layout.settings.split() if key.startswith("nodes="))]
-    if strategy in ("fastermoe", "prophet", "quota", "smartmoe", "flexmoe", "auto"):
+    if strategy not in ("ep", "fssdp"):
         keys.append("FSSDP_PROFILE_ITERATIONS=1")
-    chosen = f"{strategy} {' '.join(keys)} record_dir={folder / strategy}"
+    chosen = f"{strategy.partition('-')[0]} {' '.join(keys)} record_dir={folder / strategy}"
     return trained(layout, chosen, data, model=model, before=cheap_links_and_hot_experts)
