@@ -110,7 +110,9 @@ class SlotLayer(PlannedLayer):
             return self._outside[1]
         plan = self.plan_iteration()
         if not plan.each_micro_batch or routing_map is None or self._is_alone:
-            if routing_map is not None and plan.corrects and not self._is_final:
+            # An evaluation does not change the plan of the iteration.
+            corrects = plan.corrects and self.clock.trains and not self._is_final
+            if routing_map is not None and corrects:
                 self._is_final = True
                 self._correct(routing_map)
             assert self.shared is not None

@@ -56,6 +56,37 @@ def test_a_plan_lasts_an_iteration() -> None:
     run_layer_ranks(plans_last_an_iteration, 2)
 
 
+def evaluations_correct_nothing(rank: int, world_size: int) -> None:
+    run = CaseRun(replace(CASE, corrects=True))
+    slots, runtime = run.layers[0].slots, run.runtime
+
+    def evaluate() -> None:
+        outside = runtime.begin_evaluation()
+        with torch.no_grad():
+            run.forward(run.draw())
+        runtime.end_evaluation(outside)
+
+    evaluate()
+    runtime.begin_iteration(2)
+    planned = slots.plan_iteration()
+    evaluate()
+    assert slots.plan is planned
+    assert planned.corrects
+    run.forward(run.draw())[0].sum().backward()
+    corrected = slots.plan
+    assert corrected is not None
+    assert not corrected.corrects
+    evaluate()
+    run.forward(run.draw())[0].sum().backward()
+    assert slots.plan is corrected
+    runtime.finish_gradients()
+    runtime.end_iteration()
+
+
+def test_only_a_training_pass_corrects_a_plan() -> None:
+    run_layer_ranks(evaluations_correct_nothing, 2)
+
+
 def traced_names(rank: int, world_size: int) -> None:
     run = CaseRun(CASE)
     run.runtime.begin_iteration(1)
