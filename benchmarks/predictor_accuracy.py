@@ -118,8 +118,8 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
     @cache
     def counts_ILDE(workload: str) -> np.ndarray:
         iterations = options.warm_up + options.repetitions
-        counts_LIDE = counts_of(options, workload, size, world_size, iterations)
-        return np.ascontiguousarray(np.swapaxes(counts_LIDE, 0, 1))
+        counts_LIZDE = counts_of(options, workload, size, world_size, iterations)
+        return np.ascontiguousarray(np.moveaxis(counts_LIZDE, 0, 2))
 
     found = []
     for (workload, name), seconds in sorted(cells.items()):

@@ -71,7 +71,8 @@ class SourceChoice:
         self._planned = _Planned(number, past, history.forecast_DE().sum(axis=0))
         row = None
         if known is not None and known.number == number - 1 and _same_owners(known.plan, context):
-            row = _saved_s(known, history, context, slots)
+            before_s = self._saved[-1][0] if self._saved else None
+            row = _saved_s(known, history, context, slots, before_s)
         if row is not None:
             self._saved.append(row)
             self._choose()
@@ -93,22 +94,26 @@ def _same_owners(plan: LayerPlan, context: LayerContext) -> bool:
 
 
 def _saved_s(
-    known: _Planned, history: LoadHistory, context: LayerContext, slots: Callable[[PlanSource], int]
+    known: _Planned,
+    history: LoadHistory,
+    context: LayerContext,
+    slots: Callable[[PlanSource], int],
+    before_s: float | None,
 ) -> tuple[float, np.ndarray] | None:
     """Seconds of the last iteration with plans of the past, and what each source would have saved, ``[S]``.
 
-    ``None`` if the layer is not compared after this iteration.
+    ``None`` if the layer is not compared after this iteration. Where counts are as forecast, the seconds are
+    those of the iteration before.
     """
     past, times = known.plan, context.costs.num_micro_batches
     counts = history.iterations_like(MOST_PRICED)
     wait_s = counting_s(context) + search_s(context)
     saved_S = np.array([0.0, -wait_s, -times * wait_s])
     alike = (load_similarity(one.sum(axis=0), known.forecast_E) for one in counts)
-    even = even_s(context, counts[0])
     if all(one is None or one >= ALIKE for one in alike):
-        return even, saved_S
+        return before_s or even_s(context, counts[0]), saved_S
     past_s = _mean_s([past] * len(counts), counts, context)
-    if even > (1 - LEAST_GAIN) * past_s:
+    if even_s(context, counts[0]) > (1 - LEAST_GAIN) * past_s:
         return past_s, saved_S
     compared_s = (1 + len(counts)) * search_s(context) / context.num_devices
     if (history.num_seen + context.layer) % max(1, round(compared_s / (MOST_COMPARED * past_s))):

@@ -75,7 +75,7 @@ def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_pa
     assert resolved.data.path == data
     assert {path.name for path in out.iterdir()} == {
         *("config.yaml", "overrides.yaml", "metrics.jsonl", "loads.npy", "placements.npy", "log.txt"),
-        *("tensorboard", "report.html", ".lock"),
+        *("micro_batch_loads.npy", "tensorboard", "report.html", ".lock"),
     }
 
 

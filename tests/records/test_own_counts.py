@@ -32,7 +32,8 @@ def read(path: Path) -> RecordedLoads:
 def test_arrays_are_read(array: np.ndarray, wanted: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", array)
     loads = read(tmp_path / "x.npy")
-    np.testing.assert_array_equal(loads.counts_ILDE, wanted)
+    np.testing.assert_array_equal(loads.of_whole_iterations().counts_ILDE, wanted)
+    assert loads.counts_ILDE.ndim == max(array.ndim, 4), "micro-batches keep their axis"
     assert (loads.iterations.tolist(), loads.layers.tolist()) == ([1, 2, 3], [1, 2])
 
 

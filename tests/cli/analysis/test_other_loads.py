@@ -84,7 +84,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(verb: str, tmp_path: P
     for source, model, words in (
         ("traces", MODEL, "rank1.jsonl: line 12: "),
         ("traces", (), "--model: .*has no config.yaml"),
-        ("x.json", MODEL, "is another file, wanted .npy or .csv"),
+        ("x.json", MODEL, "is another file, wanted .npy, .npz or .csv"),
     ):
         more = (*CLUSTER, *ONE_NODE, "--out", tmp_path / "out") if verb == "simulate" else ()
         loads = ("--loads", tmp_path / source) if verb == "simulate" else (tmp_path / source,)
