@@ -138,6 +138,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         if source == "by_price" and not context.shares_evenly:
             choice = self._sources.setdefault(context.layer, SourceChoice())
             source = choice.of(context, history, plan, partial(self._slots_of, context, plan))
+            source = "first" if history.is_empty else source
         if source == "each":
             return replace(context.owners_only, each_micro_batch=True, gather_ahead=self.settings.overlap)
         return replace(plan, corrects=True) if source == "first" else plan
