@@ -75,9 +75,17 @@ def test_a_given_source_binds(source: str) -> None:
     assert [plan.each_micro_batch for plan in plans] == [source == "each"] * 3
 
 
-def test_a_source_without_effect_is_refused() -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["planner=hecate", "planned_from=first"],
+        ["overlap_degree=2", "planned_from=past"],
+        ["rematerialize=true", "planned_from=each"],
+    ],
+)
+def test_a_source_without_effect_is_refused(overrides: list[str]) -> None:
     with pytest.raises(ConfigurationError, match="planned_from"):
-        resolve_strategy("fssdp", overrides=["planner=hecate", "planned_from=first"])
+        resolve_strategy("fssdp", overrides=overrides)
 
 
 def test_large_layers_are_compared_rarely(monkeypatch: pytest.MonkeyPatch) -> None:

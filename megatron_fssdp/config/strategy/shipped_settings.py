@@ -122,6 +122,16 @@ class FssdpSettings(SlotKeys):
                 f"slots {slots} and overlap_degree {degree} exclude each other: one forbids the replicas "
                 "that the other allows; set both to 0, or both to 1 or more"
             )
+        if self.planned_from != "by_price" and degree is not None:
+            raise ValueError(
+                f"planned_from {self.planned_from} has no effect with overlap_degree, under which seconds do "
+                "not decide; remove one of them"
+            )
+        if self.planned_from == "each" and self.rematerialize:
+            raise ValueError(
+                "planned_from each and rematerialize exclude each other: replicas live for a micro-batch, or "
+                "for a pass; remove one of them"
+            )
         return self
 
 
