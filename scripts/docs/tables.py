@@ -7,7 +7,6 @@ A generated part stands between ``<!-- table: WHAT -->`` and ``<!-- end -->``. W
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -33,30 +32,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHARED_KEYS = ("exchange", "nodes", "record_dir")
 """Settings that nearly all strategies have: one page describes them for all."""
 
-LINES_BEFORE = {
-    "config": 3316,
-    "planning": 6657,
-    "strategies": 2194,
-    "simulation": 1952,
-    "collectives": 1665,
-    "dispatchers": 1801,
-    "runtime": 3500,
-    "reporting": 5942,
-    "data": 1289,
-    "megatron_adapter": 6747,
-    "cli": 5007,
-    "testing": 3917,
-    "files outside rooms": 80,
-}
-"""Lines of Python of each room at commit 0a62d6f9."""
-
 _PART = re.compile(
     r"^<!-- table: (?P<what>.+) -->$(?:(?:(?!<!-- table)[\s\S])*?^<!-- end -->$)?", re.MULTILINE
 )
 
 
-def settings(which: str) -> str:
-    """Keys of a strategy, or of ``shared``, ``data``, ``sweep`` or ``cluster``."""
+def settings(words: str) -> str:
+    """Keys of a strategy, or of ``shared``, ``data``, ``sweep`` or ``cluster``; ``of KEY; KEY…`` selects."""
+    which, _, chosen = words.partition(" of ")
     models: dict[str, type[BaseModel]] = {"sweep": SweepConfig, "cluster": ClusterDescription}
     if which == "data":
         section = RunConfig.model_fields["data"].annotation
@@ -69,6 +52,7 @@ def settings(which: str) -> str:
     else:
         model = STRATEGIES[which].settings
         names = [name for name in model.model_fields if name not in SHARED_KEYS]
+    names = chosen.split("; ") if chosen else names
     fields = model.model_fields
     rows = (
         (
@@ -89,12 +73,17 @@ def results(words: str) -> str:
     """A file of ``benchmarks/results`` as a table: ``NAME``, or ``NAME by COLUMN: COLUMN`` (a pivot).
 
     ``NAME of COLUMN; COLUMN…`` shows these columns, and only rows with a value behind the first of them.
+    After ``NAME medians``, quartiles are left out.
     """
     words, _, chosen = words.partition(" of ")
     name, _, pivot = words.partition(" by ")
+    name, _, without_quartiles = name.partition(" ")
     path = max(RESULTS.glob(f"20??-??-??-{name}.json"))  # the newest
     run = json.loads(path.read_text(encoding="utf-8"))
     columns, rows = run["columns"], run["rows"]
+    if without_quartiles:
+        kept = [at for at, column in enumerate(columns) if not column.endswith((" q1", " q3"))]
+        columns, rows = [columns[at] for at in kept], [[row[at] for at in kept] for row in rows]
     if pivot:
         return _pivot(columns, rows, *pivot.split(": "))
     shown = [column for column in columns if not column.endswith((" q1", " q3"))]
@@ -165,16 +154,21 @@ def refused(_: str) -> str:
 
 
 def combinations(_: str) -> str:
-    """Features that some strategies and settings refuse."""
-    return table(("refused", "what to do"), ((limit.what, limit.advice) for limit in limits.SOME))
+    """Features that some strategies and settings refuse. The line that refuses them has the advice."""
+    return "\n".join(f"- {limit.what}" for limit in limits.SOME)
 
 
 def seams(_: str) -> str:
-    """What the plugin needs of Megatron."""
-    return table(
-        ("in Megatron", "what the plugin does with it", "who needs it"),
-        ((f"`{seam.module}.{seam.path}`", seam.purpose, seam.needed_by) for seam in capabilities.SEAMS),
+    """What the plugin needs of Megatron, by who needs it."""
+    paths: dict[str, dict[str, list[str]]] = {}
+    for seam in capabilities.SEAMS:
+        module = seam.module.removeprefix("megatron.")
+        paths.setdefault(seam.needed_by, {}).setdefault(module, []).append(f"`{seam.path}`")
+    cells = (
+        (who, "; ".join(f"`{module}`: {', '.join(names)}" for module, names in modules.items()))
+        for who, modules in paths.items()
     )
+    return table(("who needs it", "in `megatron`"), cells)
 
 
 def papers(which: str) -> str:
@@ -204,28 +198,8 @@ def papers(which: str) -> str:
     return table(("paper", f"numbers {within}", "those over EP", "… if EP is padded", "loads"), counted)
 
 
-def lines(_: str) -> str:
-    """Lines of Python of each room."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "megatron_fssdp"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-    now: dict[str, int] = {}
-    for name in tracked:
-        if name.endswith(".py") and (ROOT / name).exists():
-            room = name.split("/")[1] if name.count("/") > 1 else "files outside rooms"
-            now[room] = now.get(room, 0) + len((ROOT / name).read_text(encoding="utf-8").splitlines())
-    rooms = [*LINES_BEFORE, *(room for room in now if room not in LINES_BEFORE)]
-    rows = [
-        (room if " " in room else f"`{room}`", _text(LINES_BEFORE.get(room)), _text(now.get(room)))
-        for room in rooms
-    ]
-    sums = (_text(sum(counts.values())) for counts in (LINES_BEFORE, now))
-    return table(("room", "before", "now"), [*rows, ("sum", *sums)])
-
-
 GENERATORS: dict[str, Callable[[str], str]] = {
-    one.__name__: one
-    for one in (settings, results, papers, code, versions, refused, combinations, seams, lines)
+    one.__name__: one for one in (settings, results, papers, code, versions, refused, combinations, seams)
 }
 """What may stand after ``table:``, by its first word. The other words are the argument."""
 
@@ -236,18 +210,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '\\|') for cell in row)} |" for row in drawn)
 
 
-def written(page: str, *, without: Sequence[str] = ()) -> str:
-    """Return the text of a page with all its generated parts renewed.
-
-    Args:
-        page: The page as it is.
-        without: Generators whose parts stay as they are.
-    """
+def written(page: str) -> str:
+    """Return the text of a page with all its generated parts renewed."""
 
     def renew(part: re.Match[str]) -> str:
         kind, _, argument = part["what"].partition(" ")
-        if kind in without:
-            return part[0]
         return f"<!-- table: {part['what']} -->\n\n{GENERATORS[kind](argument)}\n\n<!-- end -->"
 
     return _PART.sub(renew, page)

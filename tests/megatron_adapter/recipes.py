@@ -240,10 +240,12 @@ def _refusal(recipe: Recipe) -> str | None:
 
 
 def table(found: Sequence[Recipe], refused: Sequence[str | None]) -> str:
-    """Return the part of docs/compatibility.md about the recipes, with its marks."""
-    cells = map(_cell, found, refused)
-    lines = (f"| `{recipe.name}` | {cell} |" for recipe, cell in zip(found, cells, strict=True))
-    return "\n".join([BEGIN, "", "| recipe | result |", "|---|---|", *lines, "", END])
+    """Return the part of docs/compatibility.md about the recipes, with its marks: a row for each result."""
+    names_of: dict[str, list[str]] = {}
+    for recipe, refusal in zip(found, refused, strict=True):
+        names_of.setdefault(_cell(recipe, refusal), []).append(f"`{recipe.name}`")
+    lines = (f"| {result} | {len(names)}: {', '.join(names)} |" for result, names in names_of.items())
+    return "\n".join([BEGIN, "", "| result | recipes |", "|---|---|", *lines, "", END])
 
 
 def _cell(recipe: Recipe, refusal: str | None) -> str:
