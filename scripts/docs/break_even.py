@@ -1,4 +1,4 @@
-"""Simulates for which jobs a strategy pays: the tables of docs/choosing.md.
+"""Simulates for which jobs a strategy pays: the figures of docs/scale.md.
 
 usage: python scripts/docs/break_even.py FOLDER       (half a minute; writes results into an existing folder)
 

@@ -75,9 +75,9 @@ def results(words: str) -> str:
     ``NAME of COLUMN; COLUMN…`` shows these columns, and only rows with a value behind the first of them.
     After ``NAME medians``, quartiles are left out.
     """
-    words, _, chosen = words.partition(" of ")
-    name, _, pivot = words.partition(" by ")
-    name, _, without_quartiles = name.partition(" ")
+    parts = re.fullmatch(r"([\w-]+)( medians)?(?: of (.+)| by (.+))?", words)
+    assert parts, words
+    name, without_quartiles, chosen, pivot = parts.groups()
     path = max(RESULTS.glob(f"20??-??-??-{name}.json"))  # the newest
     run = json.loads(path.read_text(encoding="utf-8"))
     columns, rows = run["columns"], run["rows"]
