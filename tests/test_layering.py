@@ -1,4 +1,4 @@
-"""The tables of docs/architecture.md as a test: which room may import which, and which sub-room.
+"""Which room of docs/architecture.md may import which, and which sub-room.
 
 Every import statement counts: at the top of a file, in a function, and under ``if TYPE_CHECKING``.
 """

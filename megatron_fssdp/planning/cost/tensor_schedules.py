@@ -22,7 +22,7 @@ Ours divides tokens as ``s1`` does and runs the collectives of Megatron's sequen
 """
 
 LEAST_SLICE_BYTES = 1 << 19
-"""Smallest slice for which SAA takes a step; a smaller one has little to hide (docs/decisions.md)."""
+"""Smallest slice for which SAA takes a step; a smaller one has little to hide."""
 
 Group = Literal["mp", "esp", "ep", "ep_esp"]
 

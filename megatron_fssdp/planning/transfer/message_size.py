@@ -83,7 +83,7 @@ MessageRule = FixedMessages | PipelinedMessages
 HOST_MESSAGES = FixedMessages(1 << 17, num_open=6, step_host_s=1.7e-3)
 """Between CPUs: 128 KiB, small enough that node leaders forward the first message early.
 
-This was the best of 32 to 256 KiB for experts of 2 to 16 MiB (docs/decisions.md). Receives are posted four
+This was the best of 32 to 256 KiB for experts of 2 to 16 MiB. Receives are posted four
 steps early, and the messages of one more step are added meanwhile. A link's measured bandwidth contains the
 host's time for messages. Steps of the smart schedule wait for each other: on the testbed (8 ranks on 2
 cores), 4 steps took 5.8 ms (rows) and 7.7 ms (results) longer than their bytes and start-ups.
