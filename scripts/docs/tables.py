@@ -176,15 +176,16 @@ def papers(which: str) -> str:
     rows = of_papers.read()
     if which:
         main = [row for row in rows if row["paper"] == which and row["headline"]]
+        reasons = ["", *(row["why"] for row in main)]
         shown = (
             (
                 row["headline"],
                 row["published"],
                 "; padded: ".join(filter(None, (row["simulated"], row["padded"]))) or "–",
                 row["holds"],
-                row["why"],
+                "the same" if row["why"] and row["why"] == before else row["why"],
             )
-            for row in main
+            for row, before in zip(main, reasons, strict=False)
         )
         return table(("main claim", "paper", "simulated", "holds", "if not, why"), shown)
     counted = []
