@@ -20,8 +20,6 @@ from settings_pages import kind_of_field, shown_default  # noqa: E402
 
 from benchmarks.papers import results as of_papers  # noqa: E402
 from benchmarks.papers.claims import NEAR, PAPERS, SKEWS  # noqa: E402
-from megatron_fssdp.cli.sweep_plan import SweepConfig  # noqa: E402
-from megatron_fssdp.config.cluster_description import ClusterDescription  # noqa: E402
 from megatron_fssdp.config.run.megatron_options import description  # noqa: E402
 from megatron_fssdp.config.run.run_config import RunConfig  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
@@ -38,17 +36,15 @@ _PART = re.compile(
 
 
 def settings(words: str) -> str:
-    """Keys of a strategy, or of ``shared``, ``data``, ``sweep`` or ``cluster``; ``of KEY; KEY…`` selects."""
+    """Keys of a strategy, or of ``shared`` or ``data``; with ``of KEY; KEY…`` only these."""
     which, _, chosen = words.partition(" of ")
-    models: dict[str, type[BaseModel]] = {"sweep": SweepConfig, "cluster": ClusterDescription}
     if which == "data":
         section = RunConfig.model_fields["data"].annotation
         assert isinstance(section, type)
-        models["data"] = section
-    if which == "shared":
+        model: type[BaseModel] = section
+        names = list(model.model_fields)
+    elif which == "shared":
         model, names = STRATEGIES["fssdp"].settings, list(SHARED_KEYS)
-    elif which in models:
-        model, names = models[which], list(models[which].model_fields)
     else:
         model = STRATEGIES[which].settings
         names = [name for name in model.model_fields if name not in SHARED_KEYS]
@@ -158,19 +154,6 @@ def combinations(_: str) -> str:
     return "\n".join(f"- {limit.what}" for limit in limits.SOME)
 
 
-def seams(_: str) -> str:
-    """What the plugin needs of Megatron, by who needs it."""
-    paths: dict[str, dict[str, list[str]]] = {}
-    for seam in capabilities.SEAMS:
-        module = seam.module.removeprefix("megatron.")
-        paths.setdefault(seam.needed_by, {}).setdefault(module, []).append(f"`{seam.path}`")
-    cells = (
-        (who, "; ".join(f"`{module}`: {', '.join(names)}" for module, names in modules.items()))
-        for who, modules in paths.items()
-    )
-    return table(("who needs it", "in `megatron`"), cells)
-
-
 def papers(which: str) -> str:
     """Main claims of a paper; with no word, how many numbers of each paper come out."""
     rows = of_papers.read()
@@ -200,15 +183,17 @@ def papers(which: str) -> str:
 
 
 GENERATORS: dict[str, Callable[[str], str]] = {
-    one.__name__: one for one in (settings, results, papers, code, versions, refused, combinations, seams)
+    one.__name__: one for one in (settings, results, papers, code, versions, refused, combinations)
 }
 """What may stand after ``table:``, by its first word. The other words are the argument."""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
-    drawn = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '\\|') for cell in row)} |" for row in drawn)
+    head, *drawn = (
+        f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |" for cells in (header, *rows)
+    )
+    return "\n".join([head, "|---" * len(header) + "|", *drawn])
 
 
 def written(page: str) -> str:
