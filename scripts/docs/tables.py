@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from pydantic import BaseModel  # noqa: E402
+from pydantic.fields import FieldInfo  # noqa: E402
 from settings_pages import kind_of_field, shown_default  # noqa: E402
 
 from benchmarks.papers import results as of_papers  # noqa: E402
@@ -54,15 +55,17 @@ def settings(words: str) -> str:
         (
             f"`{name}`",
             shown_default(fields[name]),
-            f"{_sentence(kind_of_field(fields[name]))} {fields[name].description or description(name)}",
+            f"{_choices(fields[name])}{fields[name].description or description(name)}",
         )
         for name in names
     )
-    return table(("key", "default", "kind and meaning"), rows)
+    return table(("key", "default", "meaning"), rows)
 
 
-def _sentence(kind: str) -> str:
-    return f"{kind[0].upper()}{kind[1:]}."
+def _choices(field: FieldInfo) -> str:
+    """Values of a key that lists them, as a sentence; the reference page has the kinds of all keys."""
+    kind = kind_of_field(field)
+    return f"{kind[0].upper()}{kind[1:]}. " if "`" in kind else ""
 
 
 def results(words: str) -> str:
