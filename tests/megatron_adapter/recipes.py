@@ -71,7 +71,6 @@ OBSTACLES = {
     "--hybrid-layer-pattern": "Mamba layers need the package mamba-ssm and a GPU",
     "--use-megatron-fsdp": "Megatron-FSDP needs a GPU",
 }
-TRAINS = "trains with equal losses"
 CONTEXT = "context parallelism needs Transformer Engine's attention"
 
 
@@ -243,13 +242,13 @@ def _refusal(recipe: Recipe) -> str | None:
 def table(found: Sequence[Recipe], refused: Sequence[str | None]) -> str:
     """Return the part of docs/compatibility.md about the recipes, with its marks: a row for each result.
 
-    Those that simply train are many, and are counted.
+    Those that are accepted are only counted.
     """
     names_of: dict[str, list[str]] = {}
     for recipe, refusal in zip(found, refused, strict=True):
         names_of.setdefault(_cell(recipe, refusal), []).append(f"`{recipe.name}`")
     lines = (
-        f"| {result} | {len(names)}{'' if result == TRAINS else ': ' + ', '.join(names)} |"
+        f"| {result} | {len(names)}{': ' + ', '.join(names) if result.startswith('refused') else ''} |"
         for result, names in names_of.items()
     )
     return "\n".join([BEGIN, "", "| result | recipes |", "|---|---|", *lines, "", END])
@@ -262,7 +261,7 @@ def _cell(recipe: Recipe, refusal: str | None) -> str:
     if recipe.obstacle is not None:
         return f"accepted{given}, a CPU cannot run it: {recipe.obstacle}"
     left_out = ", ".join(name for flag, name in LEFT_OUT.items() if flag in recipe.flags)
-    return f"{TRAINS}{given}{left_out and f', without {left_out}'}"
+    return f"trains with equal losses{given}{left_out and f', without {left_out}'}"
 
 
 def written_table(page: str) -> str:
