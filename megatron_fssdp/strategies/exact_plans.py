@@ -100,5 +100,4 @@ def _shared_out(plan: LayerPlan, context: LayerContext) -> Iterable[LayerPlan]:
 def _levelled(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
     """The plan with the exact shares of these counts as quotas, which need no other gather of counts."""
     exact = replace(plan, dispatch_policy="exact").dispatch(counts_DE, context.topology)
-    summed_ED = np.rint(np.cumsum(exact.tokens_ED, axis=1)).astype(np.int64)
-    return replace(plan, tokens_ED=np.diff(summed_ED, axis=1, prepend=0))
+    return replace(plan, tokens_ED=exact.whole_tokens_ED)

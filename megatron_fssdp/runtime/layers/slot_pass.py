@@ -1,19 +1,33 @@
 """One plan in use: which expert is in which slot, the remap of the routing, and the replicas' transfers.
 
-Shape letters: T tokens, D devices, E experts, U slots of a device.
+Shape letters: T tokens, D devices, E experts, U slots of a device, S sources.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron_fssdp.planning.dispatch.whole_tokens import WholeTokens
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, dispatch_table, even_table, owner_table
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
-from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
+from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerPlan
+
+
+class KnownSplits(NamedTuple):
+    """Rows of an exchange that the host knows without asking: a dispatcher need not gather or copy them."""
+
+    sent_D: np.ndarray  # to each device, int64
+    received_SU: np.ndarray  # from each device for each slot of this one, int64
+
+    @classmethod
+    def of(cls, tokens: WholeTokens, expert_U: np.ndarray) -> "KnownSplits":
+        """The rows of a dispatch, where this device has these experts in its slots, -1 without one."""
+        return cls(tokens.sent_ED.sum(axis=0), np.where(expert_U < 0, 0, tokens.got_ED[expert_U].T))
 
 
 @dataclass(eq=False)
@@ -25,10 +39,11 @@ class SlotPass:
     slots: SlotTable  # which expert is in which slot
     parameters_U: Sequence[ExpertParameters | None]  # of each slot of this device; None for an empty slot
     # None if slots are Megatron's own local experts, so that nothing has to be remapped.
-    shares: ShareTable | ExactShares | None
+    shares: ShareTable | ExactShares | Intervals | None
     transfers: ReplicaTransfers | None  # None without replicas, or with resident ones
     is_shared: bool = True  # All passes of an iteration use it. Otherwise it belongs to one micro-batch.
     counts_DE: np.ndarray | None = None  # of this micro-batch, int64
+    splits: KnownSplits | None = None  # of this micro-batch
     is_recomputed: bool = False  # The forward pass runs in a backward pass.
     has_backward: bool = False  # A backward pass follows the last forward pass.
     is_over: bool = False  # The gradients of a micro-batch's pass are complete.
