@@ -9,8 +9,7 @@ Shape letters: T tokens, W slots of all devices, U slots of a device, S sources.
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megatron_fssdp.runtime.layers.slot_pass import KnownSplits
-from megatron_fssdp.runtime.slots.remap.reference import sent_to
+from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
 
 
 class KnownSplitsDispatcher(MoEAlltoAllTokenDispatcher):
@@ -31,8 +30,8 @@ class KnownSplitsDispatcher(MoEAlltoAllTokenDispatcher):
         self.num_out_tokens = int(sent_D.sum())
         self.input_splits, self.output_splits = sent_D, received_SU.sum(axis=1)
         self.output_splits_tp = received_SU.sum().reshape(1)
-        # Fused sorting reads the numbers on the device, Megatron's own on the host.
-        device = routing_map.device if self.config.moe_permute_fusion else None
-        received = sent_to(torch.from_numpy(received_SU), device)
+        received = torch.from_numpy(received_SU)
+        if self.config.moe_permute_fusion and routing_map.is_cuda:  # Fused sorting reads it on the device.
+            received = received.pin_memory().to(routing_map.device, non_blocking=True)
         self.num_global_tokens_per_local_expert = received
         return torch.from_numpy(received_SU.sum(axis=0))

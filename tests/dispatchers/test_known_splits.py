@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
-from megatron_fssdp.planning.dispatch.whole_tokens import whole_tokens
+from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tokens
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable
-from megatron_fssdp.runtime.layers.slot_pass import KnownSplits
 from megatron_fssdp.runtime.slots.remap.shares import Intervals
 from megatron_fssdp.testing import run_megatron_ranks
 

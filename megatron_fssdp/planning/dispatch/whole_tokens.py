@@ -5,7 +5,7 @@ device and open quotas stand in line, device after device, first along each node
 what stands at the same places of both lines goes together (``runtime/slots/remap/exact_shares.py`` has the
 same rule on the device). All numbers are whole, so all ranks find the same ones.
 
-Shape letters: E experts, D devices.
+Shape letters: E experts, D devices, U slots of a device, S sources.
 """
 
 from typing import NamedTuple
@@ -20,6 +20,18 @@ class WholeTokens(NamedTuple):
 
     sent_ED: np.ndarray
     got_ED: np.ndarray
+
+
+class KnownSplits(NamedTuple):
+    """Rows of an exchange that the host knows: a dispatcher need neither gather nor copy them."""
+
+    sent_D: np.ndarray  # to each device, int64
+    received_SU: np.ndarray  # from each device for each slot of this one, int64
+
+    @classmethod
+    def of(cls, tokens: WholeTokens, expert_U: np.ndarray) -> "KnownSplits":
+        """The rows of a dispatch, where this device has these experts in its slots, -1 without one."""
+        return cls(tokens.sent_ED.sum(axis=0), np.where(expert_U < 0, 0, tokens.got_ED[expert_U].T))
 
 
 def whole_tokens(

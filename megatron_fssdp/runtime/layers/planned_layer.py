@@ -14,7 +14,7 @@ from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
-from megatron_fssdp.planning.dispatch.whole_tokens import whole_tokens
+from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tokens
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.slot_tables import SlotTable
@@ -24,7 +24,7 @@ from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.shared_plans import SharedPlans, unpacked
-from megatron_fssdp.runtime.layers.slot_pass import KnownSplits, SlotPass, source_table
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
 from megatron_fssdp.runtime.slots.node_slots import SlotRoom
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
 from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable

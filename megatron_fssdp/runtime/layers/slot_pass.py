@@ -1,33 +1,20 @@
 """One plan in use: which expert is in which slot, the remap of the routing, and the replicas' transfers.
 
-Shape letters: T tokens, D devices, E experts, U slots of a device, S sources.
+Shape letters: T tokens, D devices, E experts, U slots of a device.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fssdp.planning.dispatch.whole_tokens import WholeTokens
+from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, dispatch_table, even_table, owner_table
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerPlan
-
-
-class KnownSplits(NamedTuple):
-    """Rows of an exchange that the host knows without asking: a dispatcher need not gather or copy them."""
-
-    sent_D: np.ndarray  # to each device, int64
-    received_SU: np.ndarray  # from each device for each slot of this one, int64
-
-    @classmethod
-    def of(cls, tokens: WholeTokens, expert_U: np.ndarray) -> "KnownSplits":
-        """The rows of a dispatch, where this device has these experts in its slots, -1 without one."""
-        return cls(tokens.sent_ED.sum(axis=0), np.where(expert_U < 0, 0, tokens.got_ED[expert_U].T))
 
 
 @dataclass(eq=False)
