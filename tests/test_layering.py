@@ -76,7 +76,12 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "transfer": {"", "placement"},
         "dispatch": {"", "placement"},
         "cost": {"", "placement", "transfer", "dispatch"},
-        "papers": {"", "placement", "transfer", "dispatch", "cost"},
+    },
+    # One folder for each strategy; those on the right are built on others.
+    "strategies": {
+        "": set(),
+        **dict.fromkeys(("none", "ep", "fssdp", "prophet", "fastermoe", "quota", "flexmoe", "parm"), {""}),
+        **dict.fromkeys(("smartmoe", "auto"), {"", "ep"}),
     },
     "simulation": {"": {"systems"}, "systems": set()},
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}},

@@ -35,9 +35,9 @@ from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
-from megatron_fssdp.strategies.auto import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.selection_report import SelectionReport
 from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, mistakes_named
 
 if TYPE_CHECKING:

@@ -249,12 +249,12 @@ class PlannedLayer:
             )
         topology = self.context.topology
         shares: ExactShares | Intervals | ShareTable | None = None
-        splits = None
+        known_splits = None
         is_remapped = not np.array_equal(slots.expert_DU.reshape(-1), np.arange(slots.num_slots))
         if not is_shared and counts_DE is not None and self.groups.expert_tensor_parallel is None:
             quotas_ED = plan.dispatch(counts_DE, topology).whole_tokens_ED
             tokens = whole_tokens(counts_DE, quotas_ED, topology, here)
-            splits = KnownSplits.of(tokens, slots.expert_DU[here])
+            known_splits = KnownSplits.of(tokens, slots.expert_DU[here])
             if is_remapped:
                 shares = Intervals.of(tokens.sent_ED, slots, experts.device)
         elif plan.dispatch_policy == "exact" and plan.placement.num_replicas:
@@ -265,7 +265,7 @@ class PlannedLayer:
             shares = ShareTable(numbers, slots.num_slots, slots.num_experts)
         parameters_U = [None if expert < 0 else found[expert] for expert in expert_U]
         of = None if is_shared else counts_DE
-        made = SlotPass(plan, digest, slots, parameters_U, shares, transfers, is_shared, of, splits)
+        made = SlotPass(plan, digest, slots, parameters_U, shares, transfers, is_shared, of, known_splits)
         if is_kept:
             self._last_made = key, made
         return made

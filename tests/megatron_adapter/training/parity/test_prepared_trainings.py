@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 
 from megatron_fssdp.strategies import fssdp, layer_planning
-from megatron_fssdp.strategies.fssdp import FssdpStrategy
+from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
 from ...grouped_linear import grouped_experts
 from ...training_run import BATCH16, DISTRIBUTED, add_to_logits, assert_equal, slow, wrap
