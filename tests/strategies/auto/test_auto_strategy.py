@@ -11,7 +11,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies import auto
+from megatron_fssdp.strategies.auto import auto_strategy
 from megatron_fssdp.strategies.auto.auto_strategy import BARRED_SELECTIONS, AutoStrategy, select_by_seconds
 from megatron_fssdp.strategies.auto.selection_report import IterationSpread, SeenSaving
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
@@ -66,7 +66,7 @@ def test_a_hot_expert_gets_replicas_and_loses_them_when_it_cools() -> None:
 
 def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each candidate plans from loads before an iteration, and is priced by that iteration's loads."""
-    monkeypatch.setattr(auto, "COMPARED_ITERATIONS", 2)
+    monkeypatch.setattr(auto_strategy, "COMPARED_ITERATIONS", 2)
     strategy = automatic()
     loads = [EVEN, HOT, HOT + EVEN, EVEN + 50 * np.arange(8), HOT]
     history = history_of(strategy, *loads)

@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.strategies.fssdp.sparse_materialization import apportion_replicas, sparse_materialization
 from tests.drawn_examples import examples
-
-from ..placement_cases import owned_layers
+from tests.planning.placement_cases import owned_layers
 
 SEEDS = st.integers(0, 2**32 - 1)
 
